@@ -1,0 +1,20 @@
+"""A Celery task that runs only once at a time, with the lock in Django's cache."""
+
+from __future__ import annotations
+
+from django_singletask.exceptions import DuplicateTask, LockConflict, LockError, LockLost
+from django_singletask.locks import TaskLock, current_lock, only_one
+from django_singletask.task import SingletonTask
+
+__all__ = [
+    "DuplicateTask",
+    "LockConflict",
+    "LockError",
+    "LockLost",
+    "SingletonTask",
+    "TaskLock",
+    "current_lock",
+    "only_one",
+]
+
+__version__ = "0.1.0"

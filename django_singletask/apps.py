@@ -1,0 +1,23 @@
+"""Register checks, history and the worker's side when Django starts."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+__all__ = ["SingletaskConfig"]
+
+
+class SingletaskConfig(AppConfig):
+    """The app to name in INSTALLED_APPS: ``"django_singletask"``."""
+
+    name = "django_singletask"
+    verbose_name = _("Task locks")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from django_singletask import checks, history, worker
+
+        checks.register()
+        history.connect()
+        worker.connect()

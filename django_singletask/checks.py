@@ -1,0 +1,318 @@
+"""System checks: is the cache shared and atomic, can each task's options work?"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections.abc import Iterator
+from typing import Any
+
+from celery import current_app
+from django.conf import settings
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, router
+from django.utils.module_loading import autodiscover_modules
+
+from django_singletask.conf import HISTORY_MODES, check_seconds, conf
+from django_singletask.keys import has_literal_text
+from django_singletask.locations import backend_is, servers_of
+from django_singletask.stores import is_a, open_cache, refusal
+from django_singletask.stores.database import DIALECTS
+from django_singletask.task import POLICIES, SingletonTask
+
+__all__ = ["check_cache", "check_deployment", "check_settings", "check_tasks", "register", "run"]
+
+BACKENDS = "Redis, memcached or Django's DatabaseCache"
+
+
+def register() -> None:
+    """Add the checks to those of ``manage.py check``; none of them opens a connection."""
+    for check in (check_cache, check_settings, check_tasks):
+        checks.register(check, checks.Tags.caches)
+    checks.register(check_deployment, checks.Tags.caches, deploy=True)
+
+
+def run() -> list[checks.CheckMessage]:
+    """Return what the checks find that a worker must know at its start."""
+    return [*check_cache(), *check_settings(), *check_tasks()]
+
+
+def check_cache(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Check that ``SINGLETASK_CACHE`` can hold locks."""
+    return list(_cache())
+
+
+def _cache() -> Iterator[checks.CheckMessage]:
+    alias = conf.cache
+    named = f"SINGLETASK_CACHE = {alias!r}"
+    try:
+        cache = open_cache(alias)
+    except (ImproperlyConfigured, ImportError, TypeError) as error:
+        yield _no_cache(named, alias, error)
+        return
+    backend = settings.CACHES[alias]["BACKEND"]
+    edit = f"Set CACHES[{alias!r}]['BACKEND'] to {BACKENDS}, or SINGLETASK_CACHE to such a cache."
+    if is_a(cache, "django.core.cache.backends.locmem.LocMemCache"):
+        what = f"{named} uses {backend}: each process has a memory, and so locks, of its own."
+        if current_app.conf.task_always_eager:
+            hint = "Fine for eager tests in one process; never for workers."
+            yield checks.Warning(what, hint=hint, id="django_singletask.W001")
+        else:
+            yield checks.Error(what, hint=edit, id="django_singletask.E004")
+        return
+    reason = refusal(cache)
+    if reason is not None:
+        yield checks.Error(f"{named}: {reason}.", hint=edit, id=_refusal_id(cache))
+        return
+    if getattr(cache, "_ignore_exceptions", False):
+        yield checks.Warning(
+            f"{named} has IGNORE_EXCEPTIONS: it does not hold for locks. While the server is "
+            "down, a locked task fails with its error; it neither runs unlocked nor is skipped.",
+            hint="Give the locks a CACHES entry of their own without IGNORE_EXCEPTIONS.",
+            id="django_singletask.W002",
+        )
+    if is_a(cache, "django.core.cache.backends.db.DatabaseCache"):
+        yield from _database(alias, cache)
+
+
+def _no_cache(named: str, alias: Any, error: Exception) -> checks.CheckMessage:
+    aliases = ", ".join(map(repr, sorted(settings.CACHES)))
+    if not isinstance(alias, str):
+        message, hint = f"{named} is no string.", f"Set SINGLETASK_CACHE to one of {aliases}."
+    elif alias in settings.CACHES:
+        backend = settings.CACHES[alias].get("BACKEND")
+        message = f"{named}: its BACKEND {backend!r} cannot be loaded: {error}"
+        hint = f"Install the package that it needs, or mend CACHES[{alias!r}]."
+    else:
+        message = f"{named} is not in CACHES."
+        hint = f"Add CACHES[{alias!r}], or set SINGLETASK_CACHE to one of {aliases}."
+    return checks.Error(message, hint=hint, id="django_singletask.E001")
+
+
+def _refusal_id(cache: Any) -> str:
+    if is_a(cache, "django.core.cache.backends.dummy.DummyCache"):
+        return "django_singletask.E002"
+    if is_a(cache, "django.core.cache.backends.filebased.FileBasedCache"):
+        return "django_singletask.E003"
+    if is_a(cache, "django_redis.cache.RedisCache"):
+        return "django_singletask.E005"
+    return "django_singletask.E006"
+
+
+def _database(alias: str, cache: Any) -> Iterator[checks.CheckMessage]:
+    table = settings.CACHES[alias].get("LOCATION", "")
+    others = [
+        other
+        for other, options in settings.CACHES.items()
+        if other != alias
+        and options.get("LOCATION") == table
+        and backend_is(other, "databasecache")
+    ]
+    if alias == "default" or others:
+        users = " and ".join(f"CACHES[{other!r}]" for other in others) or "the default cache"
+        yield checks.Warning(
+            f"SINGLETASK_CACHE = {alias!r} keeps the locks in the table {table!r}, which "
+            f"{users} uses too: clear() and the culling of a full cache delete locks.",
+            hint="Add a CACHES entry with a LOCATION of its own, run 'manage.py "
+            "createcachetable', and name that entry in SINGLETASK_CACHE.",
+            id="django_singletask.W005",
+        )
+    database = router.db_for_write(cache.cache_model_class)
+    vendor = connections[database].vendor
+    if vendor not in DIALECTS:
+        yield checks.Error(
+            f"SINGLETASK_CACHE = {alias!r} keeps the locks in DATABASES[{database!r}], which is "
+            f"{vendor}: locks need PostgreSQL, MySQL, MariaDB or SQLite.",
+            hint=f"Route the table {table!r} to such a database, or set SINGLETASK_CACHE to a "
+            "cache on Redis or memcached.",
+            id="django_singletask.E006",
+        )
+    if vendor == "sqlite" and database == "default":
+        yield checks.Warning(
+            f"SINGLETASK_CACHE = {alias!r} keeps the locks in DATABASES['default'], an SQLite "
+            "file: a lock cannot be taken while a transaction is open there.",
+            hint="Add an SQLite file of its own to DATABASES and a router that sends the cache "
+            "table to it (see the README).",
+            id="django_singletask.W006",
+        )
+
+
+def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Check the other ``SINGLETASK_…`` settings."""
+    found: list[checks.CheckMessage] = []
+    error = _seconds_error("SINGLETASK_LOCK_TIMEOUT", conf.lock_timeout)
+    if error:
+        hint = "Set SINGLETASK_LOCK_TIMEOUT to seconds, such as 60, or remove it."
+        found.append(checks.Error(error, hint=hint, id="django_singletask.E007"))
+    if conf.history not in HISTORY_MODES:
+        found.append(
+            checks.Error(
+                f"SINGLETASK_HISTORY = {conf.history!r} is none of {', '.join(HISTORY_MODES)}.",
+                hint=f"Set SINGLETASK_HISTORY to {HISTORY_MODES[0]!r}, or remove it.",
+                id="django_singletask.E013",
+            )
+        )
+    if not isinstance(conf.record_arguments, bool):
+        found.append(
+            checks.Error(
+                f"SINGLETASK_RECORD_ARGUMENTS = {conf.record_arguments!r} is neither True nor "
+                "False.",
+                hint="Set it to False to hide the arguments: a text such as 'False' is true.",
+                id="django_singletask.E014",
+            )
+        )
+    return found
+
+
+def _seconds_error(option: str, value: Any, *, zero: bool = False) -> str | None:
+    try:
+        check_seconds(option, value, zero=zero)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Check the lock options of every registered :class:`SingletonTask`."""
+    autodiscover_modules("tasks")
+    found: list[checks.CheckMessage] = []
+    for _name, task in sorted(current_app.tasks.items()):
+        if isinstance(task, SingletonTask):
+            found += _task(task)
+    return found
+
+
+def _task(task: SingletonTask) -> Iterator[checks.CheckMessage]:
+    for option, zero in (("lock_timeout", False), ("lock_wait", True)):
+        value = getattr(task, option)
+        if option == "lock_timeout" and value is None:
+            continue
+        error = _seconds_error(f"{option} of {task.name}", value, zero=zero)
+        if error:
+            hint = f"Set {option} to seconds, such as 60, or remove it."
+            yield checks.Error(error, hint=hint, obj=task.name, id="django_singletask.E008")
+            return
+    yield from _lock_on(task)
+    yield from _lock_name(task)
+    if task.on_conflict not in POLICIES:
+        yield checks.Error(
+            f"on_conflict={task.on_conflict!r} of {task.name} is none of {', '.join(POLICIES)}.",
+            hint="Set on_conflict to one of them, or remove it.",
+            obj=task.name,
+            id="django_singletask.E012",
+        )
+    if not task.lock_renew:
+        yield from _fixed_lease(task)
+    if task.acks_late and not task.reject_on_worker_lost:
+        yield checks.Warning(
+            f"{task.name} has acks_late without reject_on_worker_lost: when its process is "
+            "killed, Celery acknowledges the message and the run is lost.",
+            hint="Set reject_on_worker_lost=True as well (the task must bear to run again).",
+            obj=task.name,
+            id="django_singletask.W004",
+        )
+
+
+def _lock_on(task: SingletonTask) -> Iterator[checks.CheckMessage]:
+    parameters = task.run_signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for argument in task.lock_on or ():
+        if argument not in parameters:
+            yield checks.Error(
+                f"lock_on={list(task.lock_on or ())!r} of {task.name} names {argument!r}, "
+                "which is no argument of it.",
+                hint=f"Its arguments are: {', '.join(parameters) or 'none; use lock_on=[]'}.",
+                obj=task.name,
+                id="django_singletask.E009",
+            )
+
+
+def _lock_name(task: SingletonTask) -> Iterator[checks.CheckMessage]:
+    template = task.lock_name
+    if not isinstance(template, str):
+        return
+    parameters = task.run_signature.parameters
+    extra = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
+        if not has_literal_text(template):
+            message = "has no text of its own: two tasks could share a lock by accident"
+            hint = f"Write what it stands for, as in 'customer:{template}'."
+        else:
+            unknown = [
+                field
+                for field in fields
+                if field is not None
+                and (name := re.split(r"[.\[]", field)[0]) not in parameters
+                and not (extra and name.isidentifier())
+            ]
+            if not unknown:
+                return
+            message = f"uses {{{unknown[0]}}}, which is no argument of it"
+            hint = f"Its arguments are: {', '.join(parameters) or 'none'}."
+    except ValueError as error:
+        message, hint = f"is no format string: {error}", "Double a brace that is meant as such."
+    yield checks.Error(
+        f"lock_name={template!r} of {task.name} {message}.",
+        hint=hint,
+        obj=task.name,
+        id="django_singletask.E010",
+    )
+
+
+def _fixed_lease(task: SingletonTask) -> Iterator[checks.CheckMessage]:
+    if task.lock_timeout is None:
+        yield checks.Error(
+            f"lock_renew=False of {task.name} has no lock_timeout: after it the lock would end "
+            "under a running task.",
+            hint="Set lock_timeout to more seconds than the task can run, or let it renew.",
+            obj=task.name,
+            id="django_singletask.E011",
+        )
+        return
+    limits = {
+        name: getattr(task, name) or getattr(task.app.conf, f"task_{name}")
+        for name in ("time_limit", "soft_time_limit")
+    }
+    name, limit = max(limits.items(), key=lambda item: item[1] or -math.inf)
+    if limit and limit > task.lock_timeout:
+        yield checks.Warning(
+            f"lock_timeout={task.lock_timeout!r} of {task.name} is not renewed and shorter than "
+            f"its {name} of {limit} s: the lock can end under a running task.",
+            hint=f"Set lock_timeout above {limit}, lower {name}, or let it renew.",
+            obj=task.name,
+            id="django_singletask.W003",
+        )
+
+
+def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
+    """Check what matters on a production server (``check --deploy``)."""
+    alias = conf.cache
+    if alias not in settings.CACHES:
+        return []
+    found: list[checks.CheckMessage] = []
+    own = servers_of(alias)
+    shared = [name for name in settings.CACHES if name != alias and own & servers_of(name)]
+    if own and (alias == "default" or shared):
+        users = " and ".join(f"CACHES[{name!r}]" for name in shared) or "the default cache"
+        found.append(
+            checks.Warning(
+                f"SINGLETASK_CACHE = {alias!r} keeps the locks where {users} keeps entries "
+                f"({', '.join(sorted(own))}): its clear() and its evictions delete locks.",
+                hint="Give the locks a Redis database, or a memcached server, of their own.",
+                id="django_singletask.W007",
+            )
+        )
+    if backend_is(alias, "memcached") and len(own) > 1:
+        found.append(
+            checks.Warning(
+                f"SINGLETASK_CACHE = {alias!r} names {len(own)} memcached servers: when one is "
+                "away, its locks move to another, and a lock can be taken twice.",
+                hint="Keep the locks on one memcached server, or in Redis or the database.",
+                id="django_singletask.W008",
+            )
+        )
+    return found

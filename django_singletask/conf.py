@@ -1,0 +1,62 @@
+"""Read the settings late, so that ``override_settings`` and per-process settings work."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from django.conf import settings
+
+MAX_LEASE = 30 * 24 * 60 * 60
+"""Longest lease in seconds: memcached takes anything above as a date."""
+
+DEFAULTS: dict[str, Any] = {
+    "SINGLETASK_CACHE": "default",
+    "SINGLETASK_LOCK_TIMEOUT": 60,
+    "SINGLETASK_HISTORY": "inline",
+    "SINGLETASK_HISTORY_DAYS": 30,
+    "SINGLETASK_RECORD_ARGUMENTS": True,
+}
+HISTORY_MODES = ("inline", "off")
+
+
+class Conf:
+    """Give each ``SINGLETASK_…`` setting under its short name."""
+
+    cache: str
+    """Alias in ``CACHES`` that holds the locks."""
+    lock_timeout: float
+    """Length of a lease in seconds."""
+    history: str
+    """How the history is written: ``"inline"`` or ``"off"``."""
+    history_days: float
+    """Days for which the history is kept."""
+    record_arguments: bool
+    """Whether names show the arguments of a call."""
+
+    def __getattr__(self, name: str) -> Any:
+        setting = f"SINGLETASK_{name.upper()}"
+        if setting not in DEFAULTS:
+            raise AttributeError(name)
+        return getattr(settings, setting, DEFAULTS[setting])
+
+
+conf = Conf()
+
+
+def check_seconds(option: str, value: Any, *, zero: bool = False) -> float:
+    """Return ``value`` if it can be a duration of the option, in seconds.
+
+    Raises ``TypeError`` for anything but a number and ``ValueError`` for a number that is not
+    finite, not positive (``zero=True`` lets 0 pass) or above 30 days.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{option} must be a number of seconds, not {value!r}.")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{option} must be a positive, finite number of seconds, not {value!r}.")
+    if value > MAX_LEASE:
+        raise ValueError(
+            f"{option} must be at most {MAX_LEASE} seconds (30 days), not {value!r}: "
+            "a lease is renewed while the task runs, so it need not be as long as the task."
+        )
+    return value

@@ -1,0 +1,454 @@
+"""Take, hold and give back one lock."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, overload
+
+from celery import current_task
+from celery.exceptions import Ignore, Reject, Retry
+
+from django_singletask import renewal
+from django_singletask.conf import check_seconds, conf
+from django_singletask.exceptions import LockConflict, LockError, LockLost
+from django_singletask.keys import LockKey, name_key
+from django_singletask.liveness import Holder, this_process
+from django_singletask.renewal import clock
+from django_singletask.signals import LockEvent, lock_event
+from django_singletask.stores import Entry, Outcome, Store, get_store
+
+__all__ = ["TaskLock", "current_lock", "only_one"]
+
+logger = logging.getLogger("django_singletask")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+POLL = 0.05
+MAX_POLL = 0.5
+
+_current: ContextVar[TaskLock | None] = ContextVar("current_lock", default=None)
+
+
+def current_lock() -> TaskLock | None:
+    """Return the innermost lock whose ``with`` block, function or task body is running here."""
+    return _current.get()
+
+
+def _margin(lease: float) -> float:
+    # Clocks of two machines run apart by far less than 1%; the 2 ms cover the store's rounding.
+    return lease * 0.01 + 0.002
+
+
+class TaskLock:
+    """Hold a lock by name, so that one ``with`` block runs at a time in all processes.
+
+    ``timeout`` is the length of the lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``); with
+    ``renew`` it is extended at a third of that for as long as the process lives. ``wait`` is how
+    many seconds an acquisition waits for a held lock. ``on_conflict`` says what ``with`` does
+    with a lock that is held: ``"raise"`` :class:`LockConflict`, or ``"skip"``: it yields this
+    object, which is then false. ``cache`` is an alias in ``CACHES`` (default
+    ``SINGLETASK_CACHE``).
+
+    The lock is an entry in the cache that ends by itself: see "What a lock of this kind cannot
+    promise" in the README. It is not re-entrant. The words are those of ``redis.lock.Lock`` and
+    ``threading.Lock``.
+
+    Raises ``TypeError`` and ``ValueError`` for options that cannot work.
+    """
+
+    def __init__(
+        self,
+        name: str | LockKey,
+        *,
+        timeout: float | None = None,
+        renew: bool = True,
+        wait: float = 0,
+        on_conflict: str = "raise",
+        cache: str | None = None,
+    ) -> None:
+        self.name, self.key = name if isinstance(name, LockKey) else name_key(name)
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        elif not renew:
+            raise TypeError("renew=False needs a timeout: after it the lock ends under the run.")
+        check_seconds("wait", wait, zero=True)
+        if on_conflict not in ("raise", "skip"):
+            raise ValueError(f'on_conflict must be "raise" or "skip", not {on_conflict!r}.')
+        self.timeout = timeout
+        self.renew = renew
+        self.wait = wait
+        self.on_conflict = on_conflict
+        self.cache = cache
+        self.token: str | None = None
+        self.blocker: Holder | None = None
+        self._remaining: float | None = None
+        self._run: tuple[str | None, str | None, int] | None = None
+        self._quiet = False
+        self._lost = False
+        self._context: Token[TaskLock | None] | None = None
+
+    def __repr__(self) -> str:
+        state = f"held, token {self.token}" if self.token else "not held"
+        return f"<TaskLock {self.name} ({state})>"
+
+    def __bool__(self) -> bool:
+        return self.token is not None
+
+    # Taking
+
+    def acquire(self, wait: float | None = None) -> bool:
+        """Take the lock, waiting up to ``wait`` seconds for it, and say whether it was taken.
+
+        When it was not, ``blocker`` is the holder that was in the way. Raises
+        :class:`LockConflict` instead of waiting for a lock that this very thread holds, and the
+        errors of the cache's client.
+        """
+        if wait is not None:
+            check_seconds("wait", wait, zero=True)
+        taken = self._acquire(self.wait if wait is None else wait)
+        if not taken:
+            self._report_conflict("skip")
+        return taken
+
+    def _acquire(self, wait: float = 0) -> bool:
+        until = clock() + wait
+        pause = POLL
+        while not self._take():
+            left = until - clock()
+            if wait and self.blocker and renewal.held_by_this_thread(self.blocker.token):
+                self._report_conflict("wait")
+                raise self._conflict()
+            if left <= 0:
+                return False
+            time.sleep(min(left, pause * random.uniform(0.5, 1)))
+            pause = min(pause * 1.5, MAX_POLL)
+        return True
+
+    def _take(self) -> bool:
+        lease = self._lease()
+        task, task_id, retries = self._run or _running_task()
+        holder = Holder.new(self.name, lease, task=task, task_id=task_id, retries=retries)
+        value = holder.encode()
+        store = self._store()
+        # The server grants the lease when it handles the request, which may be long before the
+        # reply arrives here. So what this process trusts is counted from before the request:
+        #
+        #   here:    sent --------------------------- reply (late) ---- sent + lease: no trust
+        #   server:        granted ------------------------------------------- ends: free
+        sent = clock()
+        try:
+            entry = store.add(self.key, value, lease)
+            if entry is not None and entry.value != value:
+                self.blocker = Holder.decode(entry.value)
+                self._remaining = entry.remaining
+                return False
+            self._begin(holder, value, lease, sent)
+        except BaseException:
+            # The request may have been carried out all the same: an error on the way back, a soft
+            # time limit raised between the reply and here. Nobody would renew or free it.
+            self._abandon(store, value)
+            raise
+        self._send("acquired", holder)
+        return True
+
+    def _begin(self, holder: Holder, value: bytes, lease: float, sent: float) -> None:
+        self._holder = holder
+        self._value = value
+        self._leased = lease
+        self._lost = False
+        self._longest_gap = 0.0
+        self.blocker = None
+        self._trust(sent)
+        self._renewed = sent
+        self._retry_at = 0.0
+        self.token = holder.token
+        self.thread = threading.get_ident()
+        renewal.keep(self)
+
+    def _trust(self, sent: float) -> None:
+        self._deadline = sent + self._leased - _margin(self._leased)
+
+    def _abandon(self, store: Store, value: bytes) -> None:
+        self.token = None
+        renewal.drop(self)
+        try:
+            store.release(self.key, value)
+        except Exception as error:
+            logger.debug("%s: not given back after an error: %s", self.key, error)
+
+    def _lease(self) -> float:
+        if self.timeout is not None:
+            return self.timeout
+        return check_seconds("SINGLETASK_LOCK_TIMEOUT", conf.lock_timeout)
+
+    def _store(self) -> Store:
+        return get_store(self.cache or conf.cache)
+
+    # Giving back
+
+    def release(self) -> bool:
+        """Give the lock back; say whether it still was this object's own to give.
+
+        Raises :class:`LockError` if it was not acquired, and the errors of the cache's client:
+        then the lease frees it.
+        """
+        if self.token is None:
+            raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
+        return self._release("returned")
+
+    def _release(self, result: str) -> bool:
+        renewal.drop(self)
+        self.token = None
+        if self._holder.pid != this_process().pid:
+            return False  # a fork of the holder: the lock is the parent's
+        outcome = self._store().release(self.key, self._value)
+        if outcome is not Outcome.OK:
+            self._lose(outcome)
+        self._send(
+            "released",
+            self._holder,
+            result=result,
+            outcome="lost" if self._lost else "released",
+            longest_renewal_gap=self._longest_gap or None,
+        )
+        return outcome is Outcome.OK
+
+    def _give_back(self, result: str) -> None:
+        """Release at the end of a body, whose result or error stands whatever happens here."""
+        try:
+            self._release(result)
+        except Exception:
+            logger.exception("%s could not be given back: its lease will free it.", self.key)
+
+    # Holding
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lock was acquired here and can no longer be trusted; costs no request."""
+        return self._lost or (self.token is not None and clock() >= self._deadline)
+
+    def check(self) -> None:
+        """Raise :class:`LockLost` if :attr:`lost`; for the loops of long bodies."""
+        if self.lost:
+            raise LockLost(f"{self.name} is no longer held by this run.")
+
+    def extend(self, timeout: float | None = None) -> None:
+        """Let the lease end ``timeout`` seconds from now (default: its own length).
+
+        Raises :class:`LockError` if the lock was not acquired and :class:`LockLost` if it is gone.
+        """
+        if self.token is None:
+            raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
+        if timeout is not None:
+            self._leased = check_seconds("timeout", timeout)
+        renewal.renew(self)
+        self.check()
+
+    def _lose(self, outcome: Outcome) -> None:
+        if self._lost:
+            return
+        self._lost = True
+        blocker = self.holder() if outcome is Outcome.TAKEN else None
+        reason = f"taken by {blocker}" if blocker else "gone from the cache"
+        logger.error("%s was lost by the run that held it: %s.", self.key, reason)
+        self._send(
+            "lost",
+            self._holder,
+            reason=reason,
+            blocked_by=blocker.token if blocker else "",
+            blocked_by_task_id=(blocker.task_id or "") if blocker else "",
+        )
+
+    # Asking
+
+    def locked(self) -> bool:
+        """Ask the cache whether anybody holds the lock."""
+        return self._read() is not None
+
+    def owned(self) -> bool:
+        """Ask the cache whether this object holds the lock."""
+        entry = self._read()
+        return self.token is not None and entry is not None and entry.value == self._value
+
+    def holder(self) -> Holder | None:
+        """Ask the cache who holds the lock."""
+        entry = self._read()
+        return None if entry is None else Holder.decode(entry.value)
+
+    def remaining(self) -> float | None:
+        """Ask the cache for the seconds left of the lease; None if free or if it cannot tell."""
+        entry = self._read()
+        return None if entry is None else entry.remaining
+
+    def clear(self, *, token: str | None = None, actor: str = "") -> bool:
+        """Free the lock, whoever holds it; with ``token``, only if that one holds it.
+
+        The holder, if it still runs, learns at its next renewal that the lock is lost, and
+        another run can start beside it. Say whether a lock was freed.
+        """
+        entry = self._read()
+        if entry is None:
+            return False
+        holder = Holder.decode(entry.value)
+        if token is not None and holder.token != token:
+            return False
+        lease = holder.timeout or self._lease()
+        if not self._store().clear(self.key, entry.value, lease):
+            return False
+        logger.warning("%s, held by %s, was cleared by %s.", self.key, holder, actor or "code")
+        self._send("cleared", holder, actor=actor)
+        return True
+
+    def _read(self) -> Entry | None:
+        return self._store().read(self.key)
+
+    # With
+
+    def __enter__(self) -> TaskLock:
+        if self._acquire(self.wait):
+            try:
+                self._context = _current.set(self)
+            except BaseException:  # a signal's, such as a soft time limit: no __exit__ follows
+                self._give_back("raised")
+                raise
+        elif self.on_conflict == "raise":
+            self._report_conflict("wait" if self.wait else "raise")
+            raise self._conflict()
+        else:
+            self._report_conflict("skip")
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._context is not None:
+            _current.reset(self._context)
+            self._context = None
+        if self.token is not None:
+            self._give_back(_result(exc))
+
+    # Telling
+
+    def _conflict(self) -> LockConflict:
+        return LockConflict(self.name, self.blocker, self._remaining)
+
+    def _report_conflict(self, reason: str) -> None:
+        blocker = self.blocker
+        logger.info("%s is held by %s: %s.", self.key, blocker, reason)
+        task, task_id, _ = self._run or _running_task()
+        self._send(
+            "skipped",
+            None,
+            reason=reason,
+            task=task or "",
+            task_id=task_id or "",
+            blocked_by=blocker.token if blocker else "",
+            blocked_by_task_id=(blocker.task_id or "") if blocker else "",
+        )
+
+    def _send(self, kind: str, holder: Holder | None, **facts: Any) -> None:
+        if lock_event.has_listeners(TaskLock):
+            event = LockEvent.about(kind, self.name, self.key, holder, quiet=self._quiet, **facts)
+            lock_event.send_robust(sender=TaskLock, event=event)
+
+
+def _result(exc: BaseException | None) -> str:
+    if isinstance(exc, Retry):
+        return "retried"
+    if isinstance(exc, (Ignore, Reject)):
+        return "ignored"
+    return "raised" if exc else "returned"
+
+
+def _running_task() -> tuple[str | None, str | None, int]:
+    if not current_task:
+        return None, None, 0
+    request = current_task.request
+    return current_task.name, request.id, request.retries or 0
+
+
+@overload
+def only_one(function: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def only_one(
+    function: None = None,
+    *,
+    key: str | None = None,
+    timeout: float | None = None,
+    renew: bool = True,
+    wait: float = 0,
+    on_conflict: str = "skip",
+    skip_result: Any = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def only_one(
+    function: Callable[P, R] | None = None,
+    *,
+    key: str | None = None,
+    timeout: float | None = None,
+    renew: bool = True,
+    wait: float = 0,
+    on_conflict: str = "skip",
+    skip_result: Any = None,
+) -> Any:
+    """Let a function run only once at a time; a call that finds it running is skipped.
+
+    ``key`` is the name of the lock, by default the dotted name of the function. A skipped call
+    returns ``skip_result``, or raises :class:`LockConflict` with ``on_conflict="raise"``. The
+    other options are those of :class:`TaskLock`. Works on functions, methods (``run`` of a
+    class-based task) and below ``@shared_task`` and Django's ``@task``.
+
+    Raises ``TypeError`` for coroutine and generator functions, whose body runs after the call has
+    returned, and for task objects. The name is that of the recipe by Ted Tieken (2012).
+    """
+    if function is None:
+        return functools.partial(
+            only_one,
+            key=key,
+            timeout=timeout,
+            renew=renew,
+            wait=wait,
+            on_conflict=on_conflict,
+            skip_result=skip_result,
+        )
+    for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
+        if hasattr(function, attribute):
+            raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
+    refuse_deferred(function, "only_one")
+    if key is None:
+        key = f"{function.__module__}.{function.__qualname__}"
+    # Raises for unusable options now, at decoration.
+    options: dict[str, Any] = {"timeout": timeout, "renew": renew, "wait": wait}
+    TaskLock(key, on_conflict=on_conflict, **options)
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with TaskLock(key, on_conflict=on_conflict, **options) as lock:
+            return function(*args, **kwargs) if lock else skip_result
+
+    return wrapper
+
+
+def refuse_deferred(function: Any, what: str) -> None:
+    """Raise ``TypeError`` for a function whose call returns before its body has run."""
+    for test, kind in (
+        (inspect.iscoroutinefunction, "a coroutine function"),
+        (inspect.isasyncgenfunction, "an asynchronous generator function"),
+        (inspect.isgeneratorfunction, "a generator function"),
+    ):
+        if test(function):
+            raise TypeError(
+                f"{what}: {function.__qualname__} is {kind}: its lock would be free before its "
+                "body runs. Take a TaskLock inside the body of a plain function instead."
+            )

@@ -1,0 +1,105 @@
+"""The history: one row for each run that had a lock, and for what went otherwise."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.utils.translation import gettext_lazy as _
+
+__all__ = ["TaskLockEvent"]
+
+
+class Kind(models.TextChoices):
+    """What happened."""
+
+    ACQUIRED = "acquired", _("acquired")
+    SKIPPED = "skipped", _("skipped")
+    DUPLICATE = "duplicate", _("duplicate")
+    EXPIRED = "expired", _("expired")
+    LOST = "lost", _("lost")
+    CLEARED = "cleared", _("cleared")
+
+
+class Outcome(models.TextChoices):
+    """How a hold ended; empty while it lasts."""
+
+    RELEASED = "released", _("released")
+    DEAD = "dead", _("process dead")
+    EXPIRED = "expired", _("expired")
+    LOST = "lost", _("lost")
+    CLEARED = "cleared", _("cleared")
+
+
+class Result(models.TextChoices):
+    """How the body of a run ended."""
+
+    RETURNED = "returned", _("returned")
+    RAISED = "raised", _("raised")
+    RETRIED = "retried", _("retried")
+    IGNORED = "ignored", _("ignored")
+    PUT_OFF = "put_off", _("put off")
+
+
+class TaskLockEvent(models.Model):
+    """One thing that happened to a lock.
+
+    An ``acquired`` row stays open (empty ``outcome``) while the run has the lock and is closed in
+    place when it ends. Repeated skips against one holder raise ``count`` and ``last_at`` of one
+    row. Durations are in seconds.
+    """
+
+    id = models.BigAutoField(primary_key=True, verbose_name=_("ID"))
+    kind = models.CharField(_("kind"), max_length=10, choices=Kind)
+    outcome = models.CharField(_("outcome"), max_length=10, choices=Outcome, blank=True)
+    result = models.CharField(_("result"), max_length=10, choices=Result, blank=True)
+    name = models.CharField(_("lock"), max_length=255)
+    key = models.CharField(_("cache key"), max_length=255)
+    task = models.CharField(_("task"), max_length=255, blank=True)
+    task_id = models.CharField(_("task id"), max_length=255, blank=True)
+    token = models.CharField(_("token"), max_length=32, blank=True)
+    host = models.CharField(_("host"), max_length=255, blank=True)
+    pid = models.PositiveIntegerField(_("process"), default=0)
+    at = models.DateTimeField(_("at"))
+    ended_at = models.DateTimeField(_("ended at"), null=True, blank=True)
+    timeout = models.FloatField(_("lease"), default=0, help_text=_("Seconds."))
+    count = models.PositiveIntegerField(_("count"), default=1)
+    last_at = models.DateTimeField(_("last at"), null=True, blank=True)
+    blocked_by = models.CharField(
+        _("blocked by"), max_length=32, blank=True, help_text=_("Token of the holder.")
+    )
+    blocked_by_task_id = models.CharField(_("blocked by task id"), max_length=255, blank=True)
+    actor = models.CharField(_("actor"), max_length=255, blank=True)
+    reason = models.CharField(_("reason"), max_length=255, blank=True)
+    longest_renewal_gap = models.FloatField(
+        _("longest renewal gap"), null=True, blank=True, help_text=_("Seconds.")
+    )
+
+    class Meta:
+        verbose_name = _("lock event")
+        verbose_name_plural = _("lock events")
+        ordering = ("-id",)
+        default_permissions = ("view", "delete")
+        permissions = (("clear_lock", _("Can clear a lock")),)
+        indexes = (
+            models.Index(fields=("kind", "-id"), name="singletask_kind"),
+            models.Index(fields=("outcome", "-id"), name="singletask_outcome"),
+            models.Index(fields=("task", "-id"), name="singletask_task"),
+            # PostgreSQL uses this one for the beginning of a name too, under any collation;
+            # the other databases know no operator classes and ignore them.
+            models.Index(
+                fields=("name", "-id"),
+                name="singletask_name",
+                opclasses=("varchar_pattern_ops", "int8_ops"),
+            ),
+            models.Index(fields=("at",), name="singletask_at"),
+            models.Index(fields=("task_id",), name="singletask_task_id"),
+            models.Index(fields=("token",), name="singletask_token"),
+            models.Index(fields=("blocked_by",), name="singletask_blocked_by"),
+            models.Index(
+                fields=("key",),
+                name="singletask_open",
+                condition=models.Q(kind="acquired", outcome=""),
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.outcome or self.kind}"

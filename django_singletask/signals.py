@@ -1,0 +1,67 @@
+"""One signal for each thing that happens to a lock; the history is its first receiver."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from datetime import datetime, timezone
+from typing import Any
+
+from django.dispatch import Signal
+
+from django_singletask.liveness import Holder, this_process
+
+__all__ = ["LockEvent", "lock_event"]
+
+lock_event = Signal()
+"""Sent with ``event``, a :class:`LockEvent`; an error in a receiver is logged, never raised."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LockEvent:
+    """One thing that happened to a lock.
+
+    ``kind`` is ``acquired``, ``released``, ``skipped``, ``duplicate``, ``expired``, ``lost`` or
+    ``cleared``; ``token``, ``host``, ``pid``, ``task`` and ``task_id`` are those of the holder
+    (of the run that was skipped, for ``skipped``). ``at`` is an aware UTC time, ``timeout`` and
+    ``longest_renewal_gap`` are seconds. ``quiet`` is set for tasks with ``lock_history=False``.
+    """
+
+    kind: str
+    name: str
+    key: str
+    at: datetime
+    task: str = ""
+    task_id: str = ""
+    token: str = ""
+    host: str = ""
+    pid: int = 0
+    timeout: float = 0
+    result: str = ""
+    reason: str = ""
+    outcome: str = ""
+    blocked_by: str = ""
+    blocked_by_task_id: str = ""
+    actor: str = ""
+    longest_renewal_gap: float | None = None
+    quiet: bool = False
+
+    @classmethod
+    def about(
+        cls, kind: str, name: str, key: str, holder: Holder | None, **facts: Any
+    ) -> LockEvent:
+        """Describe what happens to a holder's lock now, or what this process meets (None)."""
+        process = holder or this_process()
+        if holder is not None:
+            facts = {
+                "task": holder.task or "",
+                "task_id": holder.task_id or "",
+                "token": holder.token,
+                "timeout": holder.timeout,
+                **facts,
+            }
+        seconds = holder.since if holder is not None and kind == "acquired" else time.time()
+        at = datetime.fromtimestamp(seconds, timezone.utc)
+        return cls(
+            kind=kind, name=name, key=key, at=at, host=process.host, pid=process.pid, **facts
+        )

@@ -1,0 +1,165 @@
+"""Choose the store of a cache, and keep one per process, thread and alias."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from importlib import import_module
+from typing import Any
+
+from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+
+from django_singletask.stores.base import CannotList, Entry, Outcome, Store
+
+__all__ = ["CannotList", "Entry", "Outcome", "Store", "get_store", "is_a", "open_cache", "refusal"]
+
+STORES = {
+    "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
+    "django_redis.cache.RedisCache": "redis.DjangoRedisStore",
+    "django.core.cache.backends.memcached.PyLibMCCache": "memcached.PyLibMCStore",
+    "django.core.cache.backends.memcached.PyMemcacheCache": "memcached.PyMemcacheStore",
+    "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
+    "django.core.cache.backends.locmem.LocMemCache": "locmem.LocMemStore",
+}
+UNSAFE = {
+    "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run would be alone",
+    "django.core.cache.backends.filebased.FileBasedCache": (
+        "is not atomic: two processes that add the same key can both succeed"
+    ),
+}
+
+
+def _ancestors(cls: type) -> list[str]:
+    # By name, so that no client library is imported for a cache that is not configured.
+    return [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+
+
+def is_a(cache: Any, name: str) -> bool:
+    """Say whether a cache is of the class of this dotted name, or of a subclass."""
+    return name in _ancestors(type(cache))
+
+
+def open_cache(alias: str) -> Any:
+    """Return a cache object of its own for the alias; opens no connection.
+
+    Never the object of ``caches[alias]``: the application closes, flushes and patches that one.
+    Raises ``ImproperlyConfigured`` if there is no such alias.
+    """
+    if alias not in caches.settings:
+        raise ImproperlyConfigured(
+            f"SINGLETASK_CACHE = {alias!r} is not in CACHES. "
+            "Add that alias to CACHES, or name another one in SINGLETASK_CACHE."
+        )
+    return caches.create_connection(alias)
+
+
+def refusal(cache: Any) -> str | None:
+    """Say why locks cannot live in a cache; None if they can."""
+    names = _ancestors(type(cache))
+    for name in names:
+        if name in UNSAFE:
+            return f"{name} {UNSAFE[name]}"
+    if not any(name in STORES for name in names):
+        return f"{names[0]} is not a cache that django-singletask knows to be shared and atomic"
+    if is_a(cache, "django_redis.cache.RedisCache"):
+        client = _ancestors(cache._client_cls)
+        if any(name.endswith((".ShardClient", ".HerdClient")) for name in client):
+            return f"{client[0]} of django-redis spreads or rewrites the entries"
+        if "django_redis.client.default.DefaultClient" not in client:
+            return f"{client[0]} is not a django-redis client that django-singletask knows"
+    return None
+
+
+def _open_store(alias: str) -> Store:
+    cache = open_cache(alias)
+    reason = refusal(cache)
+    if reason is not None:
+        raise ImproperlyConfigured(
+            f"SINGLETASK_CACHE = {alias!r} cannot hold locks: {reason}. "
+            "Use Redis, memcached or Django's DatabaseCache; the README's store table lists them."
+        )
+    path = next(STORES[name] for name in _ancestors(type(cache)) if name in STORES)
+    module, _, name = path.partition(".")
+    store_class = getattr(import_module(f"django_singletask.stores.{module}"), name)
+    store: Store = store_class(cache)
+    return store
+
+
+# Clients that are inherited through fork share their socket with the parent, and two processes
+# then read each other's replies:
+#
+#   parent: get a -> socket          child: get b -> the same socket
+#   parent: reads "value of b"       child: reads "value of a"
+#
+# So each process and thread has stores of its own. Nor may those of the parent be closed in the
+# child, where pylibmc and mysqlclient would say "quit" on the shared socket and the server would
+# hang up on the parent. A child that ends by sys.exit() drops every object on its way out, so
+# _after_fork() makes these immortal there.
+_open: set[Store] = set()
+
+
+class _Stores(dict[str, Store]):
+    """The stores of one thread, by alias; closed when the thread ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid = os.getpid()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.pid == os.getpid():
+            for store in self.values():
+                _open.discard(store)
+                store.close()
+        self.clear()
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.stores = _Stores()
+
+
+_local = _Local()
+
+
+def get_store(alias: str) -> Store:
+    """Return the store of a cache alias for the running process and thread.
+
+    Raises ``ImproperlyConfigured`` if there is no such alias or it cannot hold locks.
+    """
+    store = _local.stores.get(alias)
+    if store is None:
+        store = _local.stores[alias] = _open_store(alias)
+        _open.add(store)
+    return store
+
+
+def close_stores() -> None:
+    """Close the stores of the running thread; they are opened anew when needed."""
+    _local.stores.close()
+
+
+def _after_fork() -> None:
+    global _local
+    for store in _open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    _open.clear()
+    _local = _Local()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _forget(*, setting: str, **kwargs: Any) -> None:
+    global _local
+    if setting in {"CACHES", "DATABASES", "USE_TZ"}:
+        _local = _Local()
+
+
+setting_changed.connect(_forget)

@@ -1,0 +1,113 @@
+"""What every store does to one entry, and which store serves which cache."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from django_singletask.liveness import Holder
+
+__all__ = ["CannotList", "Entry", "Outcome", "Store"]
+
+
+PREFIX = "singletask:"
+MARKER = ":cleared:"
+
+
+class Entry(NamedTuple):
+    """A lock as it stands in the cache: its bytes and the seconds left (None: unknown)."""
+
+    value: bytes
+    remaining: float | None
+
+
+class Outcome(enum.Enum):
+    """What a store found when it was asked to change an entry that should be the caller's."""
+
+    OK = "ok"
+    RETAKEN = "retaken"  # renew only: it was gone, and is the caller's again
+    GONE = "gone"
+    TAKEN = "taken"  # somebody else's
+
+
+class CannotList(Exception):
+    """The store cannot say which locks it holds."""
+
+
+class Store(ABC):
+    """Keep locks in one cache; every method is atomic against all other processes.
+
+    An entry is a key and the holder's bytes. Whoever changes an entry shows the whole bytes that
+    it believes to be there, so nobody can change what somebody else wrote: the bytes hold a
+    random token. ``lease`` is in seconds. Errors of the cache's client pass through: an outage is
+    never "held" and never "free".
+
+    One object serves one thread of one process (see :func:`django_singletask.stores.get_store`).
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def make_key(self, key: str) -> str:
+        """Pass a lock's key through the cache's own prefix, version and key function."""
+        made: str = self.cache.make_and_validate_key(key)
+        return made
+
+    @abstractmethod
+    def add(self, key: str, value: bytes, lease: float) -> Entry | None:
+        """Take the lock; return None when taken, else the entry that is in the way.
+
+        A client that lost the reply may have sent the request twice: the caller's own bytes in
+        the way mean that the first request took the lock.
+        """
+
+    @abstractmethod
+    def release(self, key: str, value: bytes) -> Outcome:
+        """Delete the entry if it is ``value``: OK, GONE or TAKEN."""
+
+    @abstractmethod
+    def renew(self, key: str, value: bytes, lease: float) -> Outcome:
+        """Let the entry live for ``lease`` from now if it is ``value``.
+
+        If there is none it is taken again (RETAKEN), unless :meth:`clear` left its marker (GONE).
+        """
+
+    @abstractmethod
+    def read(self, key: str) -> Entry | None:
+        """Return the entry that holds the lock now."""
+
+    @abstractmethod
+    def clear(self, key: str, value: bytes, lease: float) -> bool:
+        """Delete the entry if it is ``value`` and leave a marker for ``lease`` seconds.
+
+        The holder does not know that its lock was cleared. Without the marker its next renewal
+        would find the entry gone, as after an eviction, and take it again.
+        """
+
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        """Yield key and entry of each lock that is held now; raises :class:`CannotList`."""
+        raise CannotList
+
+    def prefix(self) -> str:
+        """Return how all keys of locks begin; raises :class:`CannotList` if they do not."""
+        prefix = self.make_key(PREFIX)
+        if self.make_key(f"{PREFIX}x") != f"{prefix}x":
+            raise CannotList(f"The KEY_FUNCTION of {type(self.cache).__name__} hides the keys.")
+        return prefix
+
+    def lock_key(self, made: str) -> str | None:
+        """Return the lock's key that :meth:`make_key` made this of; None if it is no lock's."""
+        prefix = self.make_key(PREFIX)
+        if not made.startswith(prefix) or MARKER in made:
+            return None
+        return PREFIX + made.removeprefix(prefix)
+
+    def close(self) -> None:  # noqa: B027 - most stores have nothing to close
+        """Give back what the store opened."""
+
+
+def marker_key(key: str, value: bytes) -> str:
+    """Return the key under which :meth:`Store.clear` leaves its marker."""
+    return f"{key}{MARKER}{Holder.decode(value).token}"

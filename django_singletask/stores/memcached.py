@@ -1,0 +1,173 @@
+"""Locks in memcached, through pylibmc or pymemcache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from django_singletask.stores.base import Entry, Outcome, Store, marker_key
+
+__all__ = ["PyLibMCStore", "PyMemcacheStore"]
+
+# Above 30 days memcached reads an expiry as a date: this one lies in January 1970. It deletes at
+# once, with every client and protocol; a negative expiry does not (pylibmc's binary protocol
+# reports success and leaves the entry for decades).
+PAST = 30 * 24 * 60 * 60 + 1
+
+TRIES = 10
+
+
+def _expiry(lease: float) -> int:
+    # memcached counts in whole seconds of a clock that ticks once a second, so it ends a lease up
+    # to a second early. The holder trusts its lock for the lease alone.
+    return min(math.ceil(lease) + 1, PAST - 1)
+
+
+class MemcachedStore(Store):
+    """Look at an entry with ``gets``, change it with ``cas``.
+
+    memcached cannot compare and delete, but it can compare and set an expiry in the past:
+
+      holder A: gets -> A's bytes, cas 17
+                                        (A's lease ends here, B takes the lock: cas 18)
+      holder A: cas 17, expiry in the past -> refused, B keeps its lock
+    """
+
+    def _gets(self, key: str) -> tuple[bytes | None, Any]:
+        raise NotImplementedError
+
+    def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
+        raise NotImplementedError
+
+    def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
+        raise NotImplementedError
+
+    def add(self, key: str, value: bytes, lease: float) -> Entry | None:
+        made = self.make_key(key)
+        for _ in range(TRIES):
+            if self._client_add(made, value, _expiry(lease)):
+                return None
+            found, _cas = self._gets(made)
+            if found is not None:
+                return Entry(found, None)
+            # It was released between the two requests: once more.
+        return Entry(b"", None)
+
+    def release(self, key: str, value: bytes) -> Outcome:
+        return self._change(self.make_key(key), value, PAST)
+
+    def renew(self, key: str, value: bytes, lease: float) -> Outcome:
+        made = self.make_key(key)
+        outcome = self._change(made, value, _expiry(lease))
+        if outcome is not Outcome.GONE:
+            return outcome
+        # clear() writes its marker before it deletes, so whoever finds the entry deleted by it
+        # finds the marker too.
+        marker, _cas = self._gets(self.make_key(marker_key(key, value)))
+        if marker is not None:
+            return Outcome.GONE
+        return Outcome.RETAKEN if self.add(key, value, lease) is None else Outcome.TAKEN
+
+    def read(self, key: str) -> Entry | None:
+        found, _cas = self._gets(self.make_key(key))
+        return None if found is None else Entry(found, None)
+
+    def clear(self, key: str, value: bytes, lease: float) -> bool:
+        # The marker stays even if nothing is deleted: then the lock is gone or somebody else's,
+        # and another operator who clears it at this moment may rely on it.
+        self._client_add(self.make_key(marker_key(key, value)), b"1", _expiry(lease))
+        return self._change(self.make_key(key), value, PAST) is Outcome.OK
+
+    def _change(self, made: str, value: bytes, expiry: int) -> Outcome:
+        for _ in range(TRIES):
+            found, cas = self._gets(made)
+            if found is None:
+                return Outcome.GONE
+            if found != value:
+                return Outcome.TAKEN
+            if self._cas(made, value, cas, expiry):
+                return Outcome.OK
+            # Changed between the two requests (by a renewal, a takeover): look again.
+        return Outcome.TAKEN
+
+
+class PyLibMCStore(MemcachedStore):
+    """Locks through a pylibmc client of its own, text or binary protocol."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        import pylibmc
+
+        class Client(pylibmc.Client):  # type: ignore[misc]
+            """Keep bytes as they are: a lock is never unpickled."""
+
+            def serialize(self, value: bytes) -> tuple[bytes, int]:
+                return value, 0
+
+            def deserialize(self, value: bytes, flags: int) -> bytes:
+                return value
+
+        cache._class = Client
+        self.client = cache._cache
+        # Each of the others would acknowledge a request that was not carried out.
+        self.client.behaviors.update(
+            {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
+        )
+        self.not_found = pylibmc.NotFound
+
+    def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
+        return bool(self.client.add(key, value, time=expiry))
+
+    def _gets(self, key: str) -> tuple[bytes | None, Any]:
+        try:
+            value, cas = self.client.gets(key)
+        except self.not_found:
+            return None, None
+        return value, cas
+
+    def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
+        try:
+            return bool(self.client.cas(key, value, cas, time=expiry))
+        except self.not_found:
+            return False
+
+    def close(self) -> None:
+        self.client.disconnect_all()
+
+
+class _Raw:
+    """Keep bytes as they are: a lock is never unpickled."""
+
+    def serialize(self, key: bytes, value: bytes) -> tuple[bytes, int]:
+        return value, 0
+
+    def deserialize(self, key: bytes, value: bytes, flags: int) -> bytes:
+        return value
+
+
+class PyMemcacheStore(MemcachedStore):
+    """Locks through a pymemcache client of its own."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        # ignore_exc would turn an outage into a miss, noreply an outage into a success.
+        cache._options = {
+            **cache._options,
+            "serde": _Raw(),
+            "ignore_exc": False,
+            "default_noreply": False,
+        }
+        self.client = cache._cache
+
+    def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
+        return bool(self.client.add(key, value, expire=expiry))
+
+    def _gets(self, key: str) -> tuple[bytes | None, Any]:
+        value, cas = self.client.gets(key)
+        return value, cas
+
+    def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
+        return bool(self.client.cas(key, value, cas, expire=expiry))
+
+    def close(self) -> None:
+        self.client.disconnect_all()

@@ -1,0 +1,116 @@
+"""Locks in Redis or Valkey, through Django's RedisCache or django-redis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from django_singletask.stores.base import Entry, Outcome, Store, marker_key
+
+__all__ = ["DjangoRedisStore", "RedisStore"]
+
+# A script runs alone on the server, so look and act cannot be torn apart:
+#
+#   holder A: GET -> mine            (its lease ends here, B takes the lock)
+#   holder A: DEL                    frees B's lock: impossible inside a script
+ADD = """
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return false end
+return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
+"""
+RELEASE = """
+local value = redis.call('GET', KEYS[1])
+if value == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return value and -1 or 0
+"""
+RENEW = """
+local value = redis.call('GET', KEYS[1])
+if value == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+if value then return -1 end
+if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 2
+"""
+READ = """
+local value = redis.call('GET', KEYS[1])
+return value and {value, redis.call('PTTL', KEYS[1])}
+"""
+CLEAR = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
+return redis.call('DEL', KEYS[1])
+"""
+OUTCOMES = {1: Outcome.OK, 2: Outcome.RETAKEN, 0: Outcome.GONE, -1: Outcome.TAKEN}
+
+
+def _milliseconds(lease: float) -> int:
+    return max(1, int(lease * 1000))
+
+
+def _bytes(value: bytes | str) -> bytes:
+    # str where the project's options say decode_responses=True
+    return value.encode() if isinstance(value, str) else value
+
+
+def _entry(reply: Any) -> Entry | None:
+    if reply is None:
+        return None
+    value, milliseconds = reply
+    return Entry(_bytes(value), milliseconds / 1000 if milliseconds >= 0 else None)
+
+
+class RedisStore(Store):
+    """Run one script a call on the primary, on a client that is kept.
+
+    Django's RedisCache builds a client object for each call and reads from replicas, which lag:
+    a lock just taken would look free. django-redis with ``IGNORE_EXCEPTIONS`` answers an outage
+    with False, which would look held. The bare client does neither.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        self.client = self._client()
+        self._add = self.client.register_script(ADD)
+        self._release = self.client.register_script(RELEASE)
+        self._renew = self.client.register_script(RENEW)
+        self._read = self.client.register_script(READ)
+        self._clear = self.client.register_script(CLEAR)
+
+    def _client(self) -> Any:
+        return self.cache._cache.get_client(None, write=True)
+
+    def add(self, key: str, value: bytes, lease: float) -> Entry | None:
+        return _entry(self._add([self.make_key(key)], [value, _milliseconds(lease)]))
+
+    def release(self, key: str, value: bytes) -> Outcome:
+        return OUTCOMES[self._release([self.make_key(key)], [value])]
+
+    def renew(self, key: str, value: bytes, lease: float) -> Outcome:
+        keys = [self.make_key(key), self.make_key(marker_key(key, value))]
+        return OUTCOMES[self._renew(keys, [value, _milliseconds(lease)])]
+
+    def read(self, key: str) -> Entry | None:
+        return _entry(self._read([self.make_key(key)]))
+
+    def clear(self, key: str, value: bytes, lease: float) -> bool:
+        keys = [self.make_key(key), self.make_key(marker_key(key, value))]
+        return bool(self._clear(keys, [value, _milliseconds(lease)]))
+
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        pattern = f"{_glob_escape(self.prefix())}*"
+        # SCAN may name an entry twice.
+        for made in {_bytes(made) for made in self.client.scan_iter(match=pattern, count=1000)}:
+            key = self.lock_key(made.decode())
+            entry = None if key is None else _entry(self._read([made]))
+            if key is not None and entry is not None:
+                yield key, entry
+
+
+class DjangoRedisStore(RedisStore):
+    """The same on django-redis, with its default or Sentinel client."""
+
+    def _client(self) -> Any:
+        return self.cache.client.get_client(write=True)
+
+
+def _glob_escape(text: str) -> str:
+    return "".join("\\" + char if char in "*?[]\\" else char for char in text)

@@ -1,0 +1,327 @@
+"""The Celery base class: a task that takes its lock around each run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from celery.contrib.django.task import DjangoTask
+from celery.result import AsyncResult, EagerResult
+from celery.utils import uuid
+from celery.utils.saferepr import saferepr
+
+from django_singletask.conf import check_seconds
+from django_singletask.exceptions import LockConflict
+from django_singletask.keys import LockKey, call_key
+from django_singletask.locks import TaskLock, refuse_deferred
+
+__all__ = ["HEADER", "SingletonTask"]
+
+HEADER = "singletask"
+"""The message header with the call's key, name, lock options and task id."""
+
+POLICIES = ("skip", "raise", "wait")
+
+
+class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
+    """A task of which only one run with the same arguments goes on at a time.
+
+    Use it as ``@shared_task(base=SingletonTask)``. A message, ``.apply()`` and a direct call
+    ``task(...)`` take the lock; ``task.run(...)`` is the bare body. The options below stand in
+    the decorator or on a subclass, and hold for one call in
+    ``apply_async(..., lock_options={"on_conflict": "raise"})``.
+
+    * ``lock_timeout``: lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``), at most 30 days.
+    * ``lock_renew``: renew the lease while the task runs; False needs ``lock_timeout``.
+    * ``lock_on``: names of the arguments that make the lock; ``[]`` is one lock for the task.
+    * ``lock_name``: the name itself, a format string over the arguments or a callable with them.
+    * ``on_conflict``: ``"skip"``, ``"raise"`` (:class:`LockConflict`) or ``"wait"``.
+    * ``lock_wait``: seconds that ``"wait"`` waits before it raises.
+    * ``skip_result``: what a skipped run returns.
+    * ``lock_history``: False records only trouble.
+
+    Raises ``TypeError`` where the class is made for options of a wrong type and for coroutine
+    and generator functions.
+    """
+
+    abstract = True
+
+    lock_timeout: float | None = None
+    lock_renew: bool = True
+    lock_on: Sequence[str] | None = None
+    lock_name: Any = None
+    on_conflict: str = "skip"
+    lock_wait: float = 0
+    skip_result: Any = None
+    lock_history: bool = True
+
+    # An expected answer, not a crash: Celery logs it without a traceback.
+    throws: tuple[type[Exception], ...] = (LockConflict,)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
+        check_types(what, {name: cls.__dict__[name] for name in OPTIONS & cls.__dict__.keys()})
+        if cls.lock_on is not None and cls.lock_name is not None:
+            raise TypeError(f"{what}: lock_on and lock_name exclude each other; keep one.")
+        run = cls.__dict__.get("run")
+        if run is not None:
+            refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
+        call = cls.__dict__.get("__call__")
+        if call is not None and not _mentions(getattr(call, "__code__", None), "__call__"):
+            raise TypeError(
+                f"{what}.__call__ never calls super().__call__(*args, **kwargs), "
+                "so the task would run without its lock."
+            )
+        if LockConflict not in cls.throws:
+            cls.throws = (*cls.throws, LockConflict)
+        if "_decorated" in cls.__dict__ and inspect.isfunction(cls.__dict__.get("lock_name")):
+            # A function given in the decorator takes the task's arguments, not the task.
+            cls.lock_name = staticmethod(cls.__dict__["lock_name"])
+
+    # Asking
+
+    def lock(self, *args: Any, **kwargs: Any) -> TaskLock:
+        """Return the lock of a call with these arguments, not acquired.
+
+        ``task.lock(7).locked()`` asks whether that call is running. Raises ``TypeError`` if the
+        arguments do not fit the task or have no stable form.
+        """
+        return self._lock(self._key(args, kwargs, {}), {})
+
+    # Sending
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        *,
+        lock_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncResult[Any]:
+        """Send the task, with its lock's key in the message.
+
+        Celery's own options, and ``lock_options``: lock options for this one call. Raises
+        ``TypeError`` for unknown ones, and if an argument has no stable form.
+        """
+        task_id = task_id or uuid()
+        options["headers"] = self._headers(args, kwargs, task_id, lock_options, options)
+        return super().apply_async(
+            args, kwargs, task_id, producer, link, link_error, shadow, **options
+        )
+
+    def apply(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        task_id: str | None = None,
+        *rest: Any,
+        lock_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> EagerResult[Any]:
+        """Run the task here and now, under its lock; see :meth:`apply_async`."""
+        if lock_options:
+            task_id = task_id or uuid()
+            options["headers"] = self._headers(args, kwargs, task_id, lock_options, options)
+        return super().apply(args, kwargs, link, link_error, task_id, *rest, **options)
+
+    def signature_from_request(
+        self, request: Any = None, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
+    ) -> Any:
+        """Describe the next message of a request, as ``retry()`` does."""
+        signature = super().signature_from_request(request, args, kwargs, *rest, **options)
+        header = (signature.options.get("headers") or {}).get(HEADER)
+        if header and (args is not None or kwargs is not None):
+            # Other arguments may mean another lock: derive the key anew, keep the options.
+            signature.options["headers"] = {
+                **signature.options["headers"],
+                HEADER: {**header, "key": None},
+            }
+        return signature
+
+    def _headers(
+        self,
+        args: Any,
+        kwargs: Any,
+        task_id: str,
+        lock_options: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        headers = options.get("headers") or {}
+        own = _own_header(headers, task_id)
+        overrides = own.get("options") or {}
+        if lock_options is not None:
+            self._check_options(lock_options)
+            overrides = {**overrides, **lock_options}
+        if own.get("key") and lock_options is None:
+            return dict(headers)
+        key = self._key(args, kwargs, overrides, _shown(options))
+        # What made the key stays here: a callable could not travel, and need not.
+        travels = {k: v for k, v in overrides.items() if k not in ("lock_on", "lock_name")}
+        header = {"id": task_id, "key": key.key, "name": key.name, "options": travels}
+        return {**headers, HEADER: header}
+
+    # Running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body under its lock."""
+        request: Any = self.request_stack.top
+        if request is None or request.called_directly or request._protected:
+            lock = self._lock(self._key(args, kwargs, {}), {})
+            return self._run_locked(lock, {}, super().__call__, args, kwargs)
+        # The worker's own call for a message, or apply()'s: the request is pushed already, and
+        # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's:
+        # a call of this task from its own body is a direct one.
+        request._protected = 1
+        own = _own_header(request.headers or {}, request.id)
+        options = own.get("options") or {}
+        if own.get("key"):
+            key = LockKey(own["name"], own["key"])
+        else:
+            key = self._key(args, kwargs, options, self._shown_by(request, args, kwargs))
+        lock = self._lock(key, options)
+        lock._run = (self.name, request.id, request.retries or 0)
+        return self._run_locked(lock, options, self.run, args, kwargs)
+
+    def _run_locked(
+        self, lock: TaskLock, options: Mapping[str, Any], body: Any, args: Any, kwargs: Any
+    ) -> Any:
+        # The lock is given back here, so before Celery stores the result and publishes the next
+        # link of a chain, which may want the same lock.
+        with lock:
+            if lock:
+                return body(*args, **kwargs)
+        return self._option("skip_result", options)
+
+    def _lock(self, key: LockKey, options: Mapping[str, Any]) -> TaskLock:
+        policy = self._option("on_conflict", options)
+        if policy not in POLICIES:
+            raise ValueError(policy_error(self.name, policy))
+        lock = TaskLock(
+            key,
+            timeout=self._option("lock_timeout", options),
+            renew=self._option("lock_renew", options),
+            wait=self._option("lock_wait", options) if policy == "wait" else 0,
+            on_conflict="skip" if policy == "skip" else "raise",
+        )
+        lock._run = (self.name, None, 0)
+        lock._quiet = not self._option("lock_history", options)
+        return lock
+
+    def _option(self, name: str, options: Mapping[str, Any]) -> Any:
+        return options[name] if name in options else getattr(self, name)
+
+    def _check_options(self, lock_options: Mapping[str, Any]) -> None:
+        unknown = lock_options.keys() - OPTIONS
+        if unknown:
+            raise TypeError(
+                f"lock_options of {self.name} has no {sorted(unknown)[0]!r}; "
+                f"it knows {', '.join(sorted(OPTIONS))}."
+            )
+        check_types(f"lock_options of {self.name}", lock_options)
+        for name, zero in (("lock_timeout", False), ("lock_wait", True)):
+            if lock_options.get(name) is not None:
+                check_seconds(f"lock_options of {self.name}: {name}", lock_options[name], zero=zero)
+        policy = self._option("on_conflict", lock_options)
+        if policy not in POLICIES:
+            raise ValueError(policy_error(f"lock_options of {self.name}", policy))
+
+    def _key(
+        self, args: Any, kwargs: Any, options: Mapping[str, Any], shown: str | None = None
+    ) -> LockKey:
+        return call_key(
+            self.name,
+            self.run_signature,
+            args or (),
+            kwargs or {},
+            lock_on=self._option("lock_on", options),
+            lock_name=self._option("lock_name", options),
+            shown=shown,
+        )
+
+    @cached_property
+    def run_signature(self) -> inspect.Signature:
+        """The arguments of the body, that calls are bound to."""
+        return inspect.signature(self.run)
+
+    def _shown_by(self, request: Any, args: Any, kwargs: Any) -> str | None:
+        # Celery always sends a representation of the arguments. One that is not what it would
+        # have made was given by the caller, to hide something.
+        size = self.app.amqp.argsrepr_maxsize
+        given = {name: getattr(request, name, None) for name in ("argsrepr", "kwargsrepr")}
+        if given["argsrepr"] == saferepr(tuple(args), size):
+            given["argsrepr"] = None
+        if given["kwargsrepr"] == saferepr(kwargs, self.app.amqp.kwargsrepr_maxsize):
+            given["kwargsrepr"] = None
+        return _shown(given)
+
+
+def _own_header(headers: Mapping[str, Any], task_id: str | None) -> Mapping[str, Any]:
+    # Bodies pass headers=self.request.headers on to the calls that they make: a header counts
+    # only for the task id that it was made for.
+    header = headers.get(HEADER)
+    if isinstance(header, Mapping) and header.get("id") == task_id and task_id is not None:
+        return header
+    return {}
+
+
+def _shown(options: Mapping[str, Any]) -> str | None:
+    given = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
+    return ", ".join(map(str, given)) if given else None
+
+
+def _mentions(code: Any, name: str) -> bool:
+    if code is None or name in code.co_names:
+        return True
+    return any(_mentions(inner, name) for inner in code.co_consts if inspect.iscode(inner))
+
+
+OPTIONS = frozenset(
+    {
+        "lock_history",
+        "lock_name",
+        "lock_on",
+        "lock_renew",
+        "lock_timeout",
+        "lock_wait",
+        "on_conflict",
+        "skip_result",
+    }
+)
+
+
+def check_types(what: str, options: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for a lock option of a wrong type; the message begins with ``what``."""
+    for name, value in options.items():
+        if name in {"lock_renew", "lock_history"} and not isinstance(value, bool):
+            raise TypeError(f"{what}: {name} must be True or False, not {value!r}.")
+        if name in {"lock_timeout", "lock_wait"} and not (name == "lock_timeout" and value is None):
+            # A number that cannot work is for the system check, which names it with a hint.
+            with suppress(ValueError):
+                check_seconds(f"{what}: {name}", value, zero=True)
+        if name == "on_conflict" and not isinstance(value, str):
+            raise TypeError(policy_error(what, value))
+        if name == "lock_name" and not (value is None or isinstance(value, str) or callable(value)):
+            raise TypeError(
+                f"{what}: lock_name must be a format string or a callable, not {value!r}."
+            )
+        if name == "lock_on" and value is not None:
+            if isinstance(value, str):
+                raise TypeError(f"{what}: lock_on={value!r} is a string; did you mean [{value!r}]?")
+            if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+                raise TypeError(f"{what}: lock_on must be a list of argument names, not {value!r}.")
+
+
+def policy_error(what: str, value: object) -> str:
+    """Say that ``on_conflict`` cannot be ``value``."""
+    return f"{what}: on_conflict must be one of {', '.join(POLICIES)}, not {value!r}."

@@ -1,0 +1,33 @@
+"""Celery's filesystem broker, safe for several workers that read while messages are written."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from kombu.transport import filesystem
+from kombu.utils.json import dumps
+
+
+class Channel(filesystem.Channel):
+    def _put(self, queue: str, payload: dict[str, Any], **kwargs: Any) -> None:
+        """Write the message under another name, then rename it: it appears whole or not at all.
+
+        The stock method creates the file first and fills it afterwards, and readers take no
+        lock:
+
+            sender: open("….msg")                               write(…)
+            worker:                move("….msg")  read() -> ""           JSON error, message gone
+        """
+        folder = Path(self.data_folder_out)
+        name = f"{time.monotonic_ns():020}_{uuid.uuid4()}"
+        unfinished = folder / f"{name}.part"
+        unfinished.write_text(dumps(payload), encoding="utf-8")
+        os.rename(unfinished, folder / f"{name}.{queue}.msg")
+
+
+class Transport(filesystem.Transport):
+    Channel = Channel

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.core.management import BaseCommand, CommandError
+
+from example_project.demo import launch
+
+
+class Command(BaseCommand):
+    help = (
+        "Import feeds many times over with real Celery workers, show who holds which lock, and "
+        "measure that no two runs of one feed overlapped. Needs no server; leaves nothing behind."
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--cache",
+            type=cache_url,
+            metavar="URL",
+            help="Keep the locks in redis://host:port/db or memcached://host:port.",
+        )
+        parser.add_argument(
+            "--broker",
+            type=broker_url,
+            metavar="URL",
+            help="Use redis://host:port/db or another broker of Celery's.",
+        )
+        parser.add_argument(
+            "--serve",
+            type=port,
+            nargs="?",
+            const=0,
+            metavar="PORT",
+            help="Leave the admin up afterwards, on this port or a free one, until Ctrl-C.",
+        )
+        parser.add_argument(
+            "--no-lock",
+            action="store_true",
+            help="Negative control: import without locks. The demo must then find overlaps.",
+        )
+
+    def run_from_argv(self, argv: list[str]) -> None:
+        if launch.is_launched():
+            try:
+                super().run_from_argv(argv)
+            finally:
+                launch.clean_up()
+            return
+        # As Django does: a wrong option then shows the usage.
+        self._called_from_command_line = True
+        options = self.create_parser(argv[0], argv[1]).parse_args(argv[2:])
+        try:
+            launch.restart(vars(options))
+        except CommandError as error:
+            self.stderr.write(f"{type(error).__name__}: {error}")
+            sys.exit(error.returncode)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if not launch.is_launched():
+            raise CommandError("Run this from the command line: python manage.py demo")
+        # Not at the top: the demo's parts need a POSIX system, which launch.py asks for first.
+        from example_project.demo.main import run
+
+        if code := run(options):
+            sys.exit(code)
+
+
+def cache_url(text: str) -> str:
+    scheme = urlsplit(text).scheme
+    if scheme not in ("redis", "rediss", "unix", "memcached") or not text.partition("://")[2]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not redis://… or memcached://host:port")
+    return text
+
+
+def broker_url(text: str) -> str:
+    if not all(text.partition("://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address like redis://host:port/0")
+    return text
+
+
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from django.db import connections
+from django.test.utils import setup_databases
+
+from django_singletask.stores import close_stores
+from tests import deadline, servers
+from tests.routers import LOCK_TABLES
+
+# Every cache that can hold locks, each on its real server.
+LOCK_CACHES = [
+    "redis",
+    "redis_replica",
+    "django_redis",
+    "django_redis_sentinel",
+    "pylibmc",
+    "pylibmc_binary",
+    "pymemcache",
+    "db_postgres",
+    "db_mariadb",
+    "db_sqlite",
+    "locmem",
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "SINGLETASK_TEST_REDIS_URL" not in os.environ and not config.option.collectonly:
+        raise pytest.UsageError("The tests need their servers: run them with python runtests.py")
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_test_environment: None, django_db_blocker: Any) -> None:
+    """Make all databases, with the tables of the lock caches; they go with their servers.
+
+    So no thread that still has a connection to one can make the end of the tests fail.
+    """
+    with django_db_blocker.unblock():
+        setup_databases(verbosity=0, interactive=False, keepdb=True)
+
+
+@pytest.fixture(autouse=True)
+def no_store_outlives_its_test() -> Iterator[None]:
+    yield
+    close_stores()
+
+
+@pytest.fixture
+def wait_for() -> Any:
+    return deadline.wait_for
+
+
+@pytest.fixture
+def dead_redis(settings: Any) -> str:
+    """Give the alias of a Redis cache whose server does not answer."""
+    url = f"redis://127.0.0.1:{servers.free_port()}/0"
+    backend = "django.core.cache.backends.redis.RedisCache"
+    settings.CACHES = {**settings.CACHES, "dead": {"BACKEND": backend, "LOCATION": url}}
+    return "dead"
+
+
+@pytest.fixture
+def empty_cache(django_db_setup: None, django_db_blocker: Any) -> Callable[[str], None]:
+    def empty_one(alias: str) -> None:
+        with django_db_blocker.unblock():
+            empty(alias)
+
+    return empty_one
+
+
+@pytest.fixture(params=LOCK_CACHES)
+def cache_alias(
+    request: pytest.FixtureRequest, django_db_setup: None, django_db_blocker: Any, settings: Any
+) -> Iterator[str]:
+    """Give the alias of each lock cache in turn, emptied; SINGLETASK_CACHE names it.
+
+    The test may use databases on connections of its own; for those of django.db.connections it
+    needs the mark django_db as ever.
+    """
+    settings.SINGLETASK_CACHE = request.param
+    with django_db_blocker.unblock():
+        empty(request.param)
+        yield request.param
+
+
+def empty(alias: str) -> None:
+    """Remove all locks of a cache."""
+    table = caches.settings[alias]["LOCATION"]
+    if not isinstance(table, str) or table not in LOCK_TABLES:
+        caches[alias].clear()
+        return
+    # Not within the transaction of the test, in which others would not see it.
+    connection = connections.create_connection(LOCK_TABLES[table])
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(f"DELETE FROM {table}")
+    finally:
+        connection.close()

@@ -1,0 +1,66 @@
+"""What the tests of the stores put into caches, and how they wait for what happens there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from django.core.cache import caches
+
+from django_singletask.keys import name_key
+from django_singletask.liveness import Holder
+from django_singletask.stores import Store, close_stores, get_store
+
+T = TypeVar("T")
+
+
+def key_of(name: str) -> str:
+    """Return the key of the lock of this name, as a store is given it."""
+    return name_key(name).key
+
+
+def holder(who: str, *, lease: float = 60) -> bytes:
+    """Return the bytes of a holder; another one for each ``who``."""
+    return Holder(
+        token=who.encode().hex().zfill(32),
+        name="tests",
+        task=None,
+        task_id=None,
+        retries=0,
+        host="tests",
+        boot_id="",
+        pid_ns="",
+        pid=1,
+        start="",
+        since=0.0,
+        timeout=lease,
+    ).encode()
+
+
+def eventually(condition: Callable[[], T], *, within: float = 15) -> T:
+    """Return the first true result of a condition; fail when there is none in time."""
+    deadline = time.monotonic() + within
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {within} s"
+        time.sleep(0.01)
+    return result
+
+
+@contextmanager
+def private_store(
+    settings: Any, alias: str, location: object = None, *, options: object = None, **changes: object
+) -> Iterator[Store]:
+    """Open the store of a cache alias whose configuration is changed."""
+    configuration = dict(settings.CACHES[alias]) | changes
+    if location is not None:
+        configuration["LOCATION"] = location
+    if options is not None:
+        configuration["OPTIONS"] = configuration["OPTIONS"] | options
+    settings.CACHES = settings.CACHES | {alias: configuration}
+    try:
+        yield get_store(alias)
+    finally:
+        close_stores()
+        caches[alias].close()

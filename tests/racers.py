@@ -1,0 +1,201 @@
+"""Processes that use one cache at the same moment.
+
+A program, which prints what happened as JSON, so that it forks from a process without threads:
+
+    python -m tests.racers race <alias> <store or django> <free or expired> <rounds>
+    python -m tests.racers turns <alias> <seconds>
+    python -m tests.racers fork <alias> <own or inherited> <reads>
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import django
+
+PROCESSES = 16
+GIVE_UP = 90  # seconds
+
+fork = multiprocessing.get_context("fork")
+
+
+def run(work: Callable[..., Any], count: int, *args: Any) -> list[Any]:
+    """Run ``work(number, barrier, *args)`` in that many processes and return the results."""
+    barrier = fork.Barrier(count)
+    results = fork.SimpleQueue()
+
+    def body(number: int) -> None:
+        try:
+            results.put((number, work(number, barrier, *args), None))
+        except BaseException:
+            barrier.abort()
+            results.put((number, None, traceback.format_exc()))
+
+    processes = [fork.Process(target=body, args=(number,)) for number in range(count)]
+    for process in processes:
+        process.start()
+    found = sorted((results.get() for _ in processes), key=lambda result: result[0])
+    for process in processes:
+        process.join()
+    errors = [error for _, _, error in found if error]
+    if errors:
+        errors.sort(key=lambda error: "BrokenBarrierError" in error)
+        sys.exit(errors[0])
+    return [result for _, result, _ in found]
+
+
+def race(alias: str, way: str, state: str, rounds: int) -> dict[str, Any]:
+    """Let all take the same key in each round; tell who did, and who holds it afterwards."""
+    from django.core.cache import caches
+    from django.db import connections
+
+    from django_singletask.stores import close_stores, get_store
+    from tests.entries import holder, key_of
+
+    keys = [key_of(f"round {os.getpid()} {number}") for number in range(rounds)]
+    old = holder("old")
+    # Redis drops what has expired by itself, and early: there it must end in the very moment.
+    late = way == "store" and state == "expired" and "redis" in alias
+    if state == "expired" and not late:
+        for key in keys:
+            if way == "store":
+                assert get_store(alias).add(key, old, 0.001) is None
+            else:
+                caches[alias].set(key, "old", -10)
+
+    def take_from_store(key: str, number: int) -> bool:
+        mine = holder(str(number))
+        while (entry := get_store(alias).add(key, mine, 60)) is not None:
+            if entry.value != old:
+                return entry.value == mine
+        return True
+
+    def take_from_django(key: str, number: int) -> bool:
+        return caches[alias].add(key, number, 60)
+
+    take = take_from_store if way == "store" else take_from_django
+
+    def compete(number: int, barrier: Any) -> list[bool]:
+        wins = []
+        for key in keys:
+            if late and number == 0:
+                assert get_store(alias).add(key, old, 0.004) is None
+            barrier.wait(GIVE_UP)
+            wins.append(take(key, number))
+        return wins
+
+    close_stores()
+    connections.close_all()
+    wins = run(compete, PROCESSES)
+    winners = [[n for n in range(PROCESSES) if wins[n][index]] for index in range(rounds)]
+    told: dict[str, Any] = {"winners": winners}
+    if way == "store":
+        names = {holder(str(number)): number for number in range(PROCESSES)}
+        entries = [get_store(alias).read(key) for key in keys]
+        told["holders"] = [entry and names.get(entry.value) for entry in entries]
+    return told
+
+
+def turns(alias: str, seconds: float) -> dict[str, Any]:
+    """Let all take and give back one lock again and again; count the runs and who met whom."""
+    from django_singletask.stores import Outcome, get_store
+    from tests.entries import holder, key_of
+
+    key = key_of(f"turns {os.getpid()}")
+    inside = fork.Value("i", 0)
+
+    def work(number: int, barrier: Any) -> tuple[int, int, int]:
+        store, mine = get_store(alias), holder(str(number))
+        runs = met = lost = 0
+        barrier.wait(GIVE_UP)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if store.add(key, mine, 60) is not None:
+                continue
+            with inside.get_lock():
+                inside.value += 1
+                met += inside.value != 1
+            lost += store.renew(key, mine, 60) is not Outcome.OK
+            with inside.get_lock():
+                inside.value -= 1
+            lost += store.release(key, mine) is not Outcome.OK
+            runs += 1
+        return runs, met, lost
+
+    runs, met, lost = map(sum, zip(*run(work, PROCESSES), strict=True))
+    return {"runs": runs, "met": met, "lost": lost}
+
+
+def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
+    """Read in parent and children at once; count replies that belong to another request.
+
+    The children leave through the whole end of an interpreter, as ``os.fork`` in a script does.
+    """
+    from django_singletask.stores import get_store
+    from tests.entries import holder, key_of
+
+    store = get_store(alias)
+    entries = {key_of(f"entry {n}"): holder(str(n)) for n in range(20)}
+    for key, value in entries.items():
+        assert store.add(key, value, 60) is None
+
+    def read_all() -> int:
+        mine = get_store(alias) if way == "own" else store
+        wrong = 0
+        until = time.monotonic() + 10
+        for number in range(reads):
+            key = list(entries)[number % len(entries)]
+            try:
+                entry = mine.read(key)
+            except Exception:
+                if way == "own":
+                    raise
+                entry = None
+            wrong += entry is None or entry.value != entries[key]
+            if way == "inherited" and (wrong or time.monotonic() > until):
+                break
+        return wrong
+
+    connection = _connection(store)
+    children = []
+    for _ in range(3):
+        pid = os.fork()
+        if not pid:
+            sys.exit(min(read_all(), 99))
+        children.append(pid)
+    wrong = read_all()
+    for pid in children:
+        wrong += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if way == "own":
+        wrong += read_all()
+    return {"wrong": wrong, "kept": way == "own" and _connection(store) == connection}
+
+
+def _connection(store: Any) -> Any:
+    """Return what tells one connection of a store from the next, as the server sees it."""
+    if hasattr(store, "connection") and store.connection.vendor != "sqlite":
+        postgres = store.connection.vendor == "postgresql"
+        which = "pg_backend_pid()" if postgres else "CONNECTION_ID()"
+        return store._run(f"SELECT {which}", [], fetch=True)[0][0]
+    if hasattr(getattr(store, "client", None), "client_id"):
+        return store.client.client_id()
+    return None  # a memcached client says so itself when its connection was closed
+
+
+if __name__ == "__main__":
+    django.setup()
+    command, alias, *rest = sys.argv[1:]
+    if command == "race":
+        told = race(alias, rest[0], rest[1], int(rest[2]))
+    elif command == "turns":
+        told = turns(alias, float(rest[0]))
+    else:
+        told = fork_and_read(alias, rest[0], int(rest[1]))
+    print(json.dumps(told))

@@ -1,0 +1,432 @@
+"""Private servers for the tests: free loopback ports, temporary folders, nothing left behind.
+
+>>> with Redis() as redis:
+...     redis.pause()
+
+Start them from a thread that lives on: Linux ends a server with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import os
+import pwd
+import random
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from pathlib import Path
+from typing import NamedTuple
+
+START_WITHIN = 60
+GIVEN_PORTS: set[int] = set()
+
+# Where servers are, beside PATH: Debian's own folders, then Homebrew's for versioned formulas.
+FOLDERS = ["/usr/lib/postgresql/*/bin", "/usr/sbin", "/usr/local/sbin"]
+FOLDERS += ["/opt/homebrew/opt/*/bin", "/usr/local/opt/*/bin"]
+
+# Becomes the server: drops root, and asks Linux to be killed when its parent ends in any way. The
+# parent may have ended before the asking. Not a preexec_fn, which is unsafe beside threads.
+LAUNCHER = """
+import ctypes, os, sys
+parent, user, group, death, *command = sys.argv[1:]
+if user:
+    os.setgroups([])
+    os.setgid(int(group))
+    os.setuid(int(user))  # Linux forgets the asking at a change of the user: ask after it
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, int(death))  # PR_SET_PDEATHSIG
+if os.getppid() == int(parent):
+    os.execv(command[0], command)
+"""
+
+
+class Need(NamedTuple):
+    """What the tests need, and what installs it."""
+
+    name: str
+    apt: str
+    brew: str
+    program: str = ""
+    module: str = ""
+
+    def is_here(self) -> bool:
+        if self.module:
+            return importlib.util.find_spec(self.module) is not None
+        return find(self.program) is not None
+
+
+NEEDS = [
+    Need("Redis", "redis-server", "redis", program="redis-server"),
+    Need("Memcached", "memcached", "memcached", program="memcached"),
+    Need("PostgreSQL", "postgresql", "postgresql@17", program="initdb"),
+    Need("MariaDB", "mariadb-server", "mariadb", program="mariadbd"),
+    Need("pylibmc", "gcc libmemcached-dev zlib1g-dev", "libmemcached zlib", module="pylibmc"),
+    Need("mysqlclient", "gcc libmariadb-dev pkg-config", "mariadb pkgconf", module="MySQLdb"),
+]
+
+
+def missing() -> list[Need]:
+    """Return the servers and compiled clients that are not installed."""
+    return [need for need in NEEDS if not need.is_here()]
+
+
+def find(program: str) -> str | None:
+    # The newest PostgreSQL first: /usr/lib/postgresql/17 before 15.
+    folders = [folder for pattern in FOLDERS for folder in sorted(glob(pattern), reverse=True)]
+    return shutil.which(program) or shutil.which(program, path=os.pathsep.join(folders))
+
+
+def free_port() -> int:
+    # Below the range from which systems give ports to outgoing connections, so that none of those
+    # takes the port of a server that is being restarted. Not seeded, as pytest-randomly's is.
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        if port in GIVEN_PORTS:
+            continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                GIVEN_PORTS.add(port)
+                return port
+
+
+class Server:
+    """A server process of our own; a context manager. Each kind says how it is run and asked."""
+
+    program: str
+    user = ""  # whom root becomes
+    stop_signal = signal.SIGTERM
+    death_signal = signal.SIGKILL
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.folder: Path | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        self._started = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on port {self.port}>"
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    # What each kind of server adds.
+
+    def command(self, folder: Path) -> list[str]:
+        raise NotImplementedError
+
+    def fill(self, folder: Path) -> None:
+        """Make the files that the server needs to start."""
+
+    def answers(self) -> bool:
+        raise NotImplementedError
+
+    # Life.
+
+    def prepare(self) -> None:
+        """Make the server's folder; `start` does it where it is not done."""
+        if self.folder is None:
+            folder = Path(tempfile.mkdtemp(prefix=f"singletask-{self.program}-"))
+            if self._account():
+                os.chown(folder, *self._account())
+            self.folder = folder
+            atexit.register(self.stop)
+            self.fill(folder)
+
+    def start(self) -> Server:
+        """Start the server and return when it answers. After `kill` it finds its files again."""
+        self.prepare()
+        deadline = time.monotonic() + START_WITHIN
+        self._spawn()
+        while not self.answers():
+            if time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"{self!r} does not answer:\n{self._log()}")
+            if self.process.poll() is not None:
+                # The port was taken meanwhile, or children of a killed PostgreSQL are still there.
+                if time.monotonic() > deadline - START_WITHIN + 5:
+                    raise RuntimeError(f"{self!r} ended at its start:\n{self._log()}")
+                if not self._started:
+                    self.port = free_port()
+                time.sleep(0.2)
+                self._spawn()
+            time.sleep(0.01)
+        self._started = True
+        return self
+
+    def stop(self) -> None:
+        """End the server in its orderly way and remove its files."""
+        if os.getpid() != self._owner:
+            return  # a forked child that leaves: the server is its parent's
+        if self.process is not None and self.process.poll() is None:
+            self.resume()
+            self.process.send_signal(self.stop_signal)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
+        atexit.unregister(self.stop)
+
+    def kill(self) -> None:
+        """End the server by SIGKILL; its files stay for the next `start`."""
+        if self.process is not None and self.process.poll() is None:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+
+    def restart_empty(self) -> None:
+        """Come back on the same port with no data, as a cache server does after a crash."""
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Stop answering while connections stay open (SIGSTOP)."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _spawn(self) -> None:
+        program, *arguments = self.command(self.folder)
+        account = [str(number) for number in self._account() or ("", "")]
+        launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), *account]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*launcher, str(int(self.death_signal)), find(program) or program, *arguments],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C reaches the tests, which then stop the servers
+            )
+
+    def _run(self, program: str, *arguments: str) -> None:
+        """Run a program that makes the server's files, as the server's user."""
+        uid, gid = self._account() or (None, None)
+        done = subprocess.run(
+            [find(program) or program, *arguments],
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            user=uid,
+            group=gid,
+            extra_groups=None if uid is None else [],
+        )
+        if done.returncode:
+            raise RuntimeError(f"{program} failed:\n{done.stdout.decode(errors='replace')}")
+
+    def _account(self) -> tuple[int, int] | None:
+        """Return the user and group to run as; None: as ourselves."""
+        if not self.user or os.geteuid() != 0:
+            return None
+        for name in (self.user, "nobody"):
+            with contextlib.suppress(KeyError):
+                return pwd.getpwnam(name)[2:4]
+        return None
+
+    def _signal(self, number: int) -> None:
+        # One by one: PostgreSQL's children lead process groups of their own. The parent first, so
+        # that a paused one starts no more of them.
+        for pid in [self.process.pid, *children(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-2000:]
+
+
+class Redis(Server):
+    """A Redis server: alone, a replica of another, or a sentinel that watches another."""
+
+    program = "redis-server"
+    service = "singletask"
+
+    def __init__(
+        self,
+        *,
+        replica_of: Redis | None = None,
+        sentinel_for: Redis | None = None,
+        **config: object,  # lines of redis.conf: appendonly="yes"
+    ) -> None:
+        super().__init__()
+        self.replica_of = replica_of
+        self.sentinel_for = sentinel_for
+        self.config = config
+        self.replicas = 0
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def command(self, folder: Path) -> list[str]:
+        lines = {"port": self.port, "bind": "127.0.0.1", "dir": folder}
+        mode = []
+        if self.sentinel_for:
+            mode = ["--sentinel"]
+            # A minute, so that a machine that hangs for a moment does not lose its primary.
+            lines |= {
+                f"sentinel monitor {self.service}": f"127.0.0.1 {self.sentinel_for.port} 1",
+                f"sentinel down-after-milliseconds {self.service}": 60_000,
+            }
+        else:
+            lines |= {"save": '""', "repl-diskless-sync-delay": 0}
+        if self.replica_of:
+            lines["replicaof"] = f"127.0.0.1 {self.replica_of.port}"
+        lines |= {name.replace("_", "-"): value for name, value in self.config.items()}
+        file = folder / "redis.conf"
+        file.write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
+        return [self.program, str(file), *mode]
+
+    def start(self) -> Redis:
+        first = not self._started
+        super().start()
+        if self.replica_of and first:
+            self.replica_of.replicas += 1
+        return self
+
+    def answers(self) -> bool:
+        if self.sentinel_for:
+            reply = ask(self.port, f"SENTINEL replicas {self.service}\r\n".encode())
+            return reply.startswith(b"*") and int(reply[1:2]) >= self.sentinel_for.replicas
+        if self.replica_of:
+            return b"master_link_status:up" in ask(self.port, b"INFO replication\r\n")
+        return ask(self.port, b"PING\r\n") == b"+PONG\r\n"
+
+
+class Memcached(Server):
+    program = "memcached"
+    user = "nobody"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def command(self, folder: Path) -> list[str]:
+        return [self.program, "-l", "127.0.0.1", "-p", str(self.port), "-U", "0", "-c", "1024"]
+
+    def answers(self) -> bool:
+        return ask(self.port, b"version\r\n").startswith(b"VERSION")
+
+
+class PostgreSQL(Server):
+    program = "postgres"
+    user = "postgres"
+    stop_signal = signal.SIGINT  # fast: does not wait for clients to leave
+    death_signal = signal.SIGQUIT  # takes its children along
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://singletask@127.0.0.1:{self.port}"
+
+    def fill(self, folder: Path) -> None:
+        options = ["--username=singletask", "--auth=trust", "--encoding=UTF8", "--locale=C"]
+        self._run("initdb", "--pgdata=data", "--no-sync", *options)
+
+    def command(self, folder: Path) -> list[str]:
+        options = {
+            "port": self.port,
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": "",
+            "max_connections": 200,
+            "fsync": "off",
+            "full_page_writes": "off",
+            "synchronous_commit": "off",
+        }
+        settings = [f"--{name}={value}" for name, value in options.items()]
+        return [self.program, "-D", str(folder / "data"), *settings]
+
+    def answers(self) -> bool:
+        # A real log-in: while it starts up the server answers this with an error.
+        body = struct.pack("!i", 196_608) + b"user\0singletask\0database\0postgres\0\0"
+        return ask(self.port, struct.pack("!i", len(body) + 4) + body).startswith(b"R")
+
+
+class MariaDB(Server):
+    program = "mariadbd"
+    user = "mysql"
+
+    @property
+    def url(self) -> str:
+        return f"mysql://singletask@127.0.0.1:{self.port}"
+
+    def fill(self, folder: Path) -> None:
+        (folder / "init.sql").write_text(
+            "CREATE USER IF NOT EXISTS singletask@'127.0.0.1';\n"
+            "GRANT ALL ON *.* TO singletask@'127.0.0.1';\n"
+        )
+        data = f"--datadir={folder / 'data'}"
+        options = ["--auth-root-authentication-method=normal", "--skip-test-db"]
+        self._run("mariadb-install-db", "--no-defaults", data, *options)
+
+    def command(self, folder: Path) -> list[str]:
+        options = {
+            "datadir": folder / "data",
+            "socket": folder / "socket",
+            "pid-file": folder / "pid",
+            "init-file": folder / "init.sql",
+            "port": self.port,
+            "bind-address": "127.0.0.1",
+            "character-set-server": "utf8mb4",
+            "max-connections": 200,
+            "max-connect-errors": 1_000_000,  # `answers` leaves in the middle of the handshake
+            "innodb-flush-log-at-trx-commit": 0,
+            "innodb-use-native-aio": 0,
+        }
+        settings = [f"--{name}={value}" for name, value in options.items()]
+        return [self.program, "--no-defaults", "--skip-name-resolve", *settings]
+
+    def answers(self) -> bool:
+        return ask(self.port)[4:5] == b"\x0a"  # it greets first, with the version of its protocol
+
+
+def ask(port: int, request: bytes = b"") -> bytes:
+    """Return the first part of a server's answer; nothing when there is none."""
+    with contextlib.suppress(OSError):
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+            connection.sendall(request)
+            return connection.recv(4096)
+    return b""
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:
+        found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+        return [int(child) for child in found.stdout.split()]
+
+
+@contextlib.contextmanager
+def running(servers: Iterable[Server]) -> Iterator[None]:
+    """Start the servers in their order, the databases' files made at once, and stop them."""
+    servers = list(servers)
+    try:
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(Server.prepare, servers))
+        for server in servers:
+            server.start()
+        yield
+    finally:
+        for server in reversed(servers):
+            server.stop()

@@ -1,0 +1,133 @@
+"""Settings of the tests, and of the workers and commands that tests start as processes.
+
+The databases are named as the test databases, so that such a process, which pytest-django knows
+nothing of, finds what the test sees. runtests.py sets the variables; without them the settings
+still load (mypy and makemigrations read them), but no server answers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+FOLDER = Path(os.environ.get("SINGLETASK_TEST_FOLDER", "/nonexistent"))
+REDIS_URL = os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")
+REDIS_REPLICA_URL = os.environ.get("SINGLETASK_TEST_REDIS_REPLICA_URL", "redis://127.0.0.1:1/0")
+SENTINEL, _, SENTINEL_SERVICE = os.environ.get(
+    "SINGLETASK_TEST_SENTINEL", "127.0.0.1:1/singletask"
+).partition("/")
+MEMCACHED = os.environ.get("SINGLETASK_TEST_MEMCACHED", "127.0.0.1:1")
+POSTGRES_URL = os.environ.get("SINGLETASK_TEST_POSTGRES", "postgresql://singletask@127.0.0.1:1")
+MARIADB_URL = os.environ.get("SINGLETASK_TEST_MARIADB", "mysql://singletask@127.0.0.1:1")
+
+DEBUG = False
+SECRET_KEY = "only for the tests"
+ALLOWED_HOSTS = ["*"]
+USE_TZ = True
+TIME_ZONE = "UTC"
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+ROOT_URLCONF = "tests.urls"
+STATIC_URL = "static/"
+# The slow default would be most of the time of each test that logs in.
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "django_singletask",
+    "tests.testapp",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
+
+
+def server_database(engine: str, url: str, **options: object) -> dict[str, object]:
+    address = urlsplit(url)
+    return {
+        "ENGINE": f"django.db.backends.{engine}",
+        "HOST": address.hostname,
+        "PORT": address.port,
+        "USER": address.username,
+        "PASSWORD": address.password or "",
+        "NAME": "singletask",
+        "TEST": {"NAME": "singletask", **options},
+    }
+
+
+def sqlite_database(name: str) -> dict[str, object]:
+    file = str(FOLDER / f"{name}.sqlite3")
+    return {"ENGINE": "django.db.backends.sqlite3", "NAME": file, "TEST": {"NAME": file}}
+
+
+DATABASES = {
+    "default": server_database("postgresql", POSTGRES_URL),
+    "mariadb": server_database("mysql", MARIADB_URL, CHARSET="utf8mb4"),
+    "sqlite": sqlite_database("history"),
+    "sqlite_locks": sqlite_database("locks"),
+}
+DATABASE_ROUTERS = ["tests.routers.LockTables"]
+
+DJANGO = "django.core.cache.backends"
+
+
+def cache(backend: str, location: object = "", **options: object) -> dict[str, object]:
+    return {"BACKEND": backend, "LOCATION": location, "OPTIONS": options}
+
+
+CACHES = {
+    "redis": cache(f"{DJANGO}.redis.RedisCache", REDIS_URL),
+    "redis_replica": cache(f"{DJANGO}.redis.RedisCache", [REDIS_URL, REDIS_REPLICA_URL]),
+    "django_redis": cache("django_redis.cache.RedisCache", REDIS_URL),
+    "django_redis_sentinel": cache(
+        "django_redis.cache.RedisCache",
+        f"redis://{SENTINEL_SERVICE}/0",
+        CLIENT_CLASS="django_redis.client.SentinelClient",
+        CONNECTION_FACTORY="django_redis.pool.SentinelConnectionFactory",
+        SENTINELS=[(SENTINEL.split(":")[0], int(SENTINEL.split(":")[1]))],
+    ),
+    "django_redis_ignore": cache(
+        "django_redis.cache.RedisCache", REDIS_URL, IGNORE_EXCEPTIONS=True
+    ),
+    "pylibmc": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED),
+    "pylibmc_binary": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED, binary=True),
+    "pymemcache": cache(f"{DJANGO}.memcached.PyMemcacheCache", MEMCACHED),
+    "db_postgres": cache(f"{DJANGO}.db.DatabaseCache", "locks_pg"),
+    "db_mariadb": cache(f"{DJANGO}.db.DatabaseCache", "locks_maria"),
+    "db_sqlite": cache(f"{DJANGO}.db.DatabaseCache", "locks_sqlite"),
+    "locmem": cache(f"{DJANGO}.locmem.LocMemCache", "locks"),
+    "dummy": cache(f"{DJANGO}.dummy.DummyCache"),
+    "filebased": cache(f"{DJANGO}.filebased.FileBasedCache", str(FOLDER / "cache")),
+}
+# They share servers, not entries.
+for alias, configuration in CACHES.items():
+    configuration["KEY_PREFIX"] = alias
+CACHES["default"] = CACHES["redis"]
+
+# What the workers that tests start are told beside.
+SINGLETASK_CACHE = os.environ.get("SINGLETASK_TEST_CACHE", "redis")

@@ -1,0 +1,642 @@
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.core import checks as django_checks
+from django.core.cache.backends.base import BaseCache
+from django.core.cache.backends.db import DatabaseCache
+from django.core.cache.backends.dummy import DummyCache
+from django.core.cache.backends.filebased import FileBasedCache
+from django.core.cache.backends.locmem import LocMemCache
+from django.core.cache.backends.memcached import PyLibMCCache, PyMemcacheCache
+from django.core.cache.backends.redis import RedisCache
+from django.core.checks import CheckMessage, Error, Warning
+from django.core.management import call_command
+from django.core.management.base import SystemCheckError
+from django.db import connections
+from django_redis.cache import RedisCache as DjangoRedisCache
+
+from django_singletask import SingletonTask, checks
+from tests.settings import cache as configured
+
+ROOT = Path(__file__).parent.parent
+DJANGO = "django.core.cache.backends"
+REDIS = f"{DJANGO}.redis.RedisCache"
+DJANGO_REDIS = "django_redis.cache.RedisCache"
+MEMCACHED = f"{DJANGO}.memcached.PyMemcacheCache"
+
+
+class OwnRedis(RedisCache): ...
+
+
+class OwnDjangoRedis(DjangoRedisCache): ...
+
+
+class OwnPyLibMC(PyLibMCCache): ...
+
+
+class OwnPyMemcache(PyMemcacheCache): ...
+
+
+class OwnDatabase(DatabaseCache): ...
+
+
+class OwnLocMem(LocMemCache): ...
+
+
+class OwnDummy(DummyCache): ...
+
+
+class OwnFileBased(FileBasedCache): ...
+
+
+class Unknown(BaseCache):
+    def __init__(self, server: str, params: dict[str, Any]) -> None:
+        super().__init__(params)
+
+
+class NeedsAbsentPackage(LocMemCache):
+    def __init__(self, *args: Any) -> None:
+        raise ModuleNotFoundError("No module named 'pylibmc'")
+
+
+def two(a: Any, b: Any = 2) -> None: ...
+
+
+def nothing() -> None: ...
+
+
+def anything(**kwargs: Any) -> None: ...
+
+
+def bound(self: Any, a: Any) -> None: ...
+
+
+def own(name: str) -> str:
+    return f"{__name__}.{name}"
+
+
+@pytest.fixture
+def use(settings):
+    """Set SINGLETASK_CACHE to "locks" and CACHES to what is given."""
+
+    def use_caches(locks: dict[str, Any], **others: dict[str, Any]) -> None:
+        settings.SINGLETASK_CACHE = "locks"
+        settings.CACHES = {"default": configured(f"{DJANGO}.dummy.DummyCache"), "locks": locks}
+        settings.CACHES = {**settings.CACHES, **others}
+
+    return use_caches
+
+
+@pytest.fixture
+def app(monkeypatch):
+    """Give a Celery application of the test's own, whose tasks alone are checked."""
+    app = Celery("checked", set_as_current=False, broker="memory://")
+    monkeypatch.setattr(checks, "current_app", app)
+    return app
+
+
+@pytest.fixture
+def found(app):
+    """Check a task with these options; give what is found."""
+
+    def check(function: Any = two, **options: Any) -> list[CheckMessage]:
+        app.task(function, base=SingletonTask, name="bad.task", shared=False, **options)
+        return [message for message in checks.check_tasks() if message.obj == "bad.task"]
+
+    return check
+
+
+def tell(message: CheckMessage) -> tuple[type[CheckMessage], str, str]:
+    return type(message), str(message.id).removeprefix("django_singletask."), message.msg
+
+
+def only(messages: list[CheckMessage], id: str) -> CheckMessage:
+    """Return the one message, whose id and class agree and which has a hint."""
+    [message] = messages
+    assert message.id == f"django_singletask.{id}"
+    assert type(message) is (Error if id.startswith("E") else Warning)
+    assert message.hint
+    return message
+
+
+# The cache
+
+
+def test_settings_of_the_tests_are_fine():
+    assert checks.run() == []
+
+
+def test_missing_alias_is_named_with_those_that_are_there(settings):
+    settings.SINGLETASK_CACHE = "nowhere"
+    message = only(checks.check_cache(), "E001")
+    assert message.msg == "SINGLETASK_CACHE = 'nowhere' is not in CACHES."
+    assert message.hint.startswith("Add CACHES['nowhere'], or set SINGLETASK_CACHE to one of ")
+    assert "'redis'" in message.hint
+
+
+@pytest.mark.parametrize("value", [None, ["locks"], 7])
+def test_alias_that_is_no_string_is_named(settings, value):
+    settings.SINGLETASK_CACHE = value
+    message = only(checks.check_cache(), "E001")
+    assert message.msg == f"SINGLETASK_CACHE = {value!r} is no string."
+
+
+@pytest.mark.parametrize("backend", ["no.such.Cache", own("NeedsAbsentPackage")])
+def test_backend_that_cannot_be_loaded_says_why(use, backend):
+    use(configured(backend))
+    message = only(checks.check_cache(), "E001")
+    assert f"SINGLETASK_CACHE = 'locks': its BACKEND {backend!r} cannot be" in message.msg
+    assert "No module named" in message.msg
+    assert message.hint == "Install the package that it needs, or mend CACHES['locks']."
+
+
+@pytest.mark.parametrize("backend", [f"{DJANGO}.dummy.DummyCache", own("OwnDummy")])
+def test_dummy_cache_is_refused(use, backend):
+    use(configured(backend))
+    message = only(checks.check_cache(), "E002")
+    assert "SINGLETASK_CACHE = 'locks'" in message.msg
+    assert "stores nothing" in message.msg
+    assert "CACHES['locks']['BACKEND']" in message.hint
+
+
+@pytest.mark.parametrize("backend", [f"{DJANGO}.filebased.FileBasedCache", own("OwnFileBased")])
+def test_file_based_cache_is_refused(use, backend):
+    use(configured(backend, "/nonexistent"))
+    message = only(checks.check_cache(), "E003")
+    assert "is not atomic" in message.msg
+
+
+@pytest.mark.parametrize("backend", [f"{DJANGO}.locmem.LocMemCache", own("OwnLocMem")])
+def test_local_memory_is_refused(app, use, backend):
+    use(configured(backend))
+    message = only(checks.check_cache(), "E004")
+    assert f"SINGLETASK_CACHE = 'locks' uses {backend}: each process has a memory" in message.msg
+
+
+def test_local_memory_is_warned_about_in_eager_mode(app, use):
+    app.conf.task_always_eager = True
+    use(configured(f"{DJANGO}.locmem.LocMemCache"))
+    message = only(checks.check_cache(), "W001")
+    assert "each process has a memory" in message.msg
+    assert "eager tests" in message.hint
+
+
+@pytest.mark.parametrize("client", ["ShardClient", "HerdClient"])
+def test_clients_of_django_redis_that_spread_entries_are_refused(use, client):
+    module = "herd" if client == "HerdClient" else "sharded"
+    pytest.importorskip(f"django_redis.client.{module}")
+    use(
+        configured(
+            DJANGO_REDIS, "redis://x/1", CLIENT_CLASS=f"django_redis.client.{module}.{client}"
+        )
+    )
+    message = only(checks.check_cache(), "E005")
+    assert "SINGLETASK_CACHE = 'locks'" in message.msg
+    assert client in message.msg
+
+
+def test_unknown_backend_is_refused(use):
+    use(configured(own("Unknown")))
+    message = only(checks.check_cache(), "E006")
+    assert "Unknown is not a cache that django-singletask knows" in message.msg
+
+
+def test_database_that_cannot_hold_locks_is_refused(use, monkeypatch):
+    use(configured(f"{DJANGO}.db.DatabaseCache", "its_own"))
+    monkeypatch.setattr(checks, "connections", {"default": SimpleNamespace(vendor="oracle")})
+    message = only(checks.check_cache(), "E006")
+    assert "DATABASES['default'], which is oracle" in message.msg
+    assert "'its_own'" in message.hint
+
+
+@pytest.mark.parametrize(
+    ("backend", "location"),
+    [
+        (own("OwnRedis"), "redis://x/1"),
+        (own("OwnDjangoRedis"), "redis://x/1"),
+        (own("OwnPyLibMC"), "x:11211"),
+        (own("OwnPyMemcache"), "x:11211"),
+        (own("OwnDatabase"), "locks_pg"),
+    ],
+)
+def test_subclasses_of_supported_backends_are_accepted(use, backend, location):
+    use(configured(backend, location))
+    assert checks.check_cache() == []
+
+
+@pytest.mark.parametrize("where", ["OPTIONS", "settings"])
+def test_swallowed_errors_of_django_redis_are_warned_about(use, settings, where):
+    settings.DJANGO_REDIS_IGNORE_EXCEPTIONS = where == "settings"
+    options = {"IGNORE_EXCEPTIONS": True} if where == "OPTIONS" else {}
+    use(configured(DJANGO_REDIS, "redis://x/1", **options))
+    message = only(checks.check_cache(), "W002")
+    assert "SINGLETASK_CACHE = 'locks' has IGNORE_EXCEPTIONS" in message.msg
+
+
+@pytest.mark.parametrize("backend", [f"{DJANGO}.db.DatabaseCache", own("OwnDatabase")])
+def test_table_that_another_cache_uses_is_warned_about(use, backend):
+    use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=configured(backend, "t"))
+    message = only(checks.check_cache(), "W005")
+    assert "SINGLETASK_CACHE = 'locks' keeps the locks in the table 't'" in message.msg
+    assert "CACHES['pages'] uses too" in message.msg
+    assert "createcachetable" in message.hint
+
+
+def test_table_of_the_default_cache_is_warned_about(settings):
+    settings.SINGLETASK_CACHE = "default"
+    settings.CACHES = {"default": configured(f"{DJANGO}.db.DatabaseCache", "t")}
+    message = only(checks.check_cache(), "W005")
+    assert "the default cache uses too" in message.msg
+
+
+def test_another_table_of_another_cache_is_fine(use):
+    other = configured(f"{DJANGO}.db.DatabaseCache", "other")
+    use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=other)
+    assert checks.check_cache() == []
+
+
+def test_locks_in_the_sqlite_file_of_everything_are_warned_about(use, monkeypatch):
+    use(configured(f"{DJANGO}.db.DatabaseCache", "t"))
+    monkeypatch.setattr(checks, "connections", {"default": connections["sqlite"]})
+    message = only(checks.check_cache(), "W006")
+    assert "DATABASES['default'], an SQLite file" in message.msg
+    assert "router" in message.hint
+
+
+def test_locks_in_an_sqlite_file_of_their_own_are_fine(settings):
+    settings.SINGLETASK_CACHE = "db_sqlite"
+    assert checks.check_cache() == []
+
+
+# The other settings
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), 2_592_001, "60", None, True])
+def test_lease_that_is_no_duration_is_refused(settings, value):
+    settings.SINGLETASK_LOCK_TIMEOUT = value
+    message = only(checks.check_settings(), "E007")
+    assert message.msg.startswith("SINGLETASK_LOCK_TIMEOUT must be ")
+    assert repr(value) in message.msg
+
+
+@pytest.mark.parametrize("value", [0.5, 60, 2_592_000])
+def test_lease_up_to_thirty_days_is_fine(settings, value):
+    settings.SINGLETASK_LOCK_TIMEOUT = value
+    assert checks.check_settings() == []
+
+
+@pytest.mark.parametrize("value", ["sometimes", True, None])
+def test_unknown_way_to_write_history_is_refused(settings, value):
+    settings.SINGLETASK_HISTORY = value
+    message = only(checks.check_settings(), "E013")
+    assert message.msg.startswith(f"SINGLETASK_HISTORY = {value!r} is none of ")
+
+
+@pytest.mark.parametrize("value", ["False", 0, None])
+def test_text_instead_of_a_boolean_would_show_arguments(settings, value):
+    settings.SINGLETASK_RECORD_ARGUMENTS = value
+    message = only(checks.check_settings(), "E014")
+    assert message.msg == f"SINGLETASK_RECORD_ARGUMENTS = {value!r} is neither True nor False."
+
+
+# The tasks
+
+
+def test_task_without_options_is_fine(found):
+    assert found() == []
+
+
+def test_good_options_are_fine(found):
+    options = {"lock_timeout": 30, "lock_on": ["a"], "on_conflict": "wait", "lock_wait": 5}
+    assert found(acks_late=True, reject_on_worker_lost=True, **options) == []
+
+
+def test_other_tasks_are_not_checked(app):
+    app.task(nothing, name="other.task", shared=False, acks_late=True)
+    assert not any(message.obj == "other.task" for message in checks.check_tasks())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lock_timeout": 0},
+        {"lock_timeout": -5},
+        {"lock_timeout": 3e6},
+        {"lock_timeout": float("nan")},
+        {"lock_wait": -1},
+        {"lock_wait": float("inf")},
+    ],
+    ids=str,
+)
+def test_option_that_is_no_duration_is_refused(found, options):
+    message = only(found(**options), "E008")
+    [(name, value)] = options.items()
+    assert message.msg.startswith(f"{name} of bad.task must be ")
+    assert repr(value) in message.msg
+    assert name in message.hint
+
+
+def test_lock_on_of_no_argument_is_refused(found):
+    message = only(found(lock_on=["a", "feed"]), "E009")
+    assert message.msg == (
+        "lock_on=['a', 'feed'] of bad.task names 'feed', which is no argument of it."
+    )
+    assert message.hint == "Its arguments are: a, b."
+
+
+def test_lock_on_of_a_task_without_arguments_says_what_to_write(found):
+    message = only(found(nothing, lock_on=["feed"]), "E009")
+    assert message.hint == "Its arguments are: none; use lock_on=[]."
+
+
+def test_lock_on_of_a_task_that_takes_any_argument_is_fine(found):
+    assert found(anything, lock_on=["feed"]) == []
+
+
+def test_bound_task_does_not_count_itself(found):
+    message = only(found(bound, bind=True, lock_on=["self"]), "E009")
+    assert message.hint == "Its arguments are: a."
+
+
+@pytest.mark.parametrize("lock_name", ["", " ", "{a}", "{a} {b}"])
+def test_lock_name_without_text_is_refused(found, lock_name):
+    message = only(found(lock_name=lock_name), "E010")
+    assert message.msg.startswith(f"lock_name={lock_name!r} of bad.task has no text of its own")
+    assert message.hint == f"Write what it stands for, as in 'customer:{lock_name}'."
+
+
+@pytest.mark.parametrize("lock_name", ["x{", "x}", "x{a"])
+def test_lock_name_that_is_no_format_string_is_refused(found, lock_name):
+    message = only(found(lock_name=lock_name), "E010")
+    assert message.msg.startswith(f"lock_name={lock_name!r} of bad.task is no format string")
+    assert "Double a brace" in message.hint
+
+
+@pytest.mark.parametrize("field", ["customer", "", "0", "customer.id", "customer[id]"])
+def test_lock_name_of_no_argument_is_refused(found, field):
+    message = only(found(lock_name=f"customer:{{{field}}}"), "E010")
+    assert f"of bad.task uses {{{field}}}, which is no argument of it" in message.msg
+    assert message.hint == "Its arguments are: a, b."
+
+
+@pytest.mark.parametrize("lock_name", ["x{a}", "x{a.pk}", "x{b[0]:>5}", "nightly", lambda a, b: ""])
+def test_good_lock_name_is_fine(found, lock_name):
+    assert found(lock_name=lock_name) == []
+
+
+def test_lock_name_may_use_any_argument_of_a_task_that_takes_any(found):
+    assert found(anything, lock_name="x{feed}") == []
+
+
+def test_lease_that_is_neither_renewed_nor_given_is_refused(found):
+    message = only(found(lock_renew=False), "E011")
+    assert message.msg.startswith("lock_renew=False of bad.task has no lock_timeout")
+
+
+def test_unknown_policy_is_refused(found):
+    message = only(found(on_conflict="explode"), "E012")
+    assert message.msg.startswith("on_conflict='explode' of bad.task is none of skip, raise")
+
+
+@pytest.mark.parametrize("limit", ["time_limit", "soft_time_limit"])
+def test_time_limit_above_a_fixed_lease_is_warned_about(found, limit):
+    message = only(found(lock_renew=False, lock_timeout=30, **{limit: 31}), "W003")
+    assert "lock_timeout=30 of bad.task is not renewed" in message.msg
+    assert f"its {limit} of 31 s" in message.msg
+    assert message.hint.startswith("Set lock_timeout above 31")
+
+
+def test_time_limit_of_all_tasks_counts(app, found):
+    app.conf.task_time_limit = 31
+    assert only(found(lock_renew=False, lock_timeout=30), "W003")
+
+
+@pytest.mark.parametrize(
+    "options", [{"time_limit": 30}, {}, {"time_limit": 99, "lock_renew": True}]
+)
+def test_time_limit_within_the_lease_is_fine(found, options):
+    assert found(**{"lock_renew": False, "lock_timeout": 30, **options}) == []
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_run_that_is_lost_with_its_process_is_warned_about(app, found, everywhere):
+    app.conf.task_acks_late = everywhere
+    message = only(found(**({} if everywhere else {"acks_late": True})), "W004")
+    assert message.msg.startswith("bad.task has acks_late without reject_on_worker_lost")
+
+
+def test_message_begins_with_the_name_of_the_task(found):
+    [message] = found(on_conflict="explode")
+    assert str(message).startswith("bad.task: (django_singletask.E012) on_conflict='explode'")
+
+
+# Deployment
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("redis://localhost:6379/1", "redis://127.0.0.1/1"),
+        ("redis://localhost", "redis://127.0.0.1:6379/0"),
+        ("redis://", "redis://LOCALHOST:6379"),
+        ("redis://[::1]/1", "redis://localhost/1"),
+        ("redis://user:secret@cache.example/1", "rediss://cache.example:6379/1"),
+        ("redis://x/1", "redis://x?db=1"),
+        ("redis://x/9?db=1", "redis://x/1"),
+        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock?db=1"),
+        (["redis://x/1", "redis://replica/1"], "redis://x/1"),
+        ("redis://x/1,redis://replica/1", "redis://x/1;redis://other/1"),
+    ],
+)
+@pytest.mark.parametrize("backend", [REDIS, DJANGO_REDIS, own("OwnRedis")])
+def test_one_redis_database_under_two_aliases_is_warned_about(use, one, other, backend):
+    use(configured(backend, one), pages=configured(REDIS, other))
+    message = only(checks.check_deployment(), "W007")
+    assert "SINGLETASK_CACHE = 'locks' keeps the locks where CACHES['pages'] keeps" in message.msg
+    assert "secret" not in message.msg
+    assert "of their own" in message.hint
+
+
+@pytest.mark.parametrize(
+    ("location", "options"),
+    [
+        ("redis://x", {"db": 1}),
+        ("redis://x", {"CONNECTION_POOL_KWARGS": {"db": 1}}),
+        ("redis://x/text", {"db": "1"}),
+        ("redis://x/1", {"db": 5}),
+        ("redis://x?db=1", {"db": 5}),
+    ],
+)
+def test_redis_database_in_the_options_counts(use, location, options):
+    use(configured(DJANGO_REDIS, location, **options), pages=configured(REDIS, "redis://x/1"))
+    assert only(checks.check_deployment(), "W007")
+
+
+def test_redis_socket_takes_its_database_from_the_options(use):
+    socket = "unix:///run/redis.sock"
+    use(configured(REDIS, socket, db=1), pages=configured(REDIS, f"{socket}?db=1"))
+    assert only(checks.check_deployment(), "W007")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "redis://x/2",
+        "redis://x",
+        "redis://y/1",
+        "redis://x:6380/1",
+        "redis://x/1?db=2",
+        ["redis://y/1", "redis://x/1"],
+        "unix:///x?db=1",
+        "",
+    ],
+    ids=str,
+)
+def test_redis_database_of_their_own_is_fine(use, other):
+    use(configured(REDIS, "redis://x/1"), pages=configured(REDIS, other))
+    assert checks.check_deployment() == []
+
+
+def test_default_cache_as_lock_cache_is_warned_about(settings):
+    settings.SINGLETASK_CACHE = "default"
+    settings.CACHES = {"default": configured(REDIS, "redis://x/1")}
+    message = only(checks.check_deployment(), "W007")
+    assert "where the default cache keeps entries (x:6379 database 1)" in message.msg
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("localhost:11211", "127.0.0.1"),
+        ("x:11211", ["y:1", "x"]),
+        ("unix:/run/memcached", "/run/memcached"),
+    ],
+)
+def test_one_memcached_under_two_aliases_is_warned_about(use, one, other):
+    use(configured(MEMCACHED, one), pages=configured(own("OwnPyLibMC"), other))
+    message = only(checks.check_deployment(), "W007")
+    assert "a memcached server, of their own" in message.hint
+
+
+@pytest.mark.parametrize("location", ["x:1,y:1", "x:1;y:1", ["x:1", "y:1"]], ids=str)
+@pytest.mark.parametrize("backend", [MEMCACHED, own("OwnPyMemcache")])
+def test_more_than_one_memcached_server_is_warned_about(use, location, backend):
+    use(configured(backend, location))
+    message = only(checks.check_deployment(), "W008")
+    assert "SINGLETASK_CACHE = 'locks' names 2 memcached servers" in message.msg
+
+
+def test_one_memcached_server_under_two_names_is_one(use):
+    use(configured(MEMCACHED, "localhost,127.0.0.1:11211"))
+    assert checks.check_deployment() == []
+
+
+def test_other_caches_are_no_concern_of_the_deployment(use):
+    use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=configured("no.such.Cache"))
+    assert checks.check_deployment() == []
+
+
+def test_missing_alias_is_left_to_its_own_check(settings):
+    settings.SINGLETASK_CACHE = "nowhere"
+    assert checks.check_deployment() == []
+
+
+# All of them
+
+
+def test_no_check_opens_a_connection(settings, monkeypatch):
+    # Databases are closed to a test without the mark django_db.
+    def refuse(*args: Any) -> None:
+        raise AssertionError(f"a check connects to {args[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    for alias in settings.CACHES:
+        settings.SINGLETASK_CACHE = alias
+        checks.run()
+        checks.check_deployment()
+
+
+def test_checks_are_among_those_of_the_caches(settings):
+    settings.SINGLETASK_CACHE = "nowhere"
+    found = django_checks.run_checks(tags=[django_checks.Tags.caches])
+    assert "django_singletask.E001" in {message.id for message in found}
+
+
+def test_deployment_is_checked_on_request_only(use):
+    use(configured(MEMCACHED, "x:1,y:1"))
+    tags = [django_checks.Tags.caches]
+    plain = django_checks.run_checks(tags=tags)
+    deployed = django_checks.run_checks(tags=tags, include_deployment_checks=True)
+    assert {m.id for m in deployed} - {m.id for m in plain} == {"django_singletask.W008"}
+
+
+def test_error_fails_the_check_command(settings):
+    settings.SINGLETASK_CACHE = "nowhere"
+    with pytest.raises(SystemCheckError, match=r"django_singletask\.E001"):
+        call_command("check")
+
+
+def test_silenced_error_does_not_fail_the_check_command(settings, capsys):
+    settings.SINGLETASK_CACHE = "nowhere"
+    settings.SILENCED_SYSTEM_CHECKS = ["django_singletask.E001"]
+    call_command("check")
+    assert "1 silenced" in capsys.readouterr().out
+
+
+def test_check_deploy_end_to_end():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "django", "check", "--deploy", "--tag", "caches"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+            "SINGLETASK_TEST_CACHE": "redis",
+            "SINGLETASK_TEST_REDIS_URL": "redis://127.0.0.1:1/0",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "(django_singletask.W007) SINGLETASK_CACHE = 'redis' keeps the locks" in done.stdout
+    assert "HINT: Give the locks a Redis database" in done.stdout
+
+
+def ids() -> list[str]:
+    source = Path(str(checks.__file__)).read_text()
+    return re.findall(r"django_singletask\.([EW]\d{3})", source)
+
+
+def test_each_id_means_one_thing():
+    # E006 is that of the unknown: a backend, or the database of a DatabaseCache. W001 and so on
+    # are each written once.
+    twice = {id for id, count in Counter(ids()).items() if count > 1}
+    assert twice == {"E006"}
+
+
+@pytest.mark.parametrize("letter", ["E", "W"])
+def test_ids_are_without_gaps(letter):
+    numbers = sorted(int(id[1:]) for id in set(ids()) if id[0] == letter)
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+@pytest.mark.parametrize("id", sorted(set(ids())))
+def test_each_id_has_a_row_in_the_readme(id):
+    assert f"``django_singletask.{id}``" in (ROOT / "README.rst").read_text()
+
+
+@pytest.mark.parametrize("id", sorted(set(ids())))
+def test_each_id_has_a_test(id):
+    assert f'"{id}")' in Path(__file__).read_text()

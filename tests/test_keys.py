@@ -1,0 +1,633 @@
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import hashlib
+import inspect
+import pickle
+import re
+import uuid
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.utils.functional import lazystr
+from django.utils.safestring import mark_safe
+from django.utils.translation import gettext_lazy
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from kombu.serialization import dumps, loads
+
+from django_singletask.keys import MAX_NAME, LockKey, call_key, name_key
+from django_singletask.stores import Store
+from django_singletask.stores.base import MARKER
+from django_singletask.stores.locmem import LocMemStore
+
+TASK = "feeds.tasks.import_feed"
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Name(str, enum.Enum):
+    FIRST = "first"
+
+
+Point = namedtuple("Point", "x y")
+
+
+def f(a: Any, b: Any = 2, *, c: Any = None) -> None: ...
+
+
+def anything(*args: Any, **kwargs: Any) -> None: ...
+
+
+def no_arguments() -> None: ...
+
+
+def positional_only(a: Any, /, **kwargs: Any) -> None: ...
+
+
+def key_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    return call_key(TASK, inspect.signature(function), args, kwargs).key
+
+
+def name_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    return call_key(TASK, inspect.signature(function), args, kwargs).name
+
+
+def named(lock_name: Any, *args: Any, shown: str | None = None, **kwargs: Any) -> LockKey:
+    return call_key(TASK, inspect.signature(f), args, kwargs, lock_name=lock_name, shown=shown)
+
+
+def sent(value: Any, serializer: str = "json") -> Any:
+    """Return what arrives of a value that is sent in a message."""
+    content_type, encoding, payload = dumps(value, serializer)
+    return loads(payload, content_type, encoding, accept={content_type})
+
+
+# One call, one key
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        partial(key_of, f, 1),
+        partial(key_of, f, 1, b=2),
+        partial(key_of, f, 1, c=None),
+        partial(key_of, f, a=1),
+        partial(key_of, f, b=2, a=1),
+    ],
+)
+def test_positional_keyword_and_default_arguments_are_one_call(other):
+    assert other() == key_of(f, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((1, 2), [1, 2]),
+        ([(1,), ()], ([1], [])),
+        (Point(1, 2), [1, 2]),
+        ({"x": 1, "y": 2}, {"y": 2, "x": 1}),
+        ({"x": {"p": 1, "q": 2}}, OrderedDict(x=OrderedDict(q=2, p=1))),
+        ({2: "a", 10: "b"}, {10: "b", 2: "a"}),
+        ({1: "a"}, {"1": "a"}),
+        ({None: 1, True: 2, 1.5: 3}, {"null": 1, "true": 2, "1.5": 3}),
+        ({Level.HIGH: 1}, {"3": 1}),
+        ({Name.FIRST: 1}, {"first": 1}),
+        ({1, 2, 10}, {10, 2, 1}),
+        (frozenset("ab"), {"b", "a"}),
+        ({(1, 2), (1, 3)}, {(1, 3), (1, 2)}),
+        (Color.RED, "red"),
+        (Level.HIGH, 3),
+        (Name.FIRST, "first"),
+        (b"\xff", bytearray(b"\xff")),
+        (b"\xff", memoryview(b"\xff")),
+        (lazystr("text"), "text"),
+        (mark_safe("text"), "text"),
+        (uuid.UUID(int=7), "00000000-0000-0000-0000-000000000007"),
+        (Decimal("1.10"), "1.10"),
+        (datetime.date(2026, 1, 2), "2026-01-02"),
+        (datetime.datetime(2026, 1, 2, 3, 4), "2026-01-02T03:04:00"),
+        (datetime.time(3, 4), "03:04:00"),
+    ],
+)
+def test_forms_of_one_value_are_one_call(one, other):
+    assert key_of(f, one) == key_of(f, other)
+
+
+VALUES = [
+    None,
+    True,
+    0.1,
+    10**30,
+    "Straße\N{SNOWMAN}",
+    uuid.UUID(int=1),
+    datetime.date(2026, 1, 2),
+    datetime.time(1, 2, 3),
+    datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+    datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+    datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=5))),
+    Decimal("1.10"),
+    b"text",
+    b"\xff\x00",
+    (1, [2, (3,)]),
+    {"z": 1, "a": {10: 1, 9: 2}},
+    lazystr("later"),
+    Level.HIGH,
+    Name.FIRST,
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_json_message_keeps_the_key(value):
+    assert key_of(f, sent(value)) == key_of(f, value)
+
+
+@pytest.mark.parametrize(
+    "value", [*VALUES, Color.RED, {1, 2}, frozenset("ab"), datetime.timedelta(1, 2, 3)], ids=repr
+)
+def test_pickled_message_keeps_the_key(value):
+    assert key_of(f, pickle.loads(pickle.dumps(value))) == key_of(f, value)
+
+
+def test_translated_text_is_the_text_of_the_moment():
+    assert key_of(f, gettext_lazy("Yes")) == key_of(f, "Yes")
+
+
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.uuids(),
+    st.dates(),
+    st.times(),
+    st.datetimes(timezones=st.none() | st.just(datetime.timezone.utc)),
+    st.decimals(),
+    st.binary(),
+)
+values = st.recursive(
+    plain,
+    lambda inner: st.one_of(
+        st.lists(inner), st.tuples(inner, inner), st.dictionaries(st.text() | st.integers(), inner)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None)
+@given(values)
+def test_any_json_message_keeps_name_and_key(value):
+    signature = inspect.signature(f)
+    assume(not has_equal_names(value))
+    before = call_key(TASK, signature, [value], {})
+    assert call_key(TASK, signature, sent([value]), {}) == before
+
+
+def has_equal_names(value: Any) -> bool:
+    """Say whether a JSON object would have one name twice; the order decides which one stays."""
+    if isinstance(value, dict):
+        twice = len({str(name) for name in value}) < len(value)
+        return twice or any(map(has_equal_names, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(has_equal_names, value))
+
+
+@settings(deadline=None)
+@given(st.lists(values, max_size=3), st.dictionaries(st.text(), values, max_size=3))
+def test_calls_of_any_signature_have_a_safe_key_and_name(args, kwargs):
+    made = call_key(TASK, inspect.signature(anything), args, kwargs)
+    assert_safe(made)
+
+
+# Distinct calls, distinct keys
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        (1, "1"),
+        (1, True),
+        (1, 1.0),
+        (None, "None"),
+        ("", None),
+        ([], None),
+        ([1, 2], [2, 1]),
+        ([[1], 2], [1, [2]]),
+        (["a,b"], ["a", "b"]),
+        ({"x": 1}, {"x": 2}),
+        ({"x": 1}, [["x", 1]]),
+        (b"a", "a"),
+        (Decimal("1.1"), 1.1),
+        (datetime.timedelta(seconds=1), datetime.timedelta(microseconds=1)),
+        (datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2)),
+        ("a" * 10_000, "a" * 9_999),
+        ("\ud800", "\ud801"),
+    ],
+)
+def test_distinct_values_are_distinct_calls(one, other):
+    assert key_of(f, one) != key_of(f, other)
+
+
+def test_the_same_value_in_another_argument_is_another_call():
+    assert len({key_of(f, 1, 1, c=2), key_of(f, 1, 2, c=1), key_of(f, 2, 1, c=1)}) == 3
+
+
+def test_tasks_do_not_share_keys():
+    signature = inspect.signature(no_arguments)
+    assert call_key("one", signature, (), {}).key != call_key("two", signature, (), {}).key
+
+
+def test_calls_and_names_do_not_share_keys():
+    made = call_key(TASK, inspect.signature(no_arguments), (), {})
+    assert name_key(made.name).name == made.name
+    assert name_key(made.name).key != made.key
+    assert name_key(TASK).key != made.key
+
+
+@settings(deadline=None)
+@given(st.tuples(st.lists(st.integers()), st.dictionaries(st.text(), st.integers())))
+def test_extra_arguments_count_each(call):
+    args, kwargs = call
+    keys = {key_of(anything, *args, **kwargs), key_of(anything, *args, 0, **kwargs)}
+    keys.add(key_of(anything, *args, **{**kwargs, "one more": 1}))
+    assert len(keys) == 3 - ("one more" in kwargs)
+
+
+def test_order_of_extra_keyword_arguments_does_not_matter():
+    signature = inspect.signature(anything)
+    one = call_key(TASK, signature, (), {"x": 1, "y": 2})
+    assert call_key(TASK, signature, (), {"y": 2, "x": 1}) == one
+
+
+@pytest.mark.parametrize("function", [anything, positional_only])
+@pytest.mark.parametrize("name", ["a", "args", "kwargs", "**kwargs"])
+def test_keyword_argument_that_is_called_as_a_parameter_counts(function, name):
+    calls = [{}, {name: 1}, {name: 2}, {name: {"a": 1}}]
+    assert len({key_of(function, 1, **kwargs) for kwargs in calls}) == len(calls)
+
+
+def test_keyword_only_arguments_count():
+    assert key_of(f, 1, c=3) != key_of(f, 1, c=4)
+
+
+def test_arguments_that_do_not_fit_name_the_task():
+    with pytest.raises(TypeError, match=rf"^{TASK}: missing a required .*argument: 'a'"):
+        key_of(f)
+
+
+# lock_on
+
+
+def test_lock_on_counts_only_its_arguments():
+    key = partial(call_key, TASK, inspect.signature(f), lock_on=["a"])
+    assert key((1, 2), {"c": 3}) == key((1,), {"b": 9})
+    assert key((1,), {}).key != key((2,), {}).key
+    assert key((1, 2), {"c": 3}).name == f"{TASK}(a=1)"
+
+
+def test_lock_on_knows_defaults_and_extra_arguments():
+    made = call_key(TASK, inspect.signature(f), (1,), {}, lock_on=["b"])
+    assert made == call_key(TASK, inspect.signature(f), (5, 2), {}, lock_on=["b"])
+    made = call_key(TASK, inspect.signature(anything), (1,), {"x": 1}, lock_on=["x"])
+    assert made.name == f"{TASK}(x=1)"
+
+
+def test_empty_lock_on_is_one_lock_for_the_task():
+    key = partial(call_key, TASK, inspect.signature(f), lock_on=[])
+    assert key((1,), {}) == key((2, 3), {"c": 4})
+    assert key((1,), {}).name == f"{TASK}()"
+
+
+def test_lock_on_may_leave_out_what_has_no_stable_form():
+    call_key(TASK, inspect.signature(f), (1, object()), {}, lock_on=["a"])
+
+
+def test_lock_on_of_a_missing_argument_names_it():
+    with pytest.raises(TypeError, match=rf"lock_on of {TASK} names 'x'.*it has a, b, c"):
+        call_key(TASK, inspect.signature(f), (1,), {}, lock_on=["a", "x"])
+
+
+# lock_name
+
+
+def test_format_string_is_filled_from_the_bound_arguments():
+    assert named("customer:{a}:{b}", 7) == name_key("customer:7:2")
+
+
+def test_two_tasks_share_a_lock_by_its_name():
+    signature = inspect.signature(f)
+    one = call_key("one", signature, (7,), {}, lock_name="customer:{a}")
+    assert call_key("two", signature, (), {"a": 7}, lock_name="customer:{a}") == one
+
+
+def test_callable_takes_the_arguments_of_the_call():
+    def lock_name(a: int, b: int = 2) -> str:
+        return f"customer:{a + b}"
+
+    assert named(lock_name, 1) == name_key("customer:3")
+    assert named(lock_name, 1, b=4) == name_key("customer:5")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(1, (2, 3)), {"z": 1, "a": (1,)}, Level.HIGH, Name.FIRST, uuid.UUID(int=1), Decimal("1.10")],
+    ids=repr,
+)
+def test_message_keeps_the_formatted_name(value):
+    assert named("of {a}", sent(value)) == named("of {a}", value)
+
+
+def test_formatted_sets_and_enums_have_one_form():
+    assert named("of {a}", {Color.RED, "x"}).name == "of ['red', 'x']"
+
+
+def test_formatted_dates_keep_their_formats():
+    assert named("day {a:%d.%m.}", datetime.date(2026, 2, 1)).name == "day 01.02."
+
+
+def test_format_string_without_text_is_refused():
+    with pytest.raises(ValueError, match=r"lock_name='\{a\}' of .* has no text of its own"):
+        named("{a}", 1)
+
+
+@pytest.mark.parametrize("template", ["x{d}", "x{}", "x{a.y}", "x{a[9]}", "x{a:d}", "x{b:>9}"])
+def test_format_string_that_cannot_be_filled_names_option_and_task(template):
+    expected = f"lock_name={template!r} of {TASK} cannot be filled from its arguments (a, b, c)"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        named(template, "text", [1])
+
+
+def test_name_of_a_self_referencing_argument_is_refused():
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(TypeError, match=r"lock_name='of \{a\}'.*RecursionError"):
+        named("of {a}", loop)
+
+
+@pytest.mark.parametrize("lock_name", ["of {a}", lambda a: f"of {a}"])
+def test_memory_address_in_a_name_is_refused(lock_name):
+    with pytest.raises(TypeError, match=f"lock_name.* of {TASK} holds the memory address"):
+        named(lock_name, object())
+
+
+@pytest.mark.parametrize("result", [None, 7, b"x"])
+def test_callable_that_makes_no_string_is_refused(result):
+    with pytest.raises(TypeError, match=rf"the result of lock_name of {TASK} must be a string"):
+        named(lambda a: result, 1)
+
+
+def test_empty_result_of_a_callable_is_refused():
+    with pytest.raises(ValueError, match=rf"the result of lock_name of {TASK} is empty"):
+        named(lambda a: " ", 1)
+
+
+def test_name_too_long_for_a_lock_names_the_option():
+    with pytest.raises(ValueError, match=r"lock_name='x\{a\}' of .* has 301 characters"):
+        named("x{a}", "y" * 300)
+
+
+# Without a stable form
+
+
+class Plain: ...
+
+
+@dataclasses.dataclass
+class Data:
+    x: int
+
+
+def self_referencing() -> list[Any]:
+    loops: list[Any] = [[], {}]
+    loops[0].append(loops[0])
+    loops[1]["self"] = loops[1]
+    return loops
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (User(pk=1), "django.contrib.auth.models.User"),
+        (object(), "builtins.object"),
+        (Plain(), "tests.test_keys.Plain"),
+        (Data(1), "tests.test_keys.Data"),
+        ([{"x": object()}], "builtins.object"),
+        ({object(): 1}, "builtins.object"),
+        (range(3), "builtins.range"),
+        (iter([]), "builtins.list_iterator"),
+        (print, "builtins.builtin_function_or_method"),
+        (Plain, "builtins.type"),
+        (1j, "builtins.complex"),
+    ],
+    ids=repr,
+)
+def test_value_without_stable_form_names_argument_task_and_type(value, kind):
+    expected = f"argument 'b' of {TASK} holds a {kind}, which has no stable form"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        key_of(f, 1, value)
+
+
+@pytest.mark.parametrize(
+    "value", [*self_referencing(), nested(100_000)], ids=["list", "dict", "deep"]
+)
+def test_endless_value_names_argument_and_task(value):
+    with pytest.raises(TypeError, match=f"argument 'a' of {TASK} refers to itself or is nested"):
+        key_of(f, value)
+
+
+def test_number_of_too_many_digits_names_argument_and_task():
+    with pytest.raises(TypeError, match=f"argument 'b' of {TASK} holds a number with too many"):
+        key_of(f, 1, [10**5000])
+
+
+def test_extra_argument_without_stable_form_is_named():
+    with pytest.raises(TypeError, match="argument 'x' of"):
+        key_of(anything, x=object())
+    with pytest.raises(TypeError, match="argument 'args' of"):
+        key_of(anything, object())
+
+
+def test_object_that_kombu_can_send_has_a_key():
+    class Sendable:
+        def __json__(self) -> Any:
+            return {"x": (1, 2)}
+
+    assert key_of(f, Sendable()) == key_of(f, sent([Sendable()])[0]) == key_of(f, {"x": [1, 2]})
+
+
+def test_pydantic_like_model_is_its_values():
+    class Model:
+        def model_dump(self) -> Any:
+            return {"x": 1}
+
+    assert key_of(f, Model()) == key_of(f, {"x": 1})
+
+
+# Names
+
+
+def test_name_shows_the_arguments():
+    assert name_of(f, 1, "x") == f"{TASK}(a=1, b='x', c=None)"
+
+
+def test_name_of_a_long_call_is_cut():
+    name = name_of(f, ["x" * 100] * 9)
+    assert len(name) == MAX_NAME
+    assert name.endswith("…)")
+
+
+def test_hidden_arguments_are_in_neither_name_nor_key(settings):
+    settings.SINGLETASK_RECORD_ARGUMENTS = False
+    made = call_key(TASK, inspect.signature(f), ("secret",), {})
+    assert re.fullmatch(rf"{re.escape(TASK)}\(#[0-9a-f]{{8}}\)", made.name)
+    assert "secret" not in made.key
+
+
+@pytest.mark.parametrize("lock_name", ["of {a}", lambda a: f"of {a}"])
+def test_hidden_arguments_are_not_in_formatted_names(settings, lock_name):
+    settings.SINGLETASK_RECORD_ARGUMENTS = False
+    made = named(lock_name, "secret")
+    assert "secret" not in made.name + made.key
+    assert made.name != named(lock_name, "other").name
+
+
+def test_hidden_arguments_are_not_in_errors(settings):
+    settings.SINGLETASK_RECORD_ARGUMENTS = False
+    with pytest.raises(ValueError, match="control characters") as caught:
+        named("of {a}", "secret\n")
+    assert "secret" not in str(caught.value)
+
+
+def test_hiding_keeps_the_keys_of_calls(settings):
+    shown = key_of(f, "secret")
+    settings.SINGLETASK_RECORD_ARGUMENTS = False
+    assert key_of(f, "secret") == shown
+
+
+def test_own_representation_of_a_call_replaces_its_arguments():
+    signature = inspect.signature(f)
+    made = call_key(TASK, signature, ("secret",), {}, shown="***")
+    assert made == (f"{TASK}(***)", key_of(f, "secret"))
+
+
+def test_own_representation_wins_over_hidden_arguments(settings):
+    settings.SINGLETASK_RECORD_ARGUMENTS = False
+    made = call_key(TASK, inspect.signature(f), ("secret",), {}, shown="***")
+    assert made.name == f"{TASK}(***)"
+
+
+def test_own_representation_hides_a_formatted_name():
+    made = named("of {a}", "secret", shown="***")
+    assert "secret" not in made.name
+    assert made.key == named("of {a}", "secret").key
+
+
+def test_own_representation_may_hold_anything():
+    made = call_key(TASK, inspect.signature(f), (1,), {}, shown="x\n\x00\x1b[31m\ud800" + "y" * 300)
+    assert_safe(made)
+
+
+def test_call_without_arguments_hides_nothing(settings):
+    settings.SINGLETASK_RECORD_ARGUMENTS = False
+    assert name_of(no_arguments) == f"{TASK}()"
+
+
+def assert_safe(made: LockKey) -> None:
+    """Fit memcached's 250 bytes together with a prefix and the marker of a cleared lock."""
+    assert re.fullmatch(r"singletask:[!-~]*:[0-9a-f]{32}", made.key)
+    assert len(made.key) <= 150
+    assert 0 < len(made.name) <= MAX_NAME
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", made.name)
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=MAX_NAME))
+def test_any_name_without_control_characters_gives_a_safe_key(name):
+    assume(name.strip())
+    assert name_key(name).name == name
+    assert_safe(name_key(name))
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(), max_size=300))
+def test_any_task_name_gives_a_safe_key(task):
+    assert_safe(call_key(task, inspect.signature(no_arguments), (), {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("", ValueError, "name is empty"),
+        (" \u00a0", ValueError, "name is empty"),
+        ("x" * 256, ValueError, "name has 256 characters, at most 255 are allowed"),
+        ("a\nb", ValueError, r"name holds control characters .*'a\\nb'"),
+        ("a\x00", ValueError, "name holds control characters"),
+        ("a\x1b[31m", ValueError, "name holds control characters"),
+        ("a\x85", ValueError, "name holds control characters"),
+        ("a\ud800", ValueError, "lone surrogates"),
+        (None, TypeError, "name must be a string, not None"),
+        (b"x", TypeError, "name must be a string, not b'x'"),
+    ],
+)
+def test_unusable_name_says_why(name, error, message):
+    with pytest.raises(error, match=message):
+        name_key(name)
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ключ", "a b", "\N{SNOWMAN}" * 255, "{}%s"])
+def test_usable_names_have_keys_of_their_own(name):
+    assert name_key(name).key not in {name_key(f"{name[:-1]}").key, name_key("_").key}
+
+
+@pytest.mark.parametrize("name", ["cleared", "x:cleared:y", "cleared:cleared", "a:cleared"])
+def test_lock_called_as_a_marker_is_listed_as_a_lock(name):
+    assert MARKER not in name_key(name).key
+    assert Store.lock_key(LocMemStore(FakeCache()), name_key(name).key) == name_key(name).key
+
+
+class FakeCache:
+    def make_and_validate_key(self, key: str) -> str:
+        return key
+
+
+# FIPS
+
+
+def test_keys_need_no_md5(monkeypatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("disabled for FIPS")
+
+    monkeypatch.setattr(hashlib, "md5", refuse)
+    monkeypatch.setattr(hashlib, "new", refuse)
+    monkeypatch.setattr(hashlib, "sha1", refuse)
+    key_of(f, 1)
+    name_key("nightly")
+
+
+def test_keys_stay_the_same_from_release_to_release():
+    # A changed key splits the locks of old and new workers while a deployment goes on.
+    assert key_of(f, 7, [b"x", {"y": Decimal("1.1")}]) == (
+        "singletask:feeds.tasks.import_feed:dd75f54b30f50f8fbcd02ea22731d94e"
+    )
+    assert name_key("customer:7").key == "singletask:customer:7:e38968b6c8064af128e98ea29efc197d"

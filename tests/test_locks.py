@@ -1,0 +1,520 @@
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+import time
+
+import pytest
+from django.db import connections
+
+from django_singletask import (
+    DuplicateTask,
+    LockConflict,
+    LockError,
+    LockLost,
+    TaskLock,
+    current_lock,
+    only_one,
+)
+from django_singletask.liveness import Holder
+from django_singletask.signals import lock_event
+from django_singletask.stores import Outcome, get_store
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+
+@pytest.fixture(autouse=True)
+def on_redis(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "redis"
+    empty_cache("redis")
+
+
+@pytest.fixture
+def events():
+    seen = []
+
+    def receive(event, **kwargs):
+        seen.append(event)
+
+    lock_event.connect(receive)
+    yield seen
+    lock_event.disconnect(receive)
+
+
+class TestWith:
+    def test_holds_the_lock_in_the_block(self, cache_alias):
+        with TaskLock("nightly") as lock:
+            assert lock
+            assert lock.locked()
+            assert lock.owned()
+            assert TaskLock("nightly").locked()
+        assert not lock
+        assert not lock.locked()
+
+    def test_raises_when_busy(self, cache_alias):
+        with TaskLock("nightly") as lock:
+            with pytest.raises(LockConflict) as caught, TaskLock("nightly"):
+                pytest.fail("entered")
+            assert caught.value.name == "nightly"
+            assert caught.value.holder.token == lock.token
+            assert caught.value.holder.pid == os.getpid()
+
+    def test_skip_yields_itself_false(self, cache_alias):
+        with TaskLock("nightly"), TaskLock("nightly", on_conflict="skip") as second:
+            assert not second
+            assert second.blocker.pid == os.getpid()
+
+    def test_a_skipped_block_frees_nothing(self):
+        with TaskLock("nightly") as lock:
+            with TaskLock("nightly", on_conflict="skip"):
+                pass
+            assert lock.owned()
+
+    def test_is_free_after_an_error(self):
+        with pytest.raises(ZeroDivisionError), TaskLock("nightly") as lock:
+            raise ZeroDivisionError
+        assert not lock.locked()
+
+    def test_can_be_used_again(self):
+        lock = TaskLock("nightly")
+        with lock:
+            first = lock.token
+        with lock:
+            assert lock.token != first
+
+    def test_another_name_is_free(self):
+        with TaskLock("nightly"), TaskLock("hourly") as lock:
+            assert lock
+
+
+class TestAcquireAndRelease:
+    def test_say_whether(self, cache_alias):
+        lock, other = TaskLock("nightly"), TaskLock("nightly")
+        assert lock.acquire()
+        assert not other.acquire()
+        assert other.blocker.token == lock.token
+        assert lock.release()
+        assert other.acquire()
+        assert other.release()
+
+    def test_release_of_what_is_not_held_is_an_error(self):
+        with pytest.raises(LockError, match="not held"):
+            TaskLock("nightly").release()
+
+    def test_release_never_frees_another_holder(self, cache_alias):
+        slow, next_one = TaskLock("nightly"), TaskLock("nightly")
+        slow.acquire()
+        assert TaskLock("nightly").clear()
+        next_one.acquire()
+        assert not slow.release()
+        assert next_one.owned()
+        next_one.release()
+
+    def test_waits_for_its_turn(self):
+        first = TaskLock("nightly")
+        taken = threading.Event()
+
+        def hold():
+            with TaskLock("nightly"):
+                taken.set()
+                time.sleep(0.2)
+            connections.close_all()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert taken.wait(5)
+        assert first.acquire(wait=5)
+        first.release()
+        thread.join()
+
+    def test_gives_up_when_the_wait_is_over(self):
+        with held_elsewhere("nightly"):
+            began = time.monotonic()
+            assert not TaskLock("nightly").acquire(wait=0.2)
+            assert 0.2 <= time.monotonic() - began < 2
+
+    def test_one_that_would_wait_for_itself_raises_at_once(self):
+        with TaskLock("nightly"):
+            began = time.monotonic()
+            with pytest.raises(LockConflict), TaskLock("nightly", wait=30):
+                pytest.fail("entered")
+            assert time.monotonic() - began < 5
+
+    def test_a_held_lock_object_cannot_take_it_twice(self):
+        lock = TaskLock("nightly")
+        lock.acquire()
+        token = lock.token
+        assert not lock.acquire()
+        assert lock.token == token
+        assert lock.release()
+
+
+class TestHolding:
+    def test_extend(self, cache_alias):
+        with TaskLock("nightly", timeout=5) as lock:
+            lock.extend(50)
+            remaining = lock.remaining()
+            assert remaining is None or 45 < remaining <= 50
+
+    def test_extend_of_a_cleared_lock_is_lost(self, cache_alias):
+        lock = TaskLock("nightly")
+        lock.acquire()
+        TaskLock("nightly").clear()
+        with pytest.raises(LockLost):
+            lock.extend()
+        assert lock.lost
+        with pytest.raises(LockLost):
+            lock.check()
+        assert not lock.release()
+
+    def test_a_lock_past_its_lease_is_lost_without_a_request(self, monkeypatch):
+        with TaskLock("nightly", timeout=30, renew=False) as lock:
+            assert not lock.lost
+            monkeypatch.setattr("django_singletask.locks.clock", lambda: time.monotonic() + 1e9)
+            assert lock.lost
+
+    def test_trust_is_counted_from_before_the_request(self, monkeypatch):
+        """Negative control: a deadline from the reply would be ten seconds later."""
+        now = 1000.0
+        store = get_store("redis")
+        add = store.add
+
+        def slow(*arguments):
+            nonlocal now
+            now += 10
+            return add(*arguments)
+
+        monkeypatch.setattr("django_singletask.locks.clock", lambda: now)
+        monkeypatch.setattr(store, "add", slow)
+        lock = TaskLock("nightly", timeout=30, renew=False)
+        lock.acquire()
+        assert 1029 < lock._deadline < 1030
+        lock.release()
+
+    def test_holder_and_remaining_of_a_free_lock(self, cache_alias):
+        lock = TaskLock("nightly")
+        assert lock.holder() is None
+        assert lock.remaining() is None
+        assert not lock.owned()
+
+    def test_holder(self, cache_alias):
+        with TaskLock("nightly", timeout=7) as lock:
+            holder = TaskLock("nightly").holder()
+            assert (holder.token, holder.name, holder.timeout) == (lock.token, "nightly", 7)
+            assert time.time() - 60 < holder.since <= time.time()
+
+    def test_a_lease_is_renewed_while_the_lock_is_held(self, cache_alias, wait_for):
+        with TaskLock("nightly", timeout=0.9) as lock:
+            began = lock._renewed
+            wait_for(lambda: lock._renewed > began + 0.9, "three renewals", deadline=10)
+            assert lock.owned()
+            assert not lock.lost
+
+    def test_without_renewal_the_lease_ends(self, wait_for):
+        """Negative control of the one above."""
+        with TaskLock("nightly", timeout=0.5, renew=False) as lock:
+            wait_for(lambda: not lock.locked(), "the lease ends", deadline=5)
+            assert lock.lost
+
+
+class TestClear:
+    def test_frees_whoever_holds_it(self, cache_alias):
+        with TaskLock("nightly"):
+            assert TaskLock("nightly").clear()
+            assert not TaskLock("nightly").locked()
+
+    def test_of_a_free_lock_says_no(self, cache_alias):
+        assert not TaskLock("nightly").clear()
+
+    def test_with_a_stale_token_frees_nothing(self, cache_alias):
+        with TaskLock("nightly") as lock:
+            assert not TaskLock("nightly").clear(token="another")
+            assert lock.owned()
+
+
+class TestFailures:
+    def test_a_store_that_is_down_is_an_error_not_a_conflict(self, dead_redis):
+        with pytest.raises(Exception, match=r"Connection|refused|connect"):
+            TaskLock("nightly", cache=dead_redis).acquire()
+
+    def test_a_failed_give_back_leaves_the_result_alone(self, monkeypatch, caplog):
+        def fail(*arguments):
+            raise OSError("gone away")
+
+        with TaskLock("nightly", timeout=1) as lock:
+            monkeypatch.setattr(get_store("redis"), "release", fail)
+        messages = [r for r in caplog.records if r.levelno >= logging.ERROR]
+        assert [lock.key in record.getMessage() for record in messages] == [True]
+
+    def test_an_error_between_take_and_return_leaves_nothing_behind(self, monkeypatch):
+        lock = TaskLock("nightly")
+
+        def interrupt(*arguments):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(lock, "_begin", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire()
+        assert not TaskLock("nightly").locked()
+
+    def test_a_lost_reply_is_an_acquisition(self, monkeypatch, cache_alias):
+        store = get_store(cache_alias)
+        add = store.add
+
+        def twice(*arguments):
+            add(*arguments)
+            return add(*arguments)
+
+        monkeypatch.setattr(store, "add", twice)
+        lock = TaskLock("nightly")
+        assert lock.acquire()
+        assert lock.owned()
+        lock.release()
+
+    def test_a_foreign_value_is_a_nameless_holder(self):
+        lock = TaskLock("nightly")
+        get_store("redis").add(lock.key, b"\x80pickled", 30)
+        assert not lock.acquire()
+        assert lock.blocker == Holder.decode(b"")
+
+    def test_a_fork_does_not_free_the_lock_of_its_parent(self):
+        with TaskLock("nightly") as lock:
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0 if lock.release() is False else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            assert lock.owned()
+
+
+class TestRenewalMeetsRelease:
+    def test_a_renewal_overtaken_by_a_release_leaves_nothing_behind(self, monkeypatch):
+        from django_singletask import renewal
+
+        store = get_store("redis")
+        renew = store.renew
+        lock = TaskLock("nightly")
+        lock.acquire()
+
+        def release_first(*arguments):
+            lock.release()
+            outcome = renew(*arguments)
+            assert outcome is Outcome.RETAKEN
+            return outcome
+
+        monkeypatch.setattr(store, "renew", release_first)
+        renewal.renew(lock)
+        assert not lock.locked()
+
+
+class TestOptions:
+    @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 30 * 86400 + 1])
+    def test_a_timeout_that_cannot_be(self, timeout):
+        with pytest.raises(ValueError, match="timeout"):
+            TaskLock("nightly", timeout=timeout)
+
+    @pytest.mark.parametrize("timeout", ["60", True, None.__class__, [1]])
+    def test_a_timeout_of_a_wrong_type(self, timeout):
+        with pytest.raises(TypeError, match="timeout"):
+            TaskLock("nightly", timeout=timeout)
+
+    def test_renew_false_needs_a_timeout(self):
+        with pytest.raises(TypeError, match="timeout"):
+            TaskLock("nightly", renew=False)
+
+    def test_an_unknown_policy(self):
+        with pytest.raises(ValueError, match="on_conflict"):
+            TaskLock("nightly", on_conflict="wait")
+
+    def test_a_negative_wait(self):
+        with pytest.raises(ValueError, match="wait"):
+            TaskLock("nightly").acquire(wait=-1)
+
+    @pytest.mark.parametrize("name", ["", " ", "a\nb", "x" * 256])
+    def test_a_name_that_cannot_be(self, name):
+        with pytest.raises(ValueError, match="name"):
+            TaskLock(name)
+
+    def test_a_name_of_a_wrong_type(self):
+        with pytest.raises(TypeError, match="name"):
+            TaskLock(7)
+
+    def test_the_setting_is_read_late(self, settings):
+        lock = TaskLock("nightly")
+        settings.SINGLETASK_LOCK_TIMEOUT = 7
+        with lock:
+            assert lock.holder().timeout == 7
+
+    def test_a_bad_setting_is_named(self, settings):
+        settings.SINGLETASK_LOCK_TIMEOUT = 0
+        with pytest.raises(ValueError, match="SINGLETASK_LOCK_TIMEOUT"):
+            TaskLock("nightly").acquire()
+
+
+class TestCurrentLock:
+    def test_is_the_innermost(self):
+        assert current_lock() is None
+        with TaskLock("outer") as outer:
+            assert current_lock() is outer
+            with TaskLock("inner") as inner:
+                assert current_lock() is inner
+            assert current_lock() is outer
+        assert current_lock() is None
+
+    def test_a_skipped_block_has_that_of_its_surroundings(self):
+        with TaskLock("a") as outer, TaskLock("a", on_conflict="skip"):
+            assert current_lock() is outer
+
+
+class TestOnlyOne:
+    def test_keeps_the_return_value(self):
+        @only_one
+        def add(a, b):
+            """Add."""
+            return a + b
+
+        assert add(1, b=2) == 3
+        assert add.__name__ == "add"
+        assert add.__doc__ == "Add."
+
+    def test_is_skipped_when_busy(self):
+        @only_one(key="import", timeout=30, skip_result="skipped")
+        def work():
+            return "ran"
+
+        with held_elsewhere("import"):
+            assert work() == "skipped"
+        assert work() == "ran"
+
+    def test_raises_when_asked_to(self):
+        @only_one(key="import", on_conflict="raise")
+        def work():
+            return "ran"
+
+        with held_elsewhere("import"), pytest.raises(LockConflict):
+            work()
+
+    def test_is_named_after_the_function(self):
+        @only_one
+        def work():
+            return current_lock().name
+
+        assert work() == f"{__name__}.{work.__qualname__}"
+
+    def test_on_a_method(self):
+        class Import:
+            @only_one(key="import")
+            def run(self, x):
+                return self, x
+
+        one = Import()
+        assert one.run(3) == (one, 3)
+
+    def test_refuses_functions_whose_body_runs_later(self):
+        async def coroutine():
+            pass
+
+        def generator():
+            yield
+
+        async def both():
+            yield
+
+        for function in (coroutine, generator, both):
+            with pytest.raises(TypeError, match=function.__name__):
+                only_one(function)
+
+    def test_refuses_a_task_object(self):
+        from tests.testapp.tasks import plain
+
+        with pytest.raises(TypeError, match="below @shared_task"):
+            only_one(plain)
+
+    def test_refuses_options_at_decoration(self):
+        with pytest.raises(ValueError, match="timeout"):
+            only_one(timeout=-1)(lambda: None)
+
+    def test_on_a_django_task(self):
+        tasks = pytest.importorskip("django.tasks", reason="django.tasks came with Django 6.0")
+
+        task = tasks.task(module_level)
+        assert task.enqueue(2).return_value == 4
+        with pytest.raises(TypeError, match="below @task"):
+            only_one(task)
+
+
+@only_one
+def module_level(x):
+    return 2 * x
+
+
+class TestEvents:
+    def test_acquired_and_released(self, events):
+        with TaskLock("nightly") as lock:
+            token = lock.token
+        assert [(e.kind, e.token, e.result) for e in events] == [
+            ("acquired", token, ""),
+            ("released", token, "returned"),
+        ]
+
+    def test_a_skip_names_its_blocker(self, events):
+        with TaskLock("nightly") as lock, TaskLock("nightly", on_conflict="skip"):
+            token = lock.token
+        skipped = next(event for event in events if event.kind == "skipped")
+        assert (skipped.reason, skipped.blocked_by) == ("skip", token)
+
+    def test_lost_is_told_and_logged_once(self, events, caplog):
+        with TaskLock("nightly") as lock:
+            TaskLock("nightly").clear()
+            with pytest.raises(LockLost):
+                lock.extend()
+        kinds = [event.kind for event in events]
+        assert kinds == ["acquired", "cleared", "lost", "released"]
+        assert events[-1].outcome == "lost"
+        assert [r.levelname for r in caplog.records].count("ERROR") == 1
+
+    def test_a_failing_receiver_does_not_reach_the_body(self):
+        def fail(event, **kwargs):
+            raise ZeroDivisionError
+
+        lock_event.connect(fail)
+        try:
+            with TaskLock("nightly"):
+                pass
+        finally:
+            lock_event.disconnect(fail)
+
+
+class TestErrors:
+    def test_survive_pickle(self):
+        with TaskLock("nightly"), pytest.raises(LockConflict) as caught, TaskLock("nightly"):
+            pass
+        conflict = pickle.loads(pickle.dumps(caught.value))
+        assert str(conflict) == str(caught.value)
+        assert conflict.holder == caught.value.holder
+        for error in (LockError("a"), LockLost("b"), DuplicateTask("c", "d")):
+            assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+class held_elsewhere:
+    """Hold a lock in another thread."""
+
+    def __init__(self, name):
+        self.lock = TaskLock(name)
+        self.taken, self.done = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.hold)
+
+    def hold(self):
+        with self.lock:
+            self.taken.set()
+            self.done.wait(30)
+        connections.close_all()
+
+    def __enter__(self):
+        self.thread.start()
+        assert self.taken.wait(5)
+
+    def __exit__(self, *exc):
+        self.done.set()
+        self.thread.join()

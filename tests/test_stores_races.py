@@ -1,0 +1,95 @@
+"""Many processes at one key, and processes that fork. See tests/racers.py, which runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+
+from django_singletask.stores import close_stores, get_store
+from tests.conftest import LOCK_CACHES
+from tests.entries import holder, key_of
+
+ROOT = Path(__file__).parent.parent
+SHARED = [alias for alias in LOCK_CACHES if alias != "locmem"]
+ROUNDS = 200
+on_shared_caches = pytest.mark.parametrize("cache_alias", SHARED, indirect=True)
+
+
+def racers(*arguments: object) -> Any:
+    command = [sys.executable, "-m", "tests.racers", *map(str, arguments)]
+    variables = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@on_shared_caches
+@pytest.mark.parametrize("state", ["free", "expired"])
+def test_of_16_processes_exactly_one_takes_a_key(cache_alias: str, state: str) -> None:
+    told = racers("race", cache_alias, "store", state, ROUNDS)
+    assert [len(winners) for winners in told["winners"]] == [1] * ROUNDS
+    assert [[holder] for holder in told["holders"]] == told["winners"]
+
+
+@pytest.mark.parametrize(
+    ("cache_alias", "state"),
+    [("filebased", "free"), ("db_postgres", "expired")],
+    indirect=["cache_alias"],
+)
+def test_control_the_same_race_finds_two_takers_by_django(cache_alias: str, state: str) -> None:
+    for _ in range(10):
+        told = racers("race", cache_alias, "django", state, 100)
+        if any(len(winners) > 1 for winners in told["winners"]):
+            return
+    pytest.fail("cache.add() never had two takers: this race shows nothing")
+
+
+@on_shared_caches
+def test_16_processes_take_turns(cache_alias: str) -> None:
+    told = racers("turns", cache_alias, 1)
+    assert told["runs"] > 10
+    assert (told["met"], told["lost"]) == (0, 0)
+
+
+@on_shared_caches
+def test_every_reply_after_a_fork_belongs_to_its_request(cache_alias: str) -> None:
+    assert racers("fork", cache_alias, "own", 1000) == {"wrong": 0, "kept": True}
+
+
+@pytest.mark.parametrize("cache_alias", ["pylibmc"], indirect=True)
+def test_control_an_inherited_client_reads_the_replies_of_others(cache_alias: str) -> None:
+    for _ in range(10):
+        if racers("fork", cache_alias, "inherited", 1000)["wrong"]:
+            return
+    pytest.fail("no reply went astray: the test of own clients shows nothing")
+
+
+@pytest.mark.parametrize("cache_alias", ["locmem"], indirect=True)
+def test_of_16_threads_exactly_one_takes_a_key_in_local_memory(cache_alias: str) -> None:
+    barrier = threading.Barrier(16)
+    taken = []
+
+    def take(number: int) -> None:
+        for turn in range(ROUNDS):
+            barrier.wait(60)
+            if get_store(cache_alias).add(key_of(f"turn {turn}"), holder(str(number)), 60) is None:
+                taken.append(turn)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(ROUNDS))
+    close_stores()
+    caches[cache_alias].clear()

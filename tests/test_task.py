@@ -1,0 +1,433 @@
+from __future__ import annotations
+
+import pickle
+import uuid
+from decimal import Decimal
+
+import pytest
+from celery import Celery, shared_task
+from celery.exceptions import Ignore, Reject, Retry
+from django.db import transaction
+
+from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
+from django_singletask.models import TaskLockEvent
+from django_singletask.task import HEADER
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+
+@pytest.fixture(autouse=True)
+def on_redis(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "redis"
+    empty_cache("redis")
+
+
+class PrivateApp(Celery):
+    """Keep its tasks to itself; Celery's own would give them to every application."""
+
+    def task(self, *args, **options):
+        return super().task(*args, **{"shared": False, **options})
+
+
+@pytest.fixture
+def app():
+    options = {"broker": "memory://", "backend": "cache+memory://"}
+    with PrivateApp("one", set_as_current=False, **options) as app:
+        yield app
+
+
+@pytest.fixture
+def sent(app, monkeypatch):
+    """Collect what would be published."""
+    messages = []
+
+    def send_task(name, args=None, kwargs=None, **options):
+        messages.append({"name": name, "args": args, "kwargs": kwargs, **options})
+        return app.AsyncResult(options["task_id"])
+
+    monkeypatch.setattr(app, "send_task", send_task)
+    return messages
+
+
+def takes_a(a):
+    return a
+
+
+def locked_now(task, *args, **kwargs):
+    lock = task.lock(*args, **kwargs)
+    assert lock.acquire()
+    return lock
+
+
+@pytest.fixture
+def task(app):
+    @app.task(base=SingletonTask, bind=True, skip_result="skipped")
+    def add(self, a, b=2):
+        assert current_lock().owned()
+        return a + b
+
+    return add
+
+
+class TestRunning:
+    def test_apply_takes_and_gives_back(self, task):
+        assert task.apply((1,)).get() == 3
+        assert not task.lock(1).locked()
+
+    def test_a_direct_call_takes_and_gives_back(self, task):
+        assert task(1) == 3
+        assert not task.lock(1).locked()
+
+    def test_run_is_the_bare_body(self, app):
+        @app.task(base=SingletonTask)
+        def bare():
+            return current_lock()
+
+        assert bare.run() is None
+
+    def test_always_eager(self, app, task):
+        app.conf.task_always_eager = True
+        assert task.delay(1).get() == 3
+        assert task.apply_async((1,), lock_options={"lock_timeout": 5}).get() == 3
+
+    @pytest.mark.parametrize("call", ["apply", "direct", "eager"])
+    def test_is_skipped_when_held(self, app, task, call):
+        app.conf.task_always_eager = True
+        held = locked_now(task, 1)
+        calls = {"apply": task.apply, "eager": task.apply_async}
+        answer = task(1) if call == "direct" else calls[call]((1,)).get()
+        assert answer == "skipped"
+        assert held.release()
+
+    def test_other_arguments_are_another_lock(self, task):
+        held = locked_now(task, 1)
+        assert task(2) == 4
+        held.release()
+
+    def test_raise(self, app):
+        @app.task(base=SingletonTask, on_conflict="raise")
+        def work():
+            pass
+
+        held = locked_now(work)
+        with pytest.raises(LockConflict) as caught:
+            work()
+        assert caught.value.holder.token == held.token
+        assert work.apply().state == "FAILURE"
+        held.release()
+
+    def test_wait_raises_after_its_seconds(self, app, empty_cache):
+        @app.task(base=SingletonTask, on_conflict="wait", lock_wait=0.2)
+        def work():
+            return "ran"
+
+        with TaskLock("other"):
+            assert work() == "ran"
+
+    def test_the_eager_request_is_kept(self, app):
+        @app.task(base=SingletonTask, bind=True)
+        def work(self):
+            return self.request.id, self.request.is_eager
+
+        assert work.apply(task_id="an id").get() == ("an id", True)
+
+    def test_a_call_of_itself_from_its_body_conflicts(self, app):
+        @app.task(base=SingletonTask, skip_result="skipped")
+        def work(again):
+            return work(again) if again else "ran"
+
+        assert work(True) == "skipped"
+        assert work.apply((True,)).get() == "skipped"
+        assert not work.lock(True).locked()
+
+    def test_a_call_of_another_from_its_body_runs(self, app, task):
+        @app.task(base=SingletonTask)
+        def outer():
+            inner = task(1)
+            return inner, current_lock().name
+
+        assert outer.apply().get() == (3, f"{outer.name}()")
+
+    @pytest.mark.parametrize(
+        ("error", "result"),
+        [
+            (ZeroDivisionError(), "raised"),
+            (Ignore(), "ignored"),
+            (Reject(), "ignored"),
+            (Retry(), "retried"),
+        ],
+    )
+    def test_the_history_says_how_it_ended(self, app, error, result):
+        @app.task(base=SingletonTask)
+        def work():
+            raise error
+
+        with pytest.raises(type(error)):
+            work()
+        assert not work.lock().locked()
+        assert TaskLockEvent.objects.get().result == result
+
+    def test_a_store_that_is_down_fails_the_task(self, task, settings, dead_redis):
+        settings.SINGLETASK_CACHE = dead_redis
+        result = task.apply((1,))
+        assert result.state == "FAILURE"
+        assert "ConnectionError" in type(result.result).__name__
+
+    def test_a_store_that_goes_down_leaves_the_result_alone(self, app, caplog):
+        from django_singletask.stores import get_store
+
+        def fail(*arguments):
+            raise OSError("gone away")
+
+        @app.task(base=SingletonTask, lock_timeout=1)
+        def work():
+            get_store("redis").release = fail
+            return "done"
+
+        assert work.apply().get() == "done"
+        assert "could not be given back" in caplog.text
+
+    def test_no_state_stays_on_the_task(self, task):
+        task(1)
+        before = dict(vars(task))
+        held = locked_now(task, 2)
+        task(2)
+        held.release()
+        assert vars(task) == before
+
+
+class TestKinds:
+    def test_class_based(self, app):
+        class Import(SingletonTask):
+            name = "tests.Import"
+            lock_on = ("url",)
+
+            def run(self, url, depth=1):
+                return current_lock().name
+
+        task = app.register_task(Import())
+        assert task("x", depth=2) == "tests.Import(url='x')"
+
+    def test_autoretry_for(self, app):
+        calls = []
+
+        @app.task(base=SingletonTask, autoretry_for=(ZeroDivisionError,), retry_backoff=0)
+        def work(x):
+            calls.append(x)
+            if len(calls) < 3:
+                raise ZeroDivisionError
+            return "done"
+
+        assert work.apply((1,)).get() == "done"
+        assert calls == [1, 1, 1]
+
+    def test_typing_false(self, app):
+        @app.task(base=SingletonTask, typing=False)
+        def work(x):
+            return x
+
+        assert work(3) == 3
+
+    def test_shared_task_of_two_applications(self):
+        @shared_task(base=SingletonTask, name=f"shared.{uuid.uuid4().hex}")
+        def work():
+            return current_lock().key
+
+        with Celery("one", set_as_current=False) as one, Celery("two", set_as_current=False) as two:
+            assert one.tasks[work.name]() == two.tasks[work.name]()
+
+    def test_a_subclass_with_call_of_its_own(self, app):
+        class Base(SingletonTask):
+            def __call__(self, *args, **kwargs):
+                return "around", super().__call__(*args, **kwargs)
+
+        @app.task(base=Base)
+        def work():
+            return current_lock() is not None
+
+        assert work() == ("around", True)
+
+    def test_on_commit(self, task, sent, django_capture_on_commit_callbacks):
+        with django_capture_on_commit_callbacks(execute=True), transaction.atomic():
+            task.delay_on_commit(1)
+            assert not sent
+        assert len(sent) == 1
+
+
+class TestSending:
+    def test_the_key_travels_in_one_header(self, task, sent):
+        result = task.delay(1)
+        header = sent[0]["headers"][HEADER]
+        assert header == {
+            "id": result.id,
+            "key": task.lock(1).key,
+            "name": f"{task.name}(a=1, b=2)",
+            "options": {},
+        }
+
+    def test_the_callers_headers_stay(self, task, sent):
+        headers = {"trace": "7"}
+        task.apply_async((1,), headers=headers)
+        assert sent[0]["headers"]["trace"] == "7"
+        assert headers == {"trace": "7"}
+
+    def test_a_header_that_was_passed_on_is_not_honoured(self, task, sent):
+        task.delay(1)
+        task.apply_async((5,), headers=sent[0]["headers"])
+        assert sent[1]["headers"][HEADER]["key"] == task.lock(5).key
+
+    def test_a_retry_keeps_the_key(self, task, sent):
+        first = task.delay(1)
+        headers = {HEADER: {**sent[0]["headers"][HEADER], "key": "singletask:kept"}}
+        task.apply_async((1,), task_id=first.id, headers=headers)
+        assert sent[1]["headers"][HEADER]["key"] == "singletask:kept"
+
+    def test_a_retry_with_other_arguments_has_another_key(self, app, sent):
+        @app.task(base=SingletonTask, bind=True)
+        def work(self, x):
+            self.retry(args=(x + 1,), countdown=0)
+
+        headers = {
+            HEADER: {
+                "id": "an id",
+                "key": work.lock(1).key,
+                "name": "n",
+                "options": {"lock_wait": 1},
+            }
+        }
+        work.push_request(
+            id="an id", args=(1,), kwargs={}, headers=headers, called_directly=False, retries=0
+        )
+        try:
+            with pytest.raises(Retry):
+                work.run(1)
+        finally:
+            work.pop_request()
+        header = sent[0]["headers"][HEADER]
+        assert header["key"] == work.lock(2).key
+        assert header["options"] == {"lock_wait": 1}
+
+    def test_the_worker_honours_the_header(self, app):
+        @app.task(base=SingletonTask, bind=True)
+        def work(self):
+            return current_lock().key, current_lock().timeout
+
+        header = {"id": "i", "key": "singletask:k", "name": "k", "options": {"lock_timeout": 9}}
+        result = work.apply(task_id="i", headers={HEADER: header}).get()
+        assert result == ("singletask:k", 9)
+        other = work.apply(task_id="j", headers={HEADER: header}).get()
+        assert other == (work.lock().key, None)
+
+    def test_a_callable_name_need_not_travel(self, app, sent):
+        @app.task(base=SingletonTask)
+        def work(x):
+            pass
+
+        work.apply_async((1,), lock_options={"lock_name": lambda x: f"own {x}"})
+        header = sent[0]["headers"][HEADER]
+        assert header["name"] == "own 1"
+        assert header["options"] == {}
+
+    def test_a_hidden_argument_is_not_shown(self, task, sent):
+        task.apply_async(("secret",), argsrepr="(…)")
+        assert "secret" not in str(sent[0]["headers"][HEADER])
+        assert sent[0]["headers"][HEADER]["key"] == task.lock("secret").key
+
+    def test_unknown_lock_options(self, task):
+        with pytest.raises(TypeError, match="'on_conflct'"):
+            task.apply_async((1,), lock_options={"on_conflct": "skip"})
+
+    @pytest.mark.parametrize(
+        "options", [{"on_conflict": "explode"}, {"lock_timeout": -1}, {"lock_wait": float("nan")}]
+    )
+    def test_values_that_cannot_work_fail_at_enqueue(self, task, options):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            task.apply_async((1,), lock_options=options)
+
+    def test_an_unstable_argument_fails_at_enqueue(self, task):
+        with pytest.raises(TypeError, match="argument 'a'"):
+            task.delay(object())
+
+    def test_before_and_after_the_serializer(self, task):
+        value = {"when": Decimal("1.50"), 2: (1, 2)}
+        assert task.lock(value).key == task.lock({"2": [1, 2], "when": "1.50"}).key
+
+    def test_pickle(self, task):
+        assert pickle.loads(pickle.dumps(task.lock(1).key)) == task.lock(1).key
+
+
+class TestDecoration:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"lock_on": "a"},
+            {"lock_on": 3},
+            {"lock_on": [3]},
+            {"lock_name": 3},
+            {"lock_renew": "no"},
+            {"lock_history": None},
+            {"lock_timeout": "60"},
+            {"lock_wait": None},
+            {"on_conflict": None},
+            {"lock_on": ["a"], "lock_name": "x:{a}"},
+        ],
+    )
+    def test_options_of_a_wrong_type(self, app, options):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            app.task(base=SingletonTask, lazy=False, **options)(takes_a)
+
+    def test_lock_on_suggests_the_list(self, app):
+        with pytest.raises(TypeError, match=r"did you mean \['a'\]\?"):
+            app.task(base=SingletonTask, lazy=False, lock_on="a")(takes_a)
+
+    def test_coroutine_and_generator_functions(self, app):
+        async def coroutine():
+            pass
+
+        def generator():
+            yield
+
+        for function in (coroutine, generator):
+            with pytest.raises(TypeError, match=function.__name__):
+                app.task(base=SingletonTask, lazy=False)(function)
+
+    def test_a_call_that_never_reaches_ours(self):
+        with pytest.raises(TypeError, match=r"super\(\).__call__"):
+
+            class Base(SingletonTask):
+                def __call__(self, *args, **kwargs):
+                    return self.run(*args, **kwargs)
+
+    def test_throws_of_its_own_keeps_the_conflict(self, app):
+        @app.task(base=SingletonTask, throws=(KeyError,))
+        def work():
+            pass
+
+        assert work.throws == (KeyError, LockConflict)
+
+    def test_lock_name_as_a_format_string(self, app):
+        @app.task(base=SingletonTask, lock_name="customer:{customer_id}")
+        def bill(customer_id, month):
+            return current_lock().name
+
+        @app.task(base=SingletonTask, lock_name="customer:{customer_id}", skip_result="skipped")
+        def remind(customer_id):
+            pass
+
+        assert bill(7, "may") == "customer:7"
+        with TaskLock("customer:7"):
+            assert remind(7) == "skipped"
+
+    def test_lock_name_as_a_callable(self, app):
+        @app.task(base=SingletonTask, lock_name=lambda url, **rest: f"host:{url}")
+        def fetch(url, depth=1):
+            return current_lock().name
+
+        assert fetch("a", depth=3) == "host:a"
+
+    def test_lock_on_nothing_is_one_for_the_task(self, app):
+        @app.task(base=SingletonTask, lock_on=[])
+        def work(x):
+            pass
+
+        assert work.lock(1).key == work.lock(2).key

@@ -1,0 +1,1 @@
+"""Models of the tests' tasks. Their tables are made without migrations."""

@@ -1,0 +1,63 @@
+"""Tasks that write what they do into a log."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from celery import shared_task
+
+from django_singletask import SingletonTask, current_lock, only_one
+from tests.testapp import log
+
+
+def body(key: str, seconds: float = 0, task_id: str | None = None) -> str:
+    run = uuid.uuid4().hex
+    log.write("start", key=key, run=run, task_id=task_id)
+    try:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(min(0.01, max(0, until - time.monotonic())))
+    finally:
+        log.write("end", key=key, run=run, task_id=task_id)
+    return "ran"
+
+
+@shared_task
+def plain(key: str, seconds: float = 0) -> str:
+    return body(key, seconds)
+
+
+@shared_task(bind=True, base=SingletonTask, lock_on=["key"], skip_result="skipped")
+def hold(self, key: str, seconds: float = 0) -> str:
+    return body(key, seconds, self.request.id)
+
+
+@shared_task(base=SingletonTask, lock_on=["key"], on_conflict="raise")
+def insist(key: str, seconds: float = 0) -> str:
+    return body(key, seconds)
+
+
+@shared_task(base=SingletonTask)
+def whose(key: str) -> tuple[str, str, bool]:
+    lock = current_lock()
+    assert lock is not None
+    return lock.name, lock.key, lock.owned()
+
+
+@shared_task
+@only_one(key="the only one", skip_result="skipped")
+def alone(seconds: float = 0) -> str:
+    return body("alone", seconds)
+
+
+@shared_task(base=SingletonTask, lock_on=["key"], skip_result="skipped")
+def meet(key: str, number: int) -> str:
+    """Wait until so many runs go on at the same time."""
+    log.write("start", key=key, run=key)
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if sum(line["event"] == "start" for line in log.read(log.path())) >= number:
+            return "met"
+        time.sleep(0.01)
+    return "alone"

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.testapp.celery import app
+from tests.worker.harness import Worker
+
+StartWorker = Callable[..., Worker]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.worker)
+            item.add_marker(pytest.mark.django_db(transaction=True, databases="__all__"))
+
+
+@pytest.fixture
+def queue() -> Iterator[str]:
+    """Give the name of a queue of the test's own; what is left in it goes with it."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    with app.connection_or_acquire() as connection:
+        connection.default_channel.queue_delete(name)
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Start workers on the test's queue; stop them after it, and show what they printed."""
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "runs.log"))
+    workers: list[Worker] = []
+
+    def start(**options: Any) -> Worker:
+        worker = Worker(tmp_path, queue, **options)
+        workers.append(worker)
+        return worker.start()
+
+    yield start
+    for worker in workers:
+        worker.stop()
+        worker.kill_group()
+        print(worker.text())
+
+
+@pytest.fixture
+def runs_log(tmp_path: Path) -> Path:
+    return tmp_path / "runs.log"
