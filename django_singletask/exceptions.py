@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from celery.exceptions import Ignore
+
 from django_singletask.liveness import Holder
 
 __all__ = ["DuplicateTask", "LockConflict", "LockError", "LockLost"]
@@ -58,3 +60,7 @@ class DuplicateTask(LockError):
 
     def __str__(self) -> str:
         return f"{self.name} is queued already, as task {self.task_id}"
+
+
+class PutOff(Ignore):
+    """This delivery of a message ends here; the next one is published."""

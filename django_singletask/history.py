@@ -5,19 +5,28 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from typing import Any
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.conf import settings
 from django.db import models, router, transaction
 from django.db.models import F
-from django.utils.timezone import get_default_timezone, make_naive
+from django.utils.timezone import get_default_timezone, make_aware, make_naive
+from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
+from django_singletask.keys import LockKey
+from django_singletask.liveness import Holder, proof_of_death
 from django_singletask.locks import TaskLock
+from django_singletask.renewal import clock
 from django_singletask.signals import LockEvent, lock_event
+from django_singletask.stores import get_store
 
-__all__ = ["connect", "record"]
+if TYPE_CHECKING:
+    from django_singletask.models import TaskLockEvent
+
+__all__ = ["connect", "prune", "record", "sweep"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -117,12 +126,14 @@ def _close(event: LockEvent) -> None:
         "ended_at": event.at,
         "longest_renewal_gap": event.longest_renewal_gap,
     }
+    if rows.filter(outcome="").update(outcome=event.outcome, **facts):
+        return
     if event.outcome == "lost":
         # That is all the run knows; who cleared the lock knew more.
-        rows.filter(outcome="").update(outcome="lost")
-    else:
-        facts["outcome"] = event.outcome
-    rows.update(**facts)
+        rows.update(**facts)
+    elif rows.update(outcome=event.outcome, **facts):
+        # The sweep took the run for gone, and was wrong.
+        TaskLockEvent.objects.filter(kind="expired", token=event.token).delete()
 
 
 def _count(event: LockEvent) -> None:
@@ -134,3 +145,76 @@ def _count(event: LockEvent) -> None:
     # Two processes may both find no row and both insert one: the count is then spread over two.
     if not event.blocked_by or not rows.update(count=F("count") + 1, last_at=event.at):
         _insert(event)
+
+
+def sweep() -> None:
+    """Close the open rows of locks that nobody holds any more, and prune.
+
+    Call it again and again in one process: a row is closed when its token was not in the store
+    at two looks that are at least its lease apart. One look can fall between a renewal that found
+    the entry gone and took it again; and the row of a run that has just ended may be on its way.
+    """
+    from django_singletask.models import TaskLockEvent
+
+    now = datetime.now(timezone.utc)
+    store = get_store(conf.cache)
+    rows = TaskLockEvent.objects.filter(kind="acquired", outcome="")
+    still_open = set()
+    for row in rows.iterator():
+        still_open.add(row.pk)
+        if _aware(row.at) + timedelta(seconds=row.timeout) > now:
+            continue
+        entry = store.read(row.key)
+        holder = Holder.decode(entry.value) if entry is not None else None
+        if holder is not None and holder.token == row.token:
+            _missed.pop(row.pk, None)
+            how = proof_of_death(holder)
+            if how is not None:
+                TaskLock(LockKey(row.name, row.key)).bury(row.token, how)
+        elif clock() - _missed.setdefault(row.pk, clock()) >= row.timeout:
+            del _missed[row.pk]
+            _expire(row, now)
+    for pk in _missed.keys() - still_open:
+        del _missed[pk]
+    prune()
+
+
+_missed: dict[int, float] = {}
+"""When an open row's token was first not found in the store."""
+
+
+def _expire(row: TaskLockEvent, now: datetime) -> None:
+    logger.warning("%s: the lease of a run on %s:%s ended unreleased.", row.key, row.host, row.pid)
+    event = LockEvent(
+        kind="expired",
+        name=row.name,
+        key=row.key,
+        at=now,
+        task=row.task,
+        task_id=row.task_id,
+        token=row.token,
+        host=row.host,
+        pid=row.pid,
+        timeout=row.timeout,
+        reason="its lease ended unreleased",
+    )
+    lock_event.send_robust(sender=TaskLock, event=event)
+
+
+def _aware(at: datetime) -> datetime:
+    return at if settings.USE_TZ else make_aware(at, get_default_timezone())
+
+
+def prune(batch: int = 1000) -> int:
+    """Delete what is older than ``SINGLETASK_HISTORY_DAYS``, in small batches; return how many.
+
+    Open rows stay, however old.
+    """
+    from django_singletask.models import TaskLockEvent
+
+    limit = django_now() - timedelta(days=conf.history_days)
+    old = TaskLockEvent.objects.filter(at__lt=limit).exclude(kind="acquired", outcome="")
+    deleted = 0
+    while pks := list(old.order_by("at").values_list("pk", flat=True)[:batch]):
+        deleted += TaskLockEvent.objects.filter(pk__in=pks).delete()[0]
+    return deleted

@@ -1,4 +1,4 @@
-"""Say which process holds a lock."""
+"""Say which process holds a lock, and prove that it is gone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from functools import cache
 from typing import Any
 
-__all__ = ["Holder", "Process", "this_process"]
+__all__ = ["Holder", "Process", "is_gone", "proof_of_death", "start_time", "this_process"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +54,18 @@ class Holder:
 
     @classmethod
     def new(
-        cls, name: str, timeout: float, *, task: str | None, task_id: str | None, retries: int
+        cls,
+        name: str,
+        timeout: float,
+        *,
+        task: str | None,
+        task_id: str | None,
+        retries: int,
+        token: str | None = None,
     ) -> Holder:
-        """Describe an acquisition by this process, now, with a random token of its own."""
+        """Describe an acquisition by this process, now; the token is random if not given."""
         return cls(
-            token=os.urandom(16).hex(),
+            token=token or os.urandom(16).hex(),
             name=name,
             task=task,
             task_id=task_id,
@@ -111,15 +120,63 @@ def this_process() -> Process:
     pid = os.getpid()
     return Process(
         host=socket.gethostname(),
-        boot_id=_read("/proc/sys/kernel/random/boot_id"),
+        boot_id=_boot_id(),
         pid_ns=_pid_namespace(),
         pid=pid,
-        start=_start_time(pid),
+        start=start_time(pid),
     )
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=this_process.cache_clear)
+
+
+def proof_of_death(holder: Holder) -> str | None:
+    """Say how it is known that a holder's process is gone; None if there is no proof.
+
+    Only a process of this boot of this machine, in this pid namespace, can be judged: elsewhere
+    the same number is another process, or none. No proof is not a proof of life.
+    """
+    process = this_process()
+    if not process.boot_id or holder.pid <= 0:
+        return None
+    if (holder.boot_id, holder.pid_ns) != (process.boot_id, process.pid_ns):
+        return None
+    return is_gone(holder.pid, holder.start)
+
+
+def is_gone(pid: int, start: str) -> str | None:
+    """Say how it is known that a process of this machine is gone; None if there is no proof."""
+    if os.name == "nt":
+        return None  # kill(pid, 0) would end the process there
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return f"process {pid} is gone"
+    except OSError:
+        pass  # it is somebody else's: it lives
+    # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
+    fields = _stat(pid)
+    if not fields:
+        return None
+    if fields[0] in {"Z", "X", "x"}:
+        return f"process {pid} has ended"
+    if start and fields[19] != start:
+        return f"process {pid} is another one by now"
+    return None
+
+
+def start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks since the boot; empty where unknown."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    # The name of the program stands in parentheses and may hold spaces and parentheses itself:
+    # count the fields from the last one. The first is then the state, the 20th the start time.
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields if len(fields) > 19 else []
 
 
 def _read(path: str) -> str:
@@ -130,15 +187,15 @@ def _read(path: str) -> str:
         return ""
 
 
+def _boot_id() -> str:
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return _read("/proc/sys/kernel/random/boot_id")
+
+
 def _pid_namespace() -> str:
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _start_time(pid: int) -> str:
-    # The name of the program stands in parentheses and may hold spaces and parentheses itself:
-    # count the fields from the last one. The start time is field 22, the state field 3.
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 else ""

@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
 from celery import current_task
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from django_singletask import renewal
 from django_singletask.conf import check_seconds, conf
-from django_singletask.exceptions import LockConflict, LockError, LockLost
+from django_singletask.exceptions import LockConflict, LockError, LockLost, PutOff
 from django_singletask.keys import LockKey, name_key
-from django_singletask.liveness import Holder, this_process
+from django_singletask.liveness import Holder, proof_of_death, this_process
 from django_singletask.renewal import clock
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Entry, Outcome, Store, get_store
@@ -86,14 +86,16 @@ class TaskLock:
         self.timeout = timeout
         self.renew = renew
         self.wait = wait
-        self.on_conflict = on_conflict
+        self.on_conflict: str | None = on_conflict
         self.cache = cache
         self.token: str | None = None
         self.blocker: Holder | None = None
+        self.took_over = False
         self._remaining: float | None = None
         self._run: tuple[str | None, str | None, int] | None = None
         self._quiet = False
         self._lost = False
+        self._token: str | None = None
         self._context: Token[TaskLock | None] | None = None
 
     def __repr__(self) -> str:
@@ -136,9 +138,13 @@ class TaskLock:
     def _take(self) -> bool:
         lease = self._lease()
         task, task_id, retries = self._run or _running_task()
-        holder = Holder.new(self.name, lease, task=task, task_id=task_id, retries=retries)
+        self._alias = self.cache or conf.cache
+        holder = Holder.new(
+            self.name, lease, task=task, task_id=task_id, retries=retries, token=self._token
+        )
         value = holder.encode()
-        store = self._store()
+        store = get_store(self._alias)
+        self.took_over = False
         # The server grants the lease when it handles the request, which may be long before the
         # reply arrives here. So what this process trusts is counted from before the request:
         #
@@ -147,6 +153,9 @@ class TaskLock:
         sent = clock()
         try:
             entry = store.add(self.key, value, lease)
+            if entry is not None and entry.value != value and self._bury(store, entry):
+                sent = clock()
+                entry = store.add(self.key, value, lease)
             if entry is not None and entry.value != value:
                 self.blocker = Holder.decode(entry.value)
                 self._remaining = entry.remaining
@@ -155,7 +164,9 @@ class TaskLock:
         except BaseException:
             # The request may have been carried out all the same: an error on the way back, a soft
             # time limit raised between the reply and here. Nobody would renew or free it.
-            self._abandon(store, value)
+            self.token = None
+            renewal.drop(holder.token)
+            renewal.owe(self._alias, self.key, value, lease)
             raise
         self._send("acquired", holder)
         return True
@@ -177,13 +188,41 @@ class TaskLock:
     def _trust(self, sent: float) -> None:
         self._deadline = sent + self._leased - _margin(self._leased)
 
-    def _abandon(self, store: Store, value: bytes) -> None:
-        self.token = None
-        renewal.drop(self)
-        try:
-            store.release(self.key, value)
-        except Exception as error:
-            logger.debug("%s: not given back after an error: %s", self.key, error)
+    def _bury(self, store: Store, entry: Entry) -> bool:
+        """Free a lock whose holder is proven dead; say whether to try to take it again.
+
+        Of many that see the same corpse one frees it, and whoever comes first then takes it:
+
+          A: add -> dead holder X         B: add -> dead holder X
+          A: release X -> freed
+          A: add -> taken
+                                          B: release X -> it is A's by now: refused
+                                          B: add -> conflict with A
+        """
+        holder = Holder.decode(entry.value)
+        how = proof_of_death(holder)
+        if how is None:
+            return False
+        self.took_over = self._free(store, entry, holder, how)
+        return True
+
+    def bury(self, token: str, how: str) -> bool:
+        """Free the lock if the holder with this token, which is known to be dead, still has it.
+
+        ``how`` it is known goes into the history. Say whether it was freed.
+        """
+        entry = self._read()
+        if entry is None:
+            return False
+        holder = Holder.decode(entry.value)
+        return holder.token == token and self._free(self._store(), entry, holder, how)
+
+    def _free(self, store: Store, entry: Entry, holder: Holder, how: str) -> bool:
+        if store.release(self.key, entry.value) is not Outcome.OK:
+            return False
+        logger.warning("%s was held by %s: freed, since %s.", self.key, holder, how)
+        self._send("expired", holder, outcome="dead", reason=how)
+        return True
 
     def _lease(self) -> float:
         if self.timeout is not None:
@@ -206,20 +245,23 @@ class TaskLock:
         return self._release("returned")
 
     def _release(self, result: str) -> bool:
-        renewal.drop(self)
+        renewal.drop(self.token)
         self.token = None
         if self._holder.pid != this_process().pid:
             return False  # a fork of the holder: the lock is the parent's
-        outcome = self._store().release(self.key, self._value)
+        ending = {"result": result, "longest_renewal_gap": self._longest_gap or None}
+        try:
+            outcome = get_store(self._alias).release(self.key, self._value)
+        except BaseException as error:
+            # Down, or interrupted by a signal: tried again until the lease has ended.
+            renewal.owe(self._alias, self.key, self._value, self._leased)
+            reason = f"not given back at once: {type(error).__name__}: {error}"
+            self._send("released", self._holder, outcome="released", reason=reason, **ending)
+            raise
         if outcome is not Outcome.OK:
             self._lose(outcome)
-        self._send(
-            "released",
-            self._holder,
-            result=result,
-            outcome="lost" if self._lost else "released",
-            longest_renewal_gap=self._longest_gap or None,
-        )
+        ended = "lost" if self._lost else "released"
+        self._send("released", self._holder, outcome=ended, **ending)
         return outcome is Outcome.OK
 
     def _give_back(self, result: str) -> None:
@@ -227,7 +269,7 @@ class TaskLock:
         try:
             self._release(result)
         except Exception:
-            logger.exception("%s could not be given back: its lease will free it.", self.key)
+            logger.exception("%s could not be given back; it is tried again.", self.key)
 
     # Holding
 
@@ -314,13 +356,17 @@ class TaskLock:
     # With
 
     def __enter__(self) -> TaskLock:
-        if self._acquire(self.wait):
-            try:
+        try:
+            if self._acquire(self.wait):
                 self._context = _current.set(self)
-            except BaseException:  # a signal's, such as a soft time limit: no __exit__ follows
+                return self
+        except BaseException:
+            if self.token is not None:  # a signal struck here, and no __exit__ follows
                 self._give_back("raised")
-                raise
-        elif self.on_conflict == "raise":
+            raise
+        if self.on_conflict is None:
+            return self  # for the caller to see to
+        if self.on_conflict == "raise":
             self._report_conflict("wait" if self.wait else "raise")
             raise self._conflict()
         else:
@@ -361,12 +407,16 @@ class TaskLock:
     def _send(self, kind: str, holder: Holder | None, **facts: Any) -> None:
         if lock_event.has_listeners(TaskLock):
             event = LockEvent.about(kind, self.name, self.key, holder, quiet=self._quiet, **facts)
-            lock_event.send_robust(sender=TaskLock, event=event)
+            for _receiver, error in lock_event.send_robust(sender=TaskLock, event=event):
+                if isinstance(error, SoftTimeLimitExceeded):
+                    raise error  # a signal's, meant for the task
 
 
 def _result(exc: BaseException | None) -> str:
     if isinstance(exc, Retry):
         return "retried"
+    if isinstance(exc, PutOff):
+        return "put_off"
     if isinstance(exc, (Ignore, Reject)):
         return "ignored"
     return "raised" if exc else "returned"

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from django.db import connections
 
-from django_singletask.stores import Outcome, close_stores
+from django_singletask.stores import Outcome, close_stores, get_store
 
 if TYPE_CHECKING:
     from django_singletask.locks import TaskLock
 
-__all__ = ["clock", "drop", "held_by_this_thread", "keep", "renew"]
+__all__ = ["clock", "drop", "held_by_this_thread", "keep", "owe", "renew"]
 
 logger = logging.getLogger("django_singletask")
+
+RETRY = 1.0
 
 
 def _boottime() -> float:
@@ -30,6 +34,15 @@ def _boottime() -> float:
 clock = _boottime if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
 
 
+class Debt(NamedTuple):
+    """A release that could not be made, to be tried again until the lease has ended anyway."""
+
+    cache: str
+    key: str
+    value: bytes
+    until: float
+
+
 class Keeper:
     """Know the locks that this process holds, and renew each at a third of its lease.
 
@@ -39,7 +52,9 @@ class Keeper:
 
     def __init__(self) -> None:
         self.locks: weakref.WeakValueDictionary[str, TaskLock] = weakref.WeakValueDictionary()
-        self.wakes_at = float("inf")
+        self.debts: list[Debt] = []
+        self.pays_at = math.inf
+        self.wakes_at = math.inf
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
 
@@ -48,42 +63,84 @@ class Keeper:
         self.locks[lock.token] = lock
         # A thread that wakes early enough anyway is left asleep: the hot path costs no switch.
         if lock.renew and due(lock) < self.wakes_at:
-            with self.changed:
-                self.wakes_at = due(lock)
-                if self.thread is None:
-                    self.thread = threading.Thread(
-                        target=self.run, name="singletask-renewal", daemon=True
-                    )
-                    self.thread.start()
-                self.changed.notify()
+            self.wake(due(lock))
+
+    def owe(self, debt: Debt) -> None:
+        self.debts.append(debt)
+        self.pays_at = clock()
+        self.wake(self.pays_at)
+
+    def wake(self, at: float) -> None:
+        with self.changed:
+            self.wakes_at = min(self.wakes_at, at)
+            if self.thread is None:
+                warn_without_threads()
+                self.thread = threading.Thread(
+                    target=self.run, name="singletask-renewal", daemon=True
+                )
+                self.thread.start()
+            self.changed.notify()
 
     def run(self) -> None:
         while True:
             with self.changed:
-                self.wakes_at = min((due(lock) for lock in self.renewed()), default=float("inf"))
-                if self.wakes_at == float("inf"):
-                    # Nothing to renew: leave no connection open meanwhile, neither of a store nor
-                    # of the history.
-                    close_stores()
-                    connections.close_all()
+                self.wakes_at = self.next_due()
                 pause = self.wakes_at - clock()
                 if pause > 0:
-                    self.changed.wait(None if pause == float("inf") else pause)
-            now = clock()
-            for lock in self.renewed():
-                if due(lock) <= now:
-                    self.attempt(lock)
+                    if self.wakes_at == math.inf:
+                        # Nothing to do: leave no connection open, of a store or the history.
+                        close_stores()
+                        connections.close_all()
+                    self.changed.wait(None if pause == math.inf else pause)
+            try:
+                self.tick()
+            except Exception:
+                logger.exception("The renewal of locks failed; it goes on.")
+
+    def next_due(self) -> float:
+        return min([self.pays_at, *map(due, self.renewed())])
+
+    def tick(self) -> None:
+        """Renew what is due, and what will be soon, so that locks taken together stay together."""
+        now = clock()
+        by_cache: dict[str, list[TaskLock]] = {}
+        for lock in self.renewed():
+            if due(lock) <= now + lock._leased / 10:
+                by_cache.setdefault(lock._alias, []).append(lock)
+        for alias, locks in by_cache.items():
+            self.renew_all(alias, locks)
+        if self.pays_at <= now:
+            self.pay()
 
     def renewed(self) -> list[TaskLock]:
         return [lock for lock in list(self.locks.values()) if lock.renew]
 
-    def attempt(self, lock: TaskLock) -> None:
+    def renew_all(self, alias: str, locks: list[TaskLock]) -> None:
+        tokens = [lock.token for lock in locks]
+        requests = [(lock.key, lock._value, lock._leased) for lock in locks]
+        sent = clock()
         try:
-            renew(lock)
+            outcomes = get_store(alias).renew_many(requests)
         except Exception as error:
-            # The store may be back at the next attempt, before the lease ends.
-            lock._retry_at = clock() + min(1.0, lock._leased / 10)
-            logger.warning("%s could not be renewed: %s", lock.key, error)
+            # The store may be back at the next attempt, before the leases end.
+            for lock in locks:
+                lock._retry_at = clock() + min(RETRY, lock._leased / 10)
+            logger.warning("%s locks could not be renewed: %s", len(locks), error)
+            return
+        for lock, token, outcome in zip(locks, tokens, outcomes, strict=True):
+            settle(lock, token, sent, outcome)
+
+    def pay(self) -> None:
+        debts, self.debts, self.pays_at = self.debts, [], math.inf
+        for debt in debts:
+            try:
+                get_store(debt.cache).release(debt.key, debt.value)
+            except Exception as error:
+                if clock() < debt.until:
+                    self.debts.append(debt)
+                    self.pays_at = clock() + RETRY
+                else:
+                    logger.warning("%s was not given back; its lease ended: %s", debt.key, error)
 
 
 def due(lock: TaskLock) -> float:
@@ -94,21 +151,28 @@ def due(lock: TaskLock) -> float:
 def renew(lock: TaskLock) -> None:
     """Extend the lease of a lock by its length from now; or learn that the lock is lost."""
     token = lock.token
+    # The new deadline is counted from before the request, like that of the acquisition: the
+    # server may have handled it long before the reply is here.
     sent = clock()
-    outcome = lock._store().renew(lock.key, lock._value, lock._leased)
-    if lock.token != token:
+    store = get_store(lock._alias)
+    settle(lock, token, sent, store.renew(lock.key, lock._value, lock._leased))
+
+
+def settle(lock: TaskLock, token: str | None, sent: float, outcome: Outcome) -> None:
+    """Tell a lock what its renewal found."""
+    if lock.token is None or lock.token != token:
         # Given back meanwhile. If the release came to the store first, this renewal found
         # nothing there and took the lock again, for nobody:
         #
         #   renewal: request on its way                    -> taken again -> released here
         #   body:                          release -> freed
         if outcome is Outcome.RETAKEN:
-            lock._store().release(lock.key, lock._value)
+            get_store(lock._alias).release(lock.key, lock._value)
         return
     lock._longest_gap = max(lock._longest_gap, sent - lock._renewed)
     lock._renewed = sent
     if outcome in {Outcome.GONE, Outcome.TAKEN}:
-        drop(lock)
+        drop(token)
         lock._lose(outcome)
         return
     if outcome is Outcome.RETAKEN:
@@ -123,6 +187,16 @@ def renew(lock: TaskLock) -> None:
     lock._trust(sent)
 
 
+def warn_without_threads() -> None:
+    """Say so where a server runs no threads: the leases are then not renewed."""
+    uwsgi = sys.modules.get("uwsgi")
+    if uwsgi is not None and not {"enable-threads", "threads"} & set(uwsgi.opt):
+        logger.warning(
+            "uWSGI runs without threads, so held locks are not renewed and end with their lease. "
+            "Start uWSGI with --enable-threads."
+        )
+
+
 _keeper = Keeper()
 
 
@@ -131,10 +205,15 @@ def keep(lock: TaskLock) -> None:
     _keeper.keep(lock)
 
 
-def drop(lock: TaskLock) -> None:
-    """Renew a lock no longer."""
-    if lock.token is not None:
-        _keeper.locks.pop(lock.token, None)
+def drop(token: str | None) -> None:
+    """Renew the lock with this token no longer."""
+    if token is not None:
+        _keeper.locks.pop(token, None)
+
+
+def owe(cache: str, key: str, value: bytes, lease: float) -> None:
+    """Release an entry in the background, for as long as its lease can last."""
+    _keeper.owe(Debt(cache, key, value, clock() + lease))
 
 
 def held_by_this_thread(token: str) -> bool:

@@ -13,17 +13,14 @@ from celery.result import AsyncResult, EagerResult
 from celery.utils import uuid
 from celery.utils.saferepr import saferepr
 
+from django_singletask import conflicts
 from django_singletask.conf import check_seconds
+from django_singletask.conflicts import HEADER, POLICIES, own_header
 from django_singletask.exceptions import LockConflict
 from django_singletask.keys import LockKey, call_key
 from django_singletask.locks import TaskLock, refuse_deferred
 
-__all__ = ["HEADER", "SingletonTask"]
-
-HEADER = "singletask"
-"""The message header with the call's key, name, lock options and task id."""
-
-POLICIES = ("skip", "raise", "wait")
+__all__ = ["SingletonTask"]
 
 
 class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
@@ -90,7 +87,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         ``task.lock(7).locked()`` asks whether that call is running. Raises ``TypeError`` if the
         arguments do not fit the task or have no stable form.
         """
-        return self._lock(self._key(args, kwargs, {}), {})
+        return self._lock(self.lock_key(args, kwargs, {}), {})
 
     # Sending
 
@@ -141,12 +138,13 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         """Describe the next message of a request, as ``retry()`` does."""
         signature = super().signature_from_request(request, args, kwargs, *rest, **options)
         header = (signature.options.get("headers") or {}).get(HEADER)
-        if header and (args is not None or kwargs is not None):
-            # Other arguments may mean another lock: derive the key anew, keep the options.
-            signature.options["headers"] = {
-                **signature.options["headers"],
-                HEADER: {**header, "key": None},
-            }
+        if header:
+            # How often this message was put off says nothing about the next one.
+            kept = {k: v for k, v in header.items() if k not in ("hops", "redelivered")}
+            if args is not None or kwargs is not None:
+                # Other arguments may mean another lock: derive the key anew, keep the options.
+                kept["key"] = None
+            signature.options["headers"] = {**signature.options["headers"], HEADER: kept}
         return signature
 
     def _headers(
@@ -158,17 +156,18 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         options: Mapping[str, Any],
     ) -> dict[str, Any]:
         headers = options.get("headers") or {}
-        own = _own_header(headers, task_id)
+        # The token is for one delivery only: it was made by the worker that received it.
+        own = {k: v for k, v in own_header(headers, task_id).items() if k != "token"}
         overrides = own.get("options") or {}
         if lock_options is not None:
             self._check_options(lock_options)
             overrides = {**overrides, **lock_options}
         if own.get("key") and lock_options is None:
-            return dict(headers)
-        key = self._key(args, kwargs, overrides, _shown(options))
+            return {**headers, HEADER: own}
+        key = self.lock_key(args, kwargs, overrides, _shown(options))
         # What made the key stays here: a callable could not travel, and need not.
         travels = {k: v for k, v in overrides.items() if k not in ("lock_on", "lock_name")}
-        header = {"id": task_id, "key": key.key, "name": key.name, "options": travels}
+        header = {**own, "id": task_id, "key": key.key, "name": key.name, "options": travels}
         return {**headers, HEADER: header}
 
     # Running
@@ -177,48 +176,39 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         """Run the body under its lock."""
         request: Any = self.request_stack.top
         if request is None or request.called_directly or request._protected:
-            lock = self._lock(self._key(args, kwargs, {}), {})
-            return self._run_locked(lock, {}, super().__call__, args, kwargs)
+            lock = self._lock(self.lock_key(args, kwargs, {}), {})
+            return conflicts.run(self, lock, {}, super().__call__, args, kwargs)
         # The worker's own call for a message, or apply()'s: the request is pushed already, and
         # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's:
         # a call of this task from its own body is a direct one.
         request._protected = 1
-        own = _own_header(request.headers or {}, request.id)
+        own = own_header(request.headers, request.id)
         options = own.get("options") or {}
         if own.get("key"):
             key = LockKey(own["name"], own["key"])
         else:
-            key = self._key(args, kwargs, options, self._shown_by(request, args, kwargs))
+            key = self.lock_key(args, kwargs, options, self._shown_by(request, args, kwargs))
         lock = self._lock(key, options)
         lock._run = (self.name, request.id, request.retries or 0)
-        return self._run_locked(lock, options, self.run, args, kwargs)
-
-    def _run_locked(
-        self, lock: TaskLock, options: Mapping[str, Any], body: Any, args: Any, kwargs: Any
-    ) -> Any:
-        # The lock is given back here, so before Celery stores the result and publishes the next
-        # link of a chain, which may want the same lock.
-        with lock:
-            if lock:
-                return body(*args, **kwargs)
-        return self._option("skip_result", options)
+        lock._token = own.get("token")
+        message = None if request.is_eager else request
+        return conflicts.run(self, lock, options, self.run, args, kwargs, message)
 
     def _lock(self, key: LockKey, options: Mapping[str, Any]) -> TaskLock:
-        policy = self._option("on_conflict", options)
+        policy = self.option("on_conflict", options)
         if policy not in POLICIES:
             raise ValueError(policy_error(self.name, policy))
         lock = TaskLock(
             key,
-            timeout=self._option("lock_timeout", options),
-            renew=self._option("lock_renew", options),
-            wait=self._option("lock_wait", options) if policy == "wait" else 0,
-            on_conflict="skip" if policy == "skip" else "raise",
+            timeout=self.option("lock_timeout", options),
+            renew=self.option("lock_renew", options),
         )
         lock._run = (self.name, None, 0)
-        lock._quiet = not self._option("lock_history", options)
+        lock._quiet = not self.option("lock_history", options)
         return lock
 
-    def _option(self, name: str, options: Mapping[str, Any]) -> Any:
+    def option(self, name: str, options: Mapping[str, Any]) -> Any:
+        """Return an option of this task, or of one call where that has its own."""
         return options[name] if name in options else getattr(self, name)
 
     def _check_options(self, lock_options: Mapping[str, Any]) -> None:
@@ -232,20 +222,21 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         for name, zero in (("lock_timeout", False), ("lock_wait", True)):
             if lock_options.get(name) is not None:
                 check_seconds(f"lock_options of {self.name}: {name}", lock_options[name], zero=zero)
-        policy = self._option("on_conflict", lock_options)
+        policy = self.option("on_conflict", lock_options)
         if policy not in POLICIES:
             raise ValueError(policy_error(f"lock_options of {self.name}", policy))
 
-    def _key(
+    def lock_key(
         self, args: Any, kwargs: Any, options: Mapping[str, Any], shown: str | None = None
     ) -> LockKey:
+        """Return name and key of the lock of a call; ``options`` are lock options of that call."""
         return call_key(
             self.name,
             self.run_signature,
             args or (),
             kwargs or {},
-            lock_on=self._option("lock_on", options),
-            lock_name=self._option("lock_name", options),
+            lock_on=self.option("lock_on", options),
+            lock_name=self.option("lock_name", options),
             shown=shown,
         )
 
@@ -264,15 +255,6 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         if given["kwargsrepr"] == saferepr(kwargs, self.app.amqp.kwargsrepr_maxsize):
             given["kwargsrepr"] = None
         return _shown(given)
-
-
-def _own_header(headers: Mapping[str, Any], task_id: str | None) -> Mapping[str, Any]:
-    # Bodies pass headers=self.request.headers on to the calls that they make: a header counts
-    # only for the task id that it was made for.
-    header = headers.get(HEADER)
-    if isinstance(header, Mapping) and header.get("id") == task_id and task_id is not None:
-        return header
-    return {}
 
 
 def _shown(options: Mapping[str, Any]) -> str | None:

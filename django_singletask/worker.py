@@ -1,21 +1,48 @@
-"""The worker's main process: stop on a cache that cannot hold locks."""
+"""The worker's main process: stop on a bad cache, free the lock of a run whose process is gone."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from celery.signals import worker_init
+from celery.signals import task_received, worker_init, worker_ready
+from django.db import connections
 
+from django_singletask import history
 from django_singletask.checks import run
+from django_singletask.conf import conf
+from django_singletask.conflicts import HEADER, own_header
+from django_singletask.keys import LockKey
+from django_singletask.liveness import is_gone, start_time
+from django_singletask.locks import TaskLock
+from django_singletask.stores import close_stores
+from django_singletask.task import SingletonTask
 
 __all__ = ["connect"]
 
+logger = logging.getLogger("django_singletask")
+
+LOOK = 0.2
+"""Seconds between two looks at the processes of the pool."""
+
+SWEEP = 60.0
+"""Seconds between two sweeps of the history."""
+
 
 def connect() -> None:
-    """Listen to the worker's start."""
-    worker_init.connect(refuse, dispatch_uid="django_singletask.refuse", weak=False)
+    """Listen to the worker."""
+    for signal, receiver in (
+        (worker_init, refuse),
+        (task_received, hand_out_token),
+        (worker_ready, watch),
+    ):
+        uid = f"django_singletask.{receiver.__name__}"
+        signal.connect(receiver, dispatch_uid=uid, weak=False)
 
 
 def refuse(**kwargs: Any) -> None:
@@ -32,3 +59,131 @@ def refuse(**kwargs: Any) -> None:
         sys.stderr.write(f"The worker does not start: its locks would not hold.\n{text}\n")
         sys.stderr.flush()
         raise SystemExit(1)
+
+
+class Run(NamedTuple):
+    """The run that a pool process took last."""
+
+    token: str
+    start: str  # of the process, to tell it from a later one with its pid
+    request: Any
+
+
+# Who frees the lock of a killed process
+#
+# The main process chooses the token, and so can give back just that run's lock once its process
+# is gone. Not before: the signals that tell of a failure (task_failure, task_revoked, on_timeout)
+# are sent while the process still runs its "finally", up to seconds before the body has ended:
+#
+#   main:   time limit -> on_timeout ............ pid gone -> release(token)
+#   child:  body ....................... SIGKILL
+#
+# A process runs one task at a time, so the last run that it accepted is the one to look after,
+# and an earlier one is over. Releasing what the child has released itself finds nothing.
+
+
+class Watcher(threading.Thread):
+    """Look after the pool's processes, in a thread: a store that is down must not stop the hub."""
+
+    def __init__(self) -> None:
+        super().__init__(name="singletask-watcher", daemon=True)
+        self.runs: dict[int, Run] = {}
+        self.someone_died = False
+        self.sweep_at = time.monotonic() + SWEEP
+
+    def accepted(self, pid: int, token: str, request: Any) -> None:
+        self.runs[pid] = Run(token, start_time(pid), request)
+
+    def run(self) -> None:
+        while True:
+            time.sleep(LOOK)
+            try:
+                self.look()
+                if time.monotonic() >= self.sweep_at:
+                    self.sweep_at = time.monotonic() + SWEEP
+                    sweep()
+            except Exception:
+                logger.exception("The watch over the pool's processes failed; it goes on.")
+
+    def look(self) -> None:
+        for pid, last in list(self.runs.items()):
+            how = is_gone(pid, last.start)
+            if how is None:
+                continue
+            self.someone_died = True
+            try:
+                free(last, how)
+            except Exception as error:
+                # Tried again at the next look; the lease ends meanwhile if the store stays away.
+                logger.warning("The lock of a killed run was not freed yet: %s", error)
+                continue
+            if self.runs.get(pid) is last:
+                del self.runs[pid]
+
+
+def free(last: Run, how: str) -> None:
+    """Free the lock of a run whose process is gone, if it still has it."""
+    task = last.request.task
+    header = own_header(last.request.request_dict, last.request.id)
+    if header.get("key"):
+        key = LockKey(header["name"], header["key"])
+    else:
+        args, kwargs, _embed = last.request._payload
+        key = task.lock_key(args, kwargs, header.get("options") or {})
+    TaskLock(key).bury(last.token, how)
+
+
+def sweep() -> None:
+    """Close the history's rows of locks that nobody holds any more; one worker at a time."""
+    if conf.history == "off":
+        return
+    with TaskLock("django_singletask.sweep", on_conflict="skip") as lock:
+        if lock:
+            history.sweep()
+    connections.close_all()
+    close_stores()
+
+
+_watcher: Watcher | None = None
+
+
+def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
+    """Choose the token under which this delivery takes its lock, and note who runs it."""
+    if not isinstance(request.task, SingletonTask) or not _has_processes(sender):
+        return
+    token = os.urandom(16).hex()
+    headers = request.request_dict
+    own: Mapping[str, Any] = own_header(headers, request.id)
+    headers[HEADER] = {**own, "id": request.id, "token": token}
+    accepted = request.on_accepted
+
+    # On the request itself, since the worker makes the final class of requests on its own.
+    def on_accepted(pid: int, time_accepted: float) -> None:
+        if _watcher is not None and pid:
+            _watcher.accepted(pid, token, request)
+        accepted(pid, time_accepted)
+
+    request.on_accepted = on_accepted
+
+
+def _has_processes(consumer: Any) -> bool:
+    return type(consumer.pool).__module__ == "celery.concurrency.prefork"
+
+
+def watch(sender: Any, **kwargs: Any) -> None:
+    """Start to look after the processes; sent anew after each lost connection to the broker."""
+    global _watcher
+    if _watcher is None:
+        _watcher = Watcher()
+        _watcher.start()
+    if _has_processes(sender) and getattr(sender, "hub", None) is not None:
+        # The pool notices a dead process within 5 seconds and replaces it then; look at once.
+        # Where there is no hub (the filesystem broker), the pool has a thread that looks.
+        pool, watcher = sender.pool, _watcher
+
+        def replace() -> None:
+            if watcher.someone_died:
+                watcher.someone_died = False
+                pool.maintain_pool()
+
+        sender.hub.call_repeatedly(LOOK, replace)

@@ -31,3 +31,8 @@ class Channel(filesystem.Channel):
 
 class Transport(filesystem.Transport):
     Channel = Channel
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)
+        for option in ("data_folder_in", "control_folder", "processed_folder"):
+            Path(client.transport_options[option]).mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Settings of the example. They need no server; environment variables switch to real ones.
 
-EXAMPLE_HOME    folder for the databases, the file broker and the results
+EXAMPLE_HOME    an existing folder for the databases, the file broker and the results
 EXAMPLE_CACHE   redis://… or memcached://host:port for the locks, instead of an SQLite file
 EXAMPLE_BROKER  redis://… or another Celery broker, instead of files
 EXAMPLE_PREFIX  keeps two demos on one server apart (cache keys and queue)
@@ -21,10 +21,6 @@ HOME = Path(os.environ.get("EXAMPLE_HOME") or BASE_DIR / "data")
 CACHE = os.environ.get("EXAMPLE_CACHE", "")
 BROKER = os.environ.get("EXAMPLE_BROKER", "")
 PREFIX = os.environ.get("EXAMPLE_PREFIX", "example")
-
-# SQLite and Celery's file broker make their files, but not the folders around them.
-for folder in ("queue", "queue/control", "queue/taken", "results"):
-    (HOME / folder).mkdir(parents=True, exist_ok=True)
 
 SECRET_KEY = os.environ.get("EXAMPLE_SECRET_KEY", "for the example only, never for a real site")
 DEBUG = False
@@ -141,7 +137,7 @@ else:
         "polling_interval": 0.1,
     }
 CELERY_TASK_DEFAULT_QUEUE = f"feeds-{PREFIX}"
-CELERY_RESULT_BACKEND = f"file://{HOME / 'results'}"
+CELERY_RESULT_BACKEND = f"file://{HOME}"
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_BROKER_CONNECTION_TIMEOUT = 3
 # A call waits in the queue, where each worker can take it, not in the memory of a busy one.

@@ -212,6 +212,7 @@ class Server:
             self.process = subprocess.Popen(
                 [*launcher, str(int(self.death_signal)), find(program) or program, *arguments],
                 cwd=self.folder,
+                env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -224,6 +225,7 @@ class Server:
         done = subprocess.run(
             [find(program) or program, *arguments],
             cwd=self.folder,
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -233,6 +235,10 @@ class Server:
         )
         if done.returncode:
             raise RuntimeError(f"{program} failed:\n{done.stdout.decode(errors='replace')}")
+
+    def _environment(self) -> dict[str, str]:
+        # Temporary files in its own folder: that of the tests may be closed to the server's user.
+        return {**os.environ, "TMPDIR": str(self.folder)}
 
     def _account(self) -> tuple[int, int] | None:
         """Return the user and group to run as; None: as ourselves."""

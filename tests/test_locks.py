@@ -248,7 +248,9 @@ class TestFailures:
         messages = [r for r in caplog.records if r.levelno >= logging.ERROR]
         assert [lock.key in record.getMessage() for record in messages] == [True]
 
-    def test_an_error_between_take_and_return_leaves_nothing_behind(self, monkeypatch):
+    def test_an_error_between_take_and_return_leaves_nothing_behind(
+        self, monkeypatch, wait_for
+    ):
         lock = TaskLock("nightly")
 
         def interrupt(*arguments):
@@ -257,7 +259,7 @@ class TestFailures:
         monkeypatch.setattr(lock, "_begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             lock.acquire()
-        assert not TaskLock("nightly").locked()
+        wait_for(lambda: not TaskLock("nightly").locked(), "it is given back")
 
     def test_a_lost_reply_is_an_acquisition(self, monkeypatch, cache_alias):
         store = get_store(cache_alias)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask.liveness import Holder
 
@@ -14,6 +17,13 @@ __all__ = ["CannotList", "Entry", "Outcome", "Store"]
 
 PREFIX = "singletask:"
 MARKER = ":cleared:"
+# Both a lock's key and its marker end in 32 hexadecimal digits, so a lock that is itself named
+# "…:cleared" is not taken for a marker.
+IS_MARKER = re.compile(rf":[0-9a-f]{{32}}{MARKER}[^:]*$")
+# What django_singletask.keys makes at most, with its marker. memcached takes 250 bytes, the column
+# of DatabaseCache 255 characters, beyond which MySQL's INSERT IGNORE would cut the key.
+MAX_KEY = 250
+LONGEST = f"{PREFIX}{'x' * 100}:{'0' * 32}{MARKER}{'0' * 32}"
 
 
 class Entry(NamedTuple):
@@ -49,6 +59,12 @@ class Store(ABC):
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
+        excess = len(cache.make_key(LONGEST).encode()) - MAX_KEY
+        if excess > 0:
+            raise ImproperlyConfigured(
+                f"KEY_PREFIX of the cache that holds the locks is {excess} bytes too long: with it "
+                f"the keys of locks have up to {MAX_KEY + excess} bytes, and {MAX_KEY} are allowed."
+            )
 
     def make_key(self, key: str) -> str:
         """Pass a lock's key through the cache's own prefix, version and key function."""
@@ -73,6 +89,10 @@ class Store(ABC):
 
         If there is none it is taken again (RETAKEN), unless :meth:`clear` left its marker (GONE).
         """
+
+    def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
+        """Renew several entries, in as few trips as the store can."""
+        return [self.renew(*request) for request in requests]
 
     @abstractmethod
     def read(self, key: str) -> Entry | None:
@@ -100,7 +120,7 @@ class Store(ABC):
     def lock_key(self, made: str) -> str | None:
         """Return the lock's key that :meth:`make_key` made this of; None if it is no lock's."""
         prefix = self.make_key(PREFIX)
-        if not made.startswith(prefix) or MARKER in made:
+        if not made.startswith(prefix) or IS_MARKER.search(made):
             return None
         return PREFIX + made.removeprefix(prefix)
 

@@ -71,7 +71,10 @@ class MySQL(Dialect):
 
 DIALECTS: dict[str, type[Dialect]] = {"postgresql": Dialect, "sqlite": SQLite, "mysql": MySQL}
 
-DEADLOCK = 1213  # MySQL's: two takers and a release of one key; the server asks to try again
+# The server asks to try again: two takers and a release of one key make a deadlock on MySQL, and
+# the loser of a race gets an error on PostgreSQL whose default isolation is not READ COMMITTED.
+DEADLOCK = 1213
+SERIALIZATION_FAILURES = {"40001", "40P01"}
 TRIES = 5
 
 
@@ -84,7 +87,7 @@ class DatabaseStore(Store):
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
         self.alias: str = router.db_for_write(cache.cache_model_class)
-        self.connection = connections.create_connection(self.alias)
+        self.connection = self._connection()
         # A thread's store is closed by whichever thread drops it.
         self.connection.inc_thread_sharing()
         vendor = self.connection.vendor
@@ -118,6 +121,15 @@ class DatabaseStore(Store):
             f"WHERE cache_key LIKE %s ESCAPE '!' AND expires > {dialect.now}"
         )
 
+    def _connection(self) -> Any:
+        connection = connections.create_connection(self.alias)
+        # What the project set for its own queries: without autocommit nobody else would ever see
+        # a lock, and of a pool each thread's store would keep a connection from the requests.
+        given = connection.settings_dict
+        options = {name: value for name, value in given["OPTIONS"].items() if name != "pool"}
+        connection.settings_dict = {**given, "AUTOCOMMIT": True, "OPTIONS": options}
+        return connection
+
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         return self._add(self.make_key(key), value.decode(), lease)
 
@@ -132,9 +144,13 @@ class DatabaseStore(Store):
         # A row of ours that has expired while nobody took it is ours still.
         if self._run(self._update, [self.dialect.seconds(lease), made, text]):
             return Outcome.OK
-        # clear() writes its marker before it deletes the row.
+        # clear() writes its marker before it deletes the row, so whoever finds no row because of
+        # it finds the marker. In the other order:
+        #
+        #   clear: DELETE                                            marker
+        #   renew:         UPDATE -> no row   marker? none   INSERT -> taken again
         if self._read(self.make_key(marker_key(key, value))) is not None:
-            return Outcome.GONE
+            return Outcome.GONE if self._read(made) is None else Outcome.TAKEN
         return Outcome.RETAKEN if self._add(made, text, lease) is None else Outcome.TAKEN
 
     def read(self, key: str) -> Entry | None:
@@ -194,9 +210,8 @@ class DatabaseStore(Store):
                     ) from error
                 # Every statement here can be sent twice: a take that finds its own row has won.
                 # So a kept connection that the server has closed meanwhile costs no error.
-                deadlock = bool(error.args) and error.args[0] == DEADLOCK
                 self.connection.close()
-                if last or not (kept or deadlock):
+                if last or not (kept or _asks_again(error)):
                     raise
             except DatabaseError:
                 self.connection.close()
@@ -204,3 +219,11 @@ class DatabaseStore(Store):
 
     def _is_locked(self, error: Exception) -> bool:
         return self.connection.vendor == "sqlite" and "is locked" in str(error)
+
+
+def _asks_again(error: Exception) -> bool:
+    if error.args and error.args[0] == DEADLOCK:
+        return True
+    cause = error.__cause__
+    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)  # psycopg 3, 2
+    return code in SERIALIZATION_FAILURES

@@ -66,7 +66,9 @@ class MemcachedStore(Store):
         marker, _cas = self._gets(self.make_key(marker_key(key, value)))
         if marker is not None:
             return Outcome.GONE
-        return Outcome.RETAKEN if self.add(key, value, lease) is None else Outcome.TAKEN
+        entry = self.add(key, value, lease)
+        # Another thread of the holder may have renewed at the same moment, and taken it again.
+        return Outcome.RETAKEN if entry is None or entry.value == value else Outcome.TAKEN
 
     def read(self, key: str) -> Entry | None:
         found, _cas = self._gets(self.make_key(key))
@@ -96,7 +98,7 @@ class PyLibMCStore(MemcachedStore):
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
-        import pylibmc
+        import pylibmc  # type: ignore[import]  # has no types, and is not always there
 
         class Client(pylibmc.Client):  # type: ignore[misc]
             """Keep bytes as they are: a lock is never unpickled."""
@@ -116,20 +118,25 @@ class PyLibMCStore(MemcachedStore):
         self.not_found = pylibmc.NotFound
 
     def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
-        return bool(self.client.add(key, value, time=expiry))
+        return bool(self._ask(self.client.add, key, value, time=expiry))
 
     def _gets(self, key: str) -> tuple[bytes | None, Any]:
-        try:
-            value, cas = self.client.gets(key)
-        except self.not_found:
-            return None, None
+        value, cas = self._ask(self.client.gets, key) or (None, None)
         return value, cas
 
     def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
+        return bool(self._ask(self.client.cas, key, value, cas, time=expiry))
+
+    def _ask(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return bool(self.client.cas(key, value, cas, time=expiry))
+            return request(*args, **kwargs)
         except self.not_found:
-            return False
+            return None
+        except Exception:
+            # libmemcached would leave the server alone for two seconds after the outage, and with
+            # the binary protocol for good. A new connection knows nothing of it.
+            self.client.disconnect_all()
+            raise
 
     def close(self) -> None:
         self.client.disconnect_all()
@@ -150,12 +157,17 @@ class PyMemcacheStore(MemcachedStore):
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
-        # ignore_exc would turn an outage into a miss, noreply an outage into a success.
+        # ignore_exc would turn an outage into a miss, noreply an outage into a success. After an
+        # error the client would answer "not stored" for a second without asking the server, and
+        # then leave it alone for a minute, or use another one, where the locks are not: with no
+        # attempts and no dead time it asks the server of the key each time.
         cache._options = {
             **cache._options,
             "serde": _Raw(),
             "ignore_exc": False,
             "default_noreply": False,
+            "retry_attempts": 0,
+            "dead_timeout": -1,
         }
         self.client = cache._cache
 

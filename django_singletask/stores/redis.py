@@ -104,12 +104,19 @@ class RedisStore(Store):
             if key is not None and entry is not None:
                 yield key, entry
 
+    def close(self) -> None:
+        self.client.connection_pool.disconnect()
+
 
 class DjangoRedisStore(RedisStore):
     """The same on django-redis, with its default or Sentinel client."""
 
     def _client(self) -> Any:
         return self.cache.client.get_client(write=True)
+
+    def close(self) -> None:
+        # The pool is one that django-redis keeps for the whole process.
+        pass
 
 
 def _glob_escape(text: str) -> str:

@@ -61,3 +61,32 @@ def meet(key: str, number: int) -> str:
             return "met"
         time.sleep(0.01)
     return "alone"
+
+
+@shared_task(bind=True, base=SingletonTask, lock_on=["key"], lock_timeout=20)
+def long(self, key: str, seconds: float = 0) -> str:
+    return body(key, seconds, self.request.id)
+
+
+@shared_task(
+    bind=True,
+    base=SingletonTask,
+    lock_on=["key"],
+    lock_timeout=20,
+    acks_late=True,
+    reject_on_worker_lost=True,
+)
+def late(self, key: str, seconds: float = 0) -> str:
+    return body(key, seconds, self.request.id)
+
+
+@shared_task(bind=True, base=SingletonTask, lock_on=["key"], max_retries=1000)
+def retrying(self, key: str, retries: int) -> str:
+    """Retry at once, with a body that takes a moment to end."""
+    log.write("try", key=key, retries=self.request.retries)
+    try:
+        if self.request.retries < retries:
+            raise self.retry(countdown=0)
+    finally:
+        time.sleep(0.01)
+    return "done"

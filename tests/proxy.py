@@ -1,0 +1,71 @@
+"""A network that loses a reply."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+
+
+class Proxy:
+    """Stand between a client and a local server; lose the reply to one request when told to.
+
+    >>> with Proxy(server.port) as proxy:
+    ...     connect_to(proxy.port)
+    ...     proxy.lose_reply_to(b"INSERT")  # the server gets it; the client sees a closed connection
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.doomed: bytes | None = None
+        self.lost = 0
+
+    def __enter__(self) -> Proxy:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.threads: list[threading.Thread] = []
+        self.sockets: list[socket.socket] = []
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # A close() alone leaves a thread waiting in accept() or select().
+        for open_socket in [self.listener, *self.sockets]:
+            with contextlib.suppress(OSError):
+                open_socket.shutdown(socket.SHUT_RDWR)
+        for thread in list(self.threads):
+            thread.join(10)
+        for open_socket in [self.listener, *self.sockets]:
+            open_socket.close()
+
+    def lose_reply_to(self, request: bytes) -> None:
+        self.doomed = request
+
+    def _start(self, target: object, *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self.listener.accept()
+                server = socket.create_connection(("127.0.0.1", self.target))
+                self.sockets += [client, server]
+                self._start(self._pass_on, client, server)
+
+    def _pass_on(self, client: socket.socket, server: socket.socket) -> None:
+        losing = False
+        with contextlib.suppress(OSError):
+            while True:
+                for source in select.select([client, server], [], [])[0]:
+                    data = source.recv(65536)
+                    if source is client and self.doomed and self.doomed in data:
+                        losing, self.doomed = True, None
+                    if not data or (losing and source is server):
+                        self.lost += losing
+                        client.shutdown(socket.SHUT_RDWR)
+                        server.shutdown(socket.SHUT_RDWR)
+                        return
+                    (server if source is client else client).sendall(data)

@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import datetime
+import re
+from contextlib import contextmanager
+
+import pytest
+from django.contrib.admin.sites import AdminSite
+from django.contrib.auth.models import Permission, User
+from django.contrib.staticfiles import finders
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+from django.utils import timezone
+
+from django_singletask.admin import TaskLockEventAdmin, UncountedPaginator
+from django_singletask.models import TaskLockEvent
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+LIST = "/admin/django_singletask/tasklockevent/"
+TABLE = TaskLockEvent._meta.db_table
+TASK = "feeds.tasks.import_feed"
+
+
+@pytest.fixture(autouse=True)
+def empty_history(db):
+    # Threads of other tests write outside of the transactions of those.
+    TaskLockEvent.objects.all().delete()
+
+
+@pytest.fixture
+def log_in(client):
+    def as_user_with(*codenames):
+        user = User.objects.create_user("ada", is_staff=True)
+        user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+        client.force_login(user)
+        return client
+
+    return as_user_with
+
+
+@pytest.fixture
+def admin(client):
+    client.force_login(User.objects.create_superuser("root"))
+    return client
+
+
+def make(**facts):
+    now = timezone.now()
+    return TaskLockEvent.objects.create(
+        **{"kind": "acquired", "name": f"{TASK}(feed_id=7)", "key": "k", "at": now, **facts}
+    )
+
+
+def shown(client, **query):
+    """Return the rows that the list shows, as their texts."""
+    response = client.get(LIST, query)
+    assert response.status_code == 200
+    return [text_of(row) for row in rows_of(response)]
+
+
+def rows_of(response):
+    body = re.search(r"<tbody>.*</tbody>", response.content.decode(), re.DOTALL)
+    return re.findall(r"<tr>.*?</tr>", body[0], re.DOTALL) if body else []
+
+
+def text_of(html):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html).replace("&#x27;", "'")).strip()
+
+
+# Permissions
+
+
+@pytest.mark.parametrize("codename", ["view_tasklockevent", "delete_tasklockevent", "clear_lock"])
+def test_only_viewers_see_the_list(log_in, codename):
+    status = log_in(codename).get(LIST).status_code
+    assert status == (200 if codename == "view_tasklockevent" else 403)
+
+
+def test_viewer_sees_one_event_and_can_change_nothing(log_in):
+    event = make()
+    response = log_in("view_tasklockevent").get(f"{LIST}{event.pk}/change/")
+    assert response.status_code == 200
+    assert b'name="_save"' not in response.content
+    assert b"/delete/" not in response.content
+
+
+def test_nobody_adds(admin):
+    assert admin.get(f"{LIST}add/").status_code == 403
+
+
+def test_nobody_changes(admin):
+    event = make()
+    assert admin.post(f"{LIST}{event.pk}/change/", {"name": "other"}).status_code == 403
+    event.refresh_from_db()
+    assert event.name == f"{TASK}(feed_id=7)"
+
+
+def test_viewer_cannot_delete(log_in):
+    event = make()
+    client = log_in("view_tasklockevent")
+    assert client.post(f"{LIST}{event.pk}/delete/", {"post": "yes"}).status_code == 403
+    assert TaskLockEvent.objects.exists()
+
+
+def test_deleter_deletes(log_in):
+    event = make()
+    client = log_in("view_tasklockevent", "delete_tasklockevent")
+    assert client.post(f"{LIST}{event.pk}/delete/", {"post": "yes"}).status_code == 302
+    assert not TaskLockEvent.objects.exists()
+
+
+def test_deleter_deletes_those_that_are_selected(log_in):
+    first, _second = make(), make()
+    data = {"action": "delete_selected", "_selected_action": [first.pk], "post": "yes"}
+    log_in("view_tasklockevent", "delete_tasklockevent").post(LIST, data)
+    assert TaskLockEvent.objects.count() == 1
+
+
+# What the list says
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, "held"),
+        ({"outcome": "released", "result": "returned"}, "returned after 1m 05s"),
+        ({"outcome": "released", "result": "raised"}, "raised after 1m 05s"),
+        ({"outcome": "released"}, "released after 1m 05s"),
+        ({"outcome": "dead"}, "process dead after 1m 05s"),
+        ({"outcome": "lost", "result": "returned"}, "lost after 1m 05s"),
+        ({"kind": "skipped", "reason": "skip", "blocked_by_task_id": "x"}, "skipped blocked by x"),
+        ({"kind": "skipped", "reason": "wait", "count": 31}, "skipped × 31 wait"),
+        ({"kind": "lost", "reason": "gone", "blocked_by": "tok"}, "lost gone blocked by tok"),
+        ({"kind": "cleared", "actor": "ada"}, "cleared by ada"),
+    ],
+)
+def test_list_says_what_happened(admin, facts, expected):
+    now = timezone.now()
+    if facts.get("outcome"):
+        facts = {**facts, "ended_at": now + datetime.timedelta(seconds=65)}
+    make(at=now, **facts)
+    [row] = shown(admin)
+    assert f") {expected} -" in row
+
+
+def test_list_names_task_process_and_second(admin, settings):
+    settings.TIME_ZONE = "UTC"
+    at = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
+    make(at=at, task_id="the-id", host="web-3", pid=8121)
+    [row] = shown(admin)
+    assert row == f"2026-01-02 03:04:05 {TASK}(feed_id=7) held the-id web-3:8121"
+
+
+def test_list_shows_the_latest_first(admin):
+    for name in ("first", "second", "third"):
+        make(name=name)
+    assert [row.split()[2] for row in shown(admin)] == ["third", "second", "first"]
+
+
+def test_short_runs_show_parts_of_a_second(admin):
+    now = timezone.now()
+    ended = now + datetime.timedelta(milliseconds=40)
+    make(at=now, outcome="released", result="returned", ended_at=ended)
+    assert "returned after 0.04s" in shown(admin)[0]
+
+
+def test_end_before_the_start_by_another_clock_is_no_negative_duration(admin):
+    now = timezone.now()
+    make(at=now, outcome="dead", ended_at=now - datetime.timedelta(seconds=5))
+    assert "after 0.00s" in shown(admin)[0]
+
+
+@pytest.mark.parametrize(
+    "field", ["name", "task", "task_id", "host", "reason", "actor", "blocked_by_task_id", "key"]
+)
+@pytest.mark.parametrize("page", ["", "{}/change/", "{}/delete/"])
+def test_what_others_wrote_is_escaped(admin, field, page):
+    script = "<script>alert(1)</script>"
+    event = make(**{"host": "h", field: script})
+    response = admin.get(LIST + page.format(event.pk))
+    assert response.status_code == 200
+    assert script not in response.content.decode()
+
+
+def test_page_of_an_event_shows_all_of_it(admin):
+    event = make(kind="skipped")
+    content = admin.get(f"{LIST}{event.pk}/change/").content.decode()
+    labels = {field.verbose_name.capitalize() for field in TaskLockEvent._meta.fields}
+    found = {text_of(label).rstrip(":") for label in re.findall(r"<label>.*?</label>", content)}
+    assert found == labels - {"Id"} | {"Held for"}
+
+
+def test_times_of_a_project_without_time_zones_are_shown(admin, settings):
+    event = make(ended_at=timezone.now(), outcome="released")
+    settings.USE_TZ = False
+    assert len(shown(admin)) == 1
+    assert admin.get(f"{LIST}{event.pk}/change/").status_code == 200
+
+
+def test_style_sheet_is_there(admin):
+    assert "django_singletask/admin.css" in admin.get(LIST).content.decode()
+    assert finders.find("django_singletask/admin.css")
+
+
+def test_a_site_of_ones_own_takes_it():
+    site = AdminSite(name="own")
+    site.register(TaskLockEvent, TaskLockEventAdmin)
+    assert site.is_registered(TaskLockEvent)
+    assert reverse("admin:django_singletask_tasklockevent_changelist") == LIST
+
+
+# Filters and search
+
+
+@pytest.mark.parametrize(
+    ("since", "found"), [("15m", 1), ("1h", 2), ("24h", 3), ("7d", 4), ("", 5), ("odd", 5)]
+)
+def test_time_filter(admin, since, found):
+    for hours in (0.1, 0.5, 5, 50, 500):
+        make(at=timezone.now() - datetime.timedelta(hours=hours))
+    assert len(shown(admin, since=since)) == found
+
+
+def test_task_filter_offers_the_registered_tasks(admin):
+    content = admin.get(LIST).content.decode()
+    assert "tests.testapp.tasks.hold" in content
+    assert "celery.backend_cleanup" not in content
+
+
+def test_task_filter(admin):
+    make(task="tests.testapp.tasks.hold", name="one")
+    make(task=TASK, name="two")
+    [row] = shown(admin, task="tests.testapp.tasks.hold")
+    assert " one " in row
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [({"kind__exact": "skipped"}, "skip"), ({"outcome__exact": "dead"}, "dead")],
+)
+def test_kind_and_outcome_filters(admin, query, found):
+    make(name="skip", kind="skipped")
+    make(name="dead", outcome="dead")
+    [row] = shown(admin, **query)
+    assert row.split()[2] == found
+
+
+@pytest.mark.parametrize(
+    ("term", "found"),
+    [
+        (f"{TASK}(", 1),
+        (f"{TASK}(feed_url='https://x', page=2)", 1),
+        (f"  {TASK}(feed_url='https://x', p ", 1),
+        ("import_feed", 0),
+        ("5d1c-1", 1),
+        ("5d1c", 0),
+        ("%", 0),
+        ("", 2),
+    ],
+)
+def test_search_finds_beginnings_of_names_and_whole_task_ids(admin, term, found):
+    make(name=f"{TASK}(feed_url='https://x', page=2)", task_id="5d1c-1")
+    make(name="nightly", task_id="5d1c-2")
+    assert len(shown(admin, q=term)) == found
+
+
+@pytest.mark.parametrize("alias", ["mariadb", "sqlite"])
+def test_search_works_on_other_databases(alias, rf):
+    TaskLockEvent.objects.using(alias).create(name="nightly 1", key="k", at=timezone.now())
+    rows = TaskLockEvent.objects.using(alias).all()
+    model_admin = TaskLockEventAdmin(TaskLockEvent, AdminSite())
+    found, duplicates = model_admin.get_search_results(rf.get("/"), rows, "nightly ")
+    assert (found.count(), duplicates) == (1, False)
+
+
+# Large tables
+
+
+def test_number_of_queries_does_not_grow_with_the_rows(admin):
+    def count():
+        with CaptureQueriesContext(connection) as queries:
+            admin.get(LIST)
+        return len(queries)
+
+    make()
+    count()
+    few = count()
+    for _ in range(20):
+        make()
+    assert count() == few
+
+
+@pytest.fixture
+def large():
+    """Fill the table as a year of a busy site does, in small."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {TABLE} (kind, outcome, result, name, key, task, task_id, token, host, "
+            "pid, at, timeout, count, blocked_by, blocked_by_task_id, actor, reason) "
+            "SELECT (CASE WHEN n % 500 = 0 THEN 'cleared' ELSE 'acquired' END), "
+            "(CASE WHEN n % 700 = 0 THEN 'dead' ELSE 'released' END), 'returned', "
+            "'feeds.tasks.import_feed(feed_id=' || n % 1000 || ')', 'k', "
+            "'tests.testapp.tasks.' || (CASE WHEN n % 900 = 0 THEN 'hold' ELSE 'meet' END), "
+            "md5(n::text), md5(n::text), 'h', 1, now() - n * interval '10 minutes', 60, 1, "
+            "'', '', '', '' FROM generate_series(30000, 1, -1) n"
+        )
+        cursor.execute(f"ANALYZE {TABLE}")
+
+
+@contextmanager
+def plans():
+    """Collect the plan of each query to the table."""
+    found = []
+    with CaptureQueriesContext(connection) as queries:
+        yield found
+    for query in queries.captured_queries:
+        if TABLE in query["sql"]:
+            with connection.cursor() as cursor:
+                cursor.execute(f"EXPLAIN {query['sql']}")
+                plan = "\n".join(line for (line,) in cursor.fetchall())
+            found.append((query["sql"], plan))
+
+
+def test_every_query_uses_an_index(large, admin):
+    with plans() as found:
+        for query in (
+            {},
+            {"p": "3"},
+            {"since": "15m"},
+            {"since": "7d"},
+            {"kind__exact": "cleared"},
+            {"kind__exact": "cleared", "since": "24h"},
+            {"outcome__exact": "dead"},
+            {"task": "tests.testapp.tasks.hold"},
+            {"q": "feeds.tasks.import_feed(feed_id=7)"},
+            {"q": "feeds.tasks.import_feed(feed_id=77"},
+            {"q": "c4ca4238a0b923820dcc509a6f75849b"},
+        ):
+            assert admin.get(LIST, query).status_code == 200
+    assert len(found) >= 22
+    for sql, plan in found:
+        assert "Seq Scan" not in plan, sql
+        assert "DISTINCT" not in sql
+        assert "COUNT(" not in sql or f"LIMIT {UncountedPaginator.limit}" in sql
+
+
+def test_list_knows_no_facets_that_would_count_the_table(admin):
+    make()
+    with CaptureQueriesContext(connection) as queries:
+        admin.get(LIST, {"_facets": "True"})
+    assert not any("FILTER (WHERE" in query["sql"] for query in queries)
+
+
+def test_rows_are_counted_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(UncountedPaginator, "limit", 3)
+    for _ in range(5):
+        make()
+    assert UncountedPaginator(TaskLockEvent.objects.all(), 2).num_pages == 2

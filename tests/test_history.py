@@ -1,0 +1,457 @@
+from __future__ import annotations
+
+import datetime
+import io
+import logging
+import os
+import re
+import socket
+
+import pytest
+from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from django.apps import apps
+from django.contrib.auth.models import Permission, User
+from django.core.management import call_command
+from django.db import connection, connections, models, transaction
+from django.utils.functional import Promise
+
+from django_singletask import LockConflict, SingletonTask, TaskLock, history
+from django_singletask.models import TaskLockEvent
+from django_singletask.signals import LockEvent, lock_event
+from tests.servers import free_port
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
+TABLE = TaskLockEvent._meta.db_table
+
+
+@pytest.fixture(autouse=True)
+def locks_in_memory(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "locmem"
+    empty_cache("locmem")
+
+
+@pytest.fixture(autouse=True)
+def empty_history(db):
+    # Threads of other tests write outside of the transactions of those.
+    TaskLockEvent.objects.all().delete()
+
+
+@pytest.fixture(autouse=True)
+def no_outage_outlives_its_test(monkeypatch):
+    monkeypatch.setattr(history, "_unrecorded", 0)
+
+
+@pytest.fixture
+def work():
+    """Give a task that raises what it is given, or returns."""
+    with Celery("recorded", set_as_current=False, broker="memory://") as app:
+
+        @app.task(base=SingletonTask, name="work", shared=False, lock_on=[])
+        def work(error=None):
+            if error is not None:
+                raise error
+
+        yield work
+
+
+@pytest.fixture
+def no_table():
+    """Take the table away until the transaction of the test is rolled back."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {TABLE} RENAME TO {TABLE}_gone")
+
+
+@pytest.fixture
+def logged(caplog):
+    caplog.set_level(logging.INFO, "django_singletask")
+    return lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "django_singletask" and "history" in record.getMessage()
+    ]
+
+
+def event(kind="acquired", **facts):
+    return LockEvent(**{"kind": kind, "name": "n", "key": "k", "at": NOW, "token": "t", **facts})
+
+
+def rows(**conditions):
+    return list(TaskLockEvent.objects.filter(**conditions).order_by("id"))
+
+
+# Runs
+
+
+def test_running_task_has_an_open_row():
+    with TaskLock("nightly", timeout=30) as lock:
+        [row] = rows()
+    assert (row.kind, row.outcome, row.result) == ("acquired", "", "")
+    assert (row.name, row.key, row.token) == (lock.name, lock.key, row.token)
+    assert (row.host, row.pid, row.timeout) == (socket.gethostname(), os.getpid(), 30)
+    assert row.ended_at is None
+
+
+def test_row_of_a_task_names_task_and_id(work):
+    work.apply(task_id="the-id")
+    [row] = rows()
+    assert (row.task, row.task_id) == ("work", "the-id")
+
+
+@pytest.mark.parametrize(
+    ("error", "result"),
+    [
+        (None, "returned"),
+        (ValueError(), "raised"),
+        (Retry(), "retried"),
+        (Ignore(), "ignored"),
+        (Reject(), "ignored"),
+    ],
+)
+def test_row_is_closed_in_place(work, error, result):
+    work.apply((error,))
+    [row] = rows()
+    assert (row.kind, row.outcome, row.result) == ("acquired", "released", result)
+    assert row.ended_at >= row.at
+
+
+def test_each_run_has_a_row_of_its_own(work):
+    work.apply()
+    work.apply()
+    assert [row.outcome for row in rows()] == ["released", "released"]
+
+
+def test_skipped_run_says_who_was_in_the_way():
+    with TaskLock("shared") as lock:
+        TaskLock("shared", on_conflict="skip").acquire()
+        token = lock.token
+    [row] = rows(kind="skipped")
+    assert (row.name, row.key, row.blocked_by) == ("shared", lock.key, token)
+    assert (row.reason, row.count, row.blocked_by_task_id) == ("skip", 1, "")
+    assert (row.host, row.pid, row.token) == (socket.gethostname(), os.getpid(), "")
+
+
+def test_skipped_task_names_itself_and_the_task_in_the_way(work):
+    @work.app.task(base=SingletonTask, name="first", shared=False, lock_on=[])
+    def first():
+        return first.apply(task_id="second-id").get()
+
+    first.apply(task_id="first-id")
+    [row] = rows(kind="skipped")
+    assert (row.task, row.task_id, row.blocked_by_task_id) == ("first", "second-id", "first-id")
+
+
+def test_repeated_skips_are_counted_on_one_row():
+    with TaskLock("shared"):
+        for _ in range(3):
+            TaskLock("shared").acquire()
+    [row] = rows(kind="skipped")
+    assert row.count == 3
+    assert row.last_at > row.at
+
+
+def test_skips_against_two_holders_are_two_rows():
+    for _ in range(2):
+        with TaskLock("shared"):
+            TaskLock("shared").acquire()
+    assert [row.count for row in rows(kind="skipped")] == [1, 1]
+
+
+def test_skips_for_two_reasons_are_two_rows():
+    with TaskLock("shared"):
+        TaskLock("shared").acquire()
+        with pytest.raises(LockConflict):
+            TaskLock("shared").__enter__()
+    assert {row.reason: row.count for row in rows(kind="skipped")} == {"skip": 1, "raise": 1}
+
+
+def test_skip_against_an_unknown_holder_has_a_row():
+    history.record(event("skipped", token="", reason="skip"))
+    history.record(event("skipped", token="", reason="skip"))
+    assert [row.count for row in rows(kind="skipped")] == [1, 1]
+
+
+def test_duplicates_are_counted_like_skips():
+    for _ in range(2):
+        history.record(event("duplicate", token="", blocked_by="b"))
+    assert [(row.kind, row.count) for row in rows()] == [("duplicate", 2)]
+
+
+# Trouble
+
+
+def test_cleared_lock_has_a_row_with_the_actor():
+    lock = TaskLock("nightly")
+    lock.acquire()
+    TaskLock("nightly").clear(actor="ada")
+    [acquired, cleared] = rows()
+    assert (acquired.outcome, acquired.result) == ("cleared", "")
+    assert (cleared.kind, cleared.actor, cleared.token) == ("cleared", "ada", lock.token)
+    assert acquired.ended_at == cleared.at
+
+
+def test_cleared_run_stays_cleared_when_it_ends():
+    with TaskLock("nightly"):
+        TaskLock("nightly").clear(actor="ada")
+    [acquired] = rows(kind="acquired")
+    assert (acquired.outcome, acquired.result) == ("cleared", "returned")
+    assert [row.kind for row in rows()] == ["acquired", "cleared", "lost"]
+
+
+def test_lost_lock_has_a_row_that_says_how():
+    with TaskLock("nightly") as lock:
+        lock._store().release(lock.key, lock._value)
+    [acquired, lost] = rows()
+    assert (acquired.outcome, acquired.result) == ("lost", "returned")
+    assert (lost.kind, lost.reason, lost.token) == ("lost", "gone from the cache", acquired.token)
+
+
+def test_lock_lost_to_another_run_names_it():
+    with TaskLock("nightly") as lock:
+        lock._store().release(lock.key, lock._value)
+        other = TaskLock("nightly")
+        other.acquire()
+    [lost] = rows(kind="lost")
+    assert lost.reason.startswith("taken by ")
+    assert lost.blocked_by == other.token
+
+
+@pytest.mark.parametrize("outcome", ["dead", "expired"])
+def test_expired_lease_closes_the_row_and_says_how_it_is_known(outcome):
+    history.record(event())
+    history.record(event("expired", outcome=outcome, reason="no such process"))
+    [acquired, expired] = rows()
+    assert (acquired.outcome, acquired.ended_at) == (outcome, NOW)
+    assert (expired.kind, expired.outcome, expired.reason) == ("expired", "", "no such process")
+
+
+def test_owner_has_the_last_word_about_its_row():
+    history.record(event())
+    history.record(event("expired"))
+    history.record(event("released", outcome="released", result="returned"))
+    assert [row.outcome for row in rows(kind="acquired")] == ["released"]
+
+
+def test_trouble_of_an_unknown_holder_closes_no_row():
+    history.record(event(token=""))
+    history.record(event("cleared", token=""))
+    assert [row.outcome for row in rows(kind="acquired")] == [""]
+
+
+def test_longest_renewal_gap_is_kept():
+    history.record(event())
+    history.record(event("released", outcome="released", longest_renewal_gap=7.5))
+    assert rows()[0].longest_renewal_gap == 7.5
+
+
+# Less of it
+
+
+def test_history_off_writes_nothing(settings, work):
+    settings.SINGLETASK_HISTORY = "off"
+    work.apply()
+    TaskLock("nightly").acquire()
+    TaskLock("nightly").clear()
+    assert rows() == []
+
+
+def test_quiet_task_leaves_no_row(work):
+    work.lock_history = False
+    work.apply()
+    assert rows() == []
+
+
+def test_quiet_task_leaves_no_row_of_its_skips(work):
+    work.lock_history = False
+    with work.lock():
+        work.apply()
+    assert rows() == []
+
+
+def test_trouble_of_a_quiet_task_is_recorded(work):
+    work.lock_history = False
+    with work.lock() as lock:
+        lock._store().release(lock.key, lock._value)
+    assert [row.kind for row in rows()] == ["lost"]
+
+
+def test_hidden_arguments_are_in_no_row(settings, work):
+    settings.SINGLETASK_RECORD_ARGUMENTS = False
+
+    @work.app.task(base=SingletonTask, name="login", shared=False)
+    def login(password):
+        login.apply((password,))
+
+    login.apply(("secret",))
+    TaskLock("x").acquire()
+    assert len(rows()) == 3
+    assert "secret" not in str(list(TaskLockEvent.objects.values()))
+
+
+# Failures
+
+
+def test_missing_table_breaks_neither_task_nor_transaction(work, no_table):
+    with transaction.atomic():
+        assert work.apply().state == "SUCCESS"
+        User.objects.create(username="made after the failure")
+    assert User.objects.filter(username="made after the failure").exists()
+
+
+def test_missing_table_is_one_log_line(work, no_table, logged):
+    for _ in range(3):
+        work.apply()
+    [line] = logged()
+    assert f'relation "{TABLE}" does not exist' in line
+    assert "Has 'manage.py migrate' run?" in line
+    assert "\n" not in line
+
+
+def test_end_of_an_outage_is_one_log_line(work, logged):
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {TABLE} RENAME TO {TABLE}_gone")
+        work.apply()
+        cursor.execute(f"ALTER TABLE {TABLE}_gone RENAME TO {TABLE}")
+    work.apply()
+    work.apply()
+    assert logged()[1:] == [
+        "The history of the locks is written again; 2 events were not recorded."
+    ]
+
+
+@pytest.mark.django_db(databases=["default"], transaction=True)
+def test_database_that_is_down_breaks_nothing(work, logged, monkeypatch):
+    connection.close()
+    with monkeypatch.context() as patch:
+        patch.setitem(connection.settings_dict, "PORT", free_port())
+        assert work.apply().state == "SUCCESS"
+        assert not work.lock().locked()
+        connection.close()
+    assert len(logged()) == 1
+    assert "OperationalError" in logged()[0]
+    work.apply()
+    assert [row.outcome for row in rows()] == ["released"]
+
+
+def test_failed_row_leaves_the_rows_before_it():
+    history.receive(event=event())
+    history.receive(event=event(pid="no number"))
+    assert len(rows()) == 1
+
+
+def test_row_is_part_of_the_transaction_of_the_caller(work):
+    with transaction.atomic():
+        work.apply()
+        transaction.set_rollback(True)
+    assert rows() == []
+
+
+def test_soft_time_limit_is_not_taken_for_a_failure(monkeypatch, logged):
+    def interrupt(event):
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(history, "record", interrupt)
+    with pytest.raises(SoftTimeLimitExceeded):
+        history.receive(event=event())
+    assert logged() == []
+
+
+# What others wrote
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_texts_longer_than_the_columns_are_cut(settings, alias):
+    settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
+    texts = [f.name for f in TaskLockEvent._meta.fields if isinstance(f, models.CharField)]
+    texts.remove("kind")
+    history.record(event(**dict.fromkeys(texts, "\N{SNOWMAN}" * 300)))
+    [row] = TaskLockEvent.objects.using(alias).all()
+    assert (len(row.name), len(row.reason), len(row.host), len(row.token)) == (255, 255, 255, 32)
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_characters_that_no_text_column_holds_are_replaced(settings, alias):
+    settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
+    history.record(event(task_id="a\x00b\ud800c", reason="\x00"))
+    [row] = TaskLockEvent.objects.using(alias).all()
+    assert (row.task_id, row.reason) == ("a\ufffdb\ufffdc", "\ufffd")
+
+
+def test_cut_tokens_are_found_again():
+    for _ in range(2):
+        history.record(event("skipped", token="", blocked_by="b" * 99, reason="r" * 999))
+    assert [row.count for row in rows()] == [2]
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_local_times_are_stored_where_the_project_has_no_time_zones(settings, alias):
+    settings.USE_TZ = False
+    settings.TIME_ZONE = "Asia/Tokyo"
+    settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
+    history.record(event())
+    history.record(event("released", outcome="released"))
+    [row] = TaskLockEvent.objects.using(alias).all()
+    assert row.at == row.ended_at == datetime.datetime(2026, 1, 2, 12, 4, 5)
+
+
+# The model
+
+
+def test_migrations_are_complete():
+    call_command("makemigrations", "--check", "--dry-run", verbosity=0, stdout=io.StringIO())
+
+
+def test_migrations_are_complete_under_another_default_auto_field(settings):
+    settings.DEFAULT_AUTO_FIELD = "django.db.models.SmallAutoField"
+    arguments = ["django_singletask", "--check", "--dry-run"]
+    call_command("makemigrations", *arguments, verbosity=0, stdout=io.StringIO())
+    assert apps.get_app_config("django_singletask").default_auto_field.endswith("BigAutoField")
+
+
+def test_fields_are_those_of_the_design():
+    names = {field.name for field in TaskLockEvent._meta.get_fields()}
+    designed = """
+        id kind outcome result name key task task_id token host pid at ended_at timeout count
+        last_at blocked_by blocked_by_task_id actor reason longest_renewal_gap
+    """
+    assert names == set(re.findall(r"\w+", designed))
+
+
+def test_labels_are_translatable():
+    for field in TaskLockEvent._meta.fields:
+        assert isinstance(field.verbose_name, Promise)
+    assert isinstance(TaskLockEvent._meta.verbose_name, Promise)
+    for field in ("kind", "outcome", "result"):
+        for _value, label in TaskLockEvent._meta.get_field(field).flatchoices:
+            assert isinstance(label, Promise)
+
+
+def test_permissions_are_to_view_to_delete_and_to_clear():
+    found = Permission.objects.filter(content_type__app_label="django_singletask")
+    codenames = set(found.values_list("codename", flat=True))
+    assert codenames == {"view_tasklockevent", "delete_tasklockevent", "clear_lock"}
+
+
+def test_row_names_itself():
+    history.record(event())
+    assert str(rows()[0]) == "n: acquired"
+    history.record(event("released", outcome="released"))
+    assert str(rows()[0]) == "n: released"
+
+
+def test_history_is_a_receiver_that_can_be_taken_off(work):
+    lock_event.disconnect(sender=TaskLock, dispatch_uid="django_singletask.history")
+    try:
+        work.apply()
+    finally:
+        history.connect()
+    assert rows() == []
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_indexes_exist_on_every_database(alias):
+    with connections[alias].cursor() as cursor:
+        constraints = connections[alias].introspection.get_constraints(cursor, TABLE)
+    assert {index.name for index in TaskLockEvent._meta.indexes} <= set(constraints)

@@ -1,0 +1,203 @@
+"""What can go wrong with locks in memcached alone. The contract is in test_stores.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from django.core.cache import caches
+from django.core.cache.backends.base import InvalidCacheKey
+from pymemcache.client.base import Client
+from pymemcache.exceptions import MemcacheError
+
+from django_singletask import TaskLock
+from django_singletask.stores import Entry, Outcome, Store, close_stores, get_store
+from tests.entries import eventually, holder, key_of, private_store
+from tests.servers import Memcached
+from tests.settings import MEMCACHED
+
+A, B = holder("a"), holder("b")
+KEY = key_of("nightly")
+ALIASES = ["pylibmc", "pylibmc_binary", "pymemcache"]
+PYLIBMC = ["pylibmc", "pylibmc_binary"]
+on_all_clients = pytest.mark.parametrize("cache_alias", ALIASES, indirect=True)
+on_pylibmc = pytest.mark.parametrize("cache_alias", PYLIBMC, indirect=True)
+
+
+@pytest.fixture
+def store(cache_alias: str) -> Iterator[Store]:
+    yield get_store(cache_alias)
+    close_stores()
+    caches[cache_alias].close()
+
+
+@pytest.fixture
+def server() -> Iterator[Client]:
+    host, port = MEMCACHED.split(":")
+    client = Client((host, int(port)))
+    yield client
+    client.close()
+
+
+def requests(server: Client, work: Callable[[], object]) -> dict[str, int]:
+    """Return what the server counted meanwhile: looks (get, gets) and changes (add, cas)."""
+    before = server.stats()
+    work()
+    after = server.stats()
+    for other in (b"cmd_touch", b"delete_hits", b"delete_misses"):
+        assert after[other] == before[other]
+    names = {"looks": b"cmd_get", "changes": b"cmd_set"}
+    return {name: after[stat] - before[stat] for name, stat in names.items()}
+
+
+@on_all_clients
+def test_take_and_give_back_are_three_requests(store: Store, server: Client) -> None:
+    def take_and_give_back() -> None:
+        assert store.add(KEY, A, 60) is None
+        assert store.release(KEY, A) is Outcome.OK
+
+    assert requests(server, take_and_give_back) == {"looks": 1, "changes": 2}
+
+
+@on_all_clients
+def test_a_conflict_is_two_requests(store: Store, server: Client) -> None:
+    store.add(KEY, A, 60)
+    assert requests(server, lambda: store.add(KEY, B, 60)) == {"looks": 1, "changes": 1}
+
+
+@on_all_clients
+def test_release_leaves_nothing_on_the_server(store: Store, server: Client) -> None:
+    store.add(KEY, A, 60)
+    store.release(KEY, A)
+    assert server.get(store.make_key(KEY)) is None
+    assert server.add(store.make_key(KEY), b"free", noreply=False)
+
+
+@pytest.mark.parametrize("cache_alias", ["pylibmc_binary"], indirect=True)
+def test_control_a_negative_expiry_deletes_nothing_by_the_binary_protocol(store: Store) -> None:
+    store.add(KEY, A, 60)
+    _, cas = store.client.gets(store.make_key(KEY))
+    assert store.client.cas(store.make_key(KEY), A, cas, time=-1)
+    assert store.read(KEY) == Entry(A, None)
+
+
+@on_pylibmc
+def test_pylibmc_compares_before_it_sets(store: Store) -> None:
+    assert store.client.behaviors["cas"]
+    store.add(KEY, A, 60)
+    _, cas = store.client.gets(store.make_key(KEY))
+    store.release(KEY, A)
+    store.add(KEY, B, 60)
+    assert not store._cas(store.make_key(KEY), A, cas, 60)
+    assert store.read(KEY) == Entry(B, None)
+
+
+@on_pylibmc
+def test_options_that_acknowledge_what_was_not_done_are_off(cache_alias: str, settings) -> None:
+    unsafe = {"cas": False, "no_block": True, "buffer_requests": True}
+    with private_store(settings, cache_alias, options={"behaviors": unsafe}) as store:
+        assert store.add(KEY, A, 60) is None
+        assert store.add(KEY, B, 60) == Entry(A, None)
+        assert store.release(KEY, B) is Outcome.TAKEN
+        assert store.release(KEY, A) is Outcome.OK
+        assert store.read(KEY) is None
+
+
+@on_all_clients
+def test_a_missing_entry_is_gone_and_no_error(store: Store) -> None:
+    assert store.read(KEY) is None
+    assert store.release(KEY, A) is Outcome.GONE
+    assert not store._cas(store.make_key(KEY), A, *cas_of_a_deleted(store), 60)
+
+
+def cas_of_a_deleted(store: Store) -> list[object]:
+    store.add(KEY, A, 60)
+    _, cas = store._gets(store.make_key(KEY))
+    store.release(KEY, A)
+    return [cas]
+
+
+@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+def test_a_lease_lasts_as_long_as_it_was_asked_for(store: Store, server: Client) -> None:
+    # The control beside it: memcached ends what was asked for in its own words early. Spread over
+    # a second, because it depends on when the server's clock ticks.
+    started: dict[str, float] = {}
+    for number in range(5):
+        started[f"lock {number}"] = time.monotonic()
+        store.add(key_of(f"lock {number}"), A, 2)
+        started[f"control {number}"] = time.monotonic()
+        server.add(f"control {number}".replace(" ", "-"), b"x", expire=2, noreply=False)
+        time.sleep(0.2)
+    lasted: dict[str, float] = {}
+
+    def all_gone() -> bool:
+        for name in started.keys() - lasted.keys():
+            is_lock = name.startswith("lock")
+            asked = time.monotonic()
+            entry = store.read(key_of(name)) if is_lock else server.get(name.replace(" ", "-"))
+            if entry is None:
+                lasted[name] = asked - started[name]
+        return len(lasted) == len(started)
+
+    eventually(all_gone)
+    assert all(lasted[name] >= 2 for name in lasted if name.startswith("lock"))
+    assert any(lasted[name] < 2 for name in lasted if name.startswith("control"))
+
+
+@on_all_clients
+def test_values_are_plain_json(store: Store, cache_alias: str, server: Client) -> None:
+    with TaskLock("nightly", cache=cache_alias) as lock:
+        raw = server.get(store.make_key(lock.key))
+        assert json.loads(raw)["token"] == lock.token
+
+
+@on_all_clients
+def test_a_key_that_memcached_would_refuse_is_refused_before(store: Store) -> None:
+    with pytest.raises(InvalidCacheKey):
+        store.add("singletask:" + "x" * 250, A, 60)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_during_an_outage_no_other_server_is_asked(alias: str, settings) -> None:
+    # Of two processes one may still reach the server of the key.
+    with Memcached() as one, Memcached() as two:
+        addresses = [one.address, two.address]
+        with private_store(settings, alias, addresses) as store:
+            keys = [key_of(f"lock {number}") for number in range(20)]
+            for key in keys:
+                store.add(key, A, 60)
+            client = Client(("127.0.0.1", one.port))
+            there = {key for key in keys if client.get(store.make_key(key))}
+            client.close()
+            assert 0 < len(there) < len(keys)
+            one.kill()
+            for _ in range(4):
+                for key in keys:
+                    if key in there:
+                        with pytest.raises(Exception, match=r"(?i)connection|refused|server|error"):
+                            store.add(key, B, 60)
+                    else:
+                        assert store.add(key, B, 60) == Entry(A, None)
+
+
+@pytest.mark.parametrize("alias", ["pymemcache"])
+def test_options_that_turn_an_outage_into_an_answer_are_off(alias: str, settings) -> None:
+    options = {"ignore_exc": True, "default_noreply": True}
+    with Memcached() as memcached:
+        with private_store(settings, alias, memcached.address, options=options) as store:
+            store.add(KEY, A, 60)
+            assert store.release(KEY, B) is Outcome.TAKEN
+            memcached.kill()
+            for _ in range(3):
+                with pytest.raises((OSError, MemcacheError)):
+                    store.add(KEY, B, 60)
+
+
+def test_control_the_cache_answers_during_an_outage_without_asking(settings) -> None:
+    with Memcached() as memcached, private_store(settings, "pymemcache", memcached.address):
+        memcached.kill()
+        with pytest.raises(ConnectionRefusedError):
+            caches["pymemcache"].add("name", "value")
+        assert caches["pymemcache"].add("name", "value") is False

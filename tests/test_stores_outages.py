@@ -1,0 +1,223 @@
+"""A server that is away: its error, never "held" and never "free". On servers of their own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.db import connections
+
+from django_singletask import TaskLock
+from django_singletask.stores import Outcome, Store
+from tests.entries import eventually, holder, key_of, private_store
+from tests.proxy import Proxy
+from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server
+
+A, B = holder("a"), holder("b")
+KEY = key_of("nightly")
+
+KINDS: dict[str, type[Server]] = {
+    "redis": Redis,
+    "django_redis": Redis,
+    "django_redis_ignore": Redis,
+    "pylibmc": Memcached,
+    "pylibmc_binary": Memcached,
+    "pymemcache": Memcached,
+    "db_postgres": PostgreSQL,
+    "db_mariadb": MariaDB,
+}
+TABLES = {
+    "db_postgres": "CREATE TABLE IF NOT EXISTS locks_pg (cache_key varchar(255) PRIMARY KEY,"
+    " value text NOT NULL, expires timestamptz NOT NULL)",
+    "db_mariadb": "CREATE TABLE IF NOT EXISTS locks_maria (cache_key varchar(255) PRIMARY KEY,"
+    " value longtext NOT NULL, expires datetime(6) NOT NULL)",
+}
+DATABASES = {"db_postgres": ("default", "postgres"), "db_mariadb": ("mariadb", "mysql")}
+on_all_caches = pytest.mark.parametrize("alias", KINDS)
+on_databases = pytest.mark.parametrize("alias", DATABASES)
+
+
+class Servers(dict[type[Server], Server]):
+    """The private servers of these tests, each started at its first use."""
+
+    def __missing__(self, kind: type[Server]) -> Server:
+        self[kind] = kind().start()
+        return self[kind]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    servers = Servers()
+    yield servers
+    for server in servers.values():
+        server.stop()
+
+
+OpenStore = Callable[..., Any]
+
+
+@pytest.fixture
+def open_store(settings, monkeypatch, django_db_blocker) -> OpenStore:
+    """Give the function that opens a store on a port; the lock is free."""
+
+    @contextmanager
+    def open_at(alias: str, port: int) -> Iterator[Store]:
+        location: object = None
+        if alias in DATABASES:
+            database, name = DATABASES[alias]
+            there = connections.settings[database] | {"PORT": port, "NAME": name}
+            monkeypatch.setitem(connections.settings, database, there)
+        else:
+            location = f"127.0.0.1:{port}"
+            if KINDS[alias] is Redis:
+                location = f"redis://{location}/0"
+        with django_db_blocker.unblock(), private_store(settings, alias, location) as store:
+            if alias in TABLES:
+                store._run(TABLES[alias], [])
+            for value in (A, B):
+                store.release(KEY, value)
+            yield store
+
+    return open_at
+
+
+@pytest.fixture
+def server(alias: str, servers: Servers) -> Iterator[Server]:
+    server = servers[KINDS[alias]]
+    yield server
+    server.resume()
+    if not server.answers():
+        server.kill()
+        server.start()
+
+
+@on_all_caches
+def test_every_question_to_a_dead_server_raises(alias, server, open_store) -> None:
+    with open_store(alias, server.port) as store:
+        store.add(KEY, A, 60)
+        server.kill()
+        for _ in range(2):  # the first finds the kept connection closed, the second opens none
+            for question in (
+                lambda: store.add(KEY, B, 60),
+                lambda: store.release(KEY, A),
+                lambda: store.renew(KEY, A, 60),
+                lambda: store.read(KEY),
+                lambda: store.clear(KEY, A, 60),
+            ):
+                with pytest.raises(Exception, match=r"") as caught:
+                    question()
+                assert not isinstance(caught.value, (TypeError, AttributeError))
+
+
+@on_all_caches
+def test_a_run_during_an_outage_fails(alias, server, open_store) -> None:
+    ran = []
+    with open_store(alias, server.port):
+        server.kill()
+        with pytest.raises(Exception, match=r""):
+            with TaskLock("nightly", cache=alias, on_conflict="skip"):
+                ran.append("the body")
+    assert not ran
+
+
+@on_all_caches
+def test_errors_end_with_the_outage(alias, server, open_store) -> None:
+    def taken() -> bool:
+        try:
+            return store.add(KEY, B, 60) is None
+        except Exception:
+            return False
+
+    with open_store(alias, server.port) as store:
+        store.add(key_of("other"), A, 60)
+        server.kill()
+        assert not taken()
+        server.start()
+        eventually(taken, within=5)
+        assert store.release(KEY, B) is Outcome.OK
+
+
+def test_sqlite_file_that_cannot_be_opened_raises(
+    settings, monkeypatch, tmp_path, django_db_blocker
+) -> None:
+    nowhere = {"NAME": str(tmp_path / "absent" / "locks.sqlite3")}
+    there = connections.settings["sqlite_locks"] | nowhere
+    monkeypatch.setitem(connections.settings, "sqlite_locks", there)
+    with django_db_blocker.unblock(), private_store(settings, "db_sqlite") as store:
+        with pytest.raises(Exception, match="unable to open"):
+            store.add(KEY, A, 60)
+
+
+class TimeIsUp(Exception):
+    """Raised by a signal, as Celery's soft time limit is."""
+
+
+@pytest.mark.parametrize("error", [TimeIsUp, SystemExit])
+@on_all_caches
+def test_an_interrupted_question_does_not_shift_the_replies(
+    alias, error, server, open_store
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise error
+
+    other = key_of("other")
+    with open_store(alias, server.port) as store:
+        store.release(other, B)
+        store.add(KEY, A, 60)
+        store.add(other, B, 60)
+        before = signal.signal(signal.SIGALRM, interrupt)
+        # Clients in C hear of the signal only after the reply.
+        resume = threading.Timer(0.3, server.resume)
+        try:
+            server.pause()
+            resume.start()
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(error):
+                store.read(KEY)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            resume.join()
+        for _ in range(3):
+            assert store.read(other).value == B
+            assert store.read(KEY).value == A
+
+
+REQUESTS = {"db_postgres": b"INSERT INTO", "db_mariadb": b"INSERT IGNORE"}
+
+
+@on_databases
+def test_a_take_whose_reply_was_lost_is_an_acquisition(alias, server, open_store) -> None:
+    with Proxy(server.port) as proxy, open_store(alias, proxy.port) as store:
+        store.read(KEY)
+        proxy.lose_reply_to(REQUESTS[alias])
+        lock = TaskLock("nightly", cache=alias)
+        assert lock.acquire()
+        assert proxy.lost == 1
+        assert lock.owned()
+        assert lock.release()
+
+
+@on_databases
+def test_a_take_over_whose_reply_was_lost_is_an_acquisition(alias, server, open_store) -> None:
+    with Proxy(server.port) as proxy, open_store(alias, proxy.port) as store:
+        store.add(KEY, A, 0.001)
+        eventually(lambda: store.read(KEY) is None)
+        proxy.lose_reply_to({"db_mariadb": b"UPDATE"}.get(alias, REQUESTS[alias]))
+        assert store.add(KEY, B, 60) is None
+        assert proxy.lost == 1
+        assert store.read(KEY).value == B
+
+
+@on_databases
+def test_a_server_that_restarted_costs_no_error(alias, server, open_store) -> None:
+    with open_store(alias, server.port) as store:
+        store.add(KEY, A, 60)
+        server.kill()
+        server.start()
+        assert store.add(KEY, B, 60).value == A
+        assert store.release(KEY, A) is Outcome.OK

@@ -1,0 +1,222 @@
+"""What can go wrong with locks in Redis alone. The contract is in test_stores.py."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from redis import Redis as Client
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError
+from redis.retry import Retry
+
+from django_singletask import TaskLock
+from django_singletask.stores import Outcome, Store, get_store
+from tests.entries import eventually, holder, key_of, private_store
+from tests.proxy import Proxy
+from tests.servers import Redis
+
+A, B = holder("a"), holder("b")
+KEY = key_of("nightly")
+on_both_clients = pytest.mark.parametrize("alias", ["redis", "django_redis"])
+
+
+@pytest.fixture
+def redis() -> Iterator[Redis]:
+    with Redis() as server:
+        yield server
+
+
+@pytest.fixture
+def client(redis: Redis) -> Iterator[Client]:
+    with Client.from_url(redis.url) as client:
+        yield client
+
+
+GREETINGS = ("HELLO", "CLIENT", "SELECT")  # of new connections
+
+
+def requests(client: Client, work: Callable[[], Any]) -> list[str]:
+    """Return the commands that the server got from its clients meanwhile, and not from scripts."""
+    found: list[str] = []
+    with client.monitor() as monitor:
+        work()
+        client.echo("the end")
+        for seen in monitor.listen():
+            if "the end" in seen["command"]:
+                return [command for command in found if command not in GREETINGS]
+            if seen["client_type"] != "lua":
+                found.append(seen["command"].split()[0])
+    raise AssertionError("unreachable")
+
+
+@on_both_clients
+def test_take_and_give_back_are_two_requests(alias, redis, client, settings) -> None:
+    def take_and_give_back() -> None:
+        assert store.add(KEY, A, 60) is None
+        assert store.release(KEY, A) is Outcome.OK
+
+    with private_store(settings, alias, redis.url) as store:
+        take_and_give_back()
+        assert requests(client, take_and_give_back) == ["EVALSHA", "EVALSHA"]
+
+
+@on_both_clients
+def test_a_conflict_is_one_request(alias, redis, client, settings) -> None:
+    with private_store(settings, alias, redis.url) as store:
+        store.add(KEY, A, 60)
+        assert requests(client, lambda: store.add(KEY, B, 60)) == ["EVALSHA"]
+
+
+def test_each_script_is_loaded_once(redis, client, settings) -> None:
+    def take_and_give_back() -> None:
+        store.add(KEY, A, 60)
+        store.release(KEY, A)
+
+    with private_store(settings, "redis", redis.url) as store:
+        first = requests(client, take_and_give_back)
+        assert sum(command in ("SCRIPT", "EVAL") for command in first) == 2
+    # Another process finds them on the server.
+    with private_store(settings, "redis", redis.url) as store:
+        assert requests(client, take_and_give_back) == ["EVALSHA", "EVALSHA"]
+
+
+def test_a_server_that_came_back_empty_gets_the_scripts_again(redis, settings) -> None:
+    with private_store(settings, "redis", redis.url) as store:
+        store.add(KEY, A, 60)
+        redis.restart_empty()
+        assert eventually(lambda: renewed(store)) is Outcome.RETAKEN
+
+
+def renewed(store: Store) -> Outcome | None:
+    try:
+        return store.renew(KEY, A, 60)
+    except ConnectionError:  # once: the connection of before
+        return None
+
+
+def test_the_client_and_its_connection_are_kept(redis, client, settings) -> None:
+    with private_store(settings, "redis", redis.url) as store:
+        store.read(KEY)
+        before = client.info("stats")["total_connections_received"]
+        kept = store.client
+        for _ in range(20):
+            store.add(KEY, A, 60)
+            store.release(KEY, A)
+        assert store.client is kept
+        assert client.info("stats")["total_connections_received"] == before
+
+
+def test_a_lock_is_read_from_the_primary(redis, settings) -> None:
+    # A replica that lags by far: it has not heard of anything.
+    with Redis() as replica:
+        with private_store(settings, "redis", [redis.url, replica.url]) as store:
+            assert store.add(KEY, A, 60) is None
+            for _ in range(20):
+                entry = store.read(KEY)
+                assert entry is not None
+                assert entry.value == A
+                assert store.add(KEY, B, 60) is not None
+            assert [key for key, _ in store.entries()] == [KEY]
+
+
+def test_control_the_cache_reads_from_a_replica_that_lags(redis, settings) -> None:
+    with Redis() as replica:
+        with private_store(settings, "redis", [redis.url, replica.url]):
+            caches["redis"].set("name", "value")
+            assert caches["redis"].get("name") is None
+
+
+def test_ignored_exceptions_do_not_turn_an_outage_into_held(redis, settings) -> None:
+    with private_store(settings, "django_redis_ignore", redis.url) as store:
+        store.add(KEY, A, 60)
+        redis.kill()
+        with pytest.raises(ConnectionError):
+            store.add(KEY, B, 60)
+        with pytest.raises(ConnectionError):
+            TaskLock("nightly", cache="django_redis_ignore").acquire()
+
+
+def test_control_the_cache_with_ignored_exceptions_says_held(redis, settings) -> None:
+    with private_store(settings, "django_redis_ignore", redis.url):
+        redis.kill()
+        assert caches["django_redis_ignore"].add("name", "value") in (False, None)
+
+
+@on_both_clients
+def test_values_are_plain_json(alias, redis, client, settings) -> None:
+    with private_store(settings, alias, redis.url) as store:
+        with TaskLock("nightly", cache=alias) as lock:
+            raw = client.get(store.make_key(lock.key))
+            assert json.loads(raw)["token"] == lock.token
+
+
+@pytest.mark.parametrize(
+    ("alias", "options"),
+    [
+        ("redis", {"decode_responses": True}),
+        ("django_redis", {"CONNECTION_POOL_KWARGS": {"decode_responses": True}}),
+        ("redis", {"protocol": 3}),
+        ("django_redis", {"COMPRESSOR": "django_redis.compressors.zlib.ZlibCompressor"}),
+        ("django_redis", {"SERIALIZER": "django_redis.serializers.json.JSONSerializer"}),
+    ],
+)
+def test_options_of_the_client_change_nothing(alias, options, redis, settings) -> None:
+    with private_store(settings, alias, redis.url, options=options) as store:
+        assert store.add(KEY, A, 60) is None
+        blocker = store.add(KEY, B, 60)
+        assert blocker is not None
+        assert blocker.value == A
+        assert store.read(KEY).value == A
+        assert [(key, entry.value) for key, entry in store.entries()] == [(KEY, A)]
+        assert store.renew(KEY, A, 60) is Outcome.OK
+        assert store.clear(KEY, A, 60)
+        assert store.renew(KEY, A, 60) is Outcome.GONE
+        assert store.release(KEY, A) is Outcome.GONE
+
+
+@pytest.mark.parametrize("alias", ["redis"])
+def test_connections_of_a_thread_end_with_it(alias, redis, client, settings) -> None:
+    with private_store(settings, alias, redis.url) as store:
+        store.read(KEY)
+        before = len(client.client_list())
+        seen = []
+
+        def work() -> None:
+            get_store(alias).read(KEY)
+            seen.append(len(client.client_list()))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert seen == [before + 1]
+        assert eventually(lambda: len(client.client_list()) == before)
+
+
+RESENDING = {"retry": Retry(NoBackoff(), 3), "retry_on_error": [ConnectionError]}
+
+
+def test_a_take_whose_reply_was_lost_is_an_acquisition(redis, settings) -> None:
+    with Proxy(redis.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        with private_store(settings, "redis", url, options=RESENDING) as store:
+            store.add(key_of("other"), A, 60)  # the script is there
+            proxy.lose_reply_to(b"nightly")
+            lock = TaskLock("nightly", cache="redis")
+            assert lock.acquire()
+            assert proxy.lost == 1
+            assert lock.owned()
+            assert lock.release()
+
+
+def test_control_the_cache_calls_a_lost_reply_held(redis, settings) -> None:
+    with Proxy(redis.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        with private_store(settings, "redis", url, options=RESENDING):
+            proxy.lose_reply_to(b"nightly")
+            assert not caches["redis"].add("nightly", "mine")
+            assert caches["redis"].get("nightly") == "mine"
