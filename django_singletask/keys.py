@@ -208,9 +208,7 @@ _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 def _key(slug: str, *parts: Any) -> str:
     # SHA-256 is there on FIPS builds too, where md5 is not.
     digest = hashlib.sha256(_encode(parts).encode("ascii")).hexdigest()[:32]
-    slug = _NOT_IN_KEYS.sub("_", slug[:MAX_SLUG])
-    # ":cleared:" marks the keys that clear() leaves (stores/base.py): no lock's own key holds it.
-    return f"{f'singletask:{slug}'.replace(':cleared', ':_cleared')}:{digest}"
+    return f"singletask:{_NOT_IN_KEYS.sub('_', slug[:MAX_SLUG])}:{digest}"
 
 
 def _can_encode(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import subprocess
@@ -101,13 +102,18 @@ class Holder:
             pid_ns=str(data.get("pid_ns") or ""),
             pid=int(data.get("pid") or 0),
             start=str(data.get("start") or ""),
-            since=float(data.get("since") or 0),
-            timeout=float(data.get("timeout") or 0),
+            since=_finite(data.get("since")),
+            timeout=_finite(data.get("timeout")),
         )
 
     def __str__(self) -> str:
         who = f"task {self.task_id}" if self.task_id else "a lock in code"
         return f"{who} on {self.host or 'an unknown host'}, process {self.pid or 'unknown'}"
+
+
+def _finite(value: Any) -> float:
+    number = float(value or 0)
+    return number if math.isfinite(number) else 0.0
 
 
 def _text(value: object) -> str | None:

@@ -29,6 +29,10 @@ LOCK_CACHES = [
 ]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", type=int, default=60, help="seconds of random load (60)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if "SINGLETASK_TEST_REDIS_URL" not in os.environ and not config.option.collectonly:
         raise pytest.UsageError("The tests need their servers: run them with python runtests.py")

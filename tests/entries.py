@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import pylibmc
 from django.core.cache import caches
+from django.db import DatabaseError, InterfaceError
+from pymemcache.exceptions import MemcacheError
+from redis.exceptions import RedisError
 
 from django_singletask.keys import name_key
 from django_singletask.liveness import Holder
 from django_singletask.stores import Store, close_stores, get_store
 
 T = TypeVar("T")
+
+# What an outage may raise: an error of the client's own.
+OUTAGE = (OSError, DatabaseError, InterfaceError, MemcacheError, RedisError, pylibmc.Error)
 
 
 def key_of(name: str) -> str:

@@ -13,7 +13,7 @@ class Proxy:
 
     >>> with Proxy(server.port) as proxy:
     ...     connect_to(proxy.port)
-    ...     proxy.lose_reply_to(b"INSERT")  # the server gets it; the client sees a closed connection
+    ...     proxy.lose_reply_to(b"INSERT")  # the server gets it; the client is hung up on
     """
 
     def __init__(self, port: int) -> None:

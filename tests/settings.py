@@ -124,6 +124,11 @@ CACHES = {
     "dummy": cache(f"{DJANGO}.dummy.DummyCache"),
     "filebased": cache(f"{DJANGO}.filebased.FileBasedCache", str(FOLDER / "cache")),
 }
+# A server of a test's own, that it stops and restarts.
+if "SINGLETASK_TEST_OWN_REDIS_URL" in os.environ:
+    CACHES["own_redis"] = cache(
+        f"{DJANGO}.redis.RedisCache", os.environ["SINGLETASK_TEST_OWN_REDIS_URL"]
+    )
 # They share servers, not entries.
 for alias, configuration in CACHES.items():
     configuration["KEY_PREFIX"] = alias

@@ -17,23 +17,27 @@ from typing import Any
 
 import pytest
 from celery import current_app
+from django.contrib import admin
 from django.db import connection
 
 TOP = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def example(settings: Any) -> SimpleNamespace:
+def example(settings: Any) -> Iterator[SimpleNamespace]:
     """Give modules of the example project; the current Celery application stays the tests' own."""
+    app = current_app._get_current_object()
     settings.INSTALLED_APPS = [*settings.INSTALLED_APPS, "example_project.feeds"]
     settings.FEEDS_TIMEOUT = 1.0
     settings.FEEDS_MAX_BYTES = 100_000
-    app = current_app._get_current_object()
     names = ["demo.documents", "demo.measure", "demo.site", "feeds.importer", "feeds.models"]
     names += ["feeds.run_log"]
     modules = {name.partition(".")[2]: import_module(f"example_project.{name}") for name in names}
     app.set_current()
-    return SimpleNamespace(**modules)
+    yield SimpleNamespace(**modules)
+    for model in list(admin.site._registry):
+        if model._meta.app_label == "feeds":
+            admin.site.unregister(model)
 
 
 @pytest.fixture

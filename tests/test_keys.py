@@ -24,9 +24,6 @@ from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
 from django_singletask.keys import MAX_NAME, LockKey, call_key, name_key
-from django_singletask.stores import Store
-from django_singletask.stores.base import MARKER
-from django_singletask.stores.locmem import LocMemStore
 
 TASK = "feeds.tasks.import_feed"
 
@@ -598,17 +595,6 @@ def test_unusable_name_says_why(name, error, message):
 @pytest.mark.parametrize("name", ["x" * 255, "ключ", "a b", "\N{SNOWMAN}" * 255, "{}%s"])
 def test_usable_names_have_keys_of_their_own(name):
     assert name_key(name).key not in {name_key(f"{name[:-1]}").key, name_key("_").key}
-
-
-@pytest.mark.parametrize("name", ["cleared", "x:cleared:y", "cleared:cleared", "a:cleared"])
-def test_lock_called_as_a_marker_is_listed_as_a_lock(name):
-    assert MARKER not in name_key(name).key
-    assert Store.lock_key(LocMemStore(FakeCache()), name_key(name).key) == name_key(name).key
-
-
-class FakeCache:
-    def make_and_validate_key(self, key: str) -> str:
-        return key
 
 
 # FIPS

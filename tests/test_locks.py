@@ -248,9 +248,7 @@ class TestFailures:
         messages = [r for r in caplog.records if r.levelno >= logging.ERROR]
         assert [lock.key in record.getMessage() for record in messages] == [True]
 
-    def test_an_error_between_take_and_return_leaves_nothing_behind(
-        self, monkeypatch, wait_for
-    ):
+    def test_an_error_between_take_and_return_leaves_nothing_behind(self, monkeypatch, wait_for):
         lock = TaskLock("nightly")
 
         def interrupt(*arguments):

@@ -10,6 +10,7 @@ from django.core.cache import caches
 from django.db import DatabaseError, connection
 
 from django_singletask import SingletonTask, TaskLock, registry
+from django_singletask.keys import name_key
 from django_singletask.liveness import Holder
 from django_singletask.models import TaskLockEvent
 from django_singletask.registry import CannotList, clear, duration, held
@@ -18,6 +19,7 @@ from django_singletask.stores import get_store
 pytestmark = pytest.mark.django_db(databases="__all__")
 
 TABLE = TaskLockEvent._meta.db_table
+FOREIGN = name_key("foreign").key
 
 
 @pytest.fixture(autouse=True)
@@ -91,9 +93,11 @@ def test_remaining_lease_is_known_but_on_memcached(cache_alias, take):
         assert 10 < lock.remaining <= 30
 
 
-def test_lock_of_another_name_form_is_listed(cache_alias, take):
-    take("cleared: ключ *[x]?% \\ _!")
-    assert names() == ["cleared: ключ *[x]?% \\ _!"]
+def test_locks_of_any_name_are_listed(cache_alias, take):
+    odd = {"ключ *[x]?% \\ _!", "cleared", "x:cleared", "cleared:cleared:y", "x" * 255}
+    for name in odd:
+        take(name)
+    assert set(names()) == odd
 
 
 def test_shown_lock_is_freed(cache_alias, take):
@@ -264,22 +268,22 @@ def hide(key, prefix, version):
     "value", [b"", b"text", b"[]", b"\xff", b'{"token": 7, "since": "x"}', b"[" * 100_000]
 )
 def test_foreign_entry_is_listed_under_its_key(redis, value):
-    get_store("redis").add("singletask:x:1", value, 30)
+    get_store("redis").add(FOREIGN, value, 30)
     [lock] = held()
-    assert (lock.name, lock.held_for) == ("singletask:x:1", 0)
+    assert (lock.name, lock.held_for) == (FOREIGN, 0)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "-5", "1e300"])
 def test_numbers_of_a_foreign_entry_are_finite(redis, number):
     value = f'{{"token": "t", "since": {number}, "timeout": {number}}}'
-    get_store("redis").add("singletask:x:1", value.encode(), 30)
+    get_store("redis").add(FOREIGN, value.encode(), 30)
     [lock] = held()
     assert math.isfinite(lock.held_for)
     assert json.dumps([lock.holder.since, lock.holder.timeout], allow_nan=False)
 
 
 def test_foreign_entry_can_be_cleared(redis):
-    get_store("redis").add("singletask:x:1", b"text", 30)
+    get_store("redis").add(FOREIGN, b"text", 30)
     assert clear(held()[0], actor="ada")
     assert held() == []
 

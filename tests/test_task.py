@@ -10,16 +10,18 @@ from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
-from django_singletask.models import TaskLockEvent
 from django_singletask.conflicts import HEADER
+from django_singletask.models import TaskLockEvent
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
 
 @pytest.fixture(autouse=True)
-def on_redis(settings, empty_cache):
+def on_redis(db, settings, empty_cache):
     settings.SINGLETASK_CACHE = "redis"
     empty_cache("redis")
+    # Threads of other tests commit what they see.
+    TaskLockEvent.objects.all().delete()
 
 
 class PrivateApp(Celery):

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DatabaseError, InterfaceError, OperationalError, connections, router
+from django.db import InterfaceError, OperationalError, connections, router
 
 from django_singletask.stores.base import Entry, Outcome, Store, marker_key
 
@@ -213,7 +213,9 @@ class DatabaseStore(Store):
                 self.connection.close()
                 if last or not (kept or _asks_again(error)):
                     raise
-            except DatabaseError:
+            except BaseException:
+                # A signal's too, such as a soft time limit: the reply may be unread, and the
+                # next statement would find the connection busy.
                 self.connection.close()
                 raise
 

@@ -33,14 +33,41 @@ class MemcachedStore(Store):
       holder A: cas 17, expiry in the past -> refused, B keeps its lock
     """
 
+    client: Any
+    not_found: Any = ()
+
+    def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
+        raise NotImplementedError
+
     def _gets(self, key: str) -> tuple[bytes | None, Any]:
         raise NotImplementedError
 
     def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
         raise NotImplementedError
 
-    def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
-        raise NotImplementedError
+    def _ask(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Send a request; after an error, a signal's too, start anew on another connection.
+
+        An error that a signal raises, such as SystemExit, leaves the reply unread, and pymemcache
+        would take it for the reply to its next request:
+
+          body:     add a ->  SIGTERM                  release b ->
+          server:             a: "STORED" (unread)                   b: ...
+          client:                                      b: "STORED"
+
+        libmemcached would leave a server alone for two seconds after its outage, and with the
+        binary protocol for good.
+        """
+        try:
+            return request(*args, **kwargs)
+        except self.not_found:
+            return None
+        except BaseException:
+            self.client.disconnect_all()
+            raise
+
+    def close(self) -> None:
+        self.client.disconnect_all()
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         made = self.make_key(key)
@@ -61,8 +88,11 @@ class MemcachedStore(Store):
         outcome = self._change(made, value, _expiry(lease))
         if outcome is not Outcome.GONE:
             return outcome
-        # clear() writes its marker before it deletes, so whoever finds the entry deleted by it
-        # finds the marker too.
+        # clear() writes its marker before it deletes, so whoever finds no entry because of it
+        # finds the marker. In the other order:
+        #
+        #   clear: delete                                        marker
+        #   renew:         gets -> none   marker? none   add -> taken again
         marker, _cas = self._gets(self.make_key(marker_key(key, value)))
         if marker is not None:
             return Outcome.GONE
@@ -98,7 +128,7 @@ class PyLibMCStore(MemcachedStore):
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
-        import pylibmc  # type: ignore[import]  # has no types, and is not always there
+        import pylibmc
 
         class Client(pylibmc.Client):  # type: ignore[misc]
             """Keep bytes as they are: a lock is never unpickled."""
@@ -121,25 +151,15 @@ class PyLibMCStore(MemcachedStore):
         return bool(self._ask(self.client.add, key, value, time=expiry))
 
     def _gets(self, key: str) -> tuple[bytes | None, Any]:
-        value, cas = self._ask(self.client.gets, key) or (None, None)
-        return value, cas
+        # gets says "no entry" too when the server does not answer, or has closed the connection;
+        # get raises then. If get finds an entry, gets has to be asked again for its cas.
+        while True:
+            value, cas = self._ask(self.client.gets, key) or (None, None)
+            if value is not None or self._ask(self.client.get, key) is None:
+                return value, cas
 
     def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
         return bool(self._ask(self.client.cas, key, value, cas, time=expiry))
-
-    def _ask(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return request(*args, **kwargs)
-        except self.not_found:
-            return None
-        except Exception:
-            # libmemcached would leave the server alone for two seconds after the outage, and with
-            # the binary protocol for good. A new connection knows nothing of it.
-            self.client.disconnect_all()
-            raise
-
-    def close(self) -> None:
-        self.client.disconnect_all()
 
 
 class _Raw:
@@ -172,14 +192,11 @@ class PyMemcacheStore(MemcachedStore):
         self.client = cache._cache
 
     def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
-        return bool(self.client.add(key, value, expire=expiry))
+        return bool(self._ask(self.client.add, key, value, expire=expiry))
 
     def _gets(self, key: str) -> tuple[bytes | None, Any]:
-        value, cas = self.client.gets(key)
+        value, cas = self._ask(self.client.gets, key)
         return value, cas
 
     def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
-        return bool(self.client.cas(key, value, cas, expire=expiry))
-
-    def close(self) -> None:
-        self.client.disconnect_all()
+        return bool(self._ask(self.client.cas, key, value, cas, expire=expiry))

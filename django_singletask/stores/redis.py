@@ -88,6 +88,13 @@ class RedisStore(Store):
         keys = [self.make_key(key), self.make_key(marker_key(key, value))]
         return OUTCOMES[self._renew(keys, [value, _milliseconds(lease)])]
 
+    def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
+        with self.client.pipeline(transaction=False) as pipeline:
+            for key, value, lease in requests:
+                keys = [self.make_key(key), self.make_key(marker_key(key, value))]
+                self._renew(keys, [value, _milliseconds(lease)], client=pipeline)
+            return [OUTCOMES[reply] for reply in pipeline.execute()]
+
     def read(self, key: str) -> Entry | None:
         return _entry(self._read([self.make_key(key)]))
 

@@ -33,14 +33,19 @@ def read(file: Path) -> list[dict[str, Any]]:
 def runs(file: Path) -> list[tuple[str, float, float]]:
     """Return key, start and end of each run; a run that was killed ends when its process did."""
     found = []
-    open_runs: dict[str, tuple[str, float]] = {}
+    open_runs: dict[str, tuple[str, float, int]] = {}
     for line in read(file):
         if line["event"] == "start":
-            open_runs[line["run"]] = (line["key"], line["t"])
-        elif line["event"] in {"end", "killed"} and line["run"] in open_runs:
-            key, start = open_runs.pop(line["run"])
+            open_runs[line["run"]] = (line["key"], line["t"], line["pid"])
+        elif line["event"] == "end":
+            key, start, _ = open_runs.pop(line["run"])
             found.append((key, start, line["t"]))
-    found += [(key, start, float("inf")) for key, start in open_runs.values()]
+        elif line["event"] == "killed":
+            for run, (key, start, pid) in list(open_runs.items()):
+                if pid == line["victim"]:
+                    del open_runs[run]
+                    found.append((key, start, line["t"]))
+    found += [(key, start, float("inf")) for key, start, _ in open_runs.values()]
     return found
 
 

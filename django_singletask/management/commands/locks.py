@@ -22,6 +22,7 @@ from django_singletask.registry import HeldLock, duration
 __all__ = ["Command"]
 
 WIDTH = 80
+NOTHING = "No lock is held."
 
 
 class Command(BaseCommand):
@@ -81,7 +82,7 @@ class Command(BaseCommand):
             self.table(locks)
         else:
             asked = options.get("names") or options.get("task")
-            self.stdout.write("None of these is held." if asked else "No lock is held.")
+            self.stdout.write("None of these is held." if asked else NOTHING)
 
     def table(self, locks: Sequence[HeldLock]) -> None:
         """Print locks as a table that fits the terminal, or 80 columns where there is none."""
@@ -98,7 +99,7 @@ class Command(BaseCommand):
         width = max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
         left = width - sum(widths) - 2 * len(widths) - 2
         # Of two names that begin alike the ends differ, and so do those of pods: cut the middle.
-        holders = [printable(who(lock.holder), left * 2 // 5) for lock in locks]
+        holders = [printable(who(lock.holder), left // 3) for lock in locks]
         left -= max(map(columns, ("HOLDER", *holders)))
         names = [printable(lock.name, left) for lock in locks]
         first = max(map(columns, ("LOCK", *names)))
@@ -125,11 +126,13 @@ class Command(BaseCommand):
             if token is None or lock.holder.token == token
         ]
         found = {name for lock in locks for name in (lock.name, lock.key)}
-        missing = ", ".join(printable(name) for name in names if name not in found)
+        missing = [name for name in names if name not in found]
         if missing or not locks:
-            what = missing or (task and f"{printable(task)}: no lock") or "No lock"
-            verb = "is" if what.endswith("o lock") else "are not" if ", " in missing else "is not"
-            raise CommandError(f"{what} {verb} held{' by that token' if token else ''} now.")
+            asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
+            by = " by that token" if token and missing else ""
+            raise CommandError(
+                f"Not held{by}: {', '.join(map(printable, asked))}." if asked else NOTHING
+            )
         if not options["json"]:
             self.table(locks)
         if options["dry_run"]:
@@ -231,7 +234,7 @@ def _as_dict(lock: HeldLock) -> dict[str, Any]:
         "name": lock.name,
         "key": lock.key,
         "held_for": round(lock.held_for, 3),
-        "remaining": lock.remaining,
+        "remaining": None if lock.remaining is None else round(lock.remaining, 3),
         "skipped": lock.skipped,
         "token": holder.token,
         "task": holder.task,

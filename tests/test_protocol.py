@@ -1,0 +1,338 @@
+"""The protocol of leases, renewals and takeovers, against a simulated store and a virtual clock.
+
+Hypothesis plays processes that take, sleep, wake, die, lose replies and are cleared, and a store
+that forgets, in any order. The code under test is the real TaskLock and the real renewal; only the
+store, the clock and the thread are simulated.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from django_singletask import TaskLock, locks, renewal
+from django_singletask.liveness import Holder
+from django_singletask.stores.base import Entry, Outcome
+
+LEASE = 9.0
+HOSTS = 3
+# Of a request: the time on its way, the time of its reply on its way, and what gets lost.
+DELAYS = st.sampled_from([0, 0, 0.5, 2, 5, 8, 12])
+LOSS = st.sampled_from([None, None, None, "request", "reply"])
+
+
+class SimulatedStore:
+    """What a store promises, on the machine's clock, with a network that delays and loses."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.entries: dict[str, tuple[bytes, float]] = {}
+        self.marked: set[bytes] = set()
+
+    def find(self, key):
+        value, expires = self.entries.get(key, (None, 0))
+        return None if expires <= self.world.now else value
+
+    def over_the_network(self, act):
+        before, after, loss = self.world.network
+        self.world.pass_time(before)
+        if loss == "request":
+            raise ConnectionError("the request was lost")
+        answer = act()
+        self.world.pass_time(after)
+        if loss == "reply":
+            raise ConnectionError("the reply was lost")
+        return answer
+
+    def add(self, key, value, lease):
+        def act():
+            found = self.find(key)
+            if found is None:
+                self.entries[key] = (value, self.world.now + lease)
+                return None
+            return Entry(found, self.entries[key][1] - self.world.now)
+
+        return self.over_the_network(act)
+
+    def release(self, key, value):
+        def act():
+            found = self.find(key)
+            if found is None:
+                return Outcome.GONE
+            if found != value and not self.world.broken("release without compare"):
+                return Outcome.TAKEN
+            del self.entries[key]
+            return Outcome.OK
+
+        return self.over_the_network(act)
+
+    def renew(self, key, value, lease):
+        def act():
+            found = self.find(key)
+            if found == value or self.world.broken("renewal without compare"):
+                self.entries[key] = (value, self.world.now + lease)
+                return Outcome.OK
+            if found is not None:
+                return Outcome.TAKEN
+            if value in self.marked:
+                return Outcome.GONE
+            self.entries[key] = (value, self.world.now + lease)
+            return Outcome.RETAKEN
+
+        return self.over_the_network(act)
+
+    def read(self, key):
+        found = self.find(key)
+        return None if found is None else Entry(found, None)
+
+    def clear(self, key, value, lease):
+        if self.find(key) != value:
+            return False
+        self.marked.add(value)
+        del self.entries[key]
+        return True
+
+
+class World(RuleBasedStateMachine):
+    fault: str | None = None
+
+    @initialize()
+    def begin(self):
+        self.now = 1000.0
+        self.network = (0, 0, None)
+        self.store = SimulatedStore(self)
+        self.asleep: set[int] = set()
+        self.busy: set[int] = set()
+        self.dead: set[str] = set()
+        self.debts: list[tuple[str, bytes, float]] = []
+        # Tokens whose entry the store forgot or an operator cleared, until their next look: no
+        # protocol can tell them sooner.
+        self.uninformed: set[str] = set()
+        self.locks = [self.new_lock() for _ in range(HOSTS)]
+
+    def broken(self, fault):
+        return self.fault == fault
+
+    def new_lock(self):
+        return TaskLock("nightly", timeout=LEASE, cache="simulated")
+
+    def __init__(self):
+        super().__init__()
+        self.patches = ExitStack()
+        for module in (locks, renewal):
+            self.patches.enter_context(mock.patch.object(module, "clock", self.clock))
+            self.patches.enter_context(mock.patch.object(module, "get_store", self.get_store))
+        keeper = SimpleNamespace(
+            locks={}, keep=lambda lock: None, owe=lambda debt: self.debts.append(debt[1:])
+        )
+        self.patches.enter_context(mock.patch.object(renewal, "_keeper", keeper))
+        self.patches.enter_context(mock.patch.object(locks, "proof_of_death", self.proof))
+        if self.fault == "renewal anchored at the reply":
+            self.patches.enter_context(mock.patch.object(renewal, "settle", self.anchored_late))
+
+    def clock(self):
+        return self.now
+
+    def get_store(self, alias):
+        return self.store
+
+    def teardown(self):
+        self.patches.close()
+
+    def proof(self, holder: Holder):
+        return "the test killed it" if holder.token in self.dead else None
+
+    real_settle = staticmethod(renewal.settle)
+
+    def anchored_late(self, lock, token, sent, outcome):
+        self.real_settle(lock, token, self.now, outcome)
+
+    # Time
+
+    def pass_time(self, seconds):
+        """Let time pass, in which each process that is awake renews when it is due."""
+        until = self.now + seconds
+        while True:
+            at, who = min(
+                (
+                    (max(renewal.due(lock), self.now), who)
+                    for who, lock in enumerate(self.locks)
+                    if lock.token and who not in self.asleep and who not in self.busy
+                ),
+                default=(until + 1, None),
+            )
+            if who is None or at > until:
+                break
+            self.now = at
+            self.renew(who, (0, 0, None))
+        self.now = until
+
+    def over(self, who, network):
+        """Run with the network as it is for this process: others find it as it is by default."""
+        stack = ExitStack()
+        kept = self.network
+        self.network = network
+        self.busy.add(who)
+        stack.callback(self.busy.discard, who)
+        stack.callback(setattr, self, "network", kept)
+        return stack
+
+    def renew(self, who, network):
+        lock = self.locks[who]
+        token = lock.token
+        with self.over(who, network), suppress(ConnectionError):
+            renewal.renew(lock)
+            self.uninformed.discard(token)
+            return
+        lock._retry_at = self.now + 1
+
+    # What happens
+
+    def awake(self, data, wants):
+        found = [
+            who for who, lock in enumerate(self.locks) if who not in self.asleep and wants(lock)
+        ]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @rule(seconds=st.sampled_from([0.1, 1, 3, 6, 10]))
+    def wait(self, seconds):
+        self.pass_time(seconds)
+
+    @rule(data=st.data(), before=DELAYS, after=DELAYS, loss=LOSS)
+    def take(self, data, before, after, loss):
+        who = self.awake(data, lambda lock: lock.token is None)
+        if who is not None:
+            with self.over(who, (before, after, loss)), suppress(ConnectionError):
+                self.locks[who].acquire()
+
+    @rule(data=st.data(), before=DELAYS, after=DELAYS, loss=LOSS)
+    def renew_slowly(self, data, before, after, loss):
+        who = self.awake(data, lambda lock: lock.token is not None)
+        if who is not None:
+            self.renew(who, (before, after, loss))
+
+    @rule(data=st.data(), before=DELAYS, after=DELAYS, loss=LOSS)
+    def release(self, data, before, after, loss):
+        who = self.awake(data, lambda lock: lock.token is not None)
+        if who is not None:
+            with self.over(who, (before, after, loss)), suppress(ConnectionError):
+                self.locks[who].release()
+
+    @rule(who=st.integers(0, HOSTS - 1))
+    def sleep(self, who):
+        self.asleep.add(who)
+
+    @rule(who=st.integers(0, HOSTS - 1))
+    def wake(self, who):
+        self.asleep.discard(who)
+
+    @rule(who=st.integers(0, HOSTS - 1))
+    def die(self, who):
+        lock = self.locks[who]
+        if lock.token is not None:
+            self.dead.add(lock.token)
+        self.asleep.discard(who)
+        self.locks[who] = self.new_lock()
+
+    @precondition(lambda self: self.store.entries)
+    @rule()
+    def forget(self):
+        """The store is flushed, restarts empty, or evicts."""
+        self.uninform()
+        self.store.entries.clear()
+
+    @rule()
+    def clear(self):
+        self.uninform()
+        TaskLock("nightly", cache="simulated").clear()
+
+    def uninform(self):
+        for value, _ in self.store.entries.values():
+            self.uninformed.add(Holder.decode(value).token)
+
+    @rule()
+    def pay(self):
+        debts, self.debts = self.debts, []
+        for key, value, until in debts:
+            if self.now < until:
+                self.store.release(key, value)
+
+    # What must hold
+
+    def trusting(self):
+        return [
+            lock
+            for lock in self.locks
+            if lock.token is not None and not lock.lost and lock.token not in self.uninformed
+        ]
+
+    @invariant()
+    def no_two_trust_the_lock(self):
+        assert len(self.trusting()) <= 1
+
+    @invariant()
+    def a_trusted_lock_is_in_the_store(self):
+        for lock in self.trusting():
+            assert self.store.find(lock.key) == lock._value
+
+    @invariant()
+    def who_slept_past_its_deadline_knows(self):
+        for lock in self.locks:
+            if lock.token is not None and self.now >= lock._deadline:
+                assert lock.lost
+
+
+OPTIONS = {
+    "deadline": None,
+    "stateful_step_count": 40,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("CRITICAL", logger="django_singletask")
+
+
+def test_the_protocol(settings):
+    settings.SINGLETASK_HISTORY = "off"
+    run_state_machine_as_test(World, settings=hypothesis_settings(max_examples=300))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["renewal anchored at the reply", "renewal without compare", "release without compare"],
+)
+def test_a_broken_protocol_is_found(fault, settings):
+    """Negative controls: the same machine, with one thing broken on purpose."""
+    settings.SINGLETASK_HISTORY = "off"
+
+    class Broken(World):
+        pass
+
+    Broken.fault = fault
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            Broken,
+            settings=hypothesis_settings(
+                max_examples=3000, derandomize=True, phases=[Phase.generate]
+            ),
+        )
+
+
+def hypothesis_settings(**options):
+    return settings(**OPTIONS, **options)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from django_singletask import TaskLock, renewal
+from django_singletask.stores import get_store
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def on_redis(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "redis"
+    settings.SINGLETASK_HISTORY = "off"
+    empty_cache("redis")
+
+
+def test_locks_that_are_due_together_are_renewed_in_one_go(monkeypatch):
+    locks = [TaskLock(f"lock {number}", timeout=60) for number in range(200)]
+    for lock in locks:
+        lock.acquire()
+    before = trips()
+    began = [lock._renewed for lock in locks]
+    keeper = renewal.Keeper()
+    keeper.locks.update((lock.token, lock) for lock in locks)
+    now = renewal.clock()
+    monkeypatch.setattr(renewal, "clock", lambda: now + 21)
+    keeper.tick()
+    assert all(lock._renewed > start for lock, start in zip(locks, began, strict=True))
+    # One pipeline: its packets may be read in several pieces.
+    assert trips() - before < 10
+    monkeypatch.undo()
+    for lock in locks:
+        lock.release()
+
+
+def trips():
+    client = get_store("redis").client
+    return client.info("stats")["total_reads_processed"]
+
+
+def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
+    lock = TaskLock("nightly", timeout=30)
+    lock.acquire()
+    token = lock.token
+    assert token in renewal._keeper.locks
+    del lock
+    assert token not in renewal._keeper.locks
+
+
+def test_the_thread_of_a_forked_child_is_its_own(wait_for):
+    with TaskLock("parent", timeout=30):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with TaskLock("child", timeout=0.6) as lock:
+                    began = lock._renewed
+                    wait_for(lambda: lock._renewed > began + 0.6, "renewals in the child")
+                    code = 0 if lock.owned() else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+STOPPED = """
+import django, sys, time
+django.setup()
+from django_singletask import TaskLock
+with TaskLock("nightly", timeout=1) as lock:
+    print("held", flush=True)
+    before = time.monotonic()
+    while time.monotonic() - before < 0.5:   # a stop shows as a jump of the clock
+        before = time.monotonic() if time.monotonic() - before < 0.1 else before
+    print(lock.lost, flush=True)
+"""
+
+
+def test_a_stopped_process_knows_when_it_wakes(wait_for):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SINGLETASK_TEST_CACHE": "redis"},
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGSTOP)
+        with TaskLock("nightly", wait=10) as second:
+            assert second.owned()
+            process.send_signal(signal.SIGCONT)
+            assert process.stdout.readline() == "True\n"
+            assert second.owned()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+def test_a_server_without_threads_is_warned(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(opt={"master": True}))
+    renewal.warn_without_threads()
+    assert "--enable-threads" in caplog.text
+
+
+def test_a_server_with_threads_is_not(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(opt={"enable-threads": True}))
+    renewal.warn_without_threads()
+    assert not caplog.text
+
+
+def test_the_longest_gap_between_renewals_is_recorded(settings, wait_for):
+    from django_singletask.models import TaskLockEvent
+
+    settings.SINGLETASK_HISTORY = "inline"
+    TaskLockEvent.objects.all().delete()
+    with TaskLock("nightly", timeout=0.9) as lock:
+        began = lock._renewed
+        wait_for(lambda: lock._renewed > began, "a renewal")
+        token = lock.token
+    gap = TaskLockEvent.objects.get(token=token).longest_renewal_gap
+    assert 0.2 <= gap < 0.9
+
+
+GEVENT = """
+from gevent import monkey
+monkey.patch_all()
+import django, gevent, json, time
+django.setup()
+from django_singletask import TaskLock
+def body(number):
+    with TaskLock(f"green {number}", timeout=0.9) as lock:
+        began = lock._renewed
+        until = time.monotonic() + 10
+        while lock._renewed < began + 0.9 and time.monotonic() < until:
+            time.sleep(0.01)
+        return lock.owned() and not lock.lost
+jobs = [gevent.spawn(body, number) for number in range(5)]
+gevent.joinall(jobs)
+print(json.dumps([job.value for job in jobs]))
+"""
+
+
+def test_gevent():
+    pytest.importorskip("gevent")
+    done = subprocess.run(
+        [sys.executable, "-c", GEVENT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "SINGLETASK_TEST_CACHE": "redis"},
+    )
+    assert json.loads(done.stdout or "null") == [True] * 5, done.stderr
+
+
+def test_clock_goes_on():
+    first = renewal.clock()
+    time.sleep(0.001)
+    assert renewal.clock() > first

@@ -1,0 +1,394 @@
+"""What can go wrong with locks in a database alone. The contract is in test_stores.py."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
+from django.db import OperationalError, connection, connections, transaction
+from django.test import override_settings
+
+from django_singletask import TaskLock
+from django_singletask.stores import Outcome, close_stores, database, get_store
+from django_singletask.stores.database import DatabaseStore
+from tests.conftest import empty
+from tests.entries import eventually, holder, key_of, private_store
+
+A, B = holder("a"), holder("b")
+KEY = key_of("nightly")
+TABLES = {"db_postgres": "locks_pg", "db_mariadb": "locks_maria", "db_sqlite": "locks_sqlite"}
+DATABASES = {"db_postgres": "default", "db_mariadb": "mariadb", "db_sqlite": "sqlite_locks"}
+
+
+def on(*aliases: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("cache_alias", aliases, indirect=True)
+
+
+@pytest.fixture
+def store(cache_alias: str) -> Iterator[DatabaseStore]:
+    store = get_store(cache_alias)
+    assert isinstance(store, DatabaseStore)
+    yield store
+    close_stores()
+    connections[DATABASES[cache_alias]].close()
+
+
+def statements(store: DatabaseStore, work: Callable[[], object]) -> list[str]:
+    """Return the first words of the statements that a store sent meanwhile."""
+    sent = []
+
+    def record(execute: Any, sql: str, *args: Any) -> Any:
+        sent.append(sql.split()[0])
+        return execute(sql, *args)
+
+    with store.connection.execute_wrapper(record):
+        work()
+    return sent
+
+
+# Trips
+
+
+@on(*TABLES)
+def test_take_and_give_back_are_two_statements(store: DatabaseStore) -> None:
+    def take_and_give_back() -> None:
+        assert store.add(KEY, A, 60) is None
+        assert store.release(KEY, A) is Outcome.OK
+
+    store.read(KEY)  # a new connection of MySQL asks for the server's version
+    assert statements(store, take_and_give_back) == ["INSERT", "DELETE"]
+
+
+@on(*TABLES)
+def test_a_conflict_is_two_or_three_statements(store: DatabaseStore, cache_alias: str) -> None:
+    store.add(KEY, A, 60)
+    expected = (
+        ["INSERT", "SELECT"] if cache_alias != "db_mariadb" else ["INSERT", "UPDATE", "SELECT"]
+    )
+    assert statements(store, lambda: store.add(KEY, B, 60)) == expected
+
+
+@on(*TABLES)
+def test_a_renewal_is_one_statement(store: DatabaseStore) -> None:
+    store.add(KEY, A, 60)
+    assert statements(store, lambda: store.renew(KEY, A, 60)) == ["UPDATE"]
+
+
+# Rows
+
+
+@on(*TABLES)
+def test_an_expired_row_has_one_taker(store: DatabaseStore) -> None:
+    store.add(KEY, A, 0.001)
+    eventually(lambda: store.read(KEY) is None)
+    assert store.add(KEY, B, 60) is None
+    assert store.add(KEY, A, 60).value == B
+
+
+@on(*TABLES)
+def test_values_are_plain_json(store: DatabaseStore, cache_alias: str) -> None:
+    with TaskLock("nightly", cache=cache_alias) as lock:
+        made = store.make_key(lock.key)
+        query = f"SELECT value FROM {TABLES[cache_alias]} WHERE cache_key = %s"
+        ((raw,),) = store._run(query, [made], fetch=True)
+        assert json.loads(raw)["token"] == lock.token
+
+
+@on(*TABLES)
+def test_a_fraction_of_a_second_counts(store: DatabaseStore) -> None:
+    store.add(KEY, A, 0.5)
+    entry = store.read(KEY)
+    assert entry is not None
+    assert 0 < entry.remaining < 0.51
+    assert store.renew(KEY, A, 1.75) is Outcome.OK
+    assert 1 < store.read(KEY).remaining < 1.76
+
+
+# Local times and culling
+
+
+def culled(settings: Any, cache_alias: str, zone: str) -> tuple[bytes | None, bool]:
+    """Let Django's own set() cull the table of a project in local time.
+
+    Return what is left of a live lock, and whether an expired row was culled.
+    """
+    key, expired = key_of("live"), key_of("expired")
+    with override_settings(USE_TZ=False, TIME_ZONE=zone):
+        with private_store(settings, cache_alias, options={"MAX_ENTRIES": 2}) as store:
+            empty(cache_alias)
+            store.add(key, A, 60)
+            cache = caches[cache_alias]
+            cache.set("expired", "value", -24 * 60 * 60)
+            cache.set("other", "value", 60)
+            cache.set("culls", "value", 60)  # the table has three rows, one more than it may
+            entry = store.read(key)
+            assert store.read(expired) is None
+            left = store._run(f"SELECT cache_key FROM {TABLES[cache_alias]}", [], fetch=True)
+            connections[DATABASES[cache_alias]].close()
+    return entry and entry.value, not any("expired" in made for (made,) in left)
+
+
+ZONES = ["Asia/Tokyo", "America/Chicago", "UTC", "Pacific/Kiritimati"]
+
+
+@on(*TABLES)
+@pytest.mark.parametrize("zone", ZONES)
+def test_culling_in_local_time_leaves_a_live_lock(cache_alias: str, zone: str, settings) -> None:
+    assert culled(settings, cache_alias, zone) == (A, True)
+
+
+@on("db_mariadb", "db_sqlite")
+def test_control_culling_in_local_time_deletes_a_lock_in_utc(
+    cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "SHIFT", 0)
+    assert culled(settings, cache_alias, "Asia/Tokyo") == (None, True)
+
+
+@on(*TABLES)
+@pytest.mark.parametrize("zone", ZONES)
+def test_a_lock_in_local_time_ends_with_its_lease(cache_alias: str, zone: str, settings) -> None:
+    with override_settings(USE_TZ=False, TIME_ZONE=zone):
+        with private_store(settings, cache_alias) as store:
+            store.add(KEY, A, 0.3)
+            blocker = store.add(KEY, B, 60)
+            assert blocker is not None
+            assert 0 < blocker.remaining < 0.31
+            assert eventually(lambda: store.add(KEY, B, 60) is None, within=2)
+            assert 50 < store.read(KEY).remaining < 60.01
+            assert [key for key, _ in store.entries()] == [KEY]
+
+
+# Transactions of the application
+
+
+class Rollback(Exception):
+    pass
+
+
+@on("db_postgres", "db_mariadb")
+@pytest.mark.django_db(databases="__all__", transaction=True)
+def test_a_lock_taken_in_a_transaction_is_seen_at_once_and_survives_its_rollback(
+    store: DatabaseStore, cache_alias: str
+) -> None:
+    using = DATABASES[cache_alias]
+    table = TABLES[cache_alias]
+    seen = []
+
+    def look() -> None:
+        seen.append(get_store(cache_alias).read(KEY))
+
+    with suppress(Rollback), transaction.atomic(using=using):
+        with connections[using].cursor() as cursor:
+            cursor.execute(f"SELECT COUNT(*) FROM {table}")
+        store.add(KEY, A, 60)
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        raise Rollback
+    assert seen[0].value == A
+    assert store.read(KEY).value == A
+
+
+@on("db_postgres", "db_mariadb")
+@pytest.mark.django_db(databases="__all__", transaction=True)
+def test_control_what_the_cache_adds_in_a_transaction_rolls_back(
+    store: DatabaseStore, cache_alias: str
+) -> None:
+    with suppress(Rollback), transaction.atomic(using=DATABASES[cache_alias]):
+        assert caches[cache_alias].add("nightly", "mine")
+        assert store._read(store.make_key("nightly")) is None
+        raise Rollback
+    assert caches[cache_alias].get("nightly") is None
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SQLite wait for a moment only."""
+    there = connections.settings["sqlite_locks"] | {"OPTIONS": {"timeout": 0.1}}
+    monkeypatch.setitem(connections.settings, "sqlite_locks", there)
+
+
+@on("db_sqlite")
+@pytest.mark.parametrize(
+    "before", ["SELECT COUNT(*) FROM locks_sqlite", "DELETE FROM locks_sqlite"]
+)
+@pytest.mark.django_db(databases="__all__", transaction=True)
+def test_locks_in_the_sqlite_file_of_the_transaction_name_the_remedy(
+    impatient: None, store: DatabaseStore, before: str
+) -> None:
+    lock = TaskLock("nightly", cache="db_sqlite")
+    with transaction.atomic(using="sqlite_locks"):
+        with connections["sqlite_locks"].cursor() as cursor:
+            cursor.execute(before)
+            cursor.fetchall()
+            with pytest.raises(OperationalError, match="SQLite file of their own"):
+                lock.acquire()
+    assert not lock.locked()
+    assert lock.acquire()
+    assert lock.release()
+
+
+@on("db_sqlite")
+@pytest.mark.django_db(databases="__all__", transaction=True)
+def test_locks_in_an_sqlite_file_of_their_own_are_taken_in_transactions(
+    store: DatabaseStore,
+) -> None:
+    with transaction.atomic(using="sqlite"), connections["sqlite"].cursor() as cursor:
+        cursor.execute("DELETE FROM django_singletask_tasklockevent")
+        assert store.add(KEY, A, 60) is None
+
+
+# Connections
+
+
+def kill_connection_of(store: DatabaseStore, cache_alias: str) -> None:
+    other = connections.create_connection(DATABASES[cache_alias])
+    if cache_alias == "db_postgres":
+        ((pid,),) = store._run("SELECT pg_backend_pid()", [], fetch=True)
+        kill, is_there = (
+            "SELECT pg_terminate_backend(%s)",
+            "SELECT 1 FROM pg_stat_activity WHERE pid = %s",
+        )
+    else:
+        ((pid,),) = store._run("SELECT CONNECTION_ID()", [], fetch=True)
+        kill = "KILL %s"
+        is_there = "SELECT 1 FROM information_schema.processlist WHERE id = %s"
+
+    def gone() -> bool:
+        cursor.execute(is_there, [pid])
+        return not cursor.fetchall()
+
+    with other.cursor() as cursor:
+        cursor.execute(kill, [pid])
+        eventually(gone)
+    other.close()
+
+
+@on("db_postgres", "db_mariadb")
+def test_a_connection_that_the_server_closed_costs_no_error(
+    store: DatabaseStore, cache_alias: str
+) -> None:
+    for ask in (
+        lambda: store.add(KEY, A, 60) is None,
+        lambda: store.renew(KEY, A, 60) is Outcome.OK,
+        lambda: store.read(KEY) is not None,
+        lambda: store.release(KEY, A) is Outcome.OK,
+    ):
+        kill_connection_of(store, cache_alias)
+        assert ask()
+
+
+@on("db_postgres")
+def test_control_the_cache_fails_on_a_connection_that_the_server_closed(cache_alias: str) -> None:
+    caches[cache_alias].get("name")
+    cursor = connections["default"].cursor()
+    cursor.execute("SELECT pg_backend_pid()")
+    ((pid,),) = cursor.fetchall()
+    other = connections.create_connection("default")
+    with other.cursor() as killer:
+        killer.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+    other.close()
+    with pytest.raises(OperationalError):
+        caches[cache_alias].get("name")
+    connections["default"].close()
+
+
+@on("db_postgres", "db_mariadb")
+def test_connection_of_a_thread_ends_with_it(store: DatabaseStore, cache_alias: str) -> None:
+    used = []
+
+    def work() -> None:
+        mine = get_store(cache_alias)
+        mine.read(KEY)
+        used.append(mine.connection)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert used[0].connection is None
+
+
+@on("db_postgres")
+def test_own_connection_is_not_closed_by_the_end_of_a_request(
+    store: DatabaseStore, cache_alias: str
+) -> None:
+    from django.core.signals import request_finished
+
+    store.read(KEY)
+    kept = store.connection.connection
+    request_finished.send(sender=None)
+    assert store.connection.connection is kept
+    assert store.connection is not connection
+
+
+@on("db_postgres", "db_mariadb")
+def test_a_project_without_autocommit_has_locks_all_the_same(
+    cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = DATABASES[cache_alias]
+    there = connections.settings[database] | {"AUTOCOMMIT": False}
+    monkeypatch.setitem(connections.settings, database, there)
+    with private_store(settings, cache_alias) as store:
+        store.add(KEY, A, 60)
+        other = DatabaseStore(store.cache)
+        assert other.read(KEY).value == A
+        other.close()
+
+
+@on("db_postgres")
+def test_locks_take_no_connection_from_the_pool(
+    cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = connections.settings["default"] | {"OPTIONS": {"pool": {"max_size": 1}}}
+    monkeypatch.setitem(connections.settings, "default", there)
+    with private_store(settings, cache_alias) as store:
+        assert store.add(KEY, A, 60) is None
+        assert store.connection.pool is None
+
+
+@on("db_postgres")
+def test_a_race_under_serializable_isolation_has_one_winner_and_no_errors(
+    cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"options": "-c default_transaction_isolation=serializable"}
+    there = connections.settings["default"] | {"OPTIONS": options}
+    monkeypatch.setitem(connections.settings, "default", there)
+    barrier, rounds = threading.Barrier(8), 50
+    winners: list[int] = []
+    finished = []
+
+    def race(number: int) -> None:
+        store, mine = get_store(cache_alias), holder(str(number))
+        for turn in range(rounds):
+            barrier.wait(60)
+            if store.add(key_of(f"turn {turn}"), mine, 60) is None:
+                winners.append(turn)
+        finished.append(number)
+
+    with private_store(settings, cache_alias) as store:
+        for turn in range(rounds):
+            store.add(key_of(f"turn {turn}"), A, 0.001)
+        threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(finished) == 8
+    assert sorted(winners) == list(range(rounds))
+
+
+@on("db_sqlite")
+def test_another_database_is_refused(cache_alias: str, settings, monkeypatch) -> None:
+    monkeypatch.delitem(database.DIALECTS, "sqlite")
+    with pytest.raises(ImproperlyConfigured, match=r"DATABASES\['sqlite_locks'\] is sqlite"):
+        with private_store(settings, cache_alias):
+            pass

@@ -1,0 +1,84 @@
+"""The store forgets, or goes away, while a task runs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from django_singletask.stores import get_store
+from tests import servers
+from tests.deadline import wait_for
+from tests.testapp import log, tasks
+from tests.testapp.celery import app
+
+
+@pytest.fixture
+def own_redis(settings, monkeypatch):
+    """Run a Redis server that only the locks of this test are in."""
+    with servers.Redis() as server:
+        monkeypatch.setenv("SINGLETASK_TEST_OWN_REDIS_URL", server.url)
+        backend = "django.core.cache.backends.redis.RedisCache"
+        own = {"BACKEND": backend, "LOCATION": server.url, "KEY_PREFIX": "own_redis"}
+        settings.CACHES = {**settings.CACHES, "own_redis": own}
+        settings.SINGLETASK_CACHE = "own_redis"
+        yield server
+
+
+def test_a_store_restarted_empty_is_told_the_lock_again(start_worker, queue, own_redis, runs_log):
+    worker = start_worker(cache="own_redis", concurrency=2)
+    options = {"lock_timeout": 6}
+    result = tasks.hold.apply_async(("a", 10), queue=queue, lock_options=options)
+    wait_for(lambda: worker.events("start"), "it runs")
+    token = tasks.hold.lock("a").holder().token
+    own_redis.restart_empty()
+    restarted = time.monotonic()
+    holder = wait_for(lambda: tasks.hold.lock("a").holder(), "it is held again", deadline=10)
+    assert time.monotonic() - restarted < 2 + 1.5  # a third of the lease, or the retry after it
+    assert holder.token == token
+    assert "taken again" in worker.text()
+    assert tasks.hold.apply_async(("a", 0), queue=queue).get(timeout=10) == "skipped"
+    assert result.get(timeout=20) == "ran"
+    assert log.overlaps(runs_log) == 0
+
+
+def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs_log):
+    worker = start_worker(cache="own_redis", concurrency=2)
+    options = {"lock_timeout": 20}
+    result = tasks.hold.apply_async(("a", 3), queue=queue, lock_options=options)
+    wait_for(lambda: worker.events("start"), "it runs")
+    own_redis.kill()
+    down = time.monotonic()
+    failed = tasks.hold.apply_async(("b", 0), queue=queue).get(timeout=20, propagate=False)
+    assert "ConnectionError" in type(failed).__name__
+    while time.monotonic() - down < 5:
+        # The main process answers its broker all the while.
+        replies = app.control.ping(destination=[f"one-{queue}@test"], timeout=1, limit=1)
+        assert replies, "the worker did not answer"
+    # The body ended meanwhile, and could not give its lock back.
+    assert result.get(timeout=10) == "ran"
+    own_redis.start()
+    again = wait_for(
+        lambda: tasks.hold.apply_async(("a", 0), queue=queue).get(timeout=10) == "ran",
+        "an equal call runs again",
+        deadline=10,
+    )
+    assert again
+    assert log.overlaps(runs_log) == 0
+
+
+def test_what_could_not_be_given_back_is_given_back_later(own_redis, transactional_db):
+    lock = tasks.hold.lock("a")
+    lock.acquire()
+    value = lock._value
+    own_redis.pause()
+    os.kill(own_redis.process.pid, 0)
+    own_redis.resume()
+    store = get_store("own_redis")
+    own_redis.kill()
+    with pytest.raises(Exception, match=r"(?i)connect|closed|refused"):
+        lock.release()
+    own_redis.start()
+    store.add(lock.key, value, 20)  # as a server that kept its data would have it
+    wait_for(lambda: not lock.locked(), "it is given back", deadline=10)
