@@ -61,8 +61,9 @@ def test_of_another_user(child, monkeypatch):
     def denied(pid, number):
         raise PermissionError
 
-    monkeypatch.setattr(os, "kill", denied)
-    assert is_gone(child.pid, start_time(child.pid)) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", denied)
+        assert is_gone(child.pid, start_time(child.pid)) is None
 
 
 def test_hidden_processes_are_no_proof(child, monkeypatch):

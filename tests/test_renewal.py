@@ -35,8 +35,8 @@ def test_locks_that_are_due_together_are_renewed_in_one_go(monkeypatch):
     monkeypatch.setattr(renewal, "clock", lambda: now + 21)
     keeper.tick()
     assert all(lock._renewed > start for lock, start in zip(locks, began, strict=True))
-    # One pipeline: its packets may be read in several pieces.
-    assert trips() - before < 10
+    # One pipeline, which the server reads in pieces of 16 KiB; one by one it would be 200 trips.
+    assert trips() - before < 50
     monkeypatch.undo()
     for lock in locks:
         lock.release()
@@ -77,9 +77,9 @@ django.setup()
 from django_singletask import TaskLock
 with TaskLock("nightly", timeout=1) as lock:
     print("held", flush=True)
-    before = time.monotonic()
-    while time.monotonic() - before < 0.5:   # a stop shows as a jump of the clock
-        before = time.monotonic() if time.monotonic() - before < 0.1 else before
+    before = now = time.monotonic()
+    while now - before < 0.5:   # a stop shows as a jump of the clock
+        before, now = now, time.monotonic()
     print(lock.lost, flush=True)
 """
 

@@ -86,10 +86,15 @@ def test_of_16_threads_exactly_one_takes_a_key_in_local_memory(cache_alias: str)
                 taken.append(turn)
 
     threads = [threading.Thread(target=take, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert sorted(taken) == list(range(ROUNDS))
     close_stores()
     caches[cache_alias].clear()

@@ -111,11 +111,12 @@ def test_the_client_and_its_connection_are_kept(redis, client, settings) -> None
         assert client.info("stats")["total_connections_received"] == before
 
 
-def test_a_lock_is_read_from_the_primary(redis, settings) -> None:
+def test_a_lock_is_on_the_primary_and_read_there(redis, client, settings) -> None:
     # A replica that lags by far: it has not heard of anything.
     with Redis() as replica:
         with private_store(settings, "redis", [redis.url, replica.url]) as store:
             assert store.add(KEY, A, 60) is None
+            assert client.get(store.make_key(KEY)) == A
             for _ in range(20):
                 entry = store.read(KEY)
                 assert entry is not None

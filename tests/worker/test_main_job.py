@@ -29,8 +29,7 @@ def test_without_the_lock_the_same_calls_overlap(start_worker, runs_log, queue):
 
 
 def test_8_keys_run_in_parallel(start_worker, queue):
-    start_worker(name="one", concurrency=4)
-    start_worker(name="two", concurrency=4)
+    start_worker(concurrency=8)
     calls = group(tasks.meet.s(str(key), 8) for key in range(8))
     assert calls.apply_async(queue=queue).get(timeout=40) == ["met"] * 8
 
