@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from django_singletask.decorators import only_one
 from django_singletask.exceptions import DuplicateTask, LockConflict, LockError, LockLost
-from django_singletask.locks import TaskLock, current_lock, only_one
+from django_singletask.locks import TaskLock, current_lock
 from django_singletask.task import SingletonTask
 
 __all__ = [

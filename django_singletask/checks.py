@@ -128,7 +128,7 @@ def _database(alias: str, cache: Any) -> Iterator[checks.CheckMessage]:
             f"{vendor}: locks need PostgreSQL, MySQL, MariaDB or SQLite.",
             hint=f"Route the table {table!r} to such a database, or set SINGLETASK_CACHE to a "
             "cache on Redis or memcached.",
-            id="django_singletask.E006",
+            id="django_singletask.E015",
         )
     if vendor == "sqlite" and database == "default":
         yield checks.Warning(
@@ -147,6 +147,11 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     if error:
         hint = "Set SINGLETASK_LOCK_TIMEOUT to seconds, such as 60, or remove it."
         found.append(checks.Error(error, hint=hint, id="django_singletask.E007"))
+    error = _seconds_error("SINGLETASK_HISTORY_DAYS", conf.history_days)
+    if error:
+        hint = "Set SINGLETASK_HISTORY_DAYS to a number of days, such as 30, or remove it."
+        error = error.replace("of seconds", "of days")
+        found.append(checks.Error(error, hint=hint, id="django_singletask.E016"))
     if conf.history not in HISTORY_MODES:
         found.append(
             checks.Error(

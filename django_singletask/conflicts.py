@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject
 
 from django_singletask.exceptions import PutOff
 from django_singletask.locks import TaskLock
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from django_singletask.task import SingletonTask
 
 __all__ = ["HEADER", "POLICIES", "own_header", "run"]
+
+logger = logging.getLogger("django_singletask")
 
 HEADER = "singletask"
 """The message header with the call's key, name, lock options and task id."""
@@ -52,17 +55,16 @@ def run(
     """
     header = own_header(request.headers, request.id) if request is not None else {}
     policy = task.option("on_conflict", options)
-    wait = task.option("lock_wait", options) if policy == "wait" else 0
-    lock.wait, lock.on_conflict = wait, None
+    lock.wait = task.option("lock_wait", options) if policy == "wait" else 0
+    lock.on_conflict = None
     # The lock is given back here, so before Celery stores the result and publishes the next link
     # of a chain, which may want the same lock.
     with lock:
         if lock:
             if header.get("redelivered") and not lock.took_over:
-                _leave_to_the_first_run(task, request, header)
+                _leave_to_the_first_run(task, lock, request, header)
             return body(*args, **kwargs)
-    if request is not None and lock.blocker is not None and lock.blocker.task_id == request.id:
-        lock._report_conflict("redelivery")
+    if request is not None:
         _put_off_behind_itself(task, lock, request, header)
     lock._report_conflict(policy)
     if policy != "skip":
@@ -82,35 +84,62 @@ def run(
 # The lock comes back before the result is stored, hence the one hop more after it is free. If the
 # first run was killed, there is no result, and the message runs: at least once.
 
+# What "redelivered" in the header says of this message:
+WAITS = 1  # it waits for the end of its first run
+LOOKS = 2  # that has ended; the next look at its result decides
+
 
 def _put_off_behind_itself(
     task: SingletonTask, lock: TaskLock, request: Any, header: Mapping[str, Any]
-) -> NoReturn:
-    assert lock.blocker is not None
-    earlier = lock.blocker.retries < request.retries or request.replaced_task_nesting > 0
-    first = SHORT_HOP if earlier else FIRST_HOP
-    put_off(task, lock, request, header, first, redelivered=0 if earlier else 1)
+) -> None:
+    """Put the message off if it met a run of its own, or has met one; else return."""
+    blocker = lock.blocker
+    if blocker is None:
+        return
+    # The first link of a chain that replaces a task has a new id; the task is its parent.
+    replaces = request.replaced_task_nesting > 0 and blocker.task_id == request.parent_id
+    if replaces or (blocker.task_id == request.id and blocker.retries < request.retries):
+        lock._report_conflict("redelivery")
+        put_off(task, lock, request, header, SHORT_HOP)
+    if blocker.task_id == request.id:
+        lock._report_conflict("redelivery")
+        put_off(task, lock, request, header, FIRST_HOP, redelivered=WAITS)
+    if header.get("redelivered"):
+        # Somebody else has the lock by now. The result of the first run may be on its way.
+        if header["redelivered"] == LOOKS and _is_done(task, request):
+            raise Ignore
+        lock._report_conflict("redelivery")
+        put_off(task, lock, request, header, FIRST_HOP, redelivered=LOOKS)
 
 
-def _leave_to_the_first_run(task: SingletonTask, request: Any, header: Mapping[str, Any]) -> None:
-    if header["redelivered"] == 1:
-        put_off(task, None, request, {**header, "hops": 0}, FIRST_HOP, redelivered=2)
-    if _succeeded(task, request):
+def _leave_to_the_first_run(
+    task: SingletonTask, lock: TaskLock, request: Any, header: Mapping[str, Any]
+) -> None:
+    if header["redelivered"] == WAITS:
+        put_off(task, lock, request, {**header, "hops": 0}, FIRST_HOP, redelivered=LOOKS)
+    if _is_done(task, request):
         raise Ignore
 
 
-def _succeeded(task: SingletonTask, request: Any) -> bool:
-    if request.ignore_result or task.ignore_result:
+def _is_done(task: SingletonTask, request: Any) -> bool:
+    """Say whether the result backend knows that the work of a message was done, or goes on."""
+    ignored = vars(request).get("ignore_result")
+    if task.ignore_result if ignored is None else ignored:
         return False
     try:
-        return bool(task.AsyncResult(request.id).state == "SUCCESS")
+        state = task.AsyncResult(request.id).state
     except NotImplementedError:  # no result backend is configured
         return False
+    except Exception:
+        logger.exception("The result of %s cannot be read: it runs again.", request.id)
+        return False
+    # After RETRY the next message is published already.
+    return state == "SUCCESS" or (state == "RETRY" and not request.retries)
 
 
 def put_off(
     task: SingletonTask,
-    lock: TaskLock | None,
+    lock: TaskLock,
     request: Any,
     header: Mapping[str, Any],
     first: float,
@@ -128,15 +157,24 @@ def put_off(
         request, countdown=_hop(task, lock, first, hops), retries=request.retries
     )
     headers = signature.options.get("headers") or {}
-    put = {**headers, HEADER: {**header, "id": request.id, "hops": hops + 1, **state}}
-    signature.set(headers=put).apply_async()
+    own = {**header, "id": request.id, "key": lock.key, "name": lock.name}
+    put = {**headers, HEADER: {**own, "hops": hops + 1, **state}}
+    # What the caller hides stays hidden.
+    shown = {name: getattr(request, name, None) for name in ("argsrepr", "kwargsrepr")}
+    try:
+        signature.set(headers=put, **shown).apply_async()
+    except Exception as error:
+        # Not a failure of the task: its other run may be alive. Back to the broker, if it still
+        # knows the message (acks_late).
+        logger.exception("%s could not be put off.", request.id)
+        raise Reject(error, requeue=True) from error
     raise PutOff
 
 
-def _hop(task: SingletonTask, lock: TaskLock | None, first: float, hops: int) -> float:
+def _hop(task: SingletonTask, lock: TaskLock, first: float, hops: int) -> float:
     transport = task.app.conf.broker_transport_options or {}
     longest = float(transport.get("visibility_timeout") or 3600) / 3
-    if lock is not None and lock.blocker is not None and lock.blocker.timeout:
+    if lock.blocker is not None and lock.blocker.timeout:
         longest = min(longest, lock.blocker.timeout / 4)
     # After a short first hop, on to the ordinary ones.
     hop = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)

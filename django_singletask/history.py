@@ -33,6 +33,9 @@ logger = logging.getLogger("django_singletask")
 TROUBLE = frozenset({"expired", "lost", "cleared"})
 COUNTED = frozenset({"skipped", "duplicate"})
 
+SWEEPER = "django_singletask.sweep"
+"""Name of the lock of the worker that sweeps."""
+
 _unrecorded = 0
 """Events in a row that could not be written: an outage is one log line, not one a run."""
 
@@ -157,20 +160,22 @@ def sweep() -> None:
     from django_singletask.models import TaskLockEvent
 
     now = datetime.now(timezone.utc)
-    store = get_store(conf.cache)
     rows = TaskLockEvent.objects.filter(kind="acquired", outcome="")
     still_open = set()
     for row in rows.iterator():
         still_open.add(row.pk)
-        if _aware(row.at) + timedelta(seconds=row.timeout) > now:
+        if (
+            _aware(row.at) + timedelta(seconds=row.timeout) > now
+            or row.cache not in settings.CACHES
+        ):
             continue
-        entry = store.read(row.key)
+        entry = get_store(row.cache).read(row.key)
         holder = Holder.decode(entry.value) if entry is not None else None
         if holder is not None and holder.token == row.token:
             _missed.pop(row.pk, None)
             how = proof_of_death(holder)
             if how is not None:
-                TaskLock(LockKey(row.name, row.key)).bury(row.token, how)
+                TaskLock(LockKey(row.name, row.key), cache=row.cache).bury(row.token, how)
         elif clock() - _missed.setdefault(row.pk, clock()) >= row.timeout:
             del _missed[row.pk]
             _expire(row, now)
@@ -190,6 +195,7 @@ def _expire(row: TaskLockEvent, now: datetime) -> None:
         name=row.name,
         key=row.key,
         at=now,
+        cache=row.cache,
         task=row.task,
         task_id=row.task_id,
         token=row.token,

@@ -85,7 +85,7 @@ class Holder:
         """Read a record; what something else wrote under the key becomes a nameless holder."""
         try:
             return cls.from_dict(json.loads(value))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls.from_dict({})
 
     @classmethod
@@ -144,7 +144,8 @@ def proof_of_death(holder: Holder) -> str | None:
     the same number is another process, or none. No proof is not a proof of life.
     """
     process = this_process()
-    if not process.boot_id or holder.pid <= 0:
+    known = process.boot_id and (process.pid_ns or not sys.platform.startswith("linux"))
+    if not known or holder.pid <= 0:
         return None
     if (holder.boot_id, holder.pid_ns) != (process.boot_id, process.pid_ns):
         return None
@@ -159,6 +160,8 @@ def is_gone(pid: int, start: str) -> str | None:
         os.kill(pid, 0)
     except ProcessLookupError:
         return f"process {pid} is gone"
+    except OverflowError:
+        return None  # no pid at all
     except OSError:
         pass  # it is somebody else's: it lives
     # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any
 
 from celery import current_task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -25,12 +22,9 @@ from django_singletask.renewal import clock
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Entry, Outcome, Store, get_store
 
-__all__ = ["TaskLock", "current_lock", "only_one"]
+__all__ = ["TaskLock", "current_lock"]
 
 logger = logging.getLogger("django_singletask")
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 POLL = 0.05
 MAX_POLL = 0.5
@@ -126,6 +120,8 @@ class TaskLock:
         pause = POLL
         while not self._take():
             left = until - clock()
+            if self._run and self.blocker and self.blocker.task_id == self._run[1] is not None:
+                return False  # an earlier run of the same message: not to be waited for here
             if wait and self.blocker and renewal.held_by_this_thread(self.blocker.token):
                 self._report_conflict("wait")
                 raise self._conflict()
@@ -164,7 +160,8 @@ class TaskLock:
         except BaseException:
             # The request may have been carried out all the same: an error on the way back, a soft
             # time limit raised between the reply and here. Nobody would renew or free it.
-            self.token = None
+            if self.token == holder.token:
+                self.token = None
             renewal.drop(holder.token)
             renewal.owe(self._alias, self.key, value, lease)
             raise
@@ -291,8 +288,8 @@ class TaskLock:
         if self.token is None:
             raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
         if timeout is not None:
-            self._leased = check_seconds("timeout", timeout)
-        renewal.renew(self)
+            check_seconds("timeout", timeout)
+        renewal.renew(self, self._leased if timeout is None else timeout)
         self.check()
 
     def _lose(self, outcome: Outcome) -> None:
@@ -379,11 +376,13 @@ class TaskLock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._context is not None:
-            _current.reset(self._context)
-            self._context = None
-        if self.token is not None:
-            self._give_back(_result(exc))
+        context, self._context = self._context, None
+        try:
+            if self.token is not None:
+                self._give_back(_result(exc))
+        finally:
+            if context is not None:
+                _current.reset(context)
 
     # Telling
 
@@ -406,7 +405,8 @@ class TaskLock:
 
     def _send(self, kind: str, holder: Holder | None, **facts: Any) -> None:
         if lock_event.has_listeners(TaskLock):
-            event = LockEvent.about(kind, self.name, self.key, holder, quiet=self._quiet, **facts)
+            facts = {"quiet": self._quiet, "cache": self.cache or conf.cache, **facts}
+            event = LockEvent.about(kind, self.name, self.key, holder, **facts)
             for _receiver, error in lock_event.send_robust(sender=TaskLock, event=event):
                 if isinstance(error, SoftTimeLimitExceeded):
                     raise error  # a signal's, meant for the task
@@ -427,78 +427,3 @@ def _running_task() -> tuple[str | None, str | None, int]:
         return None, None, 0
     request = current_task.request
     return current_task.name, request.id, request.retries or 0
-
-
-@overload
-def only_one(function: Callable[P, R]) -> Callable[P, R]: ...
-@overload
-def only_one(
-    function: None = None,
-    *,
-    key: str | None = None,
-    timeout: float | None = None,
-    renew: bool = True,
-    wait: float = 0,
-    on_conflict: str = "skip",
-    skip_result: Any = None,
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-def only_one(
-    function: Callable[P, R] | None = None,
-    *,
-    key: str | None = None,
-    timeout: float | None = None,
-    renew: bool = True,
-    wait: float = 0,
-    on_conflict: str = "skip",
-    skip_result: Any = None,
-) -> Any:
-    """Let a function run only once at a time; a call that finds it running is skipped.
-
-    ``key`` is the name of the lock, by default the dotted name of the function. A skipped call
-    returns ``skip_result``, or raises :class:`LockConflict` with ``on_conflict="raise"``. The
-    other options are those of :class:`TaskLock`. Works on functions, methods (``run`` of a
-    class-based task) and below ``@shared_task`` and Django's ``@task``.
-
-    Raises ``TypeError`` for coroutine and generator functions, whose body runs after the call has
-    returned, and for task objects. The name is that of the recipe by Ted Tieken (2012).
-    """
-    if function is None:
-        return functools.partial(
-            only_one,
-            key=key,
-            timeout=timeout,
-            renew=renew,
-            wait=wait,
-            on_conflict=on_conflict,
-            skip_result=skip_result,
-        )
-    for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
-        if hasattr(function, attribute):
-            raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
-    refuse_deferred(function, "only_one")
-    if key is None:
-        key = f"{function.__module__}.{function.__qualname__}"
-    # Raises for unusable options now, at decoration.
-    options: dict[str, Any] = {"timeout": timeout, "renew": renew, "wait": wait}
-    TaskLock(key, on_conflict=on_conflict, **options)
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-        with TaskLock(key, on_conflict=on_conflict, **options) as lock:
-            return function(*args, **kwargs) if lock else skip_result
-
-    return wrapper
-
-
-def refuse_deferred(function: Any, what: str) -> None:
-    """Raise ``TypeError`` for a function whose call returns before its body has run."""
-    for test, kind in (
-        (inspect.iscoroutinefunction, "a coroutine function"),
-        (inspect.isasyncgenfunction, "an asynchronous generator function"),
-        (inspect.isgeneratorfunction, "a generator function"),
-    ):
-        if test(function):
-            raise TypeError(
-                f"{what}: {function.__qualname__} is {kind}: its lock would be free before its "
-                "body runs. Take a TaskLock inside the body of a plain function instead."
-            )

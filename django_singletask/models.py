@@ -53,6 +53,7 @@ class TaskLockEvent(models.Model):
     result = models.CharField(_("result"), max_length=10, choices=Result, blank=True)
     name = models.CharField(_("lock"), max_length=255)
     key = models.CharField(_("cache key"), max_length=255)
+    cache = models.CharField(_("cache"), max_length=255, blank=True)
     task = models.CharField(_("task"), max_length=255, blank=True)
     task_id = models.CharField(_("task id"), max_length=255, blank=True)
     token = models.CharField(_("token"), max_length=32, blank=True)

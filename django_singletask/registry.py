@@ -12,6 +12,7 @@ from django.db import DatabaseError
 from django.db.models import Sum
 
 from django_singletask.conf import conf
+from django_singletask.history import SWEEPER
 from django_singletask.keys import LockKey, name_key
 from django_singletask.liveness import Holder
 from django_singletask.locks import TaskLock
@@ -50,7 +51,8 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
     locks = [
         lock
         for lock in _find(get_store(conf.cache), wanted)
-        if (not wanted or lock.name in wanted or lock.key in wanted)
+        if lock.name != SWEEPER
+        and (not wanted or lock.name in wanted or lock.key in wanted)
         and (task is None or lock.holder.task == task)
     ]
     return sorted(_with_skips(locks), key=lambda lock: (-lock.held_for, lock.name))

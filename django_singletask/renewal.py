@@ -23,6 +23,7 @@ __all__ = ["clock", "drop", "held_by_this_thread", "keep", "owe", "renew"]
 logger = logging.getLogger("django_singletask")
 
 RETRY = 1.0
+MAX_DEBTS = 1000
 
 
 def _boottime() -> float:
@@ -56,6 +57,7 @@ class Keeper:
         self.pays_at = math.inf
         self.wakes_at = math.inf
         self.changed = threading.Condition()
+        self.renewing = threading.Lock()
         self.thread: threading.Thread | None = None
 
     def keep(self, lock: TaskLock) -> None:
@@ -66,36 +68,45 @@ class Keeper:
             self.wake(due(lock))
 
     def owe(self, debt: Debt) -> None:
-        self.debts.append(debt)
+        self.debts = [*self.debts[-MAX_DEBTS:], debt]
         self.pays_at = clock()
         self.wake(self.pays_at)
 
     def wake(self, at: float) -> None:
         with self.changed:
             self.wakes_at = min(self.wakes_at, at)
-            if self.thread is None:
+            if self.thread is None or not self.thread.is_alive():
                 warn_without_threads()
-                self.thread = threading.Thread(
-                    target=self.run, name="singletask-renewal", daemon=True
-                )
-                self.thread.start()
+                thread = threading.Thread(target=self.run, name="singletask-renewal", daemon=True)
+                thread.start()
+                self.thread = thread
             self.changed.notify()
 
     def run(self) -> None:
         while True:
-            with self.changed:
-                self.wakes_at = self.next_due()
-                pause = self.wakes_at - clock()
-                if pause > 0:
-                    if self.wakes_at == math.inf:
-                        # Nothing to do: leave no connection open, of a store or the history.
-                        close_stores()
-                        connections.close_all()
-                    self.changed.wait(None if pause == math.inf else pause)
             try:
+                self.wait()
                 self.tick()
             except Exception:
                 logger.exception("The renewal of locks failed; it goes on.")
+                time.sleep(RETRY)
+
+    def wait(self) -> None:
+        if self.next_due() == math.inf:
+            # Nothing to do: leave no connection open, of a store or the history.
+            close_stores()
+            connections.close_all()
+        with self.changed:
+            # A lock that comes while this thread reckons finds no hour of waking, and so comes to
+            # wake(), which waits until this thread sleeps and can hear it:
+            #
+            #   this thread: wakes_at = inf   next_due() -> inf                  sleeps -> woken
+            #   keep():                                 due < inf   wake() ......... notify
+            self.wakes_at = math.inf
+            self.wakes_at = self.next_due()
+            pause = self.wakes_at - clock()
+            if pause > 0:
+                self.changed.wait(None if pause == math.inf else pause)
 
     def next_due(self) -> float:
         return min([self.pays_at, *map(due, self.renewed())])
@@ -116,31 +127,37 @@ class Keeper:
         return [lock for lock in list(self.locks.values()) if lock.renew]
 
     def renew_all(self, alias: str, locks: list[TaskLock]) -> None:
-        tokens = [lock.token for lock in locks]
-        requests = [(lock.key, lock._value, lock._leased) for lock in locks]
-        sent = clock()
-        try:
-            outcomes = get_store(alias).renew_many(requests)
-        except Exception as error:
-            # The store may be back at the next attempt, before the leases end.
-            for lock in locks:
-                lock._retry_at = clock() + min(RETRY, lock._leased / 10)
-            logger.warning("%s locks could not be renewed: %s", len(locks), error)
-            return
-        for lock, token, outcome in zip(locks, tokens, outcomes, strict=True):
-            settle(lock, token, sent, outcome)
+        with self.renewing:
+            asked = [(lock, lock.token, lock._leased) for lock in locks]
+            requests = [(lock.key, lock._value, lease) for lock, _, lease in asked]
+            sent = clock()
+            try:
+                outcomes = get_store(alias).renew_many(requests)
+            except Exception as error:
+                # The store may be back at the next attempt, before the leases end.
+                for lock in locks:
+                    lock._retry_at = clock() + min(RETRY, lock._leased / 10)
+                logger.warning("%d locks could not be renewed: %s", len(locks), error)
+                return
+            for (lock, token, lease), outcome in zip(asked, outcomes, strict=True):
+                settle(lock, token, sent, lease, outcome)
 
     def pay(self) -> None:
         debts, self.debts, self.pays_at = self.debts, [], math.inf
+        down: set[str] = set()
         for debt in debts:
             try:
-                get_store(debt.cache).release(debt.key, debt.value)
+                # One error is enough: each may take as long as the client waits, and the
+                # renewals of other locks wait meanwhile.
+                if debt.cache not in down:
+                    get_store(debt.cache).release(debt.key, debt.value)
+                    continue
             except Exception as error:
-                if clock() < debt.until:
-                    self.debts.append(debt)
-                    self.pays_at = clock() + RETRY
-                else:
-                    logger.warning("%s was not given back; its lease ended: %s", debt.key, error)
+                down.add(debt.cache)
+                logger.warning("Locks could not be given back to %s yet: %s", debt.cache, error)
+            if clock() < debt.until:
+                self.debts.append(debt)
+                self.pays_at = clock() + RETRY
 
 
 def due(lock: TaskLock) -> float:
@@ -148,17 +165,22 @@ def due(lock: TaskLock) -> float:
     return max(lock._renewed + lock._leased / 3, lock._retry_at)
 
 
-def renew(lock: TaskLock) -> None:
-    """Extend the lease of a lock by its length from now; or learn that the lock is lost."""
-    token = lock.token
-    # The new deadline is counted from before the request, like that of the acquisition: the
-    # server may have handled it long before the reply is here.
-    sent = clock()
-    store = get_store(lock._alias)
-    settle(lock, token, sent, store.renew(lock.key, lock._value, lock._leased))
+def renew(lock: TaskLock, lease: float) -> None:
+    """Let the lease of a lock end ``lease`` seconds from now; or learn that the lock is lost."""
+    # Two renewals of one lock at a time could settle in another order than the store saw them:
+    #
+    #   thread: asks for 9 s -> granted second                      settles first: trusts for 9 s
+    #   extend: asks for 600 s -> granted first, cut to 9 s          settles last: trusts for 600 s
+    with _keeper.renewing:
+        token = lock.token
+        # The new deadline is counted from before the request, like that of the acquisition: the
+        # server may have handled it long before the reply is here.
+        sent = clock()
+        outcome = get_store(lock._alias).renew(lock.key, lock._value, lease)
+        settle(lock, token, sent, lease, outcome)
 
 
-def settle(lock: TaskLock, token: str | None, sent: float, outcome: Outcome) -> None:
+def settle(lock: TaskLock, token: str | None, sent: float, lease: float, outcome: Outcome) -> None:
     """Tell a lock what its renewal found."""
     if lock.token is None or lock.token != token:
         # Given back meanwhile. If the release came to the store first, this renewal found
@@ -167,7 +189,7 @@ def settle(lock: TaskLock, token: str | None, sent: float, outcome: Outcome) -> 
         #   renewal: request on its way                    -> taken again -> released here
         #   body:                          release -> freed
         if outcome is Outcome.RETAKEN:
-            get_store(lock._alias).release(lock.key, lock._value)
+            owe(lock._alias, lock.key, lock._value, lease)
         return
     lock._longest_gap = max(lock._longest_gap, sent - lock._renewed)
     lock._renewed = sent
@@ -184,6 +206,7 @@ def settle(lock: TaskLock, token: str | None, sent: float, outcome: Outcome) -> 
         if sent >= lock._deadline:
             # The lease ended before this renewal: others were free to run, and may have.
             lock._lose(Outcome.GONE)
+    lock._leased = lease
     lock._trust(sent)
 
 

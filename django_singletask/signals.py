@@ -22,15 +22,17 @@ class LockEvent:
     """One thing that happened to a lock.
 
     ``kind`` is ``acquired``, ``released``, ``skipped``, ``duplicate``, ``expired``, ``lost`` or
-    ``cleared``; ``token``, ``host``, ``pid``, ``task`` and ``task_id`` are those of the holder
-    (of the run that was skipped, for ``skipped``). ``at`` is an aware UTC time, ``timeout`` and
-    ``longest_renewal_gap`` are seconds. ``quiet`` is set for tasks with ``lock_history=False``.
+    ``cleared``; ``cache`` is the alias of the cache that holds the lock; ``token``, ``host``,
+    ``pid``, ``task`` and ``task_id`` are those of the holder (of the run that was skipped, for
+    ``skipped``). ``at`` is an aware UTC time, ``timeout`` and ``longest_renewal_gap`` are seconds.
+    ``quiet`` is set for tasks with ``lock_history=False``.
     """
 
     kind: str
     name: str
     key: str
     at: datetime
+    cache: str = ""
     task: str = ""
     task_id: str = ""
     token: str = ""

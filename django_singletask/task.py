@@ -16,9 +16,10 @@ from celery.utils.saferepr import saferepr
 from django_singletask import conflicts
 from django_singletask.conf import check_seconds
 from django_singletask.conflicts import HEADER, POLICIES, own_header
+from django_singletask.decorators import refuse_deferred
 from django_singletask.exceptions import LockConflict
 from django_singletask.keys import LockKey, call_key
-from django_singletask.locks import TaskLock, refuse_deferred
+from django_singletask.locks import TaskLock
 
 __all__ = ["SingletonTask"]
 
@@ -87,7 +88,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         ``task.lock(7).locked()`` asks whether that call is running. Raises ``TypeError`` if the
         arguments do not fit the task or have no stable form.
         """
-        return self._lock(self.lock_key(args, kwargs, {}), {})
+        return self.lock_for(self.lock_key(args, kwargs, {}), {})
 
     # Sending
 
@@ -165,8 +166,8 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         if own.get("key") and lock_options is None:
             return {**headers, HEADER: own}
         key = self.lock_key(args, kwargs, overrides, _shown(options))
-        # What made the key stays here: a callable could not travel, and need not.
-        travels = {k: v for k, v in overrides.items() if k not in ("lock_on", "lock_name")}
+        # The key is made, and a callable could not travel.
+        travels = {k: v for k, v in overrides.items() if not callable(v)}
         header = {**own, "id": task_id, "key": key.key, "name": key.name, "options": travels}
         return {**headers, HEADER: header}
 
@@ -176,7 +177,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         """Run the body under its lock."""
         request: Any = self.request_stack.top
         if request is None or request.called_directly or request._protected:
-            lock = self._lock(self.lock_key(args, kwargs, {}), {})
+            lock = self.lock_for(self.lock_key(args, kwargs, {}), {})
             return conflicts.run(self, lock, {}, super().__call__, args, kwargs)
         # The worker's own call for a message, or apply()'s: the request is pushed already, and
         # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's:
@@ -188,13 +189,14 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
             key = LockKey(own["name"], own["key"])
         else:
             key = self.lock_key(args, kwargs, options, self._shown_by(request, args, kwargs))
-        lock = self._lock(key, options)
+        lock = self.lock_for(key, options)
         lock._run = (self.name, request.id, request.retries or 0)
         lock._token = own.get("token")
         message = None if request.is_eager else request
         return conflicts.run(self, lock, options, self.run, args, kwargs, message)
 
-    def _lock(self, key: LockKey, options: Mapping[str, Any]) -> TaskLock:
+    def lock_for(self, key: LockKey, options: Mapping[str, Any]) -> TaskLock:
+        """Return the lock of this key with the lock options of this task and of one call."""
         policy = self.option("on_conflict", options)
         if policy not in POLICIES:
             raise ValueError(policy_error(self.name, policy))
@@ -219,6 +221,13 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
                 f"it knows {', '.join(sorted(OPTIONS))}."
             )
         check_types(f"lock_options of {self.name}", lock_options)
+        if None not in (lock_options.get("lock_on"), lock_options.get("lock_name")):
+            raise TypeError(
+                f"lock_options of {self.name}: lock_on and lock_name exclude each other; keep one."
+            )
+        fixed = not self.option("lock_renew", lock_options)
+        if fixed and self.option("lock_timeout", lock_options) is None:
+            raise TypeError(f"lock_options of {self.name}: lock_renew=False needs a lock_timeout.")
         for name, zero in (("lock_timeout", False), ("lock_wait", True)):
             if lock_options.get(name) is not None:
                 check_seconds(f"lock_options of {self.name}: {name}", lock_options[name], zero=zero)
@@ -230,13 +239,19 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         self, args: Any, kwargs: Any, options: Mapping[str, Any], shown: str | None = None
     ) -> LockKey:
         """Return name and key of the lock of a call; ``options`` are lock options of that call."""
+        # Of the two, one call's own stands for both.
+        own = (
+            options
+            if "lock_on" in options or "lock_name" in options
+            else {"lock_on": self.lock_on, "lock_name": self.lock_name}
+        )
         return call_key(
             self.name,
             self.run_signature,
             args or (),
             kwargs or {},
-            lock_on=self.option("lock_on", options),
-            lock_name=self.option("lock_name", options),
+            lock_on=own.get("lock_on"),
+            lock_name=own.get("lock_name"),
             shown=shown,
         )
 

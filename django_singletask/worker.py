@@ -20,7 +20,6 @@ from django_singletask.conflicts import HEADER, own_header
 from django_singletask.keys import LockKey
 from django_singletask.liveness import is_gone, start_time
 from django_singletask.locks import TaskLock
-from django_singletask.stores import close_stores
 from django_singletask.task import SingletonTask
 
 __all__ = ["connect"]
@@ -29,6 +28,9 @@ logger = logging.getLogger("django_singletask")
 
 LOOK = 0.2
 """Seconds between two looks at the processes of the pool."""
+
+RETRY = 1.0
+"""Seconds until a store that was down is asked again."""
 
 SWEEP = 60.0
 """Seconds between two sweeps of the history."""
@@ -69,6 +71,15 @@ class Run(NamedTuple):
     request: Any
 
 
+class Corpse(NamedTuple):
+    """The lock of a run whose process is gone, to be freed while its lease can last."""
+
+    lock: TaskLock
+    token: str
+    how: str
+    until: float
+
+
 # Who frees the lock of a killed process
 #
 # The main process chooses the token, and so can give back just that run's lock once its process
@@ -89,7 +100,12 @@ class Watcher(threading.Thread):
         super().__init__(name="singletask-watcher", daemon=True)
         self.runs: dict[int, Run] = {}
         self.someone_died = False
+        self.timer: Any = None
+        self.corpses: list[Corpse] = []
+        self.bury_at = 0.0
         self.sweep_at = time.monotonic() + SWEEP
+        self.leader = TaskLock(history.SWEEPER)
+        self.leader._quiet = True
 
     def accepted(self, pid: int, token: str, request: Any) -> None:
         self.runs[pid] = Run(token, start_time(pid), request)
@@ -99,9 +115,10 @@ class Watcher(threading.Thread):
             time.sleep(LOOK)
             try:
                 self.look()
+                self.bury()
                 if time.monotonic() >= self.sweep_at:
                     self.sweep_at = time.monotonic() + SWEEP
-                    sweep()
+                    sweep(self.leader)
             except Exception:
                 logger.exception("The watch over the pool's processes failed; it goes on.")
 
@@ -110,38 +127,61 @@ class Watcher(threading.Thread):
             how = is_gone(pid, last.start)
             if how is None:
                 continue
-            self.someone_died = True
-            try:
-                free(last, how)
-            except Exception as error:
-                # Tried again at the next look; the lease ends meanwhile if the store stays away.
-                logger.warning("The lock of a killed run was not freed yet: %s", error)
-                continue
             if self.runs.get(pid) is last:
                 del self.runs[pid]
+            self.someone_died = True
+            lock = lock_of(last.request)
+            if lock is not None:
+                until = time.monotonic() + lock._lease()
+                self.corpses.append(Corpse(lock, last.token, how, until))
+
+    def bury(self) -> None:
+        if not self.corpses or time.monotonic() < self.bury_at:
+            return
+        corpses, self.corpses = self.corpses, []
+        try:
+            while corpses:
+                corpses[0].lock.bury(corpses[0].token, corpses[0].how)
+                del corpses[0]
+        except Exception as error:
+            logger.warning("The locks of killed runs are not freed yet: %s", error)
+            self.bury_at = time.monotonic() + RETRY
+        finally:
+            now = time.monotonic()
+            self.corpses += [corpse for corpse in corpses if now < corpse.until]
+            connections.close_all()
 
 
-def free(last: Run, how: str) -> None:
-    """Free the lock of a run whose process is gone, if it still has it."""
-    task = last.request.task
-    header = own_header(last.request.request_dict, last.request.id)
-    if header.get("key"):
-        key = LockKey(header["name"], header["key"])
-    else:
-        args, kwargs, _embed = last.request._payload
-        key = task.lock_key(args, kwargs, header.get("options") or {})
-    TaskLock(key).bury(last.token, how)
+def lock_of(request: Any) -> TaskLock | None:
+    """Return the lock that the run of a request takes; None if its arguments give none."""
+    task = request.task
+    header = own_header(request.request_dict, request.id)
+    options = header.get("options") or {}
+    try:
+        if header.get("key"):
+            key = LockKey(header["name"], header["key"])
+        else:
+            args, kwargs, _embed = request._payload
+            key = task.lock_key(args, kwargs, options)
+        lock: TaskLock = task.lock_for(key, options)
+    except (TypeError, ValueError):
+        return None  # the run itself failed with it, and took no lock
+    return lock
 
 
-def sweep() -> None:
-    """Close the history's rows of locks that nobody holds any more; one worker at a time."""
+def sweep(leader: TaskLock) -> None:
+    """Close the history's rows of locks that nobody holds any more.
+
+    One worker of the fleet does it for as long as it lives: it keeps a lock, which another worker
+    takes over when it is gone. What it has missed once in the store it must see again.
+    """
     if conf.history == "off":
         return
-    with TaskLock("django_singletask.sweep", on_conflict="skip") as lock:
-        if lock:
+    try:
+        if (leader and not leader.lost) or leader._acquire():
             history.sweep()
-    connections.close_all()
-    close_stores()
+    finally:
+        connections.close_all()
 
 
 _watcher: Watcher | None = None
@@ -186,4 +226,6 @@ def watch(sender: Any, **kwargs: Any) -> None:
                 watcher.someone_died = False
                 pool.maintain_pool()
 
-        sender.hub.call_repeatedly(LOOK, replace)
+        if watcher.timer is not None:
+            watcher.timer.cancel()
+        watcher.timer = sender.hub.call_repeatedly(LOOK, replace)

@@ -163,7 +163,7 @@ def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
                 break
         return wrong
 
-    connection = _connection(store)
+    connection = connection_id(store)
     children = []
     for _ in range(3):
         pid = os.fork()
@@ -175,10 +175,10 @@ def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
         wrong += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if way == "own":
         wrong += read_all()
-    return {"wrong": wrong, "kept": way == "own" and _connection(store) == connection}
+    return {"wrong": wrong, "kept": way == "own" and connection_id(store) == connection}
 
 
-def _connection(store: Any) -> Any:
+def connection_id(store: Any) -> Any:
     """Return what tells one connection of a store from the next, as the server sees it."""
     if hasattr(store, "connection") and store.connection.vendor != "sqlite":
         postgres = store.connection.vendor == "postgresql"

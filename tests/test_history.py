@@ -413,7 +413,7 @@ def test_migrations_are_complete_under_another_default_auto_field(settings):
 def test_fields_are_those_of_the_design():
     names = {field.name for field in TaskLockEvent._meta.get_fields()}
     designed = """
-        id kind outcome result name key task task_id token host pid at ended_at timeout count
+        id kind outcome result name key cache task task_id token host pid at ended_at timeout count
         last_at blocked_by blocked_by_task_id actor reason longest_renewal_gap
     """
     assert names == set(re.findall(r"\w+", designed))

@@ -156,7 +156,7 @@ class TestHolding:
         with TaskLock("nightly", timeout=5) as lock:
             lock.extend(50)
             remaining = lock.remaining()
-            assert remaining is None or 45 < remaining <= 50
+            assert remaining is None or 45 < remaining < 50.1
 
     def test_extend_of_a_cleared_lock_is_lost(self, cache_alias):
         lock = TaskLock("nightly")
@@ -289,7 +289,7 @@ class TestFailures:
 
 
 class TestRenewalMeetsRelease:
-    def test_a_renewal_overtaken_by_a_release_leaves_nothing_behind(self, monkeypatch):
+    def test_a_renewal_overtaken_by_a_release_leaves_nothing_behind(self, monkeypatch, wait_for):
         from django_singletask import renewal
 
         store = get_store("redis")
@@ -304,8 +304,8 @@ class TestRenewalMeetsRelease:
             return outcome
 
         monkeypatch.setattr(store, "renew", release_first)
-        renewal.renew(lock)
-        assert not lock.locked()
+        renewal.renew(lock, 60)
+        wait_for(lambda: not lock.locked(), "it is given back")
 
 
 class TestOptions:

@@ -7,7 +7,7 @@ store, the clock and the thread are simulated.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 from unittest import mock
 
@@ -136,7 +136,10 @@ class World(RuleBasedStateMachine):
             self.patches.enter_context(mock.patch.object(module, "clock", self.clock))
             self.patches.enter_context(mock.patch.object(module, "get_store", self.get_store))
         keeper = SimpleNamespace(
-            locks={}, keep=lambda lock: None, owe=lambda debt: self.debts.append(debt[1:])
+            locks={},
+            keep=lambda lock: None,
+            owe=lambda debt: self.debts.append(debt[1:]),
+            renewing=nullcontext(),
         )
         self.patches.enter_context(mock.patch.object(renewal, "_keeper", keeper))
         self.patches.enter_context(mock.patch.object(locks, "proof_of_death", self.proof))
@@ -157,8 +160,8 @@ class World(RuleBasedStateMachine):
 
     real_settle = staticmethod(renewal.settle)
 
-    def anchored_late(self, lock, token, sent, outcome):
-        self.real_settle(lock, token, self.now, outcome)
+    def anchored_late(self, lock, token, sent, lease, outcome):
+        self.real_settle(lock, token, self.now, lease, outcome)
 
     # Time
 
@@ -190,11 +193,11 @@ class World(RuleBasedStateMachine):
         stack.callback(setattr, self, "network", kept)
         return stack
 
-    def renew(self, who, network):
+    def renew(self, who, network, lease=None):
         lock = self.locks[who]
         token = lock.token
         with self.over(who, network), suppress(ConnectionError):
-            renewal.renew(lock)
+            renewal.renew(lock, lease or lock._leased)
             self.uninformed.discard(token)
             return
         lock._retry_at = self.now + 1
@@ -223,6 +226,14 @@ class World(RuleBasedStateMachine):
         who = self.awake(data, lambda lock: lock.token is not None)
         if who is not None:
             self.renew(who, (before, after, loss))
+
+    @rule(
+        data=st.data(), before=DELAYS, after=DELAYS, loss=LOSS, lease=st.sampled_from([3.0, 30.0])
+    )
+    def extend(self, data, before, after, loss, lease):
+        who = self.awake(data, lambda lock: lock.token is not None)
+        if who is not None:
+            self.renew(who, (before, after, loss), lease)
 
     @rule(data=st.data(), before=DELAYS, after=DELAYS, loss=LOSS)
     def release(self, data, before, after, loss):

@@ -16,6 +16,7 @@ from django_singletask.stores import CannotList, Entry, Outcome, Store, close_st
 from django_singletask.stores.base import LONGEST, marker_key
 from tests.conftest import LOCK_CACHES
 from tests.entries import eventually, holder, key_of, private_store
+from tests.racers import connection_id
 
 SHARED = [alias for alias in LOCK_CACHES if alias != "locmem"]
 MEMCACHED = ("pylibmc", "pylibmc_binary", "pymemcache")
@@ -423,3 +424,30 @@ def test_lease_does_not_depend_on_the_clock_of_this_host(
     blocker = store.add(KEY, B, 60)
     assert blocker is not None
     assert blocker.remaining is None or 50 < blocker.remaining < 60.01
+
+
+@pytest.mark.parametrize("cache_alias", ["redis", "db_postgres"], indirect=True)
+def test_changed_settings_close_no_store_that_another_thread_uses(
+    cache_alias: str, settings
+) -> None:
+    used, go_on = threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def work() -> None:
+        store = get_store(cache_alias)
+        before = connection_id(store)
+        used.set()
+        go_on.wait(60)
+        found.append(connection_id(store) == before)
+        found.append(get_store(cache_alias) is store)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    used.wait(60)
+    mine = get_store(cache_alias)
+    settings.CACHES = dict(settings.CACHES)
+    go_on.set()
+    thread.join()
+    assert found == [True, False]
+    assert get_store(cache_alias) is not mine
+    close_stores()

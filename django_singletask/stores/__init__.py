@@ -99,6 +99,7 @@ def _open_store(alias: str) -> Store:
 # hang up on the parent. A child that ends by sys.exit() drops every object on its way out, so
 # _after_fork() makes these immortal there.
 _open: set[Store] = set()
+_settings_changed = 0
 
 
 class _Stores(dict[str, Store]):
@@ -107,6 +108,7 @@ class _Stores(dict[str, Store]):
     def __init__(self) -> None:
         super().__init__()
         self.pid = os.getpid()
+        self.opened_at = _settings_changed
 
     def __del__(self) -> None:
         self.close()
@@ -117,6 +119,7 @@ class _Stores(dict[str, Store]):
                 _open.discard(store)
                 store.close()
         self.clear()
+        self.opened_at = _settings_changed
 
 
 class _Local(threading.local):
@@ -132,9 +135,12 @@ def get_store(alias: str) -> Store:
 
     Raises ``ImproperlyConfigured`` if there is no such alias or it cannot hold locks.
     """
-    store = _local.stores.get(alias)
+    stores = _local.stores
+    if stores.opened_at != _settings_changed:
+        stores.close()
+    store = stores.get(alias)
     if store is None:
-        store = _local.stores[alias] = _open_store(alias)
+        store = stores[alias] = _open_store(alias)
         _open.add(store)
     return store
 
@@ -157,9 +163,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def _forget(*, setting: str, **kwargs: Any) -> None:
-    global _local
+    # Only tests change settings. Another thread may be using its stores right now: it closes them
+    # itself when it asks for one again.
+    global _settings_changed
     if setting in {"CACHES", "DATABASES", "USE_TZ"}:
-        _local = _Local()
+        _settings_changed += 1
+        close_stores()
 
 
 setting_changed.connect(_forget)

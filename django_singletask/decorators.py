@@ -1,0 +1,90 @@
+"""Let a function run only once at a time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+from django_singletask.locks import TaskLock
+
+__all__ = ["only_one", "refuse_deferred"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def only_one(function: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def only_one(
+    function: None = None,
+    *,
+    key: str | None = None,
+    timeout: float | None = None,
+    renew: bool = True,
+    wait: float = 0,
+    on_conflict: str = "skip",
+    skip_result: Any = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def only_one(
+    function: Callable[P, R] | None = None,
+    *,
+    key: str | None = None,
+    timeout: float | None = None,
+    renew: bool = True,
+    wait: float = 0,
+    on_conflict: str = "skip",
+    skip_result: Any = None,
+) -> Any:
+    """Let a function run only once at a time; a call that finds it running is skipped.
+
+    ``key`` is the name of the lock, by default the dotted name of the function. A skipped call
+    returns ``skip_result``, or raises :class:`LockConflict` with ``on_conflict="raise"``. The
+    other options are those of :class:`TaskLock`. Works on functions, methods (``run`` of a
+    class-based task) and below ``@shared_task`` and Django's ``@task``.
+
+    Raises ``TypeError`` for coroutine and generator functions, whose body runs after the call has
+    returned, and for task objects. The name is that of the recipe by Ted Tieken (2012).
+    """
+    if function is None:
+        return functools.partial(
+            only_one,
+            key=key,
+            timeout=timeout,
+            renew=renew,
+            wait=wait,
+            on_conflict=on_conflict,
+            skip_result=skip_result,
+        )
+    for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
+        if hasattr(function, attribute):
+            raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
+    refuse_deferred(function, "only_one")
+    if key is None:
+        key = f"{function.__module__}.{function.__qualname__}"
+    # Raises for unusable options now, at decoration.
+    options: dict[str, Any] = {"timeout": timeout, "renew": renew, "wait": wait}
+    TaskLock(key, on_conflict=on_conflict, **options)
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with TaskLock(key, on_conflict=on_conflict, **options) as lock:
+            return function(*args, **kwargs) if lock else skip_result
+
+    return wrapper
+
+
+def refuse_deferred(function: Any, what: str) -> None:
+    """Raise ``TypeError`` for a function whose call returns before its body has run."""
+    for test, kind in (
+        (inspect.iscoroutinefunction, "a coroutine function"),
+        (inspect.isasyncgenfunction, "an asynchronous generator function"),
+        (inspect.isgeneratorfunction, "a generator function"),
+    ):
+        if test(function):
+            raise TypeError(
+                f"{what}: {function.__qualname__} is {kind}: its lock would be free before its "
+                "body runs. Take a TaskLock inside the body of a plain function instead."
+            )

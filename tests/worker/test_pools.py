@@ -1,0 +1,40 @@
+"""Leases are renewed in every pool."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.deadline import wait_for
+from tests.testapp import tasks
+
+
+@pytest.mark.parametrize("pool", ["prefork", "solo", "threads", "gevent"])
+def test_a_task_longer_than_its_lease(start_worker, queue, pool):
+    worker = start_worker(pool=pool, concurrency=2)
+    options = {"lock_timeout": 1}
+    result = tasks.hold.apply_async(("a", 3), queue=queue, lock_options=options)
+    wait_for(lambda: worker.events("start"), "it runs")
+    lock = tasks.hold.lock("a")
+    until = worker.events("start")[0]["t"] + 2.5
+    while time.monotonic() < until:
+        holder = lock.holder()
+        assert holder is not None
+        assert holder.task_id == result.id
+        time.sleep(0.05)
+    assert result.get(timeout=10) == "ran"
+    assert not lock.locked()
+
+
+def test_without_renewal_the_lease_ends_under_the_task(start_worker, queue):
+    """Negative control."""
+    worker = start_worker(concurrency=2)
+    options = {"lock_timeout": 1, "lock_renew": False}
+    result = tasks.hold.apply_async(("a", 3), queue=queue, lock_options=options)
+    wait_for(lambda: worker.events("start"), "it runs")
+    lock = tasks.hold.lock("a")
+    wait_for(lambda: not lock.locked(), "the lease ends", deadline=2.5)
+    assert not worker.events("end")
+    assert result.get(timeout=10) == "ran"
+    assert "was lost by the run that held it" in worker.text()
