@@ -215,7 +215,7 @@ def test_unknown_backend_is_refused(use):
 def test_database_that_cannot_hold_locks_is_refused(use, monkeypatch):
     use(configured(f"{DJANGO}.db.DatabaseCache", "its_own"))
     monkeypatch.setattr(checks, "connections", {"default": SimpleNamespace(vendor="oracle")})
-    message = only(checks.check_cache(), "E006")
+    message = only(checks.check_cache(), "E015")
     assert "DATABASES['default'], which is oracle" in message.msg
     assert "'its_own'" in message.hint
 
@@ -620,10 +620,16 @@ def ids() -> list[str]:
 
 
 def test_each_id_means_one_thing():
-    # E006 is that of the unknown: a backend, or the database of a DatabaseCache. W001 and so on
-    # are each written once.
     twice = {id for id, count in Counter(ids()).items() if count > 1}
-    assert twice == {"E006"}
+    assert twice == set()
+
+
+@pytest.mark.parametrize("days", ["30", 0, -1, float("nan")])
+def test_days_that_cannot_be_are_named(settings, days):
+    settings.SINGLETASK_HISTORY_DAYS = days
+    message = only(checks.check_settings(), "E016")
+    assert "SINGLETASK_HISTORY_DAYS" in message.msg
+    assert repr(days) in message.msg
 
 
 @pytest.mark.parametrize("letter", ["E", "W"])

@@ -90,3 +90,19 @@ def retrying(self, key: str, retries: int) -> str:
     finally:
         time.sleep(0.01)
     return "done"
+
+
+@shared_task(bind=True, base=SingletonTask, lock_on=[])
+def replacing(self, step: int) -> str:
+    """Replace itself, by one call or by a chain of two, all under one lock."""
+    log.write("step", step=step)
+    if step == 0:
+        raise self.replace(replacing.si(1))
+    if step == 1:
+        raise self.replace(replacing.si(2) | replacing.si(3))
+    return f"step {step}"
+
+
+@shared_task(bind=True, base=SingletonTask, lock_on=["key"], soft_time_limit=1)
+def limited(self, key: str) -> str:
+    return body(key, 30, self.request.id)
