@@ -5,7 +5,7 @@
 --install-services  on Debian and Ubuntu: first install, with apt, the servers that are missing and
                     then pylibmc and mysqlclient, which need headers. The system's own services
                     are not started.
---quick             only the tests that need no Celery worker and no browser.
+--quick             only the tests that need no Celery worker, no browser and no minute of races.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     own = {"--install-services", "--quick"}.intersection(arguments)
     arguments = [argument for argument in arguments if argument not in own]
     if "--quick" in own:
-        arguments = ["-m", "not worker and not browser", *arguments]
+        arguments = ["-m", "not worker and not browser and not race", *arguments]
     if "--install-services" in own and servers.missing() and shutil.which("apt-get"):
         install(servers.missing())
     if missing := servers.missing():

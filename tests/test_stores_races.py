@@ -17,6 +17,8 @@ from django_singletask.stores import close_stores, get_store
 from tests.conftest import LOCK_CACHES
 from tests.entries import holder, key_of
 
+pytestmark = pytest.mark.race
+
 ROOT = Path(__file__).parent.parent
 SHARED = [alias for alias in LOCK_CACHES if alias != "locmem"]
 ROUNDS = 200
