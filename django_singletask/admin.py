@@ -109,7 +109,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         (_("Run"), {"fields": ("task", "task_id", "host", "pid")}),
         (_("Time"), {"fields": ("when", "ended", "held_for", "timeout", "longest_renewal_gap")}),
         (_("Conflict"), {"fields": ("blocked_by_task_id", "blocked_by", "count", "last")}),
-        (_("Lock"), {"fields": ("key", "token", "actor")}),
+        (_("Lock"), {"fields": ("cache", "key", "token", "actor")}),
     )
 
     class Media:

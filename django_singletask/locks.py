@@ -21,6 +21,7 @@ from django_singletask.liveness import Holder, proof_of_death, this_process
 from django_singletask.renewal import clock
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Entry, Outcome, Store, get_store
+from django_singletask.stores.base import marker_key
 
 __all__ = ["TaskLock", "current_lock"]
 
@@ -95,6 +96,9 @@ class TaskLock:
     def __repr__(self) -> str:
         state = f"held, token {self.token}" if self.token else "not held"
         return f"<TaskLock {self.name} ({state})>"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.key})"
 
     def __bool__(self) -> bool:
         return self.token is not None
@@ -217,7 +221,7 @@ class TaskLock:
     def _free(self, store: Store, entry: Entry, holder: Holder, how: str) -> bool:
         if store.release(self.key, entry.value) is not Outcome.OK:
             return False
-        logger.warning("%s was held by %s: freed, since %s.", self.key, holder, how)
+        logger.warning("%s was held by %s: freed, since %s.", self, holder, how)
         self._send("expired", holder, outcome="dead", reason=how)
         return True
 
@@ -266,7 +270,7 @@ class TaskLock:
         try:
             self._release(result)
         except Exception:
-            logger.exception("%s could not be given back; it is tried again.", self.key)
+            logger.exception("%s could not be given back; it is tried again.", self)
 
     # Holding
 
@@ -297,8 +301,8 @@ class TaskLock:
             return
         self._lost = True
         blocker = self.holder() if outcome is Outcome.TAKEN else None
-        reason = f"taken by {blocker}" if blocker else "gone from the cache"
-        logger.error("%s was lost by the run that held it: %s.", self.key, reason)
+        reason = f"taken by {blocker}" if blocker else self._why_gone()
+        logger.error("%s was lost by the run that held it: %s.", self, reason)
         self._send(
             "lost",
             self._holder,
@@ -307,11 +311,19 @@ class TaskLock:
             blocked_by_task_id=(blocker.task_id or "") if blocker else "",
         )
 
+    def _why_gone(self) -> str:
+        try:
+            marked = get_store(self._alias).read(marker_key(self.key, self._value)) is not None
+        except Exception:
+            marked = False  # the store is down again; what is known is that the lock was gone
+        return "cleared" if marked else "gone from the cache (evicted, flushed or expired)"
+
     # Asking
 
     def locked(self) -> bool:
-        """Ask the cache whether anybody holds the lock."""
-        return self._read() is not None
+        """Ask the cache whether anybody holds the lock; one who is proven dead does not."""
+        entry = self._read()
+        return entry is not None and proof_of_death(Holder.decode(entry.value)) is None
 
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
@@ -343,7 +355,7 @@ class TaskLock:
         lease = holder.timeout or self._lease()
         if not self._store().clear(self.key, entry.value, lease):
             return False
-        logger.warning("%s, held by %s, was cleared by %s.", self.key, holder, actor or "code")
+        logger.warning("%s, held by %s, was cleared by %s.", self, holder, actor or "code")
         self._send("cleared", holder, actor=actor)
         return True
 
@@ -391,7 +403,7 @@ class TaskLock:
 
     def _report_conflict(self, reason: str) -> None:
         blocker = self.blocker
-        logger.info("%s is held by %s: %s.", self.key, blocker, reason)
+        logger.info("%s is held by %s: %s.", self, blocker, reason)
         task, task_id, _ = self._run or _running_task()
         self._send(
             "skipped",

@@ -55,6 +55,7 @@ class Keeper:
         self.locks: weakref.WeakValueDictionary[str, TaskLock] = weakref.WeakValueDictionary()
         self.debts: list[Debt] = []
         self.pays_at = math.inf
+        self.down: set[str] = set()
         self.wakes_at = math.inf
         self.changed = threading.Condition()
         self.renewing = threading.Lock()
@@ -154,10 +155,17 @@ class Keeper:
                     continue
             except Exception as error:
                 down.add(debt.cache)
-                logger.warning("Locks could not be given back to %s yet: %s", debt.cache, error)
+                if debt.cache not in self.down:  # once an outage
+                    logger.warning(
+                        "The cache %r does not answer; what may be held there is given back when "
+                        "it does: %s",
+                        debt.cache,
+                        error,
+                    )
             if clock() < debt.until:
                 self.debts.append(debt)
                 self.pays_at = clock() + RETRY
+        self.down = down
 
 
 def due(lock: TaskLock) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -62,6 +63,8 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
+        if "_decorated" in cls.__dict__:
+            refuse_misspelt(what, cls.__dict__.keys() - set(dir(SingletonTask)))
         check_types(what, {name: cls.__dict__[name] for name in OPTIONS & cls.__dict__.keys()})
         if cls.lock_on is not None and cls.lock_name is not None:
             raise TypeError(f"{what}: lock_on and lock_name exclude each other; keep one.")
@@ -295,6 +298,14 @@ OPTIONS = frozenset(
         "skip_result",
     }
 )
+
+
+def refuse_misspelt(what: str, names: Iterable[str]) -> None:
+    """Raise ``TypeError`` for a name in the decorator that is almost a lock option."""
+    for name in names:
+        meant = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.8)
+        if meant:
+            raise TypeError(f"{what} has no option {name!r}; did you mean {meant[0]!r}?")
 
 
 def check_types(what: str, options: Mapping[str, Any]) -> None:

@@ -297,11 +297,11 @@ def large():
     """Fill the table as a year of a busy site does, in small."""
     with connection.cursor() as cursor:
         cursor.execute(
-            f"INSERT INTO {TABLE} (kind, outcome, result, name, key, task, task_id, token, host, "
-            "pid, at, timeout, count, blocked_by, blocked_by_task_id, actor, reason) "
+            f"INSERT INTO {TABLE} (kind, outcome, result, name, key, cache, task, task_id, token, "
+            "host, pid, at, timeout, count, blocked_by, blocked_by_task_id, actor, reason) "
             "SELECT (CASE WHEN n % 500 = 0 THEN 'cleared' ELSE 'acquired' END), "
             "(CASE WHEN n % 700 = 0 THEN 'dead' ELSE 'released' END), 'returned', "
-            "'feeds.tasks.import_feed(feed_id=' || n % 1000 || ')', 'k', "
+            "'feeds.tasks.import_feed(feed_id=' || n % 1000 || ')', 'k', 'c', "
             "'tests.testapp.tasks.' || (CASE WHEN n % 900 = 0 THEN 'hold' ELSE 'meet' END), "
             "md5(n::text), md5(n::text), 'h', 1, now() - n * interval '10 minutes', 60, 1, "
             "'', '', '', '' FROM generate_series(30000, 1, -1) n"

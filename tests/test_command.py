@@ -425,7 +425,7 @@ def test_store_that_is_down_is_one_message(settings, dead_redis, arguments):
     settings.SINGLETASK_CACHE = dead_redis
     with pytest.raises(CommandError) as caught:
         locks(*arguments)
-    assert re.match(r"The cache 'dead' .* does not answer: ConnectionError: ", str(caught.value))
+    assert re.match(r"The cache 'dead' .* cannot be asked: ConnectionError: ", str(caught.value))
     assert "\n" not in str(caught.value)
 
 

@@ -473,6 +473,7 @@ class TestEvents:
         assert kinds == ["acquired", "cleared", "lost", "released"]
         assert events[-1].outcome == "lost"
         assert [r.levelname for r in caplog.records].count("ERROR") == 1
+        assert events[2].reason == "cleared"
 
     def test_a_failing_receiver_does_not_reach_the_body(self):
         def fail(event, **kwargs):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
-from django.db import OperationalError, connection, connections, transaction
+from django.db import DatabaseError, OperationalError, connection, connections, transaction
 from django.test import override_settings
 
 from django_singletask import TaskLock
@@ -392,3 +392,12 @@ def test_another_database_is_refused(cache_alias: str, settings, monkeypatch) ->
     with pytest.raises(ImproperlyConfigured, match=r"DATABASES\['sqlite_locks'\] is sqlite"):
         with private_store(settings, cache_alias):
             pass
+
+
+@pytest.mark.django_db(databases="__all__")
+@pytest.mark.parametrize("alias", ["db_postgres", "db_mariadb", "db_sqlite"])
+def test_a_missing_table_names_the_next_step(alias, settings):
+    cache = {**settings.CACHES[alias], "LOCATION": f"no_{settings.CACHES[alias]['LOCATION']}"}
+    settings.CACHES = {**settings.CACHES, alias: cache}
+    with pytest.raises(DatabaseError, match=r"manage\.py createcachetable --database"):
+        get_store(alias).read("singletask:x:1")

@@ -382,6 +382,14 @@ class TestDecoration:
         with pytest.raises(TypeError, match=r"did you mean \['a'\]\?"):
             app.task(base=SingletonTask, lazy=False, lock_on="a")(takes_a)
 
+    def test_a_misspelt_option_suggests_the_right_one(self, app):
+        with pytest.raises(TypeError, match=r"'on_conflit'; did you mean 'on_conflict'\?"):
+            app.task(base=SingletonTask, lazy=False, on_conflit="raise")(takes_a)
+
+    def test_an_option_of_ones_own_is_left_alone(self, app):
+        task = app.task(base=SingletonTask, lazy=False, rate_limit="9/s", owner="me")(takes_a)
+        assert task.owner == "me"
+
     def test_coroutine_and_generator_functions(self, app):
         async def coroutine():
             pass

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
-from django.db import InterfaceError, OperationalError, connections, router
+from django.db import InterfaceError, OperationalError, ProgrammingError, connections, router
 
 from django_singletask.stores.base import Entry, Outcome, Store, marker_key
 
@@ -210,14 +210,27 @@ class DatabaseStore(Store):
                     ) from error
                 # Every statement here can be sent twice: a take that finds its own row has won.
                 # So a kept connection that the server has closed meanwhile costs no error.
-                self.connection.close()
+                self._name_the_table(error)
                 if last or not (kept or _asks_again(error)):
                     raise
+            except ProgrammingError as error:
+                self._name_the_table(error)
+                raise
             except BaseException:
                 # A signal's too, such as a soft time limit: the reply may be unread, and the
                 # next statement would find the connection busy.
                 self.connection.close()
                 raise
+
+    def _name_the_table(self, error: Exception) -> None:
+        self.connection.close()
+        text = str(error)
+        if any(part in text for part in ("no such table", "does not exist", "doesn't exist")):
+            # The same class of error, with the next step.
+            raise type(error)(
+                f"{error} Make the table of the lock cache: "
+                f"manage.py createcachetable --database {self.alias}"
+            ) from error
 
     def _is_locked(self, error: Exception) -> bool:
         return self.connection.vendor == "sqlite" and "is locked" in str(error)

@@ -42,7 +42,6 @@ def start_worker(tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch) ->
 
     yield start
     for worker in workers:
-        worker.stop()
         worker.kill_group()
         print(worker.text())
 

@@ -69,7 +69,7 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from error
         except Exception as error:
             raise CommandError(
-                f"The cache {conf.cache!r} (SINGLETASK_CACHE) does not answer: "
+                f"The cache {conf.cache!r} (SINGLETASK_CACHE) cannot be asked: "
                 f"{type(error).__name__}: {printable(str(error))}"
             ) from error
 
