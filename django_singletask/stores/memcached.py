@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 from django_singletask.stores.base import Entry, Outcome, Store, marker_key
@@ -36,14 +37,14 @@ class MemcachedStore(Store):
     client: Any
     not_found: Any = ()
 
-    def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _client_add(self, key: str, value: bytes, expiry: int) -> bool: ...
 
-    def _gets(self, key: str) -> tuple[bytes | None, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _gets(self, key: str) -> tuple[bytes | None, Any]: ...
 
-    def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool: ...
 
     def _ask(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Send a request; after an error, a signal's too, start anew on another connection.

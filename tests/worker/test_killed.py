@@ -13,6 +13,7 @@ from tests.deadline import wait_for
 from tests.testapp import log, tasks
 
 CACHES = ["redis", "pymemcache"]
+AND_DATABASE = [*CACHES, "db_postgres"]
 
 # A worker whose tests look as if it ran on another host: no proof of death.
 ELSEWHERE = {"SINGLETASK_TEST_BOOT_ID": "another machine"}
@@ -36,11 +37,13 @@ def seconds_until_it_runs_again(worker, task, queue, pid, again=0):
     while len(worker.events("start")) == starts:
         assert time.monotonic() - gone < 30, "it never ran again"
         task.apply_async(("a", again), queue=queue).get(timeout=20)
-    return worker.events("start")[starts]["t"] - gone
+    seconds = worker.events("start")[starts]["t"] - gone
+    print(f"ran again {seconds:.2f} s after the process was gone")
+    return seconds
 
 
 @pytest.mark.parametrize("env", [{}, ELSEWHERE], ids=["here", "elsewhere"])
-@pytest.mark.parametrize("alias", CACHES)
+@pytest.mark.parametrize("alias", AND_DATABASE)
 @pytest.mark.parametrize("task", ["long", "late"])
 def test_a_killed_child(start_worker, queue, settings, alias, env, task):
     settings.SINGLETASK_CACHE = alias
@@ -75,7 +78,7 @@ def test_revoke_with_terminate(start_worker, queue, settings, alias, name):
     assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
 
 
-@pytest.mark.parametrize("alias", CACHES)
+@pytest.mark.parametrize("alias", AND_DATABASE)
 def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, queue, settings, alias):
     settings.SINGLETASK_CACHE = alias
     worker = start_worker(cache=alias, concurrency=1)
