@@ -7,6 +7,8 @@ import random
 import signal
 import time
 
+import pytest
+
 from django_singletask.models import TaskLockEvent
 from tests.deadline import wait_for
 from tests.testapp import log, tasks
@@ -35,6 +37,7 @@ def longest_block(runs_log):
     return max([0.0, *blocked])
 
 
+@pytest.mark.timeout(0)  # as long as --soak says, and then its own deadlines
 def test_soak(start_worker, queue, runs_log, request, record_property):
     seconds = request.config.getoption("soak")
     rng = random.Random(seconds)
