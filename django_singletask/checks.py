@@ -16,9 +16,9 @@ from django.db import connections, router
 from django.utils.module_loading import autodiscover_modules
 
 from django_singletask.conf import HISTORY_MODES, check_seconds, conf
-from django_singletask.conflicts import POLICIES
 from django_singletask.keys import has_literal_text
 from django_singletask.locations import backend_is, servers_of
+from django_singletask.options import CHOICES, SECONDS
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
 from django_singletask.task import SingletonTask
@@ -191,7 +191,7 @@ def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
 
 
 def _task(task: SingletonTask) -> Iterator[checks.CheckMessage]:
-    for option, zero in (("lock_timeout", False), ("lock_wait", True)):
+    for option, zero in SECONDS.items():
         value = getattr(task, option)
         if option == "lock_timeout" and value is None:
             continue
@@ -202,12 +202,21 @@ def _task(task: SingletonTask) -> Iterator[checks.CheckMessage]:
             return
     yield from _lock_on(task)
     yield from _lock_name(task)
-    if task.on_conflict not in POLICIES:
-        yield checks.Error(
-            f"on_conflict={task.on_conflict!r} of {task.name} is none of {', '.join(POLICIES)}.",
-            hint="Set on_conflict to one of them, or remove it.",
+    for option, choices in CHOICES.items():
+        value = getattr(task, option)
+        if value not in choices:
+            yield checks.Error(
+                f"{option}={value!r} of {task.name} is none of {', '.join(map(str, choices))}.",
+                hint=f"Set {option} to one of them, or remove it.",
+                obj=task.name,
+                id="django_singletask.E012",
+            )
+    if task.on_conflict == "wait" and not task.lock_wait:
+        yield checks.Warning(
+            f'on_conflict="wait" of {task.name} has no lock_wait, so it raises at once.',
+            hint='Set lock_wait to seconds, or on_conflict to "raise".',
             obj=task.name,
-            id="django_singletask.E012",
+            id="django_singletask.W009",
         )
     if not task.lock_renew:
         yield from _fixed_lease(task)

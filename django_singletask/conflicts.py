@@ -7,10 +7,18 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
+try:
+    from celery.utils.quorum_queues import detect_quorum_queues
+except ImportError:  # Celery 5.4
+    detect_quorum_queues = None  # type: ignore[assignment]
+
+from django_singletask.duplicates import QueuedCall, delay_of
 from django_singletask.exceptions import PutOff
+from django_singletask.keys import LATEST, LockKey, key_beside
 from django_singletask.locks import TaskLock
+from django_singletask.stores import Store, get_store
 
 if TYPE_CHECKING:
     from django_singletask.task import SingletonTask
@@ -22,7 +30,7 @@ logger = logging.getLogger("django_singletask")
 HEADER = "singletask"
 """The message header with the call's key, name, lock options and task id."""
 
-POLICIES = ("skip", "raise", "wait")
+POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
 FIRST_HOP = 1.0
 SHORT_HOP = 0.05
@@ -54,7 +62,35 @@ def run(
     ``request`` is that of the message; None for a call that came as none and cannot be put off.
     """
     header = own_header(request.headers, request.id) if request is not None else {}
+    if not header.get("queued"):
+        return _run(task, lock, options, body, args, kwargs, request, header, None)
+    call = QueuedCall(task, LockKey(lock.name, lock.key), options)
+    call.value = header["queued"].encode()
+    try:
+        answer = _run(task, lock, options, body, args, kwargs, request, header, call)
+    except PutOff:
+        raise  # it is queued again, with its entry
+    except BaseException:
+        call.give_back()
+        raise
+    call.give_back()
+    return answer
+
+
+def _run(
+    task: SingletonTask,
+    lock: TaskLock,
+    options: Mapping[str, Any],
+    body: Any,
+    args: Any,
+    kwargs: Any,
+    request: Any,
+    header: Mapping[str, Any],
+    call: QueuedCall | None,
+) -> Any:
     policy = task.option("on_conflict", options)
+    if request is None and policy in ("requeue", "rerun"):
+        policy = "raise"
     lock.wait = task.option("lock_wait", options) if policy == "wait" else 0
     lock.on_conflict = None
     # The lock is given back here, so before Celery stores the result and publishes the next link
@@ -63,13 +99,103 @@ def run(
         if lock:
             if header.get("redelivered") and not lock.took_over:
                 _leave_to_the_first_run(task, lock, request, header)
-            return body(*args, **kwargs)
+            if "before" in header and not _is_latest(task, lock, request, header):
+                lock._give_back("ignored")
+                return task.option("skip_result", options)
+            if call is None:
+                return body(*args, **kwargs)
+            call.start(request.id, request.retries, header.get("token"))
+            try:
+                return body(*args, **kwargs)
+            except Retry as retry:
+                if _next_header(retry, request).get("queued"):
+                    call.retry(delay_of(retry.when))
+                raise
     if request is not None:
         _put_off_behind_itself(task, lock, request, header)
-    lock._report_conflict(policy)
-    if policy != "skip":
+    if policy == "requeue":
+        put_off(task, lock, request, header, "requeue", FIRST_HOP)
+    if policy == "rerun":
+        _put_off_as_the_latest(task, lock, request, header)
+    else:
+        lock._report_conflict(policy)
+    if policy in ("raise", "wait"):
         raise lock._conflict()
     return task.option("skip_result", options)
+
+
+def _next_header(retry: Any, request: Any) -> Mapping[str, Any]:
+    """Return our header of the message that ``retry()`` has published."""
+    options = retry.sig.options if retry.sig is not None else {}
+    return own_header(options.get("headers"), request.id)
+
+
+# Of all that conflict, the last runs
+#
+# An entry beside the lock names the latest message that met a conflict. Each that meets one
+# publishes itself again, and only then becomes the latest: so the latest always has a message,
+# and whoever comes back and finds another named can go without the work being lost.
+#
+#   holder: ..... runs ......................................... frees
+#   B:        conflict, publish B', latest = B     B' is back: latest is C -> ends
+#   C:          conflict, publish C', latest = C                        C' is back: latest -> runs
+#
+# Killed or asleep between the two, C leaves B the latest. So C' carries whom C saw before it; if
+# that one is still named when C' is back, C' does what C has not done. Compared and swapped, so
+# that a C that wakes later does not displace a D that came meanwhile:
+#
+#   C: saw B, publish C' (before: B) .. asleep ........................... B -> C? it is D: no
+#   C':                                        B -> C   D: C -> D   latest is D -> ends
+#
+# The name stays after the run, and means no more than "before" to those that come later. If the
+# cache forgets it, each that waits runs once.
+
+LATEST_LEASE = 24 * 60 * 60
+"""Seconds: far longer than a hop, and than most runs."""
+
+
+def _put_off_as_the_latest(
+    task: SingletonTask, lock: TaskLock, request: Any, header: Mapping[str, Any]
+) -> None:
+    """Put the message off behind the holder; return if a later one has met a conflict."""
+    if "before" in header:
+        if _is_latest(task, lock, request, header):
+            put_off(task, lock, request, header, "rerun", FIRST_HOP)
+        return
+    store, key = get_store(lock._alias), key_beside(LATEST, lock.key, task.name)
+    entry = store.read(key)
+    before = "" if entry is None else entry.value.decode(errors="replace")
+    try:
+        put_off(task, lock, request, header, "rerun", FIRST_HOP, before=before)
+    except PutOff:
+        _become_latest(store, key, before, request.id)
+        raise
+
+
+def _is_latest(
+    task: SingletonTask, lock: TaskLock, request: Any, header: Mapping[str, Any]
+) -> bool:
+    store, key = get_store(lock._alias), key_beside(LATEST, lock.key, task.name)
+    entry = store.read(key)
+    if entry is None or entry.value == request.id.encode():
+        return True
+    before = header["before"]
+    return entry.value == before.encode() and _become_latest(store, key, before, request.id)
+
+
+def _become_latest(store: Store, key: str, before: str, task_id: str) -> bool:
+    mine = task_id.encode()
+    try:
+        if before:
+            return store.replace(key, before.encode(), mine, LATEST_LEASE)
+        entry = store.add(key, mine, LATEST_LEASE)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        # The message that is published will do it when it is back.
+        logger.exception("%s is not noted as the latest to run again yet.", task_id)
+        return True
+    return entry is None or entry.value == mine
 
 
 # A message and the lock of its own earlier run
@@ -99,24 +225,21 @@ def _put_off_behind_itself(
     # The first link of a chain that replaces a task has a new id; the task is its parent.
     replaces = request.replaced_task_nesting > 0 and blocker.task_id == request.parent_id
     if replaces or (blocker.task_id == request.id and blocker.retries < request.retries):
-        lock._report_conflict("redelivery")
-        put_off(task, lock, request, header, SHORT_HOP)
+        put_off(task, lock, request, header, "redelivery", SHORT_HOP)
     if blocker.task_id == request.id:
-        lock._report_conflict("redelivery")
-        put_off(task, lock, request, header, FIRST_HOP, redelivered=WAITS)
+        put_off(task, lock, request, header, "redelivery", FIRST_HOP, redelivered=WAITS)
     if header.get("redelivered"):
         # Somebody else has the lock by now. The result of the first run may be on its way.
         if header["redelivered"] == LOOKS and _is_done(task, request):
             raise Ignore
-        lock._report_conflict("redelivery")
-        put_off(task, lock, request, header, FIRST_HOP, redelivered=LOOKS)
+        put_off(task, lock, request, header, "redelivery", FIRST_HOP, redelivered=LOOKS)
 
 
 def _leave_to_the_first_run(
     task: SingletonTask, lock: TaskLock, request: Any, header: Mapping[str, Any]
 ) -> None:
     if header["redelivered"] == WAITS:
-        put_off(task, lock, request, {**header, "hops": 0}, FIRST_HOP, redelivered=LOOKS)
+        put_off(task, lock, request, {**header, "hops": 0}, None, FIRST_HOP, redelivered=LOOKS)
     if _is_done(task, request):
         raise Ignore
 
@@ -142,10 +265,13 @@ def put_off(
     lock: TaskLock,
     request: Any,
     header: Mapping[str, Any],
+    reason: str | None,
     first: float,
     **state: Any,
 ) -> NoReturn:
     """Publish the message again for a little later, and let this delivery go.
+
+    ``reason`` is told once for all hops of a message; None: there was no conflict.
 
     Same task id, chord, chain, headers and retries. With ``acks_late`` this delivery is
     acknowledged after the next is published: a process that is killed in between leaves two, and
@@ -153,6 +279,8 @@ def put_off(
     longer than the broker's visibility timeout is itself redelivered, and multiplies.
     """
     hops = header.get("hops") or 0
+    if reason and not hops:
+        lock._report_conflict(reason)
     signature = task.signature_from_request(
         request, countdown=_hop(task, lock, first, hops), retries=request.retries
     )
@@ -178,4 +306,13 @@ def _hop(task: SingletonTask, lock: TaskLock, first: float, hops: int) -> float:
         longest = min(longest, lock.blocker.timeout / 4)
     # After a short first hop, on to the ordinary ones.
     hop = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
-    return float(min(hop, longest) * random.uniform(0.75, 1))
+    hop = min(hop, longest) * random.uniform(0.75, 1)
+    # Quorum queues of RabbitMQ keep a message back themselves, for a whole second at least.
+    return float(max(hop, 1.0) if _has_quorum_queues(task.app) else hop)
+
+
+def _has_quorum_queues(app: Any) -> bool:
+    if detect_quorum_queues is None:
+        return False
+    driver = app.producer_pool.connections.connection.transport.driver_type
+    return bool(detect_quorum_queues(app, driver)[0])

@@ -19,7 +19,7 @@ from django.utils.functional import Promise
 
 from django_singletask.conf import conf
 
-__all__ = ["LockKey", "bind", "call_key", "name_key"]
+__all__ = ["LATEST", "QUEUED", "LockKey", "bind", "call_key", "key_beside", "name_key", "shown_key"]
 
 MAX_NAME = 255
 MAX_SLUG = 100
@@ -44,6 +44,20 @@ def name_key(name: str) -> LockKey:
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+# Entries beside a lock. No slug has an "@", so no lock is taken for one of them.
+QUEUED = "singletask:@queued:"
+LATEST = "singletask:@latest:"
+
+
+def key_beside(kind: str, key: str, task: str) -> str:
+    """Return the key of the entry that a task keeps beside a lock: ``QUEUED`` or ``LATEST``.
+
+    Tasks that share a lock have an entry each: a call of one is no duplicate of the other's.
+    """
+    slug = key.rpartition(":")[0].removeprefix("singletask:")
+    return f"{kind}{slug[: MAX_SLUG - len('@queued:')]}:{_digest(kind, key, task)}"
 
 
 def check_name(option: str, name: object) -> None:
@@ -100,6 +114,15 @@ def call_key(
             "Leave it out with lock_on=[…]."
         ) from None
     return LockKey(_call_name(task, stable, key, shown), key)
+
+
+def shown_key(task: str, arguments: Mapping[str, Any]) -> str:
+    """Return the key of the call whose name shows these arguments, which make its lock.
+
+    Raises ``TypeError`` if one has no stable form.
+    """
+    stable = {name: _stable(value, f"argument {name!r}", task) for name, value in arguments.items()}
+    return _key(task, "call", task, stable)
 
 
 def bind(
@@ -206,9 +229,12 @@ _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _key(slug: str, *parts: Any) -> str:
+    return f"singletask:{_NOT_IN_KEYS.sub('_', slug[:MAX_SLUG])}:{_digest(*parts)}"
+
+
+def _digest(*parts: Any) -> str:
     # SHA-256 is there on FIPS builds too, where md5 is not.
-    digest = hashlib.sha256(_encode(parts).encode("ascii")).hexdigest()[:32]
-    return f"singletask:{_NOT_IN_KEYS.sub('_', slug[:MAX_SLUG])}:{digest}"
+    return hashlib.sha256(_encode(parts).encode("ascii")).hexdigest()[:32]
 
 
 def _can_encode(value: Any) -> bool:

@@ -137,11 +137,8 @@ class TaskLock:
 
     def _take(self) -> bool:
         lease = self._lease()
-        task, task_id, retries = self._run or _running_task()
         self._alias = self.cache or conf.cache
-        holder = Holder.new(
-            self.name, lease, task=task, task_id=task_id, retries=retries, token=self._token
-        )
+        holder = self._new_holder(lease)
         value = holder.encode()
         store = get_store(self._alias)
         self.took_over = False
@@ -171,6 +168,12 @@ class TaskLock:
             raise
         self._send("acquired", holder)
         return True
+
+    def _new_holder(self, lease: float) -> Holder:
+        task, task_id, retries = self._run or _running_task()
+        return Holder.new(
+            self.name, lease, task=task, task_id=task_id, retries=retries, token=self._token
+        )
 
     def _begin(self, holder: Holder, value: bytes, lease: float, sent: float) -> None:
         self._holder = holder
@@ -401,12 +404,13 @@ class TaskLock:
     def _conflict(self) -> LockConflict:
         return LockConflict(self.name, self.blocker, self._remaining)
 
-    def _report_conflict(self, reason: str) -> None:
+    def _report_conflict(self, reason: str, kind: str = "skipped") -> None:
         blocker = self.blocker
-        logger.info("%s is held by %s: %s.", self, blocker, reason)
+        has = "queued" if kind == "duplicate" else "held"
+        logger.info("%s is %s by %s: %s.", self, has, blocker, reason)
         task, task_id, _ = self._run or _running_task()
         self._send(
-            "skipped",
+            kind,
             None,
             reason=reason,
             task=task or "",

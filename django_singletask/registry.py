@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 
+from celery import current_app
 from django.db import DatabaseError
 from django.db.models import Sum
 
 from django_singletask.conf import conf
-from django_singletask.history import SWEEPER
-from django_singletask.keys import LockKey, name_key
+from django_singletask.history import COUNTED, SWEEPER
+from django_singletask.keys import LATEST, QUEUED, LockKey, key_beside, name_key, shown_key
 from django_singletask.liveness import Holder
 from django_singletask.locks import TaskLock
 from django_singletask.stores import CannotList, Store, get_store
 from django_singletask.stores.base import PREFIX
+from django_singletask.task import SingletonTask
 
 __all__ = ["CannotList", "HeldLock", "clear", "duration", "held"]
 
@@ -26,10 +30,11 @@ logger = logging.getLogger("django_singletask")
 
 @dataclasses.dataclass(frozen=True)
 class HeldLock:
-    """A lock that the store holds now.
+    """A lock that the store holds now, or a call that is ``queued`` and stops its duplicates.
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell;
-    ``skipped`` counts the runs that this holder was in the way of, None without a history.
+    ``skipped`` counts the runs that this holder was in the way of (of a queued call: its
+    duplicates), None without a history.
     """
 
     name: str
@@ -39,47 +44,90 @@ class HeldLock:
     remaining: float | None
     skipped: int | None
 
+    @property
+    def queued(self) -> bool:
+        """Whether this is no lock, but the entry of a queued call."""
+        return self.key.startswith(QUEUED)
+
 
 def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
     """List the locks that are held, the longest held first.
 
-    ``names`` (names or keys) and ``task`` narrow the list. Read from the store where it can list
-    its entries, else from the open rows of the history, each verified against the store. Raises
-    :class:`CannotList` where there is neither, and the errors of the cache's client.
+    ``names`` (see :func:`keys_of`) and ``task`` narrow the list. Read from the store where it can
+    list its entries, else from the open rows of the history, each verified against the store.
+    Raises :class:`CannotList` where there is neither, and the errors of the cache's client.
     """
-    wanted = set(names)
+    wanted = {name: keys_of(name) for name in sorted(set(names))}
     locks = [
         lock
         for lock in _find(get_store(conf.cache), wanted)
         if lock.name != SWEEPER
-        and (not wanted or lock.name in wanted or lock.key in wanted)
+        # While it runs, a call that is unique until it has finished has its lock.
+        and not (lock.queued and lock.holder.pid)
+        and (not wanted or any(lock.name == n or lock.key in keys for n, keys in wanted.items()))
         and (task is None or lock.holder.task == task)
     ]
     return sorted(_with_skips(locks), key=lambda lock: (-lock.held_for, lock.name))
 
 
-def _find(store: Store, wanted: set[str]) -> list[HeldLock]:
+def must_list() -> None:
+    """Raise :class:`CannotList` if the cache cannot list its entries."""
+    try:
+        next(get_store(conf.cache).entries(), None)
+    except CannotList as error:
+        raise CannotList(
+            f"The cache {conf.cache!r} cannot list its entries, and no history knows which calls "
+            "are queued. Name them, as in 'feeds.tasks.import_feed(feed_id=7)'."
+        ) from error
+
+
+def _find(store: Store, wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
     try:
         return [
             _held(key, Holder.decode(entry.value), entry.remaining)
             for key, entry in store.entries()
+            if not key.startswith(LATEST)
         ]
     except CannotList:
         # What is asked for by its key, or by the name of a TaskLock, needs no list.
-        keys = dict.fromkeys(filter(None, map(_direct_key, sorted(wanted))))
+        keys = dict.fromkeys(key for keys in wanted.values() for key in keys)
         direct = _read(store, keys)
-        if wanted and wanted <= {part for lock in direct for part in (lock.name, lock.key)}:
+        found = {lock.key for lock in direct}
+        if wanted and all(found.intersection(keys) for keys in wanted.values()):
             return direct
         return _read(store, {**keys, **dict.fromkeys(_open_keys())})
 
 
-def _direct_key(name: str) -> str | None:
+def keys_of(name: str) -> list[str]:
+    """Return the keys that a name can stand for.
+
+    ``name`` is a key, the name of a :class:`TaskLock`, or a call such as
+    ``feeds.tasks.import_feed(7)`` or ``feeds.tasks.import_feed(feed_id=7)``: that call's lock,
+    and the entry of the call while it is queued.
+    """
     if name.startswith(PREFIX):
-        return name
+        return [name]
+    keys = []
+    with suppress(ValueError):
+        keys.append(name_key(name).key)
+    task, separator, _arguments = name.partition("(")
     try:
-        return name_key(name).key
-    except ValueError:
-        return None
+        call = ast.parse(name.strip(), mode="eval").body
+        if not separator or not isinstance(call, ast.Call):
+            return keys
+        args = [ast.literal_eval(argument) for argument in call.args]
+        kwargs = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+        known = current_app.tasks.get(task)
+        # As names are shown: all arguments that make the lock, and only those.
+        found = [] if args else [shown_key(task, kwargs)]
+        if isinstance(known, SingletonTask):
+            with suppress(TypeError, ValueError):
+                found.append(known.lock_key(args, kwargs, {}).key)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return keys
+    for key in found:
+        keys += [key, key_beside(QUEUED, key, task)]
+    return keys
 
 
 def _read(store: Store, keys: Iterable[str]) -> list[HeldLock]:
@@ -130,7 +178,7 @@ def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:
     try:
         for start in range(0, len(tokens), 500):
             rows = TaskLockEvent.objects.filter(
-                kind="skipped", blocked_by__in=tokens[start : start + 500]
+                kind__in=COUNTED, blocked_by__in=tokens[start : start + 500]
             )
             sums = rows.order_by().values("blocked_by").annotate(total=Sum("count"))
             skipped.update(sums.values_list("blocked_by", "total"))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from django.db import connections
@@ -23,7 +24,7 @@ __all__ = ["clock", "drop", "held_by_this_thread", "keep", "owe", "renew"]
 logger = logging.getLogger("django_singletask")
 
 RETRY = 1.0
-MAX_DEBTS = 1000
+MAX_DEBTS = 100_000
 
 
 def _boottime() -> float:
@@ -53,7 +54,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self.locks: weakref.WeakValueDictionary[str, TaskLock] = weakref.WeakValueDictionary()
-        self.debts: list[Debt] = []
+        self.debts: deque[Debt] = deque(maxlen=MAX_DEBTS)
         self.pays_at = math.inf
         self.down: set[str] = set()
         self.wakes_at = math.inf
@@ -69,7 +70,7 @@ class Keeper:
             self.wake(due(lock))
 
     def owe(self, debt: Debt) -> None:
-        self.debts = [*self.debts[-MAX_DEBTS:], debt]
+        self.debts.append(debt)
         self.pays_at = clock()
         self.wake(self.pays_at)
 
@@ -144,9 +145,10 @@ class Keeper:
                 settle(lock, token, sent, lease, outcome)
 
     def pay(self) -> None:
-        debts, self.debts, self.pays_at = self.debts, [], math.inf
+        self.pays_at = math.inf
         down: set[str] = set()
-        for debt in debts:
+        for _ in range(len(self.debts)):
+            debt = self.debts.popleft()
             try:
                 # One error is enough: each may take as long as the client waits, and the
                 # renewals of other locks wait meanwhile.

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from celery.contrib.django.task import DjangoTask
 from celery.result import AsyncResult, EagerResult
 from celery.utils import uuid
 from celery.utils.saferepr import saferepr
+from django.db import transaction
 
 from django_singletask import conflicts
-from django_singletask.conf import check_seconds
 from django_singletask.conflicts import HEADER, POLICIES, own_header
 from django_singletask.decorators import refuse_deferred
-from django_singletask.exceptions import LockConflict
+from django_singletask.duplicates import QueuedCall, delay_of
+from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.keys import LockKey, call_key
+from django_singletask.liveness import Holder
 from django_singletask.locks import TaskLock
+from django_singletask.options import (
+    OPTIONS,
+    check_lock_options,
+    check_types,
+    choice_error,
+    refuse_foreign,
+    refuse_misspelt,
+)
 
 __all__ = ["SingletonTask"]
 
@@ -37,9 +46,16 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     * ``lock_renew``: renew the lease while the task runs; False needs ``lock_timeout``.
     * ``lock_on``: names of the arguments that make the lock; ``[]`` is one lock for the task.
     * ``lock_name``: the name itself, a format string over the arguments or a callable with them.
-    * ``on_conflict``: ``"skip"``, ``"raise"`` (:class:`LockConflict`) or ``"wait"``.
+    * ``on_conflict``: ``"skip"``; ``"raise"`` (:class:`LockConflict`); ``"wait"``; ``"requeue"``:
+      put off until it has run; ``"rerun"``: of all that conflict, the last runs after the holder.
+      A call without a message (direct, ``apply()``) raises instead of these two.
     * ``lock_wait``: seconds that ``"wait"`` waits before it raises.
     * ``skip_result``: what a skipped run returns.
+    * ``unique_until``: stop an equal call at enqueue until this one has begun (``"start"``) or
+      ended (``"finish"``).
+    * ``unique_for``: seconds for which a queued call stops equal ones at most, at most 30 days.
+    * ``on_duplicate``: ``"return"`` the queued call's result, or ``"raise"``
+      :class:`DuplicateTask`.
     * ``lock_history``: False records only trouble.
 
     Raises ``TypeError`` where the class is made for options of a wrong type and for coroutine
@@ -55,6 +71,9 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     on_conflict: str = "skip"
     lock_wait: float = 0
     skip_result: Any = None
+    unique_until: str | None = None
+    unique_for: float = 3600
+    on_duplicate: str = "return"
     lock_history: bool = True
 
     # An expected answer, not a crash: Celery logs it without a traceback.
@@ -85,13 +104,22 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
 
     # Asking
 
-    def lock(self, *args: Any, **kwargs: Any) -> TaskLock:
+    def lock(self, /, *args: Any, **kwargs: Any) -> TaskLock:
         """Return the lock of a call with these arguments, not acquired.
 
         ``task.lock(7).locked()`` asks whether that call is running. Raises ``TypeError`` if the
         arguments do not fit the task or have no stable form.
         """
         return self.lock_for(self.lock_key(args, kwargs, {}), {})
+
+    def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
+        """Return the result of the call that stops one with these arguments at enqueue, if any.
+
+        Asks the cache; the answer can be out of date when you act on it. Raises ``TypeError`` as
+        :meth:`lock` does.
+        """
+        holder = QueuedCall(self, self.lock_key(args, kwargs, {}), {}).holder()
+        return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
 
     # Sending
 
@@ -110,14 +138,65 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     ) -> AsyncResult[Any]:
         """Send the task, with its lock's key in the message.
 
-        Celery's own options, and ``lock_options``: lock options for this one call. Raises
-        ``TypeError`` for unknown ones, and if an argument has no stable form.
+        Celery's own options, and ``lock_options``: lock options for this one call. With
+        ``unique_until``, the result of an equal call that is queued instead of a second one.
+        Raises ``TypeError`` for unknown options, and if an argument has no stable form,
+        :class:`DuplicateTask` with ``on_duplicate="raise"``, and the errors of the cache's client
+        with ``unique_until``.
         """
+        refuse_foreign(f"apply_async of {self.name}", options)
+        again = bool(own_header(options.get("headers"), task_id))
+        # Others wait for a call that has its id already, as the links of a chain and the members
+        # of a group have, or that is to tell of its end: it must be sent.
+        awaited = task_id or link or link_error or any(map(options.get, AWAITED))
         task_id = task_id or uuid()
-        options["headers"] = self._headers(args, kwargs, task_id, lock_options, options)
-        return super().apply_async(
-            args, kwargs, task_id, producer, link, link_error, shadow, **options
-        )
+        headers = self._headers(args, kwargs, task_id, lock_options, options)
+        options["headers"] = headers
+        own = headers[HEADER]
+        call = None if again else self._queued_call(own)
+        if call is not None:
+            queued = call.enqueue(task_id, delay_of(options.get("countdown") or options.get("eta")))
+            if queued is None:
+                own["queued"] = (call.value or b"").decode()
+            elif not awaited:
+                return self._duplicate(own, queued)
+        try:
+            return super().apply_async(
+                args, kwargs, task_id, producer, link, link_error, shadow, **options
+            )
+        except BaseException:
+            if call is not None:
+                call.give_back()
+            raise
+
+    def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Send the task when the transaction commits; a duplicate is dropped."""
+        self.apply_async_on_commit(args, kwargs)
+
+    def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Send the task when the transaction commits; a duplicate is dropped.
+
+        Nobody is there to be told: an error would stop the other hooks of the transaction.
+        """
+        transaction.on_commit(partial(self._send_unless_queued, *args, **kwargs))
+
+    def _send_unless_queued(self, *args: Any, **kwargs: Any) -> None:
+        with suppress(DuplicateTask):
+            self.apply_async(*args, **kwargs)
+
+    def _queued_call(self, header: Mapping[str, Any]) -> QueuedCall | None:
+        # A call that runs at once is never queued.
+        if self.app.conf.task_always_eager or not self.option("unique_until", header["options"]):
+            return None
+        return QueuedCall(self, LockKey(header["name"], header["key"]), header["options"])
+
+    def _duplicate(self, header: Mapping[str, Any], queued: Holder) -> AsyncResult[Any]:
+        lock = self.lock_for(LockKey(header["name"], header["key"]), header["options"])
+        lock.blocker = queued
+        lock._report_conflict("queued", "duplicate")
+        if self.option("on_duplicate", header["options"]) == "raise":
+            raise DuplicateTask(lock.name, queued.task_id or "")
+        return self.AsyncResult(queued.task_id or "")
 
     def apply(
         self,
@@ -144,10 +223,11 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         header = (signature.options.get("headers") or {}).get(HEADER)
         if header:
             # How often this message was put off says nothing about the next one.
-            kept = {k: v for k, v in header.items() if k not in ("hops", "redelivered")}
+            kept = {k: v for k, v in header.items() if k not in HOPPING}
             if args is not None or kwargs is not None:
                 # Other arguments may mean another lock: derive the key anew, keep the options.
                 kept["key"] = None
+                kept.pop("queued", None)
             signature.options["headers"] = {**signature.options["headers"], HEADER: kept}
         return signature
 
@@ -164,7 +244,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         own = {k: v for k, v in own_header(headers, task_id).items() if k != "token"}
         overrides = own.get("options") or {}
         if lock_options is not None:
-            self._check_options(lock_options)
+            check_lock_options(self, lock_options)
             overrides = {**overrides, **lock_options}
         if own.get("key") and lock_options is None:
             return {**headers, HEADER: own}
@@ -202,7 +282,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         """Return the lock of this key with the lock options of this task and of one call."""
         policy = self.option("on_conflict", options)
         if policy not in POLICIES:
-            raise ValueError(policy_error(self.name, policy))
+            raise ValueError(choice_error(self.name, "on_conflict", policy))
         lock = TaskLock(
             key,
             timeout=self.option("lock_timeout", options),
@@ -215,28 +295,6 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     def option(self, name: str, options: Mapping[str, Any]) -> Any:
         """Return an option of this task, or of one call where that has its own."""
         return options[name] if name in options else getattr(self, name)
-
-    def _check_options(self, lock_options: Mapping[str, Any]) -> None:
-        unknown = lock_options.keys() - OPTIONS
-        if unknown:
-            raise TypeError(
-                f"lock_options of {self.name} has no {sorted(unknown)[0]!r}; "
-                f"it knows {', '.join(sorted(OPTIONS))}."
-            )
-        check_types(f"lock_options of {self.name}", lock_options)
-        if None not in (lock_options.get("lock_on"), lock_options.get("lock_name")):
-            raise TypeError(
-                f"lock_options of {self.name}: lock_on and lock_name exclude each other; keep one."
-            )
-        fixed = not self.option("lock_renew", lock_options)
-        if fixed and self.option("lock_timeout", lock_options) is None:
-            raise TypeError(f"lock_options of {self.name}: lock_renew=False needs a lock_timeout.")
-        for name, zero in (("lock_timeout", False), ("lock_wait", True)):
-            if lock_options.get(name) is not None:
-                check_seconds(f"lock_options of {self.name}: {name}", lock_options[name], zero=zero)
-        policy = self.option("on_conflict", lock_options)
-        if policy not in POLICIES:
-            raise ValueError(policy_error(f"lock_options of {self.name}", policy))
 
     def lock_key(
         self, args: Any, kwargs: Any, options: Mapping[str, Any], shown: str | None = None
@@ -275,6 +333,11 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         return _shown(given)
 
 
+AWAITED = ("chain", "chord", "group_id")
+HOPPING = ("hops", "redelivered", "before")
+"""What the header says of a message while it is put off."""
+
+
 def _shown(options: Mapping[str, Any]) -> str | None:
     given = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
     return ", ".join(map(str, given)) if given else None
@@ -284,52 +347,3 @@ def _mentions(code: Any, name: str) -> bool:
     if code is None or name in code.co_names:
         return True
     return any(_mentions(inner, name) for inner in code.co_consts if inspect.iscode(inner))
-
-
-OPTIONS = frozenset(
-    {
-        "lock_history",
-        "lock_name",
-        "lock_on",
-        "lock_renew",
-        "lock_timeout",
-        "lock_wait",
-        "on_conflict",
-        "skip_result",
-    }
-)
-
-
-def refuse_misspelt(what: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for a name in the decorator that is almost a lock option."""
-    for name in names:
-        meant = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.8)
-        if meant:
-            raise TypeError(f"{what} has no option {name!r}; did you mean {meant[0]!r}?")
-
-
-def check_types(what: str, options: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for a lock option of a wrong type; the message begins with ``what``."""
-    for name, value in options.items():
-        if name in {"lock_renew", "lock_history"} and not isinstance(value, bool):
-            raise TypeError(f"{what}: {name} must be True or False, not {value!r}.")
-        if name in {"lock_timeout", "lock_wait"} and not (name == "lock_timeout" and value is None):
-            # A number that cannot work is for the system check, which names it with a hint.
-            with suppress(ValueError):
-                check_seconds(f"{what}: {name}", value, zero=True)
-        if name == "on_conflict" and not isinstance(value, str):
-            raise TypeError(policy_error(what, value))
-        if name == "lock_name" and not (value is None or isinstance(value, str) or callable(value)):
-            raise TypeError(
-                f"{what}: lock_name must be a format string or a callable, not {value!r}."
-            )
-        if name == "lock_on" and value is not None:
-            if isinstance(value, str):
-                raise TypeError(f"{what}: lock_on={value!r} is a string; did you mean [{value!r}]?")
-            if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-                raise TypeError(f"{what}: lock_on must be a list of argument names, not {value!r}.")
-
-
-def policy_error(what: str, value: object) -> str:
-    """Say that ``on_conflict`` cannot be ``value``."""
-    return f"{what}: on_conflict must be one of {', '.join(POLICIES)}, not {value!r}."

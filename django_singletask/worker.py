@@ -10,13 +10,21 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from celery.signals import task_received, worker_init, worker_ready
+from celery.signals import (
+    task_received,
+    task_rejected,
+    task_revoked,
+    task_unknown,
+    worker_init,
+    worker_ready,
+)
 from django.db import connections
 
 from django_singletask import history
 from django_singletask.checks import run
 from django_singletask.conf import conf
 from django_singletask.conflicts import HEADER, own_header
+from django_singletask.duplicates import QueuedCall, discard
 from django_singletask.keys import LockKey
 from django_singletask.liveness import is_gone, start_time
 from django_singletask.locks import TaskLock
@@ -41,6 +49,9 @@ def connect() -> None:
     for signal, receiver in (
         (worker_init, refuse),
         (task_received, hand_out_token),
+        (task_revoked, free_revoked),
+        (task_rejected, free_unreadable),
+        (task_unknown, free_unreadable),
         (worker_ready, watch),
     ):
         uid = f"django_singletask.{receiver.__name__}"
@@ -78,6 +89,18 @@ class Corpse(NamedTuple):
     token: str
     how: str
     until: float
+    request: Any
+
+    def bury(self) -> None:
+        freed = self.lock.bury(self.token, self.how)
+        task, header = self.request.task, header_of(self.request)
+        if not header.get("queued"):
+            return
+        if freed:  # killed before it gave back the entry of the call
+            discard(task.name, header)
+        key = LockKey(self.lock.name, self.lock.key)
+        call = QueuedCall(task, key, header.get("options") or {})
+        call.entry.bury(self.token, self.how)
 
 
 # Who frees the lock of a killed process
@@ -133,7 +156,7 @@ class Watcher(threading.Thread):
             lock = lock_of(last.request)
             if lock is not None:
                 until = time.monotonic() + lock._lease()
-                self.corpses.append(Corpse(lock, last.token, how, until))
+                self.corpses.append(Corpse(lock, last.token, how, until, last.request))
 
     def bury(self) -> None:
         if not self.corpses or time.monotonic() < self.bury_at:
@@ -141,7 +164,7 @@ class Watcher(threading.Thread):
         corpses, self.corpses = self.corpses, []
         try:
             while corpses:
-                corpses[0].lock.bury(corpses[0].token, corpses[0].how)
+                corpses[0].bury()
                 del corpses[0]
         except Exception as error:
             logger.warning("The locks of killed runs are not freed yet: %s", error)
@@ -152,10 +175,14 @@ class Watcher(threading.Thread):
             connections.close_all()
 
 
+def header_of(request: Any) -> Mapping[str, Any]:
+    """Return our header of a request that a worker received."""
+    return own_header(request.request_dict, request.id)
+
+
 def lock_of(request: Any) -> TaskLock | None:
     """Return the lock that the run of a request takes; None if its arguments give none."""
-    task = request.task
-    header = own_header(request.request_dict, request.id)
+    task, header = request.task, header_of(request)
     options = header.get("options") or {}
     try:
         if header.get("key"):
@@ -193,8 +220,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
         return
     token = os.urandom(16).hex()
     headers = request.request_dict
-    own: Mapping[str, Any] = own_header(headers, request.id)
-    headers[HEADER] = {**own, "id": request.id, "token": token}
+    headers[HEADER] = {**header_of(request), "id": request.id, "token": token}
     accepted = request.on_accepted
 
     # On the request itself, since the worker makes the final class of requests on its own.
@@ -204,6 +230,18 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
         accepted(pid, time_accepted)
 
     request.on_accepted = on_accepted
+
+
+def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:
+    """Let equal calls be queued again: this one was revoked, or has expired, unstarted."""
+    if not terminated:
+        discard(sender.name, own_header(request.headers, request.id))
+
+
+def free_unreadable(message: Any, **kwargs: Any) -> None:
+    """The same for a message that the worker cannot read, or of a task that it does not know."""
+    headers = getattr(message, "headers", None) or {}
+    discard(str(headers.get("task")), own_header(headers, headers.get("id")))
 
 
 def _has_processes(consumer: Any) -> bool:

@@ -335,6 +335,7 @@ def test_other_tasks_are_not_checked(app):
         {"lock_timeout": 3e6},
         {"lock_timeout": float("nan")},
         {"lock_wait": -1},
+        {"unique_for": 0},
         {"lock_wait": float("inf")},
     ],
     ids=str,
@@ -407,6 +408,25 @@ def test_lease_that_is_neither_renewed_nor_given_is_refused(found):
 def test_unknown_policy_is_refused(found):
     message = only(found(on_conflict="explode"), "E012")
     assert message.msg.startswith("on_conflict='explode' of bad.task is none of skip, raise")
+
+
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [("unique_until", "None, start, finish"), ("on_duplicate", "return, raise")],
+)
+def test_unknown_choice_is_refused(found, option, choices):
+    message = only(found(**{option: "never"}), "E012")
+    assert message.msg == f"{option}='never' of bad.task is none of {choices}."
+    assert message.hint == f"Set {option} to one of them, or remove it."
+
+
+def test_waiting_for_no_time_is_warned_about(found):
+    message = only(found(on_conflict="wait"), "W009")
+    assert message.msg == 'on_conflict="wait" of bad.task has no lock_wait, so it raises at once.'
+
+
+def test_waiting_for_a_time_is_fine(found):
+    assert found(on_conflict="wait", lock_wait=1) == []
 
 
 @pytest.mark.parametrize("limit", ["time_limit", "soft_time_limit"])

@@ -14,13 +14,14 @@ import pytest
 from celery import Celery
 from django.core.management import CommandError, call_command
 
-from django_singletask import SingletonTask, TaskLock
+from django_singletask import SingletonTask, TaskLock, registry
 from django_singletask.keys import name_key
 from django_singletask.liveness import Holder
 from django_singletask.management.commands import locks as command
 from django_singletask.management.commands.locks import columns, printable
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
+from tests.testapp import tasks
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -178,6 +179,7 @@ def test_json_is_valid_and_alone(take):
     assert found == {
         "name": lock.name,
         "key": lock.key,
+        "queued": False,
         "skipped": 0,
         "token": lock.token,
         "task": None,
@@ -511,3 +513,104 @@ def test_process_that_nobody_answers_exits_with_one(take):
 )
 def test_long_text_loses_its_middle(text, width, expected):
     assert printable(text, width) == expected
+
+
+# Queued calls
+
+
+@pytest.fixture
+def queued(monkeypatch, settings):
+    """Queue a call, without sending it."""
+    task = tasks.unique
+
+    def send_task(name, args=None, kwargs=None, **options):
+        return task.AsyncResult(options["task_id"])
+
+    monkeypatch.setattr(task.app, "send_task", send_task)
+    yield lambda *args: task.delay(*args).id
+    for entry in registry.held():
+        registry.clear(entry, actor="the test")
+
+
+NAME = "tests.testapp.tasks.unique(key='a')"
+
+
+def test_queued_calls_are_listed(queued):
+    task_id = queued("a")
+    queued("a")
+    _head, line = locks().splitlines()
+    assert line.split()[1:4] == ["0s", "-", "1"]
+    assert line.startswith(NAME[:8])
+    assert "queued " in line
+    assert len(line) <= 80
+    (shown,) = json.loads(locks("--json"))
+    assert (shown["queued"], shown["task_id"], shown["skipped"]) == (True, task_id, 1)
+
+
+def test_clear_queued_lets_an_equal_call_be_sent(queued, take):
+    take("nightly")
+    first = queued("a")
+    assert locks("clear", "--queued", "--yes").endswith("Freed 1 queued call.\n")
+    assert queued("a") != first
+    assert "nightly" in locks()
+    assert TaskLockEvent.objects.filter(kind="cleared").count() == 1
+
+
+def test_clear_queued_asks_what_it_is_about(queued, monkeypatch):
+    queued("a")
+    questions = answer(monkeypatch, "n")
+    with pytest.raises(CommandError, match=r"Nothing was freed\."):
+        locks("clear", "--queued")
+    assert questions[0].startswith("Forget 1 queued call? Those that the broker has still run")
+
+
+def test_clear_all_leaves_queued_calls(queued, take):
+    first = queued("a")
+    take("nightly")
+    locks("clear", "--all", "--yes")
+    assert queued("a") == first
+
+
+def test_clear_queued_of_nothing(take):
+    take("nightly")
+    with pytest.raises(CommandError, match=r"^No call is queued\.$"):
+        locks("clear", "--queued", "--yes")
+    with pytest.raises(CommandError, match=r"^Not queued: nightly\.$"):
+        locks("clear", "--queued", "--yes", "nightly")
+
+
+@pytest.mark.parametrize("name", [NAME, "tests.testapp.tasks.unique('a')"])
+def test_on_memcached_a_queued_call_is_named(settings, empty_cache, queued, name):
+    settings.SINGLETASK_CACHE = "pymemcache"
+    empty_cache("pymemcache")
+    first = queued("a")
+    with pytest.raises(CommandError, match=r"cannot list its entries.*Name them"):
+        locks("clear", "--queued", "--yes")
+    assert "queued" in locks("list", name)
+    assert "Freed 1 queued call" in locks("clear", "--queued", "--yes", name)
+    assert queued("a") != first
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("nightly", 1),
+        ("singletask:x:0", 1),
+        (NAME, 5),
+        ("tests.testapp.tasks.unique('a')", 3),
+        ("unknown.task(a=1)", 3),
+        ("unknown.task(1)", 1),
+        ("tests.testapp.tasks.unique(", 1),
+        ("tests.testapp.tasks.unique(open('/etc/passwd'))", 1),
+        ("(" * 250, 1),
+        ("\x00", 0),
+    ],
+)
+def test_what_a_name_can_stand_for(name, count):
+    assert len(registry.keys_of(name)) == count
+
+
+def test_a_call_is_found_by_its_arguments():
+    key = tasks.unique.lock("a").key
+    for name in (NAME, "tests.testapp.tasks.unique('a', 5)"):
+        assert key in registry.keys_of(name)

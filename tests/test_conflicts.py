@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 from celery.exceptions import Ignore, Reject
 from django.db import connections
+from kombu import Queue
 
+from django_singletask import LockConflict, conflicts
 from django_singletask.conflicts import HEADER, LOOKS, WAITS, _hop
 from django_singletask.exceptions import PutOff
+from django_singletask.keys import LATEST, key_beside
 from django_singletask.liveness import Holder
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
@@ -188,7 +191,9 @@ def test_hops_grow_to_a_quarter_of_the_lease(monkeypatch):
 def test_hops_are_shorter_than_the_visibility_timeout():
     lock = tasks.hold.lock("a")
     conf = SimpleNamespace(broker_transport_options={"visibility_timeout": 3})
-    task = SimpleNamespace(app=SimpleNamespace(conf=conf))
+    task = SimpleNamespace(
+        app=SimpleNamespace(conf=conf, producer_pool=tasks.hold.app.producer_pool)
+    )
     assert max(_hop(task, lock, 1, number) for number in range(30)) <= 1
 
 
@@ -204,3 +209,192 @@ def test_own_header_of_another_call_says_nothing(sent):
         thread.start()
         thread.join()
     assert done == ["skipped"]
+
+
+def test_hops_on_quorum_queues_are_of_a_second_at_least():
+    """Celery lets RabbitMQ keep such a message, and refuses less."""
+    if conflicts.detect_quorum_queues is None:
+        pytest.skip("Celery 5.4 does not know quorum queues")
+    queue = Queue("q", queue_arguments={"x-queue-type": "quorum"})
+    broker = SimpleNamespace(transport=SimpleNamespace(driver_type="amqp"))
+    pool = SimpleNamespace(connections=SimpleNamespace(connection=broker))
+    app = SimpleNamespace(
+        conf=SimpleNamespace(broker_transport_options={}),
+        producer_pool=pool,
+        amqp=SimpleNamespace(queues={"q": queue}),
+    )
+    lock = tasks.hold.lock("a")
+    assert _hop(SimpleNamespace(app=app), lock, 0.05, 0) == 1
+    queue.queue_arguments = {}
+    assert _hop(SimpleNamespace(app=app), lock, 0.05, 0) <= 0.05
+
+
+class TestRequeue:
+    def test_is_put_off(self, sent):
+        with held_by("another", task=tasks.requeue), pytest.raises(PutOff):
+            receive(tasks.requeue, "a", retries=3)
+        (message,) = sent
+        assert (message["task_id"], message["retries"]) == ("mine", 3)
+        assert 0.7 <= message["countdown"] <= 1
+        assert header_of(message)["hops"] == 1
+
+    def test_is_told_once_however_often_it_hops(self, sent):
+        with held_by("another", task=tasks.requeue):
+            for hops in range(3):
+                with pytest.raises(PutOff):
+                    receive(tasks.requeue, "a", header={"hops": hops})
+        row = TaskLockEvent.objects.get()
+        assert (row.kind, row.reason, row.count) == ("skipped", "requeue", 1)
+
+    def test_its_expiry_is_kept(self, sent):
+        with held_by("another", task=tasks.requeue), pytest.raises(PutOff):
+            receive(tasks.requeue, "a", expires="2030-01-01T00:00:00+00:00")
+        assert sent[0]["expires"] == "2030-01-01T00:00:00+00:00"
+
+    @pytest.mark.parametrize("task", [tasks.requeue, tasks.rerun], ids=["requeue", "rerun"])
+    @pytest.mark.parametrize("call", ["direct", "apply"])
+    def test_without_a_message_it_raises(self, sent, task, call):
+        with held_by("another", task=task), pytest.raises(LockConflict):
+            task("a") if call == "direct" else task.apply(("a",), throw=True)
+        assert not sent
+        assert TaskLockEvent.objects.get().reason == "raise"
+
+
+def latest(task=tasks.rerun):
+    entry = get_store("redis").read(key_beside(LATEST, task.lock("a").key, task.name))
+    return None if entry is None else entry.value.decode()
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Collect the ids of the messages whose body ran."""
+    ids = []
+    monkeypatch.setattr(tasks, "body", lambda key, seconds, task_id, **facts: ids.append(task_id))
+    return ids
+
+
+def back(message):
+    """Deliver a message that was put off."""
+    return receive(tasks.rerun, "a", task_id=message["task_id"], header=header_of(message))
+
+
+class TestRerun:
+    def conflict(self, sent, *ids):
+        with held_by("holder", task=tasks.rerun):
+            for task_id in ids:
+                with pytest.raises(PutOff):
+                    receive(tasks.rerun, "a", task_id=task_id)
+        return sent[-len(ids) :]
+
+    def test_the_last_runs(self, sent, ran):
+        b, c, d = self.conflict(sent, "B", "C", "D")
+        assert latest() == "D"
+        assert back(c) == "superseded"
+        back(d)
+        assert back(b) == "superseded"
+        assert ran == ["D"]
+        assert not tasks.rerun.lock("a").locked()
+
+    def test_while_the_lock_is_held_the_last_hops_and_the_others_end(self, sent, ran):
+        b, c = self.conflict(sent, "B", "C")
+        with held_by("holder", task=tasks.rerun):
+            assert back(b) == "superseded"
+            with pytest.raises(PutOff):
+                back(c)
+        assert header_of(sent[-1])["before"] == header_of(c)["before"] == "B"
+        assert not ran
+
+    def test_a_superseded_run_is_noted_as_ignored(self, sent, ran):
+        b, _c = self.conflict(sent, "B", "C")
+        back(b)
+        assert TaskLockEvent.objects.get(kind="acquired").result == "ignored"
+
+    def test_the_next_burst_begins_anew(self, sent, ran):
+        back(*self.conflict(sent, "B"))
+        back(*self.conflict(sent, "C"))
+        assert ran == ["B", "C"]
+
+    def test_killed_between_publish_and_its_note(self, sent, ran, monkeypatch):
+        """The message that comes back notes itself."""
+        (b,) = self.conflict(sent, "B")
+        with monkeypatch.context() as patch:
+            patch.setattr(conflicts, "_become_latest", lambda *args: True)
+            (c,) = self.conflict(sent, "C")
+        assert latest() == "B"
+        with held_by("holder", task=tasks.rerun), pytest.raises(PutOff):
+            back(c)
+        assert latest() == "C"
+        assert back(b) == "superseded"
+        back(sent[-1])
+        assert ran == ["C"]
+
+    def test_killed_between_publish_and_the_first_note(self, sent, ran, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(conflicts, "_become_latest", lambda *args: True)
+            (b,) = self.conflict(sent, "B")
+        assert latest() is None
+        back(b)
+        assert ran == ["B"]
+
+    def test_one_that_wakes_late_does_not_displace_the_last(self, sent, ran, monkeypatch):
+        """It slept between publishing and its note, while its message and a later one came."""
+        (b,) = self.conflict(sent, "B")
+        with monkeypatch.context() as patch:
+            patch.setattr(conflicts, "_become_latest", lambda *args: asleep.append(args))
+            asleep = []
+            (c,) = self.conflict(sent, "C")
+        (d,) = self.conflict(sent, "D")
+        conflicts._become_latest(*asleep[0])
+        assert latest() == "D"
+        assert back(b) == back(c) == "superseded"
+        back(d)
+        assert ran == ["D"]
+
+    def test_control_without_the_comparison_the_last_is_lost(self, sent, ran, monkeypatch):
+        def overwrite(store, key, before, task_id):
+            store.client.set(store.make_key(key), task_id)
+            return True
+
+        asleep = []
+        with monkeypatch.context() as patch:
+            patch.setattr(conflicts, "_become_latest", lambda *args: asleep.append(args))
+            (c,) = self.conflict(sent, "C")
+        monkeypatch.setattr(conflicts, "_become_latest", overwrite)
+        (d,) = self.conflict(sent, "D")
+        overwrite(*asleep[0])
+        assert back(d) == "superseded"
+        back(c)
+        assert ran == ["C"]
+
+    def test_a_cache_that_forgets_lets_each_run(self, sent, ran, empty_cache):
+        b, c = self.conflict(sent, "B", "C")
+        empty_cache("redis")
+        back(b)
+        back(c)
+        assert ran == ["B", "C"]
+
+    def test_its_retry_is_an_ordinary_message(self, sent, ran):
+        (b,) = self.conflict(sent, "B")
+        tasks.rerun.push_request(
+            id="B", headers={HEADER: header_of(b)}, args=("a",), kwargs={}, called_directly=False
+        )
+        try:
+            retried = tasks.rerun.signature_from_request()
+        finally:
+            tasks.rerun.pop_request()
+        assert not {"before", "hops"} & retried.options["headers"][HEADER].keys()
+
+    def test_each_task_on_a_shared_lock_has_its_own_last(self):
+        keys = {key_beside(LATEST, "singletask:shared:0", task) for task in ("a", "b")}
+        assert len(keys) == 2
+
+    @pytest.mark.usefixtures("ran")
+    def test_on_every_store(self, cache_alias, sent):
+        lock = tasks.rerun.lock("a")
+        assert lock.acquire()
+        for task_id in ("B", "C"):
+            with pytest.raises(PutOff):
+                receive(tasks.rerun, "a", task_id=task_id)
+        lock.release()
+        assert back(sent[0]) == "superseded"
+        assert back(sent[1]) is None

@@ -165,6 +165,38 @@ def test_release_of_what_is_gone_says_so(store: Store) -> None:
     assert store.release(KEY, A) is Outcome.GONE
 
 
+# Replacing
+
+
+def test_replacing_what_is_there(store: Store) -> None:
+    store.add(KEY, A, 0.5)
+    assert store.replace(KEY, A, B, 60)
+    assert value_of(store) == B
+    assert store.release(KEY, A) is Outcome.TAKEN
+
+
+def test_replacing_what_is_not_there_changes_nothing(store: Store) -> None:
+    assert not store.replace(KEY, A, B, 60)
+    assert store.read(KEY) is None
+    store.add(KEY, C, 60)
+    assert not store.replace(KEY, A, B, 60)
+    assert value_of(store) == C
+
+
+def test_replacing_twice_is_one_change(store: Store) -> None:
+    """The client may have sent the request again, because the reply was lost."""
+    store.add(KEY, A, 60)
+    assert store.replace(KEY, A, B, 60)
+    assert store.replace(KEY, A, B, 60)
+    assert value_of(store) == B
+
+
+def test_the_replaced_entry_has_the_new_lease(store: Store) -> None:
+    store.add(KEY, A, 60)
+    assert store.replace(KEY, A, B, 0.2)
+    assert eventually(lambda: value_of(store) is None)
+
+
 # Renewing
 
 

@@ -382,6 +382,22 @@ class TestDecoration:
         with pytest.raises(TypeError, match=r"did you mean \['a'\]\?"):
             app.task(base=SingletonTask, lazy=False, lock_on="a")(takes_a)
 
+    @pytest.mark.parametrize(
+        ("option", "here"),
+        [
+            ("once", "lock_on, unique_until and on_duplicate"),
+            ("unique_on", "lock_on"),
+            ("lock_expiry", "unique_for"),
+            ("raise_on_duplicate", "on_duplicate"),
+        ],
+    )
+    def test_an_option_of_another_library_is_named(self, app, task, sent, option, here):
+        with pytest.raises(TypeError, match=f"no option '{option}': here it is {here}"):
+            app.task(base=SingletonTask, lazy=False, **{option: 1})(takes_a)
+        with pytest.raises(TypeError, match=f"no option '{option}': here it is {here}"):
+            task.apply_async((1,), **{option: 1})
+        assert not sent
+
     def test_a_misspelt_option_suggests_the_right_one(self, app):
         with pytest.raises(TypeError, match=r"'on_conflit'; did you mean 'on_conflict'\?"):
             app.task(base=SingletonTask, lazy=False, on_conflit="raise")(takes_a)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -100,6 +101,7 @@ def _open_store(alias: str) -> Store:
 # _after_fork() makes these immortal there.
 _open: set[Store] = set()
 _settings_changed = 0
+_opener: Callable[[str], Store] = _open_store
 
 
 class _Stores(dict[str, Store]):
@@ -140,7 +142,7 @@ def get_store(alias: str) -> Store:
         stores.close()
     store = stores.get(alias)
     if store is None:
-        store = stores[alias] = _open_store(alias)
+        store = stores[alias] = _opener(alias)
         _open.add(store)
     return store
 
@@ -163,12 +165,27 @@ if hasattr(os, "register_at_fork"):
 
 
 def _forget(*, setting: str, **kwargs: Any) -> None:
+    if setting in {"CACHES", "DATABASES", "USE_TZ"}:
+        _reopen()
+
+
+def _reopen() -> None:
     # Only tests change settings. Another thread may be using its stores right now: it closes them
     # itself when it asks for one again.
     global _settings_changed
-    if setting in {"CACHES", "DATABASES", "USE_TZ"}:
-        _settings_changed += 1
-        close_stores()
+    _settings_changed += 1
+    close_stores()
+
+
+def open_with(opener: Callable[[str], Store] | None) -> None:
+    """Let every thread open its stores anew, with ``opener``: from an alias to a store.
+
+    None brings the stores of the configured caches back. For :mod:`django_singletask.testing`.
+    """
+    global _opener
+    # First: a thread that reopens meanwhile then does so once more than it must, never once less.
+    _opener = opener or _open_store
+    _reopen()
 
 
 setting_changed.connect(_forget)

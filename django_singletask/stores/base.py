@@ -95,6 +95,13 @@ class Store(ABC):
         return [self.renew(*request) for request in requests]
 
     @abstractmethod
+    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
+        """Let the entry be ``new`` for ``lease`` seconds if it is ``old``; say whether it is.
+
+        An entry that is ``new`` already was made so by the same request, whose reply was lost.
+        """
+
+    @abstractmethod
     def read(self, key: str) -> Entry | None:
         """Return the entry that holds the lock now."""
 

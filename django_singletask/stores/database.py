@@ -112,6 +112,10 @@ class DatabaseStore(Store):
         self._update = (
             f"UPDATE {table} SET expires = {dialect.then} WHERE cache_key = %s AND value = %s"
         )
+        self._change = (
+            f"UPDATE {table} SET value = %s, expires = {dialect.then} "
+            f"WHERE cache_key = %s AND value IN (%s, %s)"
+        )
         self._delete = f"DELETE FROM {table} WHERE cache_key = %s AND value = %s"
         self._select = (
             f"SELECT value, {left} FROM {table} WHERE cache_key = %s AND expires > {dialect.now}"
@@ -152,6 +156,11 @@ class DatabaseStore(Store):
         if self._read(self.make_key(marker_key(key, value))) is not None:
             return Outcome.GONE if self._read(made) is None else Outcome.TAKEN
         return Outcome.RETAKEN if self._add(made, text, lease) is None else Outcome.TAKEN
+
+    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
+        made, seconds = self.make_key(key), self.dialect.seconds(lease)
+        params = [new.decode(), seconds, made, old.decode(), new.decode()]
+        return bool(self._run(self._change, params))
 
     def read(self, key: str) -> Entry | None:
         return self._read(self.make_key(key))

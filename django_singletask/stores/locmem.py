@@ -41,6 +41,14 @@ class LocMemStore(Store):
                 self._write(key, value, lease)
             return outcome
 
+    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
+        with self.cache._lock:
+            entry = self._find(self.make_key(key))
+            if entry is None or entry.value not in (old, new):
+                return False
+            self._write(key, new, lease)
+            return True
+
     def read(self, key: str) -> Entry | None:
         with self.cache._lock:
             return self._find(self.make_key(key))

@@ -82,11 +82,11 @@ class MemcachedStore(Store):
         return Entry(b"", None)
 
     def release(self, key: str, value: bytes) -> Outcome:
-        return self._change(self.make_key(key), value, PAST)
+        return self._change(self.make_key(key), value, value, PAST)
 
     def renew(self, key: str, value: bytes, lease: float) -> Outcome:
         made = self.make_key(key)
-        outcome = self._change(made, value, _expiry(lease))
+        outcome = self._change(made, value, value, _expiry(lease))
         if outcome is not Outcome.GONE:
             return outcome
         # clear() writes its marker before it deletes, so whoever finds no entry because of it
@@ -101,6 +101,9 @@ class MemcachedStore(Store):
         # Another thread of the holder may have renewed at the same moment, and taken it again.
         return Outcome.RETAKEN if entry is None or entry.value == value else Outcome.TAKEN
 
+    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
+        return self._change(self.make_key(key), old, new, _expiry(lease)) is Outcome.OK
+
     def read(self, key: str) -> Entry | None:
         found, _cas = self._gets(self.make_key(key))
         return None if found is None else Entry(found, None)
@@ -109,16 +112,16 @@ class MemcachedStore(Store):
         # The marker stays even if nothing is deleted: then the lock is gone or somebody else's,
         # and another operator who clears it at this moment may rely on it.
         self._client_add(self.make_key(marker_key(key, value)), b"1", _expiry(lease))
-        return self._change(self.make_key(key), value, PAST) is Outcome.OK
+        return self._change(self.make_key(key), value, value, PAST) is Outcome.OK
 
-    def _change(self, made: str, value: bytes, expiry: int) -> Outcome:
+    def _change(self, made: str, old: bytes, new: bytes, expiry: int) -> Outcome:
         for _ in range(TRIES):
             found, cas = self._gets(made)
             if found is None:
                 return Outcome.GONE
-            if found != value:
+            if found not in (old, new):
                 return Outcome.TAKEN
-            if self._cas(made, value, cas, expiry):
+            if self._cas(made, new, cas, expiry):
                 return Outcome.OK
             # Changed between the two requests (by a renewal, a takeover): look again.
         return Outcome.TAKEN

@@ -30,6 +30,12 @@ if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 2
 """
+REPLACE = """
+local value = redis.call('GET', KEYS[1])
+if value ~= ARGV[1] and value ~= ARGV[2] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
 READ = """
 local value = redis.call('GET', KEYS[1])
 return value and {value, redis.call('PTTL', KEYS[1])}
@@ -72,6 +78,7 @@ class RedisStore(Store):
         self._add = self.client.register_script(ADD)
         self._release = self.client.register_script(RELEASE)
         self._renew = self.client.register_script(RENEW)
+        self._replace = self.client.register_script(REPLACE)
         self._read = self.client.register_script(READ)
         self._clear = self.client.register_script(CLEAR)
 
@@ -94,6 +101,9 @@ class RedisStore(Store):
                 keys = [self.make_key(key), self.make_key(marker_key(key, value))]
                 self._renew(keys, [value, _milliseconds(lease)], client=pipeline)
             return [OUTCOMES[reply] for reply in pipeline.execute()]
+
+    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
+        return bool(self._replace([self.make_key(key)], [old, new, _milliseconds(lease)]))
 
     def read(self, key: str) -> Entry | None:
         return _entry(self._read([self.make_key(key)]))

@@ -11,9 +11,9 @@ from django_singletask import SingletonTask, current_lock, only_one
 from tests.testapp import log
 
 
-def body(key: str, seconds: float = 0, task_id: str | None = None) -> str:
+def body(key: str, seconds: float = 0, task_id: str | None = None, **facts: object) -> str:
     run = uuid.uuid4().hex
-    log.write("start", key=key, run=run, task_id=task_id)
+    log.write("start", key=key, run=run, task_id=task_id, **facts)
     try:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -106,3 +106,36 @@ def replacing(self, step: int) -> str:
 @shared_task(bind=True, base=SingletonTask, lock_on=["key"], soft_time_limit=1)
 def limited(self, key: str) -> str:
     return body(key, 30, self.request.id)
+
+
+# What a call does that finds the lock of hold() held
+
+POLICY = {"bind": True, "base": SingletonTask, "lock_on": ["key"], "lock_timeout": 4}
+
+
+@shared_task(**POLICY, on_conflict="wait", lock_wait=30)
+def wait(self, key: str, seconds: float = 0, value: int = 0) -> str:
+    return body(key, seconds, self.request.id, value=value)
+
+
+@shared_task(**POLICY, on_conflict="requeue")
+def requeue(self, key: str, seconds: float = 0, value: int = 0) -> str:
+    return body(key, seconds, self.request.id, value=value)
+
+
+@shared_task(**POLICY, on_conflict="rerun", skip_result="superseded")
+def rerun(self, key: str, seconds: float = 0, value: int = 0) -> str:
+    return body(key, seconds, self.request.id, value=value)
+
+
+@shared_task(**POLICY, unique_until="start", skip_result="skipped")
+def unique(self, key: str, seconds: float = 0, value: int = 0) -> str:
+    return body(key, seconds, self.request.id, value=value)
+
+
+@shared_task(**POLICY, unique_until="finish", skip_result="skipped", max_retries=10)
+def unique_to_the_end(self, key: str, seconds: float = 0, retries: int = 0) -> str:
+    answer = body(key, seconds, self.request.id)
+    if self.request.retries < retries:
+        raise self.retry(countdown=1)
+    return answer

@@ -16,7 +16,6 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from django_singletask import registry
 from django_singletask.conf import conf
-from django_singletask.liveness import Holder
 from django_singletask.registry import HeldLock, duration
 
 __all__ = ["Command"]
@@ -45,6 +44,11 @@ class Command(BaseCommand):
         clearing.add_argument("--token", help="free the lock of this holder only")
         clearing.add_argument("--task", help="free the locks of this task")
         clearing.add_argument("--all", action="store_true", help="free every lock")
+        clearing.add_argument(
+            "--queued",
+            action="store_true",
+            help="instead of locks, forget queued calls, so that equal ones can be sent again",
+        )
         clearing.add_argument("--yes", action="store_true", help="do not ask")
         clearing.add_argument("--dry-run", action="store_true", help="show what would be freed")
         listing.add_argument("names", nargs="*", metavar="LOCK", help="name or key of a lock")
@@ -89,7 +93,7 @@ class Command(BaseCommand):
         rows = [
             (
                 duration(lock.held_for),
-                "-" if lock.remaining is None else duration(lock.remaining),
+                "-" if lock.remaining is None or lock.queued else duration(lock.remaining),
                 "-" if lock.skipped is None else str(lock.skipped),
             )
             for lock in locks
@@ -99,7 +103,7 @@ class Command(BaseCommand):
         width = max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
         left = width - sum(widths) - 2 * len(widths) - 2
         # Of two names that begin alike the ends differ, and so do those of pods: cut the middle.
-        holders = [printable(who(lock.holder), left // 3) for lock in locks]
+        holders = [printable(who(lock), left // 3) for lock in locks]
         left -= max(map(columns, ("HOLDER", *holders)))
         names = [printable(lock.name, left) for lock in locks]
         first = max(map(columns, ("LOCK", *names)))
@@ -115,23 +119,28 @@ class Command(BaseCommand):
         names, token, task = options["names"], options["token"], options["task"]
         if options["json"] and not (options["yes"] or options["dry_run"]):
             raise CommandError("--json cannot ask: add --yes or --dry-run.")
-        if not (names or token or task or options["all"]):
+        if not (names or token or task or options["all"] or options["queued"]):
             raise CommandError(
-                "Say what to clear: the name or key of a lock, --token, --task or --all. "
+                "Say what to clear: the name or key of a lock, --token, --task, --queued or --all. "
                 "'manage.py locks' lists what is held."
             )
+        if options["queued"] and not names:
+            registry.must_list()
         locks = [
             lock
             for lock in registry.held(names, task=task)
-            if token is None or lock.holder.token == token
+            if (token is None or lock.holder.token == token) and lock.queued == options["queued"]
         ]
-        found = {name for lock in locks for name in (lock.name, lock.key)}
-        missing = [name for name in names if name not in found]
+        keys, shown = {lock.key for lock in locks}, {lock.name for lock in locks}
+        missing = [n for n in names if n not in shown and not keys & {*registry.keys_of(n)}]
         if missing or not locks:
             asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
             by = " by that token" if token and missing else ""
             raise CommandError(
-                f"Not held{by}: {', '.join(map(printable, asked))}." if asked else NOTHING
+                f"Not {'queued' if options['queued'] else 'held'}{by}: "
+                f"{', '.join(map(printable, asked))}."
+                if asked
+                else ("No call is queued." if options["queued"] else NOTHING)
             )
         if not options["json"]:
             self.table(locks)
@@ -146,7 +155,10 @@ class Command(BaseCommand):
     def confirm(self, locks: Sequence[HeldLock], **options: Any) -> None:
         """Ask; anything but yes ends the command."""
         question = (
-            f"Free {plural(len(locks), 'lock')}? The runs above go on, "
+            f"Forget {plural(len(locks), 'queued call')}? Those that the broker has still run, "
+            "and equal ones can be sent beside them. [y/N] "
+            if options["queued"]
+            else f"Free {plural(len(locks), 'lock')}? The runs above go on, "
             "and others can start beside them. [y/N] "
         )
         try:
@@ -164,6 +176,7 @@ class Command(BaseCommand):
         self, locks: Sequence[HeldLock], freed: Sequence[HeldLock] | None, **options: Any
     ) -> None:
         """Say what was freed; exit with 1 if a lock was not."""
+        noun = "queued call" if options["queued"] else "lock"
         kept = [] if freed is None else [lock for lock in locks if lock not in freed]
         if options["json"]:
             states = [
@@ -171,9 +184,9 @@ class Command(BaseCommand):
             ]
             self.stdout.write(json.dumps(states, indent=2))
         elif freed is None:
-            self.stdout.write(f"Would free {plural(len(locks), 'lock')}.")
+            self.stdout.write(f"Would free {plural(len(locks), noun)}.")
         elif freed:
-            self.stdout.write(self.style.SUCCESS(f"Freed {plural(len(freed), 'lock')}."))
+            self.stdout.write(self.style.SUCCESS(f"Freed {plural(len(freed), noun)}."))
         if kept:
             names = ", ".join(printable(lock.name) for lock in kept)
             raise CommandError(
@@ -190,8 +203,11 @@ def actor() -> str:
     return f"{user} on {socket.gethostname()} (manage.py locks)"
 
 
-def who(holder: Holder) -> str:
-    """Name the process of a holder."""
+def who(lock: HeldLock) -> str:
+    """Name the process that holds a lock, or the task id of the call that is queued."""
+    holder = lock.holder
+    if lock.queued:
+        return f"queued {holder.task_id}"
     return f"{holder.host}:{holder.pid}" if holder.host else "unknown"
 
 
@@ -233,6 +249,7 @@ def _as_dict(lock: HeldLock) -> dict[str, Any]:
     return {
         "name": lock.name,
         "key": lock.key,
+        "queued": lock.queued,
         "held_for": round(lock.held_for, 3),
         "remaining": None if lock.remaining is None else round(lock.remaining, 3),
         "skipped": lock.skipped,

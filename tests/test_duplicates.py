@@ -1,0 +1,445 @@
+"""What stops an equal call at enqueue, and what lets it through again."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+
+import pytest
+from celery import chain, chord, group
+from celery.exceptions import Reject, Retry
+from django.db import connections, transaction
+
+from django_singletask import DuplicateTask, TaskLock
+from django_singletask.conflicts import HEADER
+from django_singletask.duplicates import QueuedCall, delay_of, discard
+from django_singletask.exceptions import PutOff
+from django_singletask.keys import QUEUED, LockKey, key_beside
+from django_singletask.liveness import Holder
+from django_singletask.models import TaskLockEvent
+from django_singletask.stores import close_stores, get_store
+from tests.entries import eventually
+from tests.test_conflicts import held_by, receive
+from tests.testapp import tasks
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+unique, finish = tasks.unique, tasks.unique_to_the_end
+
+
+@pytest.fixture(autouse=True)
+def on_redis(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "redis"
+    empty_cache("redis")
+    TaskLockEvent.objects.all().delete()
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Collect what would be published."""
+    messages = []
+
+    def send_task(name, args=None, kwargs=None, **options):
+        messages.append(SimpleNamespace(name=name, args=args, kwargs=kwargs, **options))
+        return unique.AsyncResult(options["task_id"])
+
+    monkeypatch.setattr(unique.app, "send_task", send_task)
+    return messages
+
+
+@pytest.fixture(autouse=True)
+def runs_log(monkeypatch, tmp_path):
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
+
+
+def entry_of(task, *args):
+    call = QueuedCall(task, LockKey(*task.lock_key(args, {}, {})), {})
+    return call.entry
+
+
+def deliver(message, task=unique, **request):
+    """Run a message as the worker does."""
+    header = message.headers[HEADER]
+    return receive(task, *message.args, task_id=message.task_id, header=header, **request)
+
+
+class TestEnqueue:
+    @pytest.mark.parametrize("task", [unique, finish], ids=["start", "finish"])
+    def test_a_second_equal_call_is_the_queued_one(self, cache_alias, sent, task):
+        first = task.delay("a")
+        second = task.apply_async(kwargs={"key": "a"})
+        assert second.id == first.id
+        assert len(sent) == 1
+        assert task.queued("a").id == first.id
+
+    def test_without_unique_until_both_are_sent(self, sent):
+        """Negative control."""
+        assert tasks.hold.delay("a").id != tasks.hold.delay("a").id
+        assert len(sent) == 2
+
+    def test_another_call_is_sent(self, sent):
+        unique.delay("a")
+        unique.delay("b")
+        assert len(sent) == 2
+        assert unique.queued("c") is None
+
+    def test_another_task_on_the_same_lock_is_no_duplicate(self, sent):
+        options = {"lock_name": "shared", "lock_on": None}
+        unique.apply_async(("a",), lock_options=options)
+        finish.apply_async(("a",), lock_options=options)
+        unique.apply_async(("b",), lock_options=options)
+        assert [message.name for message in sent] == [unique.name, finish.name]
+
+    def test_raise(self, sent):
+        first = unique.delay("a")
+        with pytest.raises(DuplicateTask) as caught:
+            unique.apply_async(("a",), lock_options={"on_duplicate": "raise"})
+        assert caught.value.task_id == first.id
+        assert caught.value.name == unique.lock("a").name
+        assert pickle.loads(pickle.dumps(caught.value)).task_id == first.id
+
+    def test_an_option_of_the_call_alone(self, sent):
+        options = {"unique_until": "start"}
+        first = tasks.hold.apply_async(("a",), lock_options=options)
+        assert tasks.hold.apply_async(("a",), lock_options=options).id == first.id
+        tasks.hold.apply_async(("a",))
+        assert len(sent) == 2
+
+    def test_threads_at_the_same_moment_send_one(self, cache_alias, sent):
+        barrier = threading.Barrier(8)
+        ids = []
+
+        def send():
+            barrier.wait()
+            ids.append(unique.delay("a").id)
+            connections.close_all()
+            close_stores()
+
+        threads = [threading.Thread(target=send) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(ids)) == 1
+        assert len(sent) == 1
+
+    def test_the_history_counts_duplicates(self, sent):
+        first = unique.delay("a")
+        for _ in range(3):
+            unique.delay("a")
+        row = TaskLockEvent.objects.get()
+        assert (row.kind, row.count, row.reason) == ("duplicate", 3, "queued")
+        assert row.blocked_by_task_id == first.id
+        assert row.key == unique.lock("a").key
+        assert row.task == unique.name
+
+    def test_on_commit_duplicates_are_dropped_quietly(
+        self, sent, monkeypatch, django_capture_on_commit_callbacks
+    ):
+        monkeypatch.setattr(type(unique._get_current_object()), "on_duplicate", "raise")
+        done = []
+        with django_capture_on_commit_callbacks(execute=True), transaction.atomic():
+            assert unique.delay_on_commit("a") is None
+            assert unique.delay_on_commit("a") is None
+            unique.apply_async_on_commit(("a",))
+            transaction.on_commit(lambda: done.append("the hook behind them"))
+            assert not sent
+        assert len(sent) == 1
+        assert done
+
+    def test_publishing_that_fails_frees_it(self, monkeypatch):
+        def fail(*args, **options):
+            raise OSError("the broker is away")
+
+        monkeypatch.setattr(unique.app, "send_task", fail)
+        with pytest.raises(OSError, match="away"):
+            unique.delay("a")
+        assert unique.queued("a") is None
+
+    def test_arguments_that_do_not_fit_leave_nothing(self, sent):
+        with pytest.raises(TypeError):
+            unique.delay("a", nonsense=1)
+        assert unique.queued("a") is None
+
+    def test_a_cache_that_is_down_fails_the_call(self, sent, settings, dead_redis):
+        settings.SINGLETASK_CACHE = dead_redis
+        with pytest.raises(Exception, match="refused"):
+            unique.delay("a")
+        assert not sent
+
+    def test_an_add_whose_reply_is_lost_is_taken_back(self, sent, monkeypatch):
+        store = get_store("redis")
+        add = store.add
+
+        def lose(*args):
+            add(*args)
+            raise ConnectionError("lost")
+
+        monkeypatch.setattr(store, "add", lose)
+        with pytest.raises(ConnectionError):
+            unique.delay("a")
+        eventually(lambda: unique.queued("a") is None)
+
+    def test_an_eager_call_is_never_queued(self, monkeypatch):
+        monkeypatch.setitem(unique.app.conf, "task_always_eager", True)
+        assert unique.delay("a").get() == "ran"
+        assert unique.delay("a").get() == "ran"
+        assert entry_of(unique, "a").holder() is None
+
+
+class TestLease:
+    @pytest.mark.parametrize(
+        ("options", "least"),
+        [
+            ({}, 3600),
+            ({"countdown": 600}, 4200),
+            ({"eta": datetime.now(timezone.utc) + timedelta(hours=2)}, 3600 + 7000),
+            ({"countdown": 10**8}, 30 * 24 * 3600 - 1),
+        ],
+    )
+    def test_it_is_unique_for_and_the_countdown(self, sent, options, least):
+        unique.apply_async(("a",), **options)
+        assert least - 2 < entry_of(unique, "a").remaining() < least + 300
+
+    def test_it_ends(self, sent):
+        options = {"unique_for": 0.2}
+        unique.apply_async(("a",), lock_options=options)
+        eventually(lambda: unique.queued("a") is None)
+        unique.apply_async(("a",), lock_options=options)
+        assert len(sent) == 2
+
+    @pytest.mark.parametrize(
+        ("when", "seconds"),
+        [
+            (None, 0),
+            (5, 5),
+            (-5, 0),
+            (datetime.now(timezone.utc) - timedelta(hours=1), 0),
+            ((datetime.now(timezone.utc) + timedelta(hours=1)).isoformat(), 3600),
+            (datetime.now(timezone.utc).replace(tzinfo=None) + timedelta(hours=1), 3600),
+        ],
+    )
+    def test_delay(self, when, seconds):
+        assert seconds - 120 <= delay_of(when) <= seconds
+
+
+class TestAwaited:
+    """A call that others wait for is sent, and takes the entry if it is free."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"task_id": "mine"},
+            {"link": tasks.plain.si("a")},
+            {"link_error": tasks.plain.si("a")},
+            {"chord": tasks.plain.si("a")},
+            {"group_id": "a group"},
+            {"chain": [tasks.plain.si("a")]},
+        ],
+        ids=lambda options: next(iter(options)),
+    )
+    def test_is_always_sent(self, sent, options):
+        first = unique.delay("a")
+        second = unique.apply_async(("a",), **options)
+        assert second.id != first.id
+        assert len(sent) == 2
+        assert unique.queued("a").id == first.id
+        assert "queued" not in sent[1].headers[HEADER]
+
+    def test_stops_others(self, sent):
+        unique.apply_async(("a",), task_id="mine")
+        assert unique.delay("a").id == "mine"
+        assert len(sent) == 1
+
+    def test_equal_members_of_canvases_are_all_sent(self, sent):
+        members = [unique.si("a")] * 3
+        group(members).apply_async()
+        chord(members, tasks.plain.si("b")).apply_async()
+        assert len([message for message in sent if message.name == unique.name]) == 6
+        chain(members).apply_async()
+        assert len(sent[-1].chain) == 2
+
+
+class TestStart:
+    def test_it_is_free_once_the_run_has_its_lock(self, sent, monkeypatch, cache_alias):
+        seen = []
+
+        def body(*args, **kwargs):
+            seen.append((unique.queued("a"), unique.lock("a").locked()))
+
+        monkeypatch.setattr(tasks, "body", body)
+        unique.delay("a")
+        deliver(sent[0])
+        assert seen == [(None, True)]
+
+    def test_a_skipped_run_frees_it(self, sent):
+        unique.delay("a")
+        with held_by("another", task=unique):
+            assert deliver(sent[0]) == "skipped"
+        assert unique.queued("a") is None
+
+    def test_a_raised_conflict_frees_it(self, sent):
+        unique.apply_async(("a",), lock_options={"on_conflict": "raise"})
+        with held_by("another", task=unique), pytest.raises(Exception, match="is held"):
+            deliver(sent[0])
+        assert unique.queued("a") is None
+
+    @pytest.mark.parametrize("policy", ["requeue", "rerun"])
+    def test_one_that_is_put_off_is_still_queued(self, sent, policy):
+        first = unique.apply_async(("a",), lock_options={"on_conflict": policy})
+        with held_by("another", task=unique), pytest.raises(PutOff):
+            deliver(sent[0])
+        assert unique.queued("a").id == first.id
+        assert unique.delay("a").id == first.id
+        deliver(sent[1])
+        assert unique.queued("a") is None
+
+    def test_the_entry_of_another_call_stays(self, sent):
+        """Its own has ended meanwhile."""
+        unique.delay("a")
+        entry_of(unique, "a").clear()
+        second = unique.delay("a")
+        deliver(sent[0])
+        assert unique.queued("a").id == second.id
+
+    def test_a_cache_that_goes_down_costs_the_entry_not_the_run(self, sent, monkeypatch, caplog):
+        unique.delay("a")
+        store = get_store("redis")
+        release, failed = store.release, []
+
+        def fail_once(*args):
+            if not failed:
+                failed.append(args)
+                raise ConnectionError("down")
+            return release(*args)
+
+        monkeypatch.setattr(store, "release", fail_once)
+        assert deliver(sent[0]) == "ran"
+        assert "not freed yet" in caplog.text
+        eventually(lambda: unique.queued("a") is None)
+
+
+class TestFinish:
+    def test_it_lasts_as_long_as_the_run_and_is_a_short_lease(self, sent, monkeypatch, cache_alias):
+        seen = []
+
+        def body(*args):
+            seen.append((finish.queued("a").id, entry_of(finish, "a").holder().timeout))
+
+        monkeypatch.setattr(tasks, "body", body)
+        first = finish.delay("a")
+        deliver(sent[0], finish)
+        assert seen == [(first.id, 4)]
+        assert finish.queued("a") is None
+
+    def test_it_is_freed_after_the_lock(self, sent, monkeypatch):
+        """In the other order a call that comes at once would be skipped."""
+        freed = []
+        store = get_store("redis")
+        release = store.release
+        monkeypatch.setattr(
+            store, "release", lambda key, value: (freed.append(key), release(key, value))[1]
+        )
+        finish.delay("a")
+        deliver(sent[0], finish)
+        assert freed == [finish.lock("a").key, entry_of(finish, "a").key]
+
+    def test_an_error_frees_it(self, sent, monkeypatch):
+        monkeypatch.setattr(tasks, "body", lambda *args: 1 / 0)
+        finish.delay("a")
+        with pytest.raises(ZeroDivisionError):
+            deliver(sent[0], finish)
+        assert finish.queued("a") is None
+
+    def test_retries_are_included(self, sent):
+        first = finish.delay("a", 0, 2)
+        for number in range(2):
+            with pytest.raises(Retry):
+                deliver(sent[number], finish, retries=number)
+            assert not finish.lock("a", 0, 2).locked()
+            assert finish.delay("a").id == first.id
+            assert 3600 - 60 < entry_of(finish, "a").remaining() <= 3601
+        assert deliver(sent[2], finish, retries=2) == "ran"
+        assert finish.queued("a") is None
+
+    def test_a_retry_with_other_arguments_frees_it(self, sent, monkeypatch):
+        def body(*args):
+            raise finish.retry(args=("b",), countdown=1)
+
+        monkeypatch.setattr(tasks, "body", body)
+        finish.delay("a")
+        with pytest.raises(Retry):
+            deliver(sent[0], finish)
+        assert finish.queued("a") is None
+
+    def test_a_rejected_message_frees_it(self, sent, monkeypatch):
+        def body(*args):
+            raise Reject
+
+        monkeypatch.setattr(tasks, "body", body)
+        finish.delay("a")
+        with pytest.raises(Reject):
+            deliver(sent[0], finish)
+        assert finish.queued("a") is None
+
+    def test_it_is_taken_again_if_it_has_ended_meanwhile(self, sent, monkeypatch):
+        seen = []
+        monkeypatch.setattr(tasks, "body", lambda *args: seen.append(finish.queued("a").id))
+        first = finish.delay("a")
+        entry_of(finish, "a").clear()
+        deliver(sent[0], finish)
+        assert seen == [first.id]
+
+    def test_the_entry_of_another_call_stays(self, sent):
+        finish.delay("a")
+        entry_of(finish, "a").clear()
+        second = finish.delay("a")
+        deliver(sent[0], finish)
+        assert finish.queued("a").id == second.id
+
+    def test_a_dead_run_does_not_count(self, sent):
+        first = finish.delay("a")
+        entry = entry_of(finish, "a")
+        queued = get_store("redis").read(entry.key).value
+        dead = Holder.new("n", 60, task=finish.name, task_id=first.id, retries=0)
+        value = Holder(**{**vars(dead), "pid": 2**22 - 1}).encode()
+        assert get_store("redis").replace(entry.key, queued, value, 60)
+        assert finish.queued("a") is None
+        assert finish.delay("a").id != first.id
+        assert len(sent) == 2
+
+    def test_a_live_run_counts(self, sent):
+        """Negative control."""
+        first = finish.delay("a")
+        entry = entry_of(finish, "a")
+        queued = get_store("redis").read(entry.key).value
+        value = Holder.new("n", 60, task=finish.name, task_id=first.id, retries=0).encode()
+        assert get_store("redis").replace(entry.key, queued, value, 60)
+        assert finish.delay("a").id == first.id
+
+
+class TestDiscard:
+    def test_frees_in_the_background(self, sent, cache_alias):
+        unique.delay("a")
+        discard(unique.name, sent[0].headers[HEADER])
+        eventually(lambda: unique.queued("a") is None)
+
+    def test_frees_no_other(self, sent):
+        unique.delay("a")
+        entry_of(unique, "a").clear()
+        second = unique.delay("a")
+        discard(unique.name, sent[0].headers[HEADER])
+        discard(unique.name, {})
+        with TaskLock("something that the background does later"):
+            pass
+        assert unique.queued("a").id == second.id
+
+
+def test_keys_beside_a_lock_are_no_lock_of_any_name():
+    key = unique.lock("a").key
+    beside = key_beside(QUEUED, key, unique.name)
+    assert beside.startswith("singletask:@queued:tests.testapp.tasks.unique:")
+    assert not TaskLock("@queued:x").key.startswith(QUEUED)
+    assert len(key_beside(QUEUED, TaskLock("x" * 255).key, "t" * 500)) <= len("singletask:") + 133

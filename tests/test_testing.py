@@ -1,0 +1,613 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from celery import Celery
+from django.conf import settings as django_settings
+from django.core.management import call_command
+from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
+
+from django_singletask import LockConflict, SingletonTask, TaskLock, only_one, renewal, testing
+from django_singletask.conf import conf
+from django_singletask.liveness import proof_of_death
+from django_singletask.locks import current_lock
+from django_singletask.models import TaskLockEvent
+from django_singletask.signals import lock_event
+from django_singletask.stores import Outcome, get_store
+from django_singletask.stores.locmem import LocMemStore
+from django_singletask.testing import hold, no_locks
+
+app = Celery("users", set_as_current=False, broker="memory://")
+app.conf.task_always_eager = True
+
+
+@app.task(base=SingletonTask, shared=False, name="users.add", skip_result="skipped")
+def add(a, b=2):
+    return a + b
+
+
+@app.task(base=SingletonTask, shared=False, name="users.task", on_conflict="raise")
+def takes_a_task(task, lock=None):
+    return task
+
+
+@app.task(base=SingletonTask, shared=False, name="users.bill", lock_name="customer:{customer}")
+def bill(customer):
+    return "billed"
+
+
+@only_one(key="nightly", skip_result="skipped")
+def nightly():
+    return "ran"
+
+
+def in_a_thread(function, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    history = conf.history
+    yield
+    assert testing._active == []
+    assert conf.history == history
+    assert "history" not in vars(conf)
+
+
+@pytest.fixture
+def dead(settings, dead_redis):
+    settings.SINGLETASK_CACHE = dead_redis
+
+
+@pytest.fixture
+def locmem(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "locmem"
+    settings.SINGLETASK_HISTORY = "off"
+    empty_cache("locmem")
+
+
+@pytest.fixture
+def events():
+    seen = []
+
+    def receive(*, event, **kwargs):
+        seen.append(event)
+
+    lock_event.connect(receive, sender=TaskLock)
+    yield seen
+    lock_event.disconnect(receive, sender=TaskLock)
+
+
+# In the classes of unittest, whose cache is down
+
+BACKEND = "django.core.cache.backends.redis.RedisCache"
+ON_A_DEAD_SERVER = {
+    "CACHES": {
+        **django_settings.CACHES,
+        "dead": {"BACKEND": BACKEND, "LOCATION": "redis://127.0.0.1:1/0"},
+    },
+    "SINGLETASK_CACHE": "dead",
+}
+
+
+class Scenarios:
+    def test_control_the_server_is_down(self):
+        with self.settings(SINGLETASK_HISTORY="off"):
+            assert add.apply((1,)).state == "FAILURE"
+
+    def test_a_held_task_is_skipped(self):
+        with self.assertNoLogs("django_singletask", "WARNING"), hold(add, 1):
+            assert add.delay(1).get() == "skipped"
+            assert add(1, b=2) == "skipped"
+
+    def test_control_another_call_runs(self):
+        with self.assertNoLogs("django_singletask", "WARNING"), hold(add, 7):
+            assert add.delay(1).get() == 3
+
+    @hold(add, 1)
+    def test_hold_as_a_decorator(self):
+        assert add.delay(1).get() == "skipped"
+
+    @hold(add, 1)
+    async def test_hold_on_a_coroutine_function(self):
+        await asyncio.sleep(0)
+        assert add(1) == "skipped"
+
+    @hold("nightly")
+    @hold(bill, 7)
+    def test_decorators_in_a_row(self):
+        assert nightly() == "skipped"
+        assert bill(7) is None
+        assert bill(8) == "billed"
+
+    def test_no_locks(self):
+        with self.assertNoLogs("django_singletask", "WARNING"), no_locks():
+            assert add.delay(1).get() == 3
+            assert nightly() == "ran"
+
+    @no_locks()
+    def test_no_locks_as_a_decorator(self):
+        assert add.delay(1).get() == 3
+
+
+@override_settings(**ON_A_DEAD_SERVER)
+class InSimpleTestCase(Scenarios, SimpleTestCase):
+    pass
+
+
+class NoQueries:
+    def test_no_query_is_made(self):
+        rows = TaskLockEvent.objects.count()
+        with self.assertNumQueries(0), self.assertNoLogs("django_singletask", "WARNING"):
+            with hold(add, 1):
+                add(1)
+                add(2)
+            with no_locks():
+                add(1)
+        assert TaskLockEvent.objects.count() == rows
+
+
+@override_settings(**ON_A_DEAD_SERVER)
+class InTestCase(Scenarios, NoQueries, TestCase):
+    pass
+
+
+@override_settings(**ON_A_DEAD_SERVER)
+class InTransactionTestCase(Scenarios, NoQueries, TransactionTestCase):
+    pass
+
+
+class Decorated:
+    def setUp(self):
+        self.in_set_up = add(1)
+
+    def tearDown(self):
+        assert add(1) == self.in_set_up
+
+    @no_locks()
+    def test_the_methods_own_decides(self):
+        assert add(1) == 3
+
+    async def test_a_coroutine_function(self):
+        assert add(1) == self.in_set_up
+
+
+@hold(add, 1)
+@override_settings(**ON_A_DEAD_SERVER)
+class HeldInSimpleTestCase(Decorated, SimpleTestCase):
+    def test_is_skipped(self):
+        assert self.in_set_up == add(1) == "skipped"
+
+    @hold(add, 1)
+    def test_held_twice(self):
+        assert add(1) == "skipped"
+
+
+@hold(add, 1)
+@override_settings(**ON_A_DEAD_SERVER)
+class HeldInTestCase(Decorated, TestCase):
+    def test_is_skipped(self):
+        assert self.in_set_up == add(1) == "skipped"
+
+
+@no_locks()
+@override_settings(**ON_A_DEAD_SERVER)
+class NoLocksInTransactionTestCase(Decorated, TransactionTestCase):
+    def test_runs(self):
+        assert self.in_set_up == add(1) == 3
+
+
+# hold()
+
+
+def test_control_without_hold_it_runs(locmem):
+    assert add(1) == 3
+
+
+def test_hold_gives_the_holder(dead):
+    with hold(add, 1) as holder:
+        lock = add.lock(1)
+        assert lock.locked()
+        assert lock.holder() == holder
+        assert 86_000 < lock.remaining() <= 86_400
+    assert holder.task == "users.add"
+    assert holder.name == "users.add(a=1, b=2)"
+    assert str(holder) == f"task {holder.task_id} on elsewhere, process unknown"
+    assert proof_of_death(holder) is None
+
+
+def test_each_hold_is_another_task(dead):
+    with hold("a") as one, hold("b") as other:
+        assert one.task_id != other.task_id
+        assert one.token != other.token
+        assert one.task is None
+
+
+def test_raise_says_who(dead):
+    with hold(takes_a_task, 1) as holder, pytest.raises(LockConflict) as caught:
+        takes_a_task(1)
+    assert caught.value.holder == holder
+
+
+def test_wait_raises_after_its_seconds(dead):
+    with hold(add, 1):
+        options = {"on_conflict": "wait", "lock_wait": 0.1}
+        result = add.apply_async((1,), lock_options=options)
+    assert isinstance(result.result, LockConflict)
+
+
+def test_arguments_called_as_those_of_hold(dead):
+    with hold(takes_a_task, task=1, lock=2):
+        with pytest.raises(LockConflict):
+            takes_a_task(1, 2)
+        assert takes_a_task(1, 3) == 1
+
+
+def test_a_task_lock_and_its_name(dead):
+    with hold("by name"), hold(TaskLock("by lock")):
+        for name in ("by name", "by lock"):
+            with pytest.raises(LockConflict), TaskLock(name):
+                pass
+
+
+def test_a_task_lock_is_held_in_its_own_cache(dead):
+    with hold(TaskLock("a", cache="elsewhere")):
+        assert TaskLock("a", cache="elsewhere").locked()
+        assert not TaskLock("a").locked()
+
+
+def test_the_name_of_a_task_that_has_one(dead):
+    with hold("customer:7"):
+        assert bill(7) is None
+        assert bill(8) == "billed"
+
+
+def test_another_lock_is_taken_and_given_back(dead):
+    with hold("a"):
+        with TaskLock("b") as lock:
+            assert lock.owned()
+            assert not TaskLock("b").acquire()
+        assert not lock.locked()
+
+
+def test_another_lock_is_renewed(dead, wait_for):
+    with hold("a"), TaskLock("b", timeout=0.3) as lock:
+        taken = lock._renewed
+        assert wait_for(lambda: lock._renewed > taken, 10)
+        assert lock.owned()
+        lock.extend()
+        assert not lock.lost
+
+
+def test_the_lock_is_free_after_its_hold(dead):
+    with hold("a"):
+        with hold("b"):
+            pass
+        assert not TaskLock("b").locked()
+        assert TaskLock("a").locked()
+
+
+def test_a_held_lock_can_be_cleared(dead):
+    with hold(add, 1):
+        assert add.lock(1).clear()
+        assert add(1) == 3
+        own = add.lock(1)
+        own.acquire()
+    assert not own.lost
+
+
+def test_the_command_lists_it(dead):
+    out = io.StringIO()
+    with hold(add, 1):
+        call_command("locks", stdout=out)
+    assert "users.add(a=1, b=2)" in out.getvalue()
+    assert "elsewhere" in out.getvalue()
+
+
+@pytest.mark.parametrize("what", [None, 7, nightly, len])
+def test_what_is_no_lock(dead, what):
+    with pytest.raises(TypeError, match=r"hold\(\) takes a SingletonTask"), hold(what):
+        pass
+
+
+def test_arguments_that_do_not_fit_the_task(dead):
+    with pytest.raises(TypeError, match=r"users\.add"), hold(add, c=1):
+        pass
+
+
+@pytest.mark.parametrize("lock", ["a", TaskLock("a")])
+def test_arguments_of_what_has_none(dead, lock):
+    with pytest.raises(TypeError, match="takes no arguments"), hold(lock, 1):
+        pass
+
+
+# no_locks()
+
+
+def test_no_run_is_skipped(dead):
+    with no_locks(), TaskLock("nightly") as lock, TaskLock("nightly") as other:
+        assert lock
+        assert other
+        assert nightly() == "ran"
+
+
+def test_nothing_is_stored(dead):
+    with no_locks(), TaskLock("a") as lock:
+        assert not lock.locked()
+        assert not lock.owned()
+        assert lock.holder() is None
+        assert lock.remaining() is None
+        assert not lock.clear()
+        assert list(get_store(conf.cache).entries()) == []
+
+
+def test_a_granted_lock_is_not_lost(dead, caplog):
+    with no_locks(), TaskLock("a") as lock:
+        lock.extend()
+        lock.check()
+        assert current_lock() is lock
+        assert lock.release()
+    assert not caplog.records
+
+
+def test_the_granting_store_changes_what_it_is_asked_to(dead):
+    with no_locks():
+        store = get_store("any")
+        assert store.replace("k", b"1", b"2", 9)
+        assert not store.clear("k", b"2", 9)
+        assert store.renew_many([("k", b"1", 9), ("l", b"1", 9)]) == [Outcome.OK, Outcome.OK]
+
+
+# Both
+
+
+@pytest.fixture(params=[hold("other"), no_locks()], ids=["hold", "no_locks"])
+def either(request):
+    return request.param
+
+
+def test_every_thread_is_in_it(dead):
+    with ThreadPoolExecutor(1) as pool:  # one that had its stores before
+        assert isinstance(pool.submit(add.apply, (1,)).result().result, Exception)
+        with hold(add, 1):
+            assert in_a_thread(add, 1) == "skipped"
+            assert pool.submit(add, 1).result() == "skipped"
+        with no_locks():
+            assert in_a_thread(add, 1) == 3
+            assert pool.submit(add, 1).result() == 3
+        assert isinstance(pool.submit(add.apply, (1,)).result().result, Exception)
+
+
+def test_threads_exclude_one_another_inside_hold(dead):
+    with hold("a"), TaskLock("b"):
+        assert not in_a_thread(TaskLock("b").acquire)
+
+
+def test_the_configured_store_is_back(locmem, either):
+    before = type(get_store("redis"))
+    own = TaskLock("mine")
+    own.acquire()
+    with either:
+        assert type(get_store("redis")) in (LocMemStore, testing._Granting)
+        assert not own.locked()
+        assert TaskLock("mine").acquire()
+    assert type(get_store("redis")) is before
+    assert own.owned()
+    assert own.release()
+
+
+def test_a_dead_server_is_dead_again(dead, either):
+    with either:
+        TaskLock("a").locked()
+    with pytest.raises(Exception, match="Connection refused"):
+        TaskLock("a").locked()
+
+
+@pytest.mark.parametrize(
+    "backend", ["no.such.Cache", "django.core.cache.backends.dummy.DummyCache"]
+)
+def test_a_cache_that_cannot_hold_locks(settings, either, backend):
+    settings.CACHES = {**settings.CACHES, "none": {"BACKEND": backend}}
+    settings.SINGLETASK_CACHE = "none"
+    with either:
+        assert add(1) == 3
+
+
+def test_an_alias_that_does_not_exist(settings, either):
+    settings.SINGLETASK_CACHE = "nowhere"
+    with either:
+        assert add(1) == 3
+
+
+def test_an_exception_inside(locmem, either):
+    with pytest.raises(ZeroDivisionError), either:
+        raise ZeroDivisionError
+    assert not isinstance(get_store("locmem").cache, testing._Memory)
+
+
+def test_an_error_on_entry_leaves_the_outer_one(dead):
+    with hold("a"):
+        with pytest.raises(TypeError), hold(7):
+            pass
+        assert TaskLock("a").locked()
+
+
+def test_the_history_is_off_whatever_is_set_inside(locmem, settings, either):
+    settings.SINGLETASK_HISTORY = "inline"
+    with either:
+        assert conf.history == "off"
+        with override_settings(SINGLETASK_HISTORY="inline"):
+            assert conf.history == "off"
+    assert conf.history == "inline"
+
+
+def test_a_setting_overridden_inside_and_restored_outside(locmem, settings, either):
+    settings.SINGLETASK_HISTORY = "inline"
+    later = override_settings(SINGLETASK_LOCK_TIMEOUT=9)
+    with either:
+        later.enable()
+    try:
+        assert conf.lock_timeout == 9
+    finally:
+        later.disable()
+    assert conf.history == settings.SINGLETASK_HISTORY == "inline"
+
+
+@pytest.mark.django_db
+def test_control_the_history_is_on_without(locmem, settings):
+    settings.SINGLETASK_HISTORY = "inline"
+    before = TaskLockEvent.objects.count()
+    add(1)
+    assert TaskLockEvent.objects.count() == before + 1
+
+
+def test_the_signal_is_sent(dead, events):
+    with hold(add, 1) as holder:
+        add(1)
+    with no_locks():
+        add(2)
+    assert [event.kind for event in events] == ["skipped", "acquired", "released"]
+    assert events[0].blocked_by == holder.token
+    assert events[0].blocked_by_task_id == holder.task_id
+
+
+@pytest.mark.parametrize("context", [hold("a"), no_locks()], ids=["hold", "no_locks"])
+def test_on_what_it_cannot_decorate(context):
+    def generator():
+        yield
+
+    async def coroutine_generator():
+        yield
+
+    for function in (generator, coroutine_generator):
+        with pytest.raises(TypeError, match=r"write 'with (hold|no_locks)\(…\):'"):
+            context(function)
+    with pytest.raises(TypeError, match=r"unittest\.TestCase"):
+        context(type("Plain", (), {}))
+
+
+def test_a_decorated_function_that_calls_itself(dead):
+    @hold("a")
+    def nested(depth):
+        assert TaskLock("a").locked()
+        if depth:
+            nested(depth - 1)
+            assert TaskLock("a").locked()
+        return "done"
+
+    assert nested(2) == nested(0) == "done"
+
+
+# Nested
+
+
+def test_hold_inside_no_locks(dead):
+    with no_locks():
+        with hold(add, 1):
+            assert add(1) == "skipped"
+            assert add(2) == 4
+        assert add(1) == 3
+
+
+def test_no_locks_inside_hold(dead):
+    with hold(add, 1):
+        with no_locks():
+            assert add(1) == 3
+            assert not add.lock(1).locked()
+        assert add(1) == "skipped"
+
+
+def test_three_deep(dead):
+    with no_locks(), hold("a"), no_locks():
+        assert TaskLock("a").acquire()
+
+
+def test_one_object_around_and_inside_another(dead):
+    held = hold(add, 1)
+    with held, no_locks():
+        with held:
+            assert add(1) == "skipped"
+        assert add(1) == 3
+
+
+def test_the_same_lock_twice(dead):
+    with hold(add, 1) as outer:
+        with hold(add, 1) as inner:
+            assert inner == outer
+        assert add.lock(1).holder() == outer
+
+
+def test_a_lock_that_the_test_has_taken_itself(dead):
+    with hold("a"), TaskLock("b") as lock:
+        with pytest.raises(LockConflict) as caught, hold("b"):
+            pass
+        assert caught.value.holder.token == lock.token
+        assert lock.owned()
+
+
+def test_the_outer_one_may_end_first(dead):
+    outer, inner = hold("a"), hold("b")
+    outer.enable()
+    inner.enable()
+    outer.disable()
+    assert not TaskLock("a").locked()
+    assert TaskLock("b").locked()
+    inner.disable()
+
+
+def test_of_two_on_one_lock_the_outer_one_may_end_first(dead):
+    outer, inner = hold("a"), hold("a")
+    outer.enable()
+    inner.enable()
+    outer.disable()
+    assert TaskLock("a").locked()
+    inner.disable()
+
+
+def test_two_threads_end_in_any_order(dead):
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold_it():
+        with no_locks():
+            entered.set()
+            leave.wait(30)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(hold_it)
+        entered.wait(30)
+        with hold("a"):
+            leave.set()
+            other.result()
+            assert TaskLock("a").locked()
+
+
+def test_a_lock_taken_inside_hold_and_given_back_inside_no_locks(dead):
+    with hold("a"):
+        lock = TaskLock("b")
+        lock.acquire()
+        with no_locks():
+            assert lock.release()
+        assert not lock.locked()
+
+
+def test_what_was_not_given_back_is_forgotten(dead, either):
+    with hold("a"):
+        assert TaskLock("b").acquire()
+    with hold("a"):
+        assert not TaskLock("b").locked()
+
+
+def test_what_was_not_given_back_is_not_renewed_in_the_configured_cache(locmem, either):
+    before, inside = TaskLock("before"), TaskLock("inside")
+    before.acquire()
+    with either:
+        inside.acquire()
+        assert inside.token in renewal._keeper.locks
+    assert inside.token not in renewal._keeper.locks
+    assert before.token in renewal._keeper.locks
+    before.release()

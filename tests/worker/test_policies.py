@@ -1,0 +1,163 @@
+"""What becomes of the call that comes second, with real workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+from celery.result import AsyncResult
+from django.db import connections
+
+from django_singletask.conf import conf
+from django_singletask.keys import LATEST, key_beside
+from django_singletask.stores import close_stores, get_store
+from tests.deadline import wait_for
+from tests.testapp import log, tasks
+
+BACKENDS = pytest.mark.parametrize("cache", ["redis", "pymemcache", "db_postgres"])
+fork = multiprocessing.get_context("fork")
+
+
+def values(worker):
+    """Return the values that ran, in the order in which they began."""
+    return [line["value"] for line in worker.events("start")]
+
+
+def latest(key):
+    """Return the id of the last message that met a conflict."""
+    beside = key_beside(LATEST, tasks.rerun.lock(key).key, tasks.rerun.name)
+    entry = get_store(conf.cache).read(beside)
+    return None if entry is None else entry.value.decode()
+
+
+@pytest.fixture
+def on_cache(settings, empty_cache):
+    def use(alias):
+        settings.SINGLETASK_CACHE = alias
+        empty_cache(alias)
+
+    return use
+
+
+@BACKENDS
+def test_requeue_runs_them_all_one_at_a_time(start_worker, queue, runs_log, on_cache, cache):
+    on_cache(cache)
+    worker = start_worker(cache=cache, concurrency=4)
+    results = [tasks.requeue.apply_async(("a", 0.2, n), queue=queue) for n in range(6)]
+    assert {result.get(timeout=40) for result in results} == {"ran"}
+    assert sorted(values(worker)) == list(range(6))
+    assert log.overlaps(runs_log) == 0
+
+
+@BACKENDS
+def test_rerun_runs_the_last_once_more(start_worker, queue, runs_log, on_cache, cache):
+    on_cache(cache)
+    worker = start_worker(cache=cache, concurrency=4)
+    first = tasks.rerun.apply_async(("a", 2, 0), queue=queue)
+    wait_for(lambda: values(worker) == [0], "the first runs")
+    others = []
+    for value in range(1, 8):
+        others.append(tasks.rerun.apply_async(("a", 0, value), queue=queue))
+        wait_for(lambda: latest("a") == others[-1].id, "it has met the conflict")
+    assert first.get(timeout=20) == "ran"
+    answers = [other.get(timeout=20) for other in others]
+    assert answers == ["superseded"] * 6 + ["ran"]
+    assert values(worker) == [0, 7]
+    assert log.overlaps(runs_log) == 0
+
+
+@BACKENDS
+def test_wait_runs_when_the_lock_is_free(start_worker, queue, runs_log, on_cache, cache):
+    on_cache(cache)
+    worker = start_worker(cache=cache, concurrency=2)
+    results = [tasks.wait.apply_async(("a", 0.5, n), queue=queue) for n in range(2)]
+    assert [result.get(timeout=20) for result in results] == ["ran", "ran"]
+    spans = sorted((start, end) for _, start, end in log.runs(runs_log))
+    assert 0 <= spans[1][0] - spans[0][1] < 1
+    assert "LockConflict" not in worker.text()
+
+
+def test_wait_raises_in_the_end(start_worker, queue):
+    worker = start_worker(concurrency=2)
+    first = tasks.wait.apply_async(("a", 3), queue=queue)
+    wait_for(lambda: worker.events("start"), "the first runs")
+    options = {"lock_wait": 0.5}
+    second = tasks.wait.apply_async(("a", 0), queue=queue, lock_options=options)
+    error = second.get(timeout=10, propagate=False)
+    assert type(error).__name__ == "LockConflict"
+    assert error.holder.task_id == first.id
+    assert "Traceback" not in worker.text()
+
+
+def test_requeue_leaves_the_retries_alone_and_honours_expires(start_worker, queue):
+    worker = start_worker(concurrency=2)
+    tasks.requeue.apply_async(("a", 6), queue=queue)
+    wait_for(lambda: worker.events("start"), "the first runs")
+    second = tasks.requeue.apply_async(("a", 0), queue=queue, expires=2)
+    assert wait_for(lambda: second.state == "REVOKED", "it has expired", deadline=15)
+    assert len(worker.events("start")) == 1
+
+
+def send(number, ids, task, calls, options):
+    """Send calls from a process of its own."""
+    sent = [task.apply_async((key, seconds, number), **options).id for key, seconds in calls]
+    connections.close_all()
+    close_stores()
+    ids.put(sent)
+
+
+def burst(task, calls, **options):
+    """Let 8 processes send the same calls at the same time, and return their ids."""
+    ids = fork.SimpleQueue()
+    # What is open here must not be spoken to by two processes.
+    connections.close_all()
+    close_stores()
+    senders = [
+        fork.Process(target=send, args=(number, ids, task, calls, options)) for number in range(8)
+    ]
+    for sender in senders:
+        sender.start()
+    sent = [task_id for _ in senders for task_id in ids.get()]
+    for sender in senders:
+        sender.join()
+    return sent
+
+
+def results_of(ids):
+    return [AsyncResult(task_id, app=tasks.rerun.app) for task_id in ids]
+
+
+def test_requeue_in_a_burst_runs_all_200_one_at_a_time(start_worker, queue, runs_log):
+    for name in ("one", "two"):
+        start_worker(name=name, concurrency=4)
+    results = results_of(burst(tasks.requeue, [("a", 0.005)] * 25, queue=queue))
+    assert len({result.id for result in results}) == 200
+    wait_for(lambda: all(result.ready() for result in results), "all have run", deadline=180)
+    assert {result.result for result in results} == {"ran"}
+    assert len(log.runs(runs_log)) == 200
+    assert log.overlaps(runs_log) == 0
+
+
+def test_rerun_in_100_bursts_runs_the_last_to_meet_the_conflict(start_worker, queue, runs_log):
+    workers = [start_worker(name=name, concurrency=4) for name in ("one", "two")]
+    keys = [f"round {number}" for number in range(100)]
+    held = [tasks.rerun.lock(key) for key in keys]
+    for lock in held:
+        assert lock.acquire()
+    results = results_of(burst(tasks.rerun, [(key, 0) for key in keys], queue=queue))
+    assert len(results) == 800
+    left = {result.id: result for result in results}
+
+    def only_the_latest_are_left():
+        for task_id in [task_id for task_id, result in left.items() if result.ready()]:
+            del left[task_id]
+        return len(left) == len(keys)
+
+    wait_for(only_the_latest_are_left, "all others have given way", deadline=120)
+    last = {key: latest(key) for key in keys}
+    for lock in held:
+        assert lock.release()
+    wait_for(lambda: all(result.ready() for result in left.values()), "they ran", deadline=60)
+    ran = [(line["key"], line["task_id"]) for line in workers[0].events("start")]
+    assert sorted(ran) == sorted(last.items())
+    assert {result.result for result in left.values()} == {"ran"}

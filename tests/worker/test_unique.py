@@ -1,0 +1,138 @@
+"""Duplicates at enqueue, with real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from django_singletask import SingletonTask
+from tests.deadline import wait_for
+from tests.testapp import tasks
+from tests.worker.test_policies import burst
+
+BACKENDS = pytest.mark.parametrize("cache", ["redis", "pymemcache", "db_postgres"])
+
+
+@pytest.fixture
+def on_cache(settings, empty_cache):
+    def use(alias):
+        settings.SINGLETASK_CACHE = alias
+        empty_cache(alias)
+
+    return use
+
+
+def free(task, key):
+    return wait_for(lambda: task.queued(key) is None, "an equal call can be queued")
+
+
+def test_exactly_one_run_a_window(start_worker, queue, runs_log):
+    """200 calls from 8 processes each time, while the worker takes no messages."""
+    worker = start_worker(concurrency=4)
+    control = tasks.unique.app.control
+    ids = []
+    for _ in range(5):
+        assert control.cancel_consumer(queue, reply=True, limit=1, timeout=5)
+        sent = burst(tasks.unique, [("a", 0)] * 25, queue=queue)
+        assert (len(sent), len(set(sent))) == (200, 1)
+        ids.append(sent[0])
+        assert control.add_consumer(queue, reply=True, limit=1, timeout=5)
+        assert tasks.unique.AsyncResult(sent[0]).get(timeout=20) == "ran"
+        assert [line["task_id"] for line in worker.events("start")] == ids
+    assert len(set(ids)) == 5
+
+
+def test_without_unique_until_each_call_of_a_burst_is_sent(queue):
+    """Negative control."""
+    assert len(set(burst(tasks.requeue, [("a", 0)] * 25, queue=queue))) == 200
+
+
+@BACKENDS
+def test_until_the_run_has_its_lock(start_worker, queue, on_cache, cache):
+    on_cache(cache)
+    first = tasks.unique.apply_async(("a", 2), queue=queue)
+    assert tasks.unique.apply_async(("a",), queue=queue).id == first.id
+    worker = start_worker(cache=cache, concurrency=2)
+    wait_for(lambda: worker.events("start"), "it runs")
+    assert tasks.unique.lock("a").locked()
+    assert tasks.unique.apply_async(("a",), queue=queue).id != first.id
+    assert first.get(timeout=20) == "ran"
+
+
+@BACKENDS
+def test_until_the_run_has_finished_with_its_retries(start_worker, queue, on_cache, cache):
+    on_cache(cache)
+    task = tasks.unique_to_the_end
+    worker = start_worker(cache=cache, concurrency=2)
+    first = task.apply_async(("a", 0.5, 1), queue=queue)
+    wait_for(lambda: worker.events("start"), "it runs")
+    assert task.apply_async(("a",), queue=queue).id == first.id
+    wait_for(lambda: first.state == "RETRY", "it waits to be tried again")
+    assert task.apply_async(("a",), queue=queue).id == first.id
+    assert first.get(timeout=20) == "ran"
+    assert len(worker.events("start")) == 2
+    free(task, "a")
+
+
+@BACKENDS
+def test_a_killed_run_blocks_nobody(start_worker, queue, on_cache, cache):
+    on_cache(cache)
+    task = tasks.unique_to_the_end
+    # An hour for the queued call, 30 s for the run: neither is waited for.
+    options = {"lock_timeout": 30}
+    worker = start_worker(cache=cache, concurrency=1)
+    first = task.apply_async(("a", 60), queue=queue, lock_options=options)
+    wait_for(lambda: worker.events("start"), "it runs")
+    os.kill(worker.events("start")[0]["pid"], signal.SIGKILL)
+    wait_for(lambda: task.queued("a") is None, "it is free", deadline=5)
+    second = task.apply_async(("a", 0), queue=queue)
+    assert second.id != first.id
+    assert second.get(timeout=20) == "ran"
+
+
+def test_a_killed_worker_blocks_nobody_on_its_host(start_worker, queue):
+    task = tasks.unique_to_the_end
+    worker = start_worker(concurrency=1)
+    first = task.apply_async(("a", 60), queue=queue, lock_options={"lock_timeout": 30})
+    wait_for(lambda: worker.events("start"), "it runs")
+    assert task.apply_async(("a", 60), queue=queue).id == first.id
+    worker.kill_group()
+    assert task.queued("a") is None
+    assert task.apply_async(("a", 0), queue=queue).id != first.id
+
+
+def test_a_call_revoked_before_its_delivery(start_worker, queue):
+    worker = start_worker(concurrency=1)
+    busy = tasks.plain.apply_async(("busy", 2), queue=queue)
+    wait_for(lambda: worker.events("start"), "it runs")
+    call = tasks.unique.apply_async(("a",), queue=queue)
+    call.revoke()
+    busy.get(timeout=20)
+    free(tasks.unique, "a")
+    assert len(worker.events("start")) == 1
+
+
+def test_an_expired_call(start_worker, queue):
+    call = tasks.unique.apply_async(("a",), queue=queue, expires=0.01)
+    assert tasks.unique.queued("a").id == call.id
+    worker = start_worker(concurrency=1)
+    free(tasks.unique, "a")
+    assert not worker.events("start")
+
+
+def test_a_call_of_a_task_that_the_worker_does_not_know(start_worker, queue):
+    app = tasks.unique.app
+
+    @app.task(base=SingletonTask, unique_until="start", name="gone", shared=False)
+    def gone(key):
+        pass
+
+    try:
+        gone.apply_async(("a",), queue=queue)
+        assert gone.queued("a")
+        start_worker(concurrency=1)
+        free(gone, "a")
+    finally:
+        app.tasks.pop("gone")
