@@ -80,6 +80,14 @@ class TaskLockEvent(models.Model):
         ordering = ("-id",)
         default_permissions = ("view", "delete")
         permissions = (("clear_lock", _("Can clear a lock")),)
+        constraints = (
+            # Repeats are counted in one row, however many processes meet the holder at once.
+            models.UniqueConstraint(
+                fields=("blocked_by", "kind", "key", "reason"),
+                name="singletask_counted",
+                condition=models.Q(kind__in=("skipped", "duplicate")) & ~models.Q(blocked_by=""),
+            ),
+        )
         indexes = (
             models.Index(fields=("kind", "-id"), name="singletask_kind"),
             models.Index(fields=("outcome", "-id"), name="singletask_outcome"),
