@@ -16,8 +16,8 @@ class SingletaskConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from django_singletask import checks, history, worker
+        from django_singletask import checks, worker, writer
 
         checks.register()
-        history.connect()
+        writer.connect()
         worker.connect()

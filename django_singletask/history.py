@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta, timezone
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from celery.exceptions import SoftTimeLimitExceeded
 from django.conf import settings
-from django.db import models, router, transaction
-from django.db.models import F
+from django.db import IntegrityError, models, router, transaction
+from django.db.models import Case, F, Value, When
 from django.utils.timezone import get_default_timezone, make_aware, make_naive
 from django.utils.timezone import now as django_now
 
@@ -26,7 +27,7 @@ from django_singletask.stores import get_store
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["connect", "prune", "record", "sweep"]
+__all__ = ["old_rows", "prune", "sweep", "write"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -36,57 +37,73 @@ COUNTED = frozenset({"skipped", "duplicate"})
 SWEEPER = "django_singletask.sweep"
 """Name of the lock of the worker that sweeps."""
 
-_unrecorded = 0
-"""Events in a row that could not be written: an outage is one log line, not one a run."""
+BATCH = 500
+"""Rows a statement: SQLite takes so many parameters."""
 
 
-def connect() -> None:
-    """Start to listen."""
-    lock_event.connect(receive, sender=TaskLock, dispatch_uid="django_singletask.history")
+def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
+    """Write events in one transaction, in a savepoint if the caller is in one.
 
-
-def receive(*, event: LockEvent, **kwargs: Any) -> None:
-    """Record an event; what fails here costs the row and one log line, never the task."""
-    global _unrecorded
-    if conf.history == "off" or (event.quiet and event.kind not in TROUBLE):
-        return
-    try:
-        record(event)
-    except SoftTimeLimitExceeded:
-        raise  # it is meant for the task
-    except Exception as error:
-        _unrecorded += 1
-        if _unrecorded == 1:
-            logger.warning(
-                "The history of the locks cannot be written, which does no harm to the tasks: "
-                "%s of %s was not recorded (%s: %s). Has 'manage.py migrate' run? "
-                "SINGLETASK_HISTORY = 'off' stops recording.",
-                event.kind,
-                event.key,
-                type(error).__name__,
-                str(error).partition("\n")[0],
-            )
-    else:
-        if _unrecorded:
-            logger.warning(
-                "The history of the locks is written again; %d events were not recorded.",
-                _unrecorded,
-            )
-        _unrecorded = 0
-
-
-def record(event: LockEvent) -> None:
-    """Write one event, in a savepoint of the caller's own connection."""
+    ``again`` says that an attempt failed whose commit may have come through all the same. Raises
+    the errors of the database; then nothing of it is written.
+    """
     from django_singletask.models import TaskLockEvent
 
-    event = _fitted(event, TaskLockEvent)
     with transaction.atomic(using=router.db_for_write(TaskLockEvent)):
-        if event.kind == "released":
-            _close(event)
-        elif event.kind in COUNTED:
-            _count(event)
+        batch = Batch(again)
+        for event in events:
+            event = _fitted(event, TaskLockEvent)
+            if event.kind in TROUBLE:
+                # It closes the row of a run, which must be there.
+                batch.save()
+                batch = Batch(again)
+                _insert(event)
+            else:
+                batch.add(event)
+        batch.save()
+
+
+class Batch:
+    """Gather what can be written with few statements.
+
+    A run that ends in the batch in which it began is one row inserted, and any number of skips
+    against one holder is one row changed.
+    """
+
+    def __init__(self, again: bool) -> None:
+        self.again = again
+        self.acquired: dict[str, TaskLockEvent] = {}
+        self.released: list[LockEvent] = []
+        self.counted: dict[tuple[Any, ...], list[LockEvent]] = {}
+
+    def add(self, event: LockEvent) -> None:
+        if event.kind == "acquired":
+            self.acquired[event.token] = _row(event)
+        elif event.kind == "released" and event.token in self.acquired and not self.again:
+            row = self.acquired[event.token]
+            row.outcome, row.ended_at = event.outcome, event.at
+            for name, value in _ending(event).items():
+                setattr(row, name, value)
+        elif event.kind == "released":
+            self.released.append(event)
         else:
-            _insert(event)
+            # Without a holder there is nothing to count against.
+            holder = event.blocked_by or id(event)
+            what = (event.kind, event.key, holder, event.reason)
+            self.counted.setdefault(what, []).append(event)
+
+    def save(self) -> None:
+        from django_singletask.models import TaskLockEvent
+
+        if self.again and self.acquired:
+            there = TaskLockEvent.objects.filter(kind="acquired", token__in=list(self.acquired))
+            for token in there.values_list("token", flat=True):
+                del self.acquired[token]
+        if self.acquired:
+            TaskLockEvent.objects.bulk_create(self.acquired.values(), batch_size=BATCH)
+        _close(self.released)
+        for repeats in self.counted.values():
+            _count(repeats)
 
 
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")  # PostgreSQL's text holds neither
@@ -94,43 +111,78 @@ _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")  # PostgreSQL's text holds ne
 
 def _fitted(event: LockEvent, model: type[models.Model]) -> LockEvent:
     """Make texts, which others wrote, and time into what the columns hold."""
-    texts: dict[str, Any] = {}
-    for field in model._meta.concrete_fields:
-        if isinstance(field, models.CharField) and field.max_length:
-            text = getattr(event, field.name)
-            texts[field.name] = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)[
-                : field.max_length
-            ]
-    at = event.at if settings.USE_TZ else make_naive(event.at, get_default_timezone())
-    return dataclasses.replace(event, at=at, **texts)
+    changed: dict[str, Any] = {}
+    for name, length in _lengths(model):
+        text = getattr(event, name)
+        if len(text) > length or _UNSTORABLE.search(text):
+            changed[name] = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)[:length]
+    if not settings.USE_TZ:
+        changed["at"] = make_naive(event.at, get_default_timezone())
+    return dataclasses.replace(event, **changed) if changed else event
+
+
+@cache
+def _lengths(model: type[models.Model]) -> list[tuple[str, int]]:
+    return [
+        (field.name, field.max_length)
+        for field in model._meta.concrete_fields
+        if isinstance(field, models.CharField) and field.max_length
+    ]
+
+
+def _row(event: LockEvent, **facts: Any) -> TaskLockEvent:
+    from django_singletask.models import TaskLockEvent
+
+    facts = {**vars(event), **facts}
+    del facts["quiet"]
+    return TaskLockEvent(**facts)
 
 
 def _insert(event: LockEvent) -> None:
     from django_singletask.models import TaskLockEvent
 
-    facts = {**vars(event)}
-    del facts["quiet"]
-    outcome = facts.pop("outcome") or (event.kind if event.kind in TROUBLE else "")
-    if event.kind in COUNTED:
-        facts["last_at"] = event.at
-    TaskLockEvent.objects.create(**facts)
-    if event.kind in TROUBLE and event.token:
+    outcome = event.outcome or event.kind
+    _row(event, outcome="").save(force_insert=True)
+    if event.token:
         # The run's own word, once it ends, stands above what others saw of it.
         rows = TaskLockEvent.objects.filter(kind="acquired", token=event.token, outcome="")
         rows.update(outcome=outcome, ended_at=event.at)
 
 
-def _close(event: LockEvent) -> None:
+def _close(events: list[LockEvent]) -> None:
+    from django_singletask.models import TaskLockEvent
+
+    alike: dict[tuple[Any, ...], list[LockEvent]] = {}
+    for event in events:
+        alike.setdefault((event.outcome, *_ending(event).values()), []).append(event)
+    field: Any = TaskLockEvent._meta.get_field("ended_at")
+    for group in alike.values():
+        for start in range(0, len(group), BATCH):
+            part = group[start : start + BATCH]
+            ends = [When(token=event.token, then=Value(event.at)) for event in part]
+            open_rows = TaskLockEvent.objects.filter(
+                kind="acquired", token__in=[event.token for event in part], outcome=""
+            )
+            closed = open_rows.update(
+                outcome=part[0].outcome,
+                ended_at=Case(*ends, output_field=field),
+                **_ending(part[0]),
+            )
+            if closed != len(part):
+                for event in part:
+                    _close_again(event)
+
+
+def _ending(event: LockEvent) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in ("result", "reason", "longest_renewal_gap")}
+
+
+def _close_again(event: LockEvent) -> None:
+    """Close a row that others have closed meanwhile; it may as well be closed by this event."""
     from django_singletask.models import TaskLockEvent
 
     rows = TaskLockEvent.objects.filter(kind="acquired", token=event.token)
-    facts = {
-        "result": event.result,
-        "ended_at": event.at,
-        "longest_renewal_gap": event.longest_renewal_gap,
-    }
-    if rows.filter(outcome="").update(outcome=event.outcome, **facts):
-        return
+    facts = {"ended_at": event.at, **_ending(event)}
     if event.outcome == "lost":
         # That is all the run knows; who cleared the lock knew more.
         rows.update(**facts)
@@ -139,15 +191,24 @@ def _close(event: LockEvent) -> None:
         TaskLockEvent.objects.filter(kind="expired", token=event.token).delete()
 
 
-def _count(event: LockEvent) -> None:
+def _count(repeats: list[LockEvent]) -> None:
+    """Count what met one holder in one row, however many processes met it."""
     from django_singletask.models import TaskLockEvent
 
+    first, last = repeats[0], repeats[-1]
+    row = _row(first, count=len(repeats), last_at=last.at, outcome="")
     rows = TaskLockEvent.objects.filter(
-        kind=event.kind, key=event.key, blocked_by=event.blocked_by, reason=event.reason
+        kind=first.kind, key=first.key, blocked_by=first.blocked_by, reason=first.reason
     )
-    # Two processes may both find no row and both insert one: the count is then spread over two.
-    if not event.blocked_by or not rows.update(count=F("count") + 1, last_at=event.at):
-        _insert(event)
+    more = {"count": F("count") + len(repeats), "last_at": last.at}
+    if first.blocked_by and rows.update(**more):
+        return
+    try:
+        with transaction.atomic(using=router.db_for_write(TaskLockEvent)):
+            row.save(force_insert=True)
+    except IntegrityError:
+        # Another process has inserted it between the two statements.
+        rows.update(**more)
 
 
 def sweep() -> None:
@@ -211,16 +272,38 @@ def _aware(at: datetime) -> datetime:
     return at if settings.USE_TZ else make_aware(at, get_default_timezone())
 
 
-def prune(batch: int = 1000) -> int:
-    """Delete what is older than ``SINGLETASK_HISTORY_DAYS``, in small batches; return how many.
+def old_rows(older_than: float | None = None) -> models.QuerySet[TaskLockEvent]:
+    """Return the rows that :func:`prune` deletes; open ones stay, however old."""
+    from django_singletask.models import TaskLockEvent
 
-    Open rows stay, however old.
+    seconds = conf.history_days * 86_400 if older_than is None else older_than
+    old = TaskLockEvent.objects.filter(at__lt=django_now() - timedelta(seconds=seconds))
+    rows: models.QuerySet[TaskLockEvent] = old.exclude(kind="acquired", outcome="")
+    return rows
+
+
+def prune(
+    batch: int = 1000,
+    *,
+    older_than: float | None = None,
+    limit: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Delete what is older than ``older_than`` seconds (default ``SINGLETASK_HISTORY_DAYS``).
+
+    In small batches, each a transaction of its own; at most ``limit`` rows. ``progress`` is
+    called after each with the number of rows deleted so far, which is what is returned.
     """
     from django_singletask.models import TaskLockEvent
 
-    limit = django_now() - timedelta(days=conf.history_days)
-    old = TaskLockEvent.objects.filter(at__lt=limit).exclude(kind="acquired", outcome="")
-    deleted = 0
-    while pks := list(old.order_by("at").values_list("pk", flat=True)[:batch]):
-        deleted += TaskLockEvent.objects.filter(pk__in=pks).delete()[0]
+    old, deleted = old_rows(older_than).order_by("at"), 0
+    while batch := batch if limit is None else min(batch, limit - deleted):
+        rows = list(old.values_list("pk", "at")[:batch])
+        if not rows:
+            break
+        deleted += TaskLockEvent.objects.filter(pk__in=[pk for pk, _at in rows]).delete()[0]
+        if progress is not None:
+            progress(deleted)
+        # PostgreSQL's index still holds the deleted: do not pass by them each time.
+        old = old.filter(at__gte=rows[-1][1])
     return deleted

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from django.db import connections
@@ -78,7 +79,7 @@ class Keeper:
         with self.changed:
             self.wakes_at = min(self.wakes_at, at)
             if self.thread is None or not self.thread.is_alive():
-                warn_without_threads()
+                has_threads()
                 thread = threading.Thread(target=self.run, name="singletask-renewal", daemon=True)
                 thread.start()
                 self.thread = thread
@@ -220,14 +221,17 @@ def settle(lock: TaskLock, token: str | None, sent: float, lease: float, outcome
     lock._trust(sent)
 
 
-def warn_without_threads() -> None:
-    """Say so where a server runs no threads: the leases are then not renewed."""
+@cache
+def has_threads() -> bool:
+    """Say whether threads run here; where they do not, leases are not renewed, and it is said."""
     uwsgi = sys.modules.get("uwsgi")
-    if uwsgi is not None and not {"enable-threads", "threads"} & set(uwsgi.opt):
-        logger.warning(
-            "uWSGI runs without threads, so held locks are not renewed and end with their lease. "
-            "Start uWSGI with --enable-threads."
-        )
+    if uwsgi is None or {"enable-threads", "threads"} & set(uwsgi.opt):
+        return True
+    logger.warning(
+        "uWSGI runs without threads, so held locks are not renewed and end with their lease. "
+        "Start uWSGI with --enable-threads."
+    )
+    return False
 
 
 _keeper = Keeper()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from django.core.cache.backends.locmem import LocMemCache
 from django.test.utils import TestContextDecorator
 
-from django_singletask import renewal
+from django_singletask import renewal, writer
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict
 from django_singletask.liveness import Holder
@@ -90,6 +90,7 @@ class _StandIn(TestContextDecorator):
                 # Not by override_settings(): whoever overrides a setting inside and restores it
                 # outside (pytest-django's fixture "settings") would restore this one with it.
                 conf.history = "off"
+                writer.stop()
             _active.append(self)
             open_with(self._open)
             return entered

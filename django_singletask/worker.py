@@ -16,7 +16,9 @@ from celery.signals import (
     task_revoked,
     task_unknown,
     worker_init,
+    worker_process_shutdown,
     worker_ready,
+    worker_shutdown,
 )
 from django.db import connections
 
@@ -29,6 +31,7 @@ from django_singletask.keys import LockKey
 from django_singletask.liveness import is_gone, start_time
 from django_singletask.locks import TaskLock
 from django_singletask.task import SingletonTask
+from django_singletask.writer import flush
 
 __all__ = ["connect"]
 
@@ -53,6 +56,8 @@ def connect() -> None:
         (task_rejected, free_unreadable),
         (task_unknown, free_unreadable),
         (worker_ready, watch),
+        (worker_process_shutdown, flush_history),
+        (worker_shutdown, flush_history),
     ):
         uid = f"django_singletask.{receiver.__name__}"
         signal.connect(receiver, dispatch_uid=uid, weak=False)
@@ -242,6 +247,11 @@ def free_unreadable(message: Any, **kwargs: Any) -> None:
     """The same for a message that the worker cannot read, or of a task that it does not know."""
     headers = getattr(message, "headers", None) or {}
     discard(str(headers.get("task")), own_header(headers, headers.get("id")))
+
+
+def flush_history(**kwargs: Any) -> None:
+    """Write what has gathered: the processes of a pool end without their exit handlers."""
+    flush(2.0)
 
 
 def _has_processes(consumer: Any) -> bool:

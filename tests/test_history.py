@@ -16,7 +16,7 @@ from django.core.management import call_command
 from django.db import connection, connections, models, transaction
 from django.utils.functional import Promise
 
-from django_singletask import LockConflict, SingletonTask, TaskLock, history
+from django_singletask import LockConflict, SingletonTask, TaskLock, history, writer
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from tests.servers import free_port
@@ -41,7 +41,7 @@ def empty_history(db):
 
 @pytest.fixture(autouse=True)
 def no_outage_outlives_its_test(monkeypatch):
-    monkeypatch.setattr(history, "_unrecorded", 0)
+    monkeypatch.setattr(writer._losses, "count", 0)
 
 
 @pytest.fixture
@@ -168,14 +168,14 @@ def test_skips_for_two_reasons_are_two_rows():
 
 
 def test_skip_against_an_unknown_holder_has_a_row():
-    history.record(event("skipped", token="", reason="skip"))
-    history.record(event("skipped", token="", reason="skip"))
+    history.write([event("skipped", token="", reason="skip")])
+    history.write([event("skipped", token="", reason="skip")])
     assert [row.count for row in rows(kind="skipped")] == [1, 1]
 
 
 def test_duplicates_are_counted_like_skips():
     for _ in range(2):
-        history.record(event("duplicate", token="", blocked_by="b"))
+        history.write([event("duplicate", token="", blocked_by="b")])
     assert [(row.kind, row.count) for row in rows()] == [("duplicate", 2)]
 
 
@@ -224,29 +224,29 @@ def test_lock_lost_to_another_run_names_it():
 
 @pytest.mark.parametrize("outcome", ["dead", "expired"])
 def test_expired_lease_closes_the_row_and_says_how_it_is_known(outcome):
-    history.record(event())
-    history.record(event("expired", outcome=outcome, reason="no such process"))
+    history.write([event()])
+    history.write([event("expired", outcome=outcome, reason="no such process")])
     [acquired, expired] = rows()
     assert (acquired.outcome, acquired.ended_at) == (outcome, NOW)
     assert (expired.kind, expired.outcome, expired.reason) == ("expired", "", "no such process")
 
 
 def test_owner_has_the_last_word_about_its_row():
-    history.record(event())
-    history.record(event("expired"))
-    history.record(event("released", outcome="released", result="returned"))
+    history.write([event()])
+    history.write([event("expired")])
+    history.write([event("released", outcome="released", result="returned")])
     assert [row.outcome for row in rows(kind="acquired")] == ["released"]
 
 
 def test_trouble_of_an_unknown_holder_closes_no_row():
-    history.record(event(token=""))
-    history.record(event("cleared", token=""))
+    history.write([event(token="")])
+    history.write([event("cleared", token="")])
     assert [row.outcome for row in rows(kind="acquired")] == [""]
 
 
 def test_longest_renewal_gap_is_kept():
-    history.record(event())
-    history.record(event("released", outcome="released", longest_renewal_gap=7.5))
+    history.write([event()])
+    history.write([event("released", outcome="released", longest_renewal_gap=7.5)])
     assert rows()[0].longest_renewal_gap == 7.5
 
 
@@ -340,8 +340,8 @@ def test_database_that_is_down_breaks_nothing(work, logged, monkeypatch):
 
 
 def test_failed_row_leaves_the_rows_before_it():
-    history.receive(event=event())
-    history.receive(event=event(pid="no number"))
+    writer.receive(event=event())
+    writer.receive(event=event(pid="no number"))
     assert len(rows()) == 1
 
 
@@ -353,12 +353,12 @@ def test_row_is_part_of_the_transaction_of_the_caller(work):
 
 
 def test_soft_time_limit_is_not_taken_for_a_failure(monkeypatch, logged):
-    def interrupt(event):
+    def interrupt(events):
         raise SoftTimeLimitExceeded
 
-    monkeypatch.setattr(history, "record", interrupt)
+    monkeypatch.setattr(writer, "write", interrupt)
     with pytest.raises(SoftTimeLimitExceeded):
-        history.receive(event=event())
+        writer.receive(event=event())
     assert logged() == []
 
 
@@ -370,7 +370,7 @@ def test_texts_longer_than_the_columns_are_cut(settings, alias):
     settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
     texts = [f.name for f in TaskLockEvent._meta.fields if isinstance(f, models.CharField)]
     texts.remove("kind")
-    history.record(event(**dict.fromkeys(texts, "\N{SNOWMAN}" * 300)))
+    history.write([event(**dict.fromkeys(texts, "\N{SNOWMAN}" * 300))])
     [row] = TaskLockEvent.objects.using(alias).all()
     assert (len(row.name), len(row.reason), len(row.host), len(row.token)) == (255, 255, 255, 32)
 
@@ -378,14 +378,14 @@ def test_texts_longer_than_the_columns_are_cut(settings, alias):
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
 def test_characters_that_no_text_column_holds_are_replaced(settings, alias):
     settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
-    history.record(event(task_id="a\x00b\ud800c", reason="\x00"))
+    history.write([event(task_id="a\x00b\ud800c", reason="\x00")])
     [row] = TaskLockEvent.objects.using(alias).all()
     assert (row.task_id, row.reason) == ("a\ufffdb\ufffdc", "\ufffd")
 
 
 def test_cut_tokens_are_found_again():
     for _ in range(2):
-        history.record(event("skipped", token="", blocked_by="b" * 99, reason="r" * 999))
+        history.write([event("skipped", token="", blocked_by="b" * 99, reason="r" * 999)])
     assert [row.count for row in rows()] == [2]
 
 
@@ -394,8 +394,8 @@ def test_local_times_are_stored_where_the_project_has_no_time_zones(settings, al
     settings.USE_TZ = False
     settings.TIME_ZONE = "Asia/Tokyo"
     settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
-    history.record(event())
-    history.record(event("released", outcome="released"))
+    history.write([event()])
+    history.write([event("released", outcome="released")])
     [row] = TaskLockEvent.objects.using(alias).all()
     assert row.at == row.ended_at == datetime.datetime(2026, 1, 2, 12, 4, 5)
 
@@ -439,9 +439,9 @@ def test_permissions_are_to_view_to_delete_and_to_clear():
 
 
 def test_row_names_itself():
-    history.record(event())
+    history.write([event()])
     assert str(rows()[0]) == "n: acquired"
-    history.record(event("released", outcome="released"))
+    history.write([event("released", outcome="released")])
     assert str(rows()[0]) == "n: released"
 
 
@@ -450,7 +450,7 @@ def test_history_is_a_receiver_that_can_be_taken_off(work):
     try:
         work.apply()
     finally:
-        history.connect()
+        writer.connect()
     assert rows() == []
 
 

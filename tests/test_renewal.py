@@ -107,15 +107,25 @@ def test_a_stopped_process_knows_when_it_wakes(wait_for):
         process.wait()
 
 
+@pytest.fixture
+def look_again():
+    renewal.has_threads.cache_clear()
+    yield
+    renewal.has_threads.cache_clear()
+
+
+@pytest.mark.usefixtures("look_again")
 def test_a_server_without_threads_is_warned(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(opt={"master": True}))
-    renewal.warn_without_threads()
-    assert "--enable-threads" in caplog.text
+    assert not renewal.has_threads()
+    assert not renewal.has_threads()
+    assert caplog.text.count("--enable-threads") == 1
 
 
+@pytest.mark.usefixtures("look_again")
 def test_a_server_with_threads_is_not(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(opt={"enable-threads": True}))
-    renewal.warn_without_threads()
+    assert renewal.has_threads()
     assert not caplog.text
 
 
