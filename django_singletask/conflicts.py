@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 
 try:
     from celery.utils.quorum_queues import detect_quorum_queues
 except ImportError:  # Celery 5.4
     detect_quorum_queues = None  # type: ignore[assignment]
 
-from django_singletask.duplicates import QueuedCall, delay_of
-from django_singletask.exceptions import PutOff
+from django_singletask.duplicates import QueuedCall
+from django_singletask.exceptions import Done, PutOff
 from django_singletask.keys import LATEST, LockKey, key_beside
+from django_singletask.latest import Ticket, is_superseded, take_ticket
 from django_singletask.locks import TaskLock
-from django_singletask.stores import Store, get_store
+from django_singletask.stores import Store
 
 if TYPE_CHECKING:
     from django_singletask.task import SingletonTask
@@ -36,16 +38,22 @@ FIRST_HOP = 1.0
 SHORT_HOP = 0.05
 
 
-def own_header(headers: Mapping[str, Any] | None, task_id: str | None) -> Mapping[str, Any]:
-    """Return our header if it was made for this task id.
+QUEUED_AGAIN = "singletask_queued_again"
+"""Attribute of a request whose body has sent its message again: seconds until that starts."""
+
+
+def own_header(
+    headers: Mapping[str, Any] | None, task_id: str | None, task: str
+) -> Mapping[str, Any]:
+    """Return our header if it was made for this id of this task.
 
     Bodies pass ``headers=self.request.headers`` on to the calls that they make, so a header that
-    came along with another id says nothing about this call.
+    came along with another id, or of another task, says nothing about this call.
     """
     header = (headers or {}).get(HEADER)
-    if isinstance(header, Mapping) and header.get("id") == task_id and task_id is not None:
-        return header
-    return {}
+    if not isinstance(header, Mapping) or task_id is None:
+        return {}
+    return header if (header.get("id"), header.get("task")) == (task_id, task) else {}
 
 
 def run(
@@ -61,17 +69,18 @@ def run(
 
     ``request`` is that of the message; None for a call that came as none and cannot be put off.
     """
-    header = own_header(request.headers, request.id) if request is not None else {}
+    header = own_header(request.headers, request.id, task.name) if request is not None else {}
     if not header.get("queued"):
         return _run(task, lock, options, body, args, kwargs, request, header, None)
     call = QueuedCall(task, LockKey(lock.name, lock.key), options)
     call.value = header["queued"].encode()
     try:
         answer = _run(task, lock, options, body, args, kwargs, request, header, call)
-    except PutOff:
-        raise  # it is queued again, with its entry
-    except BaseException:
-        call.give_back()
+    except (PutOff, Done):
+        raise  # the message is queued again, or was: the entry is that of the other delivery
+    except BaseException as error:
+        if not (isinstance(error, Reject) and getattr(error, "requeue", False) and task.acks_late):
+            call.give_back()
         raise
     call.give_back()
     return answer
@@ -93,109 +102,70 @@ def _run(
         policy = "raise"
     lock.wait = task.option("lock_wait", options) if policy == "wait" else 0
     lock.on_conflict = None
+    if "ticket" in header and _gives_way(task, lock, Ticket(*header["ticket"])):
+        return task.option("skip_result", options)
     # The lock is given back here, so before Celery stores the result and publishes the next link
     # of a chain, which may want the same lock.
     with lock:
         if lock:
             if header.get("redelivered") and not lock.took_over:
                 _leave_to_the_first_run(task, lock, request, header)
-            if "before" in header and not _is_latest(task, lock, request, header):
-                lock._give_back("ignored")
-                return task.option("skip_result", options)
             if call is None:
                 return body(*args, **kwargs)
             call.start(request.id, request.retries, header.get("token"))
             try:
                 return body(*args, **kwargs)
-            except Retry as retry:
-                if _next_header(retry, request).get("queued"):
-                    call.retry(delay_of(retry.when))
+            except Reject as reject:
+                if getattr(reject, "requeue", False) and task.acks_late:
+                    setattr(request, QUEUED_AGAIN, 0.0)
                 raise
+            finally:
+                delay = getattr(request, QUEUED_AGAIN, None)
+                if delay is not None:
+                    call.queue_again(delay)
     if request is not None:
         _put_off_behind_itself(task, lock, request, header)
     if policy == "requeue":
         put_off(task, lock, request, header, "requeue", FIRST_HOP)
     if policy == "rerun":
         _put_off_as_the_latest(task, lock, request, header)
-    else:
-        lock._report_conflict(policy)
+    lock._report_conflict(policy)
     if policy in ("raise", "wait"):
         raise lock._conflict()
     return task.option("skip_result", options)
 
 
-def _next_header(retry: Any, request: Any) -> Mapping[str, Any]:
-    """Return our header of the message that ``retry()`` has published."""
-    options = retry.sig.options if retry.sig is not None else {}
-    return own_header(options.get("headers"), request.id)
-
-
-# Of all that conflict, the last runs
-#
-# An entry beside the lock names the latest message that met a conflict. Each that meets one
-# publishes itself again, and only then becomes the latest: so the latest always has a message,
-# and whoever comes back and finds another named can go without the work being lost.
-#
-#   holder: ..... runs ......................................... frees
-#   B:        conflict, publish B', latest = B     B' is back: latest is C -> ends
-#   C:          conflict, publish C', latest = C                        C' is back: latest -> runs
-#
-# Killed or asleep between the two, C leaves B the latest. So C' carries whom C saw before it; if
-# that one is still named when C' is back, C' does what C has not done. Compared and swapped, so
-# that a C that wakes later does not displace a D that came meanwhile:
-#
-#   C: saw B, publish C' (before: B) .. asleep ........................... B -> C? it is D: no
-#   C':                                        B -> C   D: C -> D   latest is D -> ends
-#
-# The name stays after the run, and means no more than "before" to those that come later. If the
-# cache forgets it, each that waits runs once.
-
-LATEST_LEASE = 24 * 60 * 60
-"""Seconds: far longer than a hop, and than most runs."""
+def _latest(task: SingletonTask, lock: TaskLock) -> tuple[Store, str]:
+    return lock._store(), key_beside(LATEST, lock.key, task.name)
 
 
 def _put_off_as_the_latest(
     task: SingletonTask, lock: TaskLock, request: Any, header: Mapping[str, Any]
-) -> None:
-    """Put the message off behind the holder; return if a later one has met a conflict."""
-    if "before" in header:
-        if _is_latest(task, lock, request, header):
-            put_off(task, lock, request, header, "rerun", FIRST_HOP)
-        return
-    store, key = get_store(lock._alias), key_beside(LATEST, lock.key, task.name)
-    entry = store.read(key)
-    before = "" if entry is None else entry.value.decode(errors="replace")
+) -> NoReturn:
+    """Put the message off behind the holder, as the last that has met a conflict so far."""
+    if "ticket" in header:
+        put_off(task, lock, request, header, "rerun", FIRST_HOP)
+    ticket = take_ticket(*_latest(task, lock))
+    if ticket is None:  # the next time, then
+        put_off(task, lock, request, header, "rerun", FIRST_HOP)
     try:
-        put_off(task, lock, request, header, "rerun", FIRST_HOP, before=before)
+        put_off(task, lock, request, header, "rerun", FIRST_HOP, ticket=list(ticket))
     except PutOff:
-        _become_latest(store, key, before, request.id)
+        # From here on it is queued, and this delivery must not fail.
+        with suppress(SoftTimeLimitExceeded):
+            _gives_way(task, lock, ticket)
         raise
 
 
-def _is_latest(
-    task: SingletonTask, lock: TaskLock, request: Any, header: Mapping[str, Any]
-) -> bool:
-    store, key = get_store(lock._alias), key_beside(LATEST, lock.key, task.name)
-    entry = store.read(key)
-    if entry is None or entry.value == request.id.encode():
-        return True
-    before = header["before"]
-    return entry.value == before.encode() and _become_latest(store, key, before, request.id)
-
-
-def _become_latest(store: Store, key: str, before: str, task_id: str) -> bool:
-    mine = task_id.encode()
+def _gives_way(task: SingletonTask, lock: TaskLock, ticket: Ticket) -> bool:
     try:
-        if before:
-            return store.replace(key, before.encode(), mine, LATEST_LEASE)
-        entry = store.add(key, mine, LATEST_LEASE)
+        return is_superseded(*_latest(task, lock), ticket)
     except SoftTimeLimitExceeded:
         raise
     except Exception:
-        # The message that is published will do it when it is back.
-        logger.exception("%s is not noted as the latest to run again yet.", task_id)
-        return True
-    return entry is None or entry.value == mine
+        # Whoever is in doubt runs.
+        logger.exception("%s: it is not known whether a later call waits for it.", lock)
+        return False
 
 
 # A message and the lock of its own earlier run
@@ -231,7 +201,7 @@ def _put_off_behind_itself(
     if header.get("redelivered"):
         # Somebody else has the lock by now. The result of the first run may be on its way.
         if header["redelivered"] == LOOKS and _is_done(task, request):
-            raise Ignore
+            raise Done
         put_off(task, lock, request, header, "redelivery", FIRST_HOP, redelivered=LOOKS)
 
 
@@ -241,7 +211,7 @@ def _leave_to_the_first_run(
     if header["redelivered"] == WAITS:
         put_off(task, lock, request, {**header, "hops": 0}, None, FIRST_HOP, redelivered=LOOKS)
     if _is_done(task, request):
-        raise Ignore
+        raise Done
 
 
 def _is_done(task: SingletonTask, request: Any) -> bool:
@@ -253,6 +223,8 @@ def _is_done(task: SingletonTask, request: Any) -> bool:
         state = task.AsyncResult(request.id).state
     except NotImplementedError:  # no result backend is configured
         return False
+    except SoftTimeLimitExceeded:
+        raise
     except Exception:
         logger.exception("The result of %s cannot be read: it runs again.", request.id)
         return False
@@ -285,16 +257,20 @@ def put_off(
         request, countdown=_hop(task, lock, first, hops), retries=request.retries
     )
     headers = signature.options.get("headers") or {}
-    own = {**header, "id": request.id, "key": lock.key, "name": lock.name}
+    own = {**header, "id": request.id, "task": task.name, "key": lock.key, "name": lock.name}
     put = {**headers, HEADER: {**own, "hops": hops + 1, **state}}
     # What the caller hides stays hidden.
     shown = {name: getattr(request, name, None) for name in ("argsrepr", "kwargsrepr")}
     try:
         signature.set(headers=put, **shown).apply_async()
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as error:
-        # Not a failure of the task: its other run may be alive. Back to the broker, if it still
-        # knows the message (acks_late).
         logger.exception("%s could not be put off.", request.id)
+        if reason != "redelivery" and not task.acks_late:
+            raise  # the broker knows the message no longer: nobody else would tell of it
+        # Not a failure of the task: back to the broker. Of a redelivery that it has forgotten,
+        # the other run is there.
         raise Reject(error, requeue=True) from error
     raise PutOff
 

@@ -91,7 +91,9 @@ class QueuedCall:
         if entry is None or entry.value == value:
             return None
         self.value = None
-        return Holder.decode(entry.value)
+        queued = Holder.decode(entry.value)
+        # Without an id it is no call's, or it came and went all the time: the lock will decide.
+        return queued if queued.task_id else None
 
     def holder(self) -> Holder | None:
         """Ask the cache which call is queued."""
@@ -132,23 +134,24 @@ class QueuedCall:
             renewal.owe(self.entry._alias, self.entry.key, value, lease)
             raise
         # It has ended, or was freed with a killed earlier run. Another call may be queued by now.
-        self.entry._take()
+        if not self.entry._take():
+            logger.warning("%s: an equal call is queued beside this one.", self.entry)
 
-    def retry(self, delay: float) -> None:
+    def queue_again(self, delay: float) -> None:
         """Make the entry that of the queued call again, which starts after ``delay`` seconds.
 
         Before the run's lock is free: then it can be that of the next run already.
         """
         if not self.entry or self.value is None:
             return
-        renewal.drop(self.entry.token)
+        renewal.drop(self.entry)
         self.entry.token = None
         lease = min(self.unique_for + delay, MAX_LEASE)
         own, queued, self.value = self.entry._value, self.value, None
         try:
             get_store(self.entry._alias).replace(self.entry.key, own, queued, lease)
         except Exception:
-            logger.exception("%s: an equal call can be queued beside the retry.", self.entry)
+            logger.exception("%s: an equal call can be queued beside the next try.", self.entry)
             renewal.owe(self.entry._alias, self.entry.key, own, self.entry._leased)
 
     # In either

@@ -64,3 +64,7 @@ class DuplicateTask(LockError):
 
 class PutOff(Ignore):
     """This delivery of a message ends here; the next one is published."""
+
+
+class Done(Ignore):
+    """This delivery of a message ends here; another one has done the work, or goes on with it."""

@@ -126,7 +126,7 @@ class TaskLock:
             left = until - clock()
             if self._run and self.blocker and self.blocker.task_id == self._run[1] is not None:
                 return False  # an earlier run of the same message: not to be waited for here
-            if wait and self.blocker and renewal.held_by_this_thread(self.blocker.token):
+            if wait and self.blocker and renewal.held_by_this_thread(self.blocker.token, self.key):
                 self._report_conflict("wait")
                 raise self._conflict()
             if left <= 0:
@@ -163,7 +163,7 @@ class TaskLock:
             # time limit raised between the reply and here. Nobody would renew or free it.
             if self.token == holder.token:
                 self.token = None
-            renewal.drop(holder.token)
+            renewal.drop(self, holder.token)
             renewal.owe(self._alias, self.key, value, lease)
             raise
         self._send("acquired", holder)
@@ -249,7 +249,7 @@ class TaskLock:
         return self._release("returned")
 
     def _release(self, result: str) -> bool:
-        renewal.drop(self.token)
+        renewal.drop(self)
         self.token = None
         if self._holder.pid != this_process().pid:
             return False  # a fork of the holder: the lock is the parent's

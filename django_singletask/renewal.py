@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +26,8 @@ __all__ = ["clock", "drop", "held_by_this_thread", "keep", "owe", "renew"]
 logger = logging.getLogger("django_singletask")
 
 RETRY = 1.0
-MAX_DEBTS = 100_000
+MAX_DEBTS = 10_000
+AT_ONCE = 100
 
 
 def _boottime() -> float:
@@ -54,8 +56,10 @@ class Keeper:
     """
 
     def __init__(self) -> None:
-        self.locks: weakref.WeakValueDictionary[str, TaskLock] = weakref.WeakValueDictionary()
-        self.debts: deque[Debt] = deque(maxlen=MAX_DEBTS)
+        # By token and key: a run has one token for its lock and for the entry of its call.
+        self.locks: weakref.WeakValueDictionary[tuple[str, str], TaskLock]
+        self.locks = weakref.WeakValueDictionary()
+        self.debts: deque[Debt] = deque()
         self.pays_at = math.inf
         self.down: set[str] = set()
         self.wakes_at = math.inf
@@ -65,12 +69,15 @@ class Keeper:
 
     def keep(self, lock: TaskLock) -> None:
         assert lock.token is not None
-        self.locks[lock.token] = lock
+        self.locks[lock.token, lock.key] = lock
         # A thread that wakes early enough anyway is left asleep: the hot path costs no switch.
         if lock.renew and due(lock) < self.wakes_at:
             self.wake(due(lock))
 
     def owe(self, debt: Debt) -> None:
+        if len(self.debts) >= MAX_DEBTS:
+            forgotten = self.debts.popleft()
+            logger.warning("%s is not given back: its lease will end it.", forgotten.key)
         self.debts.append(debt)
         self.pays_at = clock()
         self.wake(self.pays_at)
@@ -146,9 +153,11 @@ class Keeper:
                 settle(lock, token, sent, lease, outcome)
 
     def pay(self) -> None:
-        self.pays_at = math.inf
+        # Some at a time: renewals are due meanwhile.
+        count = min(len(self.debts), AT_ONCE)
+        self.pays_at = clock() if len(self.debts) > count else math.inf
         down: set[str] = set()
-        for _ in range(len(self.debts)):
+        for _ in range(count):
             debt = self.debts.popleft()
             try:
                 # One error is enough: each may take as long as the client waits, and the
@@ -205,7 +214,7 @@ def settle(lock: TaskLock, token: str | None, sent: float, lease: float, outcome
     lock._longest_gap = max(lock._longest_gap, sent - lock._renewed)
     lock._renewed = sent
     if outcome in {Outcome.GONE, Outcome.TAKEN}:
-        drop(token)
+        drop(lock)
         lock._lose(outcome)
         return
     if outcome is Outcome.RETAKEN:
@@ -242,10 +251,23 @@ def keep(lock: TaskLock) -> None:
     _keeper.keep(lock)
 
 
-def drop(token: str | None) -> None:
-    """Renew the lock with this token no longer."""
+def drop(lock: TaskLock, token: str | None = None) -> None:
+    """Renew a lock no longer; ``token`` is the one under which it was taken (default: its own)."""
+    token = token or lock.token
     if token is not None:
-        _keeper.locks.pop(token, None)
+        _keeper.locks.pop((token, lock.key), None)
+
+
+def kept() -> set[tuple[str, str]]:
+    """Return token and key of each lock that is renewed."""
+    # In one step, which another thread that takes a lock cannot upset.
+    return {reference.key for reference in _keeper.locks.valuerefs()}
+
+
+def forget(kept: Iterable[tuple[str, str]]) -> None:
+    """Renew these locks no longer, by token and key."""
+    for each in kept:
+        _keeper.locks.pop(each, None)
 
 
 def owe(cache: str, key: str, value: bytes, lease: float) -> None:
@@ -253,9 +275,9 @@ def owe(cache: str, key: str, value: bytes, lease: float) -> None:
     _keeper.owe(Debt(cache, key, value, clock() + lease))
 
 
-def held_by_this_thread(token: str) -> bool:
+def held_by_this_thread(token: str, key: str) -> bool:
     """Say whether the running thread itself holds the lock with this token."""
-    lock = _keeper.locks.get(token)
+    lock = _keeper.locks.get((token, key))
     return lock is not None and lock.thread == threading.get_ident()
 
 

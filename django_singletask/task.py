@@ -15,13 +15,13 @@ from celery.utils.saferepr import saferepr
 from django.db import transaction
 
 from django_singletask import conflicts
-from django_singletask.conflicts import HEADER, POLICIES, own_header
+from django_singletask.conflicts import HEADER, POLICIES, QUEUED_AGAIN, own_header
 from django_singletask.decorators import refuse_deferred
 from django_singletask.duplicates import QueuedCall, delay_of
 from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.keys import LockKey, call_key
 from django_singletask.liveness import Holder
-from django_singletask.locks import TaskLock
+from django_singletask.locks import TaskLock, current_lock
 from django_singletask.options import (
     OPTIONS,
     check_lock_options,
@@ -145,7 +145,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         with ``unique_until``.
         """
         refuse_foreign(f"apply_async of {self.name}", options)
-        again = bool(own_header(options.get("headers"), task_id))
+        again = bool(own_header(options.get("headers"), task_id, self.name))
         # Others wait for a call that has its id already, as the links of a chain and the members
         # of a group have, or that is to tell of its end: it must be sent.
         awaited = task_id or link or link_error or any(map(options.get, AWAITED))
@@ -154,20 +154,24 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         options["headers"] = headers
         own = headers[HEADER]
         call = None if again else self._queued_call(own)
-        if call is not None:
-            queued = call.enqueue(task_id, delay_of(options.get("countdown") or options.get("eta")))
-            if queued is None:
-                own["queued"] = (call.value or b"").decode()
-            elif not awaited:
-                return self._duplicate(own, queued)
+        delay = delay_of(options.get("countdown") or options.get("eta"))
         try:
-            return super().apply_async(
+            if call is not None:
+                queued = call.enqueue(task_id, delay)
+                if call.value is not None:
+                    own["queued"] = call.value.decode()
+                elif queued is not None and not awaited:
+                    return self._duplicate(own, queued)
+            result = super().apply_async(
                 args, kwargs, task_id, producer, link, link_error, shadow, **options
             )
         except BaseException:
             if call is not None:
                 call.give_back()
             raise
+        if again and own.get("queued"):
+            setattr(self.request, QUEUED_AGAIN, delay)
+        return result
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Send the task when the transaction commits; a duplicate is dropped."""
@@ -226,10 +230,17 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
             kept = {k: v for k, v in header.items() if k not in HOPPING}
             if args is not None or kwargs is not None:
                 # Other arguments may mean another lock: derive the key anew, keep the options.
-                kept["key"] = None
-                kept.pop("queued", None)
+                kept["was"] = kept.pop("key", None)
             signature.options["headers"] = {**signature.options["headers"], HEADER: kept}
         return signature
+
+    def on_replace(self, sig: Any) -> Any:
+        """Send what replaces this task, or run it here: then this task's run is over."""
+        lock = current_lock()
+        if self.request.is_eager and lock and lock._run and lock._run[1] == self.request.id:
+            # A message would be put off until this body has ended; eager, it runs inside it.
+            lock._give_back("ignored")
+        return super().on_replace(sig)
 
     def _headers(
         self,
@@ -241,7 +252,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     ) -> dict[str, Any]:
         headers = options.get("headers") or {}
         # The token is for one delivery only: it was made by the worker that received it.
-        own = {k: v for k, v in own_header(headers, task_id).items() if k != "token"}
+        own = {k: v for k, v in own_header(headers, task_id, self.name).items() if k != "token"}
         overrides = own.get("options") or {}
         if lock_options is not None:
             check_lock_options(self, lock_options)
@@ -251,8 +262,10 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         key = self.lock_key(args, kwargs, overrides, _shown(options))
         # The key is made, and a callable could not travel.
         travels = {k: v for k, v in overrides.items() if not callable(v)}
-        header = {**own, "id": task_id, "key": key.key, "name": key.name, "options": travels}
-        return {**headers, HEADER: header}
+        if key.key != own.pop("was", own.get("key")):
+            own.pop("queued", None)  # the entry beside another lock
+        made = {"id": task_id, "task": self.name, "key": key.key, "name": key.name}
+        return {**headers, HEADER: {**own, **made, "options": travels}}
 
     # Running
 
@@ -266,7 +279,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's:
         # a call of this task from its own body is a direct one.
         request._protected = 1
-        own = own_header(request.headers, request.id)
+        own = own_header(request.headers, request.id, self.name)
         options = own.get("options") or {}
         if own.get("key"):
             key = LockKey(own["name"], own["key"])
@@ -334,7 +347,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
 
 
 AWAITED = ("chain", "chord", "group_id")
-HOPPING = ("hops", "redelivered", "before")
+HOPPING = ("hops", "redelivered", "ticket")
 """What the header says of a message while it is put off."""
 
 

@@ -71,7 +71,7 @@ class _Granting(Store):
 _guard = threading.RLock()
 _active: list[_StandIn] = []
 _memory: dict[str, _Memory] = {}
-_kept_before: set[str] = set()
+_kept_before: set[tuple[str, str]] = set()
 
 
 class _StandIn(TestContextDecorator):
@@ -86,7 +86,7 @@ class _StandIn(TestContextDecorator):
                 _memory.clear()
             entered = self._begin()
             if not _active:
-                _kept_before = _kept()
+                _kept_before = renewal.kept()
                 # Not by override_settings(): whoever overrides a setting inside and restores it
                 # outside (pytest-django's fixture "settings") would restore this one with it.
                 conf.history = "off"
@@ -104,8 +104,7 @@ class _StandIn(TestContextDecorator):
                 open_with(_active[-1]._open)
                 return
             # A lock that the test forgot must not be renewed, so taken, in the configured cache.
-            for token in _kept() - _kept_before:
-                renewal.drop(token)
+            renewal.forget(renewal.kept() - _kept_before)
             del conf.history
             open_with(None)
 
@@ -125,11 +124,6 @@ class _StandIn(TestContextDecorator):
                 f"returned: write 'with {type(self).__name__}(…):' around its yield instead."
             )
         return super().decorate_callable(func)
-
-
-def _kept() -> set[str]:
-    # In one step, which another thread that takes a lock cannot upset.
-    return {reference.key for reference in renewal._keeper.locks.valuerefs()}
 
 
 class _Held(NamedTuple):

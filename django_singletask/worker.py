@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -79,12 +80,14 @@ def refuse(**kwargs: Any) -> None:
         raise SystemExit(1)
 
 
-class Run(NamedTuple):
+@dataclasses.dataclass
+class Run:
     """The run that a pool process took last."""
 
     token: str
     start: str  # of the process, to tell it from a later one with its pid
     request: Any
+    ended: bool = False
 
 
 class Corpse(NamedTuple):
@@ -94,14 +97,15 @@ class Corpse(NamedTuple):
     token: str
     how: str
     until: float
-    request: Any
+    run: Run
 
     def bury(self) -> None:
-        freed = self.lock.bury(self.token, self.how)
-        task, header = self.request.task, header_of(self.request)
+        self.lock.bury(self.token, self.how)
+        task, header = self.run.request.task, header_of(self.run.request)
         if not header.get("queued"):
             return
-        if freed:  # killed before it gave back the entry of the call
+        if not self.run.ended:
+            # Killed before it gave back the entry. One that has ended may be queued again with it.
             discard(task.name, header)
         key = LockKey(self.lock.name, self.lock.key)
         call = QueuedCall(task, key, header.get("options") or {})
@@ -135,8 +139,9 @@ class Watcher(threading.Thread):
         self.leader = TaskLock(history.SWEEPER)
         self.leader._quiet = True
 
-    def accepted(self, pid: int, token: str, request: Any) -> None:
-        self.runs[pid] = Run(token, start_time(pid), request)
+    def accepted(self, pid: int, run: Run) -> None:
+        run.start = start_time(pid)
+        self.runs[pid] = run
 
     def run(self) -> None:
         while True:
@@ -161,7 +166,7 @@ class Watcher(threading.Thread):
             lock = lock_of(last.request)
             if lock is not None:
                 until = time.monotonic() + lock._lease()
-                self.corpses.append(Corpse(lock, last.token, how, until, last.request))
+                self.corpses.append(Corpse(lock, last.token, how, until, last))
 
     def bury(self) -> None:
         if not self.corpses or time.monotonic() < self.bury_at:
@@ -182,7 +187,7 @@ class Watcher(threading.Thread):
 
 def header_of(request: Any) -> Mapping[str, Any]:
     """Return our header of a request that a worker received."""
-    return own_header(request.request_dict, request.id)
+    return own_header(request.request_dict, request.id, request.task.name)
 
 
 def lock_of(request: Any) -> TaskLock | None:
@@ -225,28 +230,36 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
         return
     token = os.urandom(16).hex()
     headers = request.request_dict
-    headers[HEADER] = {**header_of(request), "id": request.id, "token": token}
-    accepted = request.on_accepted
+    own = {"id": request.id, "task": request.task.name, "token": token}
+    headers[HEADER] = {**header_of(request), **own}
+    run = Run(token, "", request)
+    accepted, succeeded = request.on_accepted, request.on_success
 
     # On the request itself, since the worker makes the final class of requests on its own.
     def on_accepted(pid: int, time_accepted: float) -> None:
         if _watcher is not None and pid:
-            _watcher.accepted(pid, token, request)
+            _watcher.accepted(pid, run)
         accepted(pid, time_accepted)
 
-    request.on_accepted = on_accepted
+    def on_success(*args: Any, **kwargs: Any) -> None:
+        # Whatever became of the task, its process has told so.
+        run.ended = True
+        succeeded(*args, **kwargs)
+
+    request.on_accepted, request.on_success = on_accepted, on_success
 
 
 def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:
     """Let equal calls be queued again: this one was revoked, or has expired, unstarted."""
     if not terminated:
-        discard(sender.name, own_header(request.headers, request.id))
+        discard(sender.name, own_header(request.headers, request.id, sender.name))
 
 
 def free_unreadable(message: Any, **kwargs: Any) -> None:
     """The same for a message that the worker cannot read, or of a task that it does not know."""
     headers = getattr(message, "headers", None) or {}
-    discard(str(headers.get("task")), own_header(headers, headers.get("id")))
+    task = str(headers.get("task"))
+    discard(task, own_header(headers, headers.get("id"), task))
 
 
 def flush_history(**kwargs: Any) -> None:

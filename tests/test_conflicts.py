@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from django.db import connections
 from kombu import Queue
 
-from django_singletask import LockConflict, conflicts
+from django_singletask import LockConflict, conflicts, latest
 from django_singletask.conflicts import HEADER, LOOKS, WAITS, _hop
 from django_singletask.exceptions import PutOff
 from django_singletask.keys import LATEST, key_beside
 from django_singletask.liveness import Holder
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import get_store
+from django_singletask.stores import close_stores, get_store
 from tests.testapp import tasks
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -41,7 +42,7 @@ def sent(monkeypatch):
 
 
 @pytest.fixture
-def state(monkeypatch):
+def result(monkeypatch):
     """Say what the result backend knows of every task."""
     known = SimpleNamespace(state="PENDING")
     task = type(tasks.hold._get_current_object())
@@ -51,7 +52,7 @@ def state(monkeypatch):
 
 def receive(task, *args, task_id="mine", header=None, **request):
     """Run a message as the worker's tracer does."""
-    headers = {HEADER: {"id": task_id, **(header or {})}}
+    headers = {HEADER: {"id": task_id, "task": task.name, **(header or {})}}
     facts = {"id": task_id, "args": args, "kwargs": {}, "retries": 0, "headers": headers}
     task.push_request(**{**facts, "called_directly": False, **request})
     try:
@@ -132,8 +133,8 @@ def test_when_it_is_free_there_is_one_more_hop(sent):
 
 
 @pytest.mark.parametrize("known", ["SUCCESS", "RETRY"])
-def test_what_is_done_is_dropped(sent, state, known):
-    state.state = known
+def test_what_is_done_is_dropped(sent, result, known):
+    result.state = known
     with pytest.raises(Ignore):
         receive(tasks.hold, "a", header={"redelivered": LOOKS})
     assert not sent
@@ -141,20 +142,20 @@ def test_what_is_done_is_dropped(sent, state, known):
 
 
 @pytest.mark.parametrize("known", ["PENDING", "STARTED", "FAILURE"])
-def test_what_is_not_known_to_be_done_runs(sent, state, known, monkeypatch, tmp_path):
+def test_what_is_not_known_to_be_done_runs(sent, result, known, monkeypatch, tmp_path):
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
-    state.state = known
+    result.state = known
     assert receive(tasks.hold, "a", header={"redelivered": LOOKS}) == "ran"
 
 
-def test_behind_a_stranger_it_is_dropped_if_it_is_done(sent, state):
-    state.state = "SUCCESS"
+def test_behind_a_stranger_it_is_dropped_if_it_is_done(sent, result):
+    result.state = "SUCCESS"
     with held_by("another"), pytest.raises(Ignore) as caught:
         receive(tasks.hold, "a", header={"redelivered": LOOKS})
     assert not isinstance(caught.value, PutOff)
 
 
-def test_behind_a_stranger_it_hops_on_if_it_is_not(sent, state):
+def test_behind_a_stranger_it_hops_on_if_it_is_not(sent, result):
     with held_by("another"), pytest.raises(PutOff):
         receive(tasks.hold, "a", header={"redelivered": WAITS})
     assert header_of(sent[0])["redelivered"] == LOOKS
@@ -260,9 +261,10 @@ class TestRequeue:
         assert TaskLockEvent.objects.get().reason == "raise"
 
 
-def latest(task=tasks.rerun):
+def state(task=tasks.rerun):
+    """Return the highest number taken and noted."""
     entry = get_store("redis").read(key_beside(LATEST, task.lock("a").key, task.name))
-    return None if entry is None else entry.value.decode()
+    return None if entry is None else latest.State.decode(entry.value)[1:]
 
 
 @pytest.fixture
@@ -286,9 +288,23 @@ class TestRerun:
                     receive(tasks.rerun, "a", task_id=task_id)
         return sent[-len(ids) :]
 
+    @pytest.fixture
+    def unnoted(self, monkeypatch):
+        """Let a process be killed, or sleep, between its message and its note."""
+
+        @contextmanager
+        def between():
+            with monkeypatch.context() as patch:
+                patch.setattr(conflicts, "_gives_way", lambda *args: asleep.append(args))
+                yield
+
+        asleep = []
+        between.wake = lambda: conflicts._gives_way(*asleep.pop())
+        return between
+
     def test_the_last_runs(self, sent, ran):
         b, c, d = self.conflict(sent, "B", "C", "D")
-        assert latest() == "D"
+        assert state() == (3, 3)
         assert back(c) == "superseded"
         back(d)
         assert back(b) == "superseded"
@@ -301,70 +317,108 @@ class TestRerun:
             assert back(b) == "superseded"
             with pytest.raises(PutOff):
                 back(c)
-        assert header_of(sent[-1])["before"] == header_of(c)["before"] == "B"
+        assert header_of(sent[-1])["ticket"] == header_of(c)["ticket"]
+        assert header_of(sent[-1])["hops"] == 2
         assert not ran
 
-    def test_a_superseded_run_is_noted_as_ignored(self, sent, ran):
+    def test_one_that_gives_way_takes_no_lock(self, sent, ran):
+        """Another task that wants it at this moment would be skipped for nothing."""
         b, _c = self.conflict(sent, "B", "C")
         back(b)
-        assert TaskLockEvent.objects.get(kind="acquired").result == "ignored"
+        assert not TaskLockEvent.objects.filter(kind="acquired").exists()
 
     def test_the_next_burst_begins_anew(self, sent, ran):
         back(*self.conflict(sent, "B"))
         back(*self.conflict(sent, "C"))
         assert ran == ["B", "C"]
 
-    def test_killed_between_publish_and_its_note(self, sent, ran, monkeypatch):
+    def test_killed_before_its_note(self, sent, ran, unnoted):
         """The message that comes back notes itself."""
         (b,) = self.conflict(sent, "B")
-        with monkeypatch.context() as patch:
-            patch.setattr(conflicts, "_become_latest", lambda *args: True)
+        with unnoted():
             (c,) = self.conflict(sent, "C")
-        assert latest() == "B"
+        assert state() == (2, 1)
         with held_by("holder", task=tasks.rerun), pytest.raises(PutOff):
             back(c)
-        assert latest() == "C"
+        assert state() == (2, 2)
         assert back(b) == "superseded"
         back(sent[-1])
         assert ran == ["C"]
 
-    def test_killed_between_publish_and_the_first_note(self, sent, ran, monkeypatch):
+    def test_killed_before_its_message(self, sent, ran, monkeypatch):
+        """Those before it are not given up for one that has no message."""
+        (b,) = self.conflict(sent, "B")
         with monkeypatch.context() as patch:
-            patch.setattr(conflicts, "_become_latest", lambda *args: True)
-            (b,) = self.conflict(sent, "B")
-        assert latest() is None
+            patch.setattr(tasks.rerun.app, "send_task", lambda *args, **options: 1 / 0)
+            with held_by("holder", task=tasks.rerun), pytest.raises(ZeroDivisionError):
+                receive(tasks.rerun, "a", task_id="C")
         back(b)
         assert ran == ["B"]
 
-    def test_one_that_wakes_late_does_not_displace_the_last(self, sent, ran, monkeypatch):
-        """It slept between publishing and its note, while its message and a later one came."""
+    def test_two_are_killed_before_their_notes(self, sent, ran, unnoted):
+        self.conflict(sent, "B")
+        with unnoted():
+            c, d = self.conflict(sent, "C", "D")
+        back(c)
+        back(d)
+        assert ran[-1] == "D"
+        assert back(c) == "superseded"
+
+    def test_the_first_of_all_wakes_late(self, sent, ran, unnoted):
+        """It notes itself after a later run's conflict was noted."""
+        with unnoted():
+            (b,) = self.conflict(sent, "B")
+        back(b)
+        (d,) = self.conflict(sent, "D")
+        unnoted.wake()
+        back(d)
+        assert ran == ["B", "D"]
+
+    def test_one_that_wakes_late_does_not_displace_the_last(self, sent, ran, unnoted):
         (b,) = self.conflict(sent, "B")
-        with monkeypatch.context() as patch:
-            patch.setattr(conflicts, "_become_latest", lambda *args: asleep.append(args))
-            asleep = []
+        with unnoted():
             (c,) = self.conflict(sent, "C")
         (d,) = self.conflict(sent, "D")
-        conflicts._become_latest(*asleep[0])
-        assert latest() == "D"
+        unnoted.wake()
+        assert state() == (3, 3)
         assert back(b) == back(c) == "superseded"
         back(d)
         assert ran == ["D"]
 
-    def test_control_without_the_comparison_the_last_is_lost(self, sent, ran, monkeypatch):
-        def overwrite(store, key, before, task_id):
-            store.client.set(store.make_key(key), task_id)
-            return True
+    def test_the_number_is_taken_before_the_message_is_sent(self, sent, ran, monkeypatch, settings):
+        """Of two that meet one holder at the same time, the later one runs last."""
+        settings.SINGLETASK_HISTORY = "off"  # the test's transaction would hold up the thread's
+        send = tasks.rerun.app.send_task
 
-        asleep = []
-        with monkeypatch.context() as patch:
-            patch.setattr(conflicts, "_become_latest", lambda *args: asleep.append(args))
-            (c,) = self.conflict(sent, "C")
-        monkeypatch.setattr(conflicts, "_become_latest", overwrite)
-        (d,) = self.conflict(sent, "D")
-        overwrite(*asleep[0])
-        assert back(d) == "superseded"
+        def slow(*args, **options):
+            monkeypatch.setattr(tasks.rerun.app, "send_task", send)
+            thread = threading.Thread(target=meet)  # the conflict, sends and notes
+            thread.start()
+            thread.join()
+            send(*args, **options)
+
+        def meet():
+            with pytest.raises(PutOff):
+                receive(tasks.rerun, "a", task_id="C")
+            connections.close_all()
+            close_stores()
+
+        monkeypatch.setattr(tasks.rerun.app, "send_task", slow)
+        with held_by("holder", task=tasks.rerun), pytest.raises(PutOff):
+            receive(tasks.rerun, "a", task_id="B")
+        c, b = sent
+        assert (c["task_id"], b["task_id"]) == ("C", "B")
+        assert back(b) == "superseded"
         back(c)
         assert ran == ["C"]
+
+    def test_a_soft_time_limit_after_the_message_does_not_fail_it(self, sent, monkeypatch):
+        def interrupt(*args):
+            raise SoftTimeLimitExceeded
+
+        monkeypatch.setattr(conflicts, "is_superseded", interrupt)
+        with held_by("holder", task=tasks.rerun), pytest.raises(PutOff):
+            receive(tasks.rerun, "a", task_id="B")
 
     def test_a_cache_that_forgets_lets_each_run(self, sent, ran, empty_cache):
         b, c = self.conflict(sent, "B", "C")
@@ -372,6 +426,20 @@ class TestRerun:
         back(b)
         back(c)
         assert ran == ["B", "C"]
+
+    def test_a_new_epoch_is_later_than_the_one_before(self, sent, ran, empty_cache):
+        b, c = self.conflict(sent, "B", "C")
+        empty_cache("redis")
+        (d,) = self.conflict(sent, "D")
+        assert back(b) == back(c) == "superseded"
+        back(d)
+        assert ran == ["D"]
+
+    def test_what_something_else_wrote_there_is_replaced(self, sent, ran):
+        key = key_beside(LATEST, tasks.rerun.lock("a").key, tasks.rerun.name)
+        get_store("redis").add(key, b"\xff nonsense", 60)
+        back(*self.conflict(sent, "B"))
+        assert ran == ["B"]
 
     def test_its_retry_is_an_ordinary_message(self, sent, ran):
         (b,) = self.conflict(sent, "B")
@@ -382,7 +450,7 @@ class TestRerun:
             retried = tasks.rerun.signature_from_request()
         finally:
             tasks.rerun.pop_request()
-        assert not {"before", "hops"} & retried.options["headers"][HEADER].keys()
+        assert not {"ticket", "hops"} & retried.options["headers"][HEADER].keys()
 
     def test_each_task_on_a_shared_lock_has_its_own_last(self):
         keys = {key_beside(LATEST, "singletask:shared:0", task) for task in ("a", "b")}
@@ -398,3 +466,40 @@ class TestRerun:
         lock.release()
         assert back(sent[0]) == "superseded"
         assert back(sent[1]) is None
+
+    def test_threads_never_take_the_same_number(self, cache_alias):
+        key = key_beside(LATEST, "singletask:shared:0", "a")
+        barrier, numbers = threading.Barrier(8), []
+
+        def take():
+            barrier.wait()
+            for _ in range(5):
+                numbers.append(latest.take_ticket(get_store(cache_alias), key).number)
+            close_stores()
+
+        threads = [threading.Thread(target=take) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(numbers) == list(range(1, 41))
+
+
+class TestThatCannotBePublished:
+    @pytest.fixture(autouse=True)
+    def broker_away(self, monkeypatch):
+        def fail(*args, **options):
+            raise OSError("the broker is away")
+
+        monkeypatch.setattr(tasks.hold.app, "send_task", fail)
+
+    @pytest.mark.parametrize("task", [tasks.requeue, tasks.rerun], ids=["requeue", "rerun"])
+    def test_with_early_acks_it_fails_visibly(self, task):
+        with held_by("another", task=task), pytest.raises(OSError, match="away"):
+            receive(task, "a")
+
+    def test_with_late_acks_the_broker_has_it(self, monkeypatch):
+        monkeypatch.setattr(type(tasks.requeue._get_current_object()), "acks_late", True)
+        with held_by("another", task=tasks.requeue), pytest.raises(Reject) as caught:
+            receive(tasks.requeue, "a")
+        assert caught.value.requeue

@@ -30,7 +30,7 @@ def test_locks_that_are_due_together_are_renewed_in_one_go(monkeypatch):
     before = trips()
     began = [lock._renewed for lock in locks]
     keeper = renewal.Keeper()
-    keeper.locks.update((lock.token, lock) for lock in locks)
+    keeper.locks.update(((lock.token, lock.key), lock) for lock in locks)
     now = renewal.clock()
     monkeypatch.setattr(renewal, "clock", lambda: now + 21)
     keeper.tick()
@@ -50,10 +50,43 @@ def trips():
 def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
     lock = TaskLock("nightly", timeout=30)
     lock.acquire()
-    token = lock.token
-    assert token in renewal._keeper.locks
+    kept = (lock.token, lock.key)
+    assert kept in renewal.kept()
     del lock
-    assert token not in renewal._keeper.locks
+    assert kept not in renewal.kept()
+
+
+def test_two_locks_of_one_token_are_both_renewed(wait_for):
+    """A run has one token, for its lock and for the entry that its call is queued under."""
+    locks = [TaskLock(name, timeout=0.6) for name in ("nightly", "beside")]
+    for lock in locks:
+        lock._token = "5a3e"
+        assert lock.acquire()
+    began = [lock._renewed for lock in locks]
+    wait_for(lambda: all(lock._renewed > b for lock, b in zip(locks, began, strict=True)), "both")
+    locks[1].release()
+    assert renewal.kept() == {(locks[0].token, locks[0].key)}
+    locks[0].release()
+
+
+def test_many_debts_keep_no_lock_from_its_renewal(wait_for):
+    """A worker that discards a backlog of expired calls gives back the entry of each."""
+    with TaskLock("nightly", timeout=0.6) as lock:
+        for number in range(5000):
+            renewal.owe("redis", f"singletask:{number}", b"x", 60)
+        wait_for(lambda: not renewal._keeper.debts, "all are paid")
+        assert not lock.lost
+        assert lock._longest_gap < 0.5
+
+
+def test_of_too_many_debts_the_oldest_goes_and_it_is_said(monkeypatch, caplog):
+    keeper = renewal.Keeper()
+    monkeypatch.setattr(keeper, "wake", lambda at: None)
+    monkeypatch.setattr(renewal, "MAX_DEBTS", 2)
+    for key in ("a", "b", "c"):
+        keeper.owe(renewal.Debt("redis", key, b"x", 60))
+    assert [debt.key for debt in keeper.debts] == ["b", "c"]
+    assert "a is not given back: its lease will end it." in caplog.text
 
 
 def test_the_thread_of_a_forked_child_is_its_own(wait_for):

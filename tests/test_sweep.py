@@ -171,7 +171,7 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     monkeypatch.setattr("django_singletask.worker.connections.close_all", lambda: None)
     watcher = Watcher()
     now = worker.time.monotonic()
-    corpse = worker.Corpse(TaskLock("nightly"), "token", "gone", now + 100, request=None)
+    corpse = worker.Corpse(TaskLock("nightly"), "token", "gone", now + 100, run=None)
     over = corpse._replace(until=now - 1)
     watcher.corpses = [corpse, over]
     watcher.bury()

@@ -262,6 +262,7 @@ class TestSending:
         header = sent[0]["headers"][HEADER]
         assert header == {
             "id": result.id,
+            "task": task.name,
             "key": task.lock(1).key,
             "name": f"{task.name}(a=1, b=2)",
             "options": {},
@@ -278,6 +279,17 @@ class TestSending:
         task.apply_async((5,), headers=sent[0]["headers"])
         assert sent[1]["headers"][HEADER]["key"] == task.lock(5).key
 
+    def test_nor_is_that_of_another_task_with_the_same_id(self, app, task, sent):
+        """``replace(other.s().set(headers=self.request.headers))`` keeps the id."""
+
+        @app.task(base=SingletonTask)
+        def other(a):
+            pass
+
+        first = task.delay(1)
+        other.apply_async((1,), task_id=first.id, headers=sent[0]["headers"])
+        assert sent[1]["headers"][HEADER]["key"] == other.lock(1).key
+
     def test_a_retry_keeps_the_key(self, task, sent):
         first = task.delay(1)
         headers = {HEADER: {**sent[0]["headers"][HEADER], "key": "singletask:kept"}}
@@ -292,6 +304,7 @@ class TestSending:
         headers = {
             HEADER: {
                 "id": "an id",
+                "task": work.name,
                 "key": work.lock(1).key,
                 "name": "n",
                 "options": {"lock_wait": 1},
@@ -314,7 +327,8 @@ class TestSending:
         def work(self):
             return current_lock().key, current_lock().timeout
 
-        header = {"id": "i", "key": "singletask:k", "name": "k", "options": {"lock_timeout": 9}}
+        own = {"id": "i", "task": work.name, "key": "singletask:k", "name": "k"}
+        header = {**own, "options": {"lock_timeout": 9}}
         result = work.apply(task_id="i", headers={HEADER: header}).get()
         assert result == ("singletask:k", 9)
         other = work.apply(task_id="j", headers={HEADER: header}).get()

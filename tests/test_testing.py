@@ -607,7 +607,7 @@ def test_what_was_not_given_back_is_not_renewed_in_the_configured_cache(locmem, 
     before.acquire()
     with either:
         inside.acquire()
-        assert inside.token in renewal._keeper.locks
-    assert inside.token not in renewal._keeper.locks
-    assert before.token in renewal._keeper.locks
+        assert inside.key in {key for _token, key in renewal.kept()}
+    assert inside.key not in {key for _token, key in renewal.kept()}
+    assert (before.token, before.key) in renewal.kept()
     before.release()

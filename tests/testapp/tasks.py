@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 
 from celery import shared_task
+from django.dispatch import receiver
 
 from django_singletask import SingletonTask, current_lock, only_one
+from django_singletask.signals import LockEvent, lock_event
 from tests.testapp import log
 
 
@@ -21,6 +24,12 @@ def body(key: str, seconds: float = 0, task_id: str | None = None, **facts: obje
     finally:
         log.write("end", key=key, run=run, task_id=task_id)
     return "ran"
+
+
+@receiver(lock_event)
+def note_conflict(event: LockEvent, **kwargs: object) -> None:
+    if event.kind == "skipped" and "SINGLETASK_TEST_LOG" in os.environ:
+        log.write("conflict", key=event.key, task_id=event.task_id, reason=event.reason)
 
 
 @shared_task

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+import uuid
 
 import pytest
 
 from django_singletask import SingletonTask
 from tests.deadline import wait_for
-from tests.testapp import tasks
+from tests.testapp import log, tasks
 from tests.worker.test_policies import burst
 
 BACKENDS = pytest.mark.parametrize("cache", ["redis", "pymemcache", "db_postgres"])
@@ -77,6 +79,40 @@ def test_until_the_run_has_finished_with_its_retries(start_worker, queue, on_cac
 
 
 @BACKENDS
+def test_a_run_longer_than_its_lease(start_worker, queue, runs_log, on_cache, cache):
+    """Lock and entry are both renewed, though they have one token."""
+    on_cache(cache)
+    task = tasks.unique_to_the_end
+    worker = start_worker(cache=cache, concurrency=2)
+    options = {"lock_timeout": 2}
+    first = task.apply_async(("a", 6), queue=queue, lock_options=options)
+    wait_for(lambda: worker.events("start"), "it runs")
+    until = worker.events("start")[0]["t"] + 5
+    while time.monotonic() < until:
+        assert task.apply_async(("a",), queue=queue).id == first.id
+        # A call with an id of its own is always sent, and skipped.
+        other = task.apply_async(("a", 0), queue=queue, task_id=uuid.uuid4().hex)
+        assert other.get(timeout=20) == "skipped"
+    assert first.get(timeout=20) == "ran"
+    assert log.overlaps(runs_log) == 0
+    assert "lost" not in worker.text()
+
+
+def test_a_call_killed_while_it_waits_blocks_nobody(start_worker, queue):
+    worker = start_worker(concurrency=2)
+    tasks.unique.apply_async(("a", 60), queue=queue)
+    wait_for(lambda: worker.events("start"), "the first runs")
+    options = {"on_conflict": "wait", "lock_wait": 60}
+    tasks.unique.apply_async(("a",), queue=queue, lock_options=options)
+    (busy,) = {line["pid"] for line in worker.events("start")}
+    wait_for(lambda: worker.text().count(" received") == 2, "the second waits")
+    assert tasks.unique.queued("a")
+    (other,) = set(worker.children()) - {busy}
+    os.kill(other, signal.SIGKILL)
+    free(tasks.unique, "a")
+
+
+@BACKENDS
 def test_a_killed_run_blocks_nobody(start_worker, queue, on_cache, cache):
     on_cache(cache)
     task = tasks.unique_to_the_end
@@ -99,7 +135,7 @@ def test_a_killed_worker_blocks_nobody_on_its_host(start_worker, queue):
     wait_for(lambda: worker.events("start"), "it runs")
     assert task.apply_async(("a", 60), queue=queue).id == first.id
     worker.kill_group()
-    assert task.queued("a") is None
+    free(task, "a")
     assert task.apply_async(("a", 0), queue=queue).id != first.id
 
 
