@@ -183,6 +183,8 @@ def _seconds_error(option: str, value: Any, *, zero: bool = False) -> str | None
 def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
     """Check the lock options of every registered :class:`SingletonTask`."""
     autodiscover_modules("tasks")
+    for module in (*current_app.conf.imports, *current_app.conf.include):
+        current_app.loader.import_task_module(module)
     found: list[checks.CheckMessage] = []
     for _name, task in sorted(current_app.tasks.items()):
         if isinstance(task, SingletonTask):

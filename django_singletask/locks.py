@@ -406,8 +406,10 @@ class TaskLock:
 
     def _report_conflict(self, reason: str, kind: str = "skipped") -> None:
         blocker = self.blocker
-        has = "queued" if kind == "duplicate" else "held"
-        logger.info("%s is %s by %s: %s.", self, has, blocker, reason)
+        if kind == "duplicate":
+            logger.info("%s is queued already, as task %s.", self, blocker and blocker.task_id)
+        else:
+            logger.info("%s is held by %s: %s.", self, blocker, reason)
         task, task_id, _ = self._run or _running_task()
         self._send(
             kind,

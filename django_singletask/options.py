@@ -23,6 +23,7 @@ __all__ = [
     "choice_error",
     "refuse_foreign",
     "refuse_misspelt",
+    "refuse_unwrapped",
 ]
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -47,7 +48,7 @@ OPTIONS = frozenset(
 
 
 ELSEWHERE = {
-    "once": "lock_on, unique_until and on_duplicate",
+    "once": "lock_on, unique_until, unique_for and on_duplicate",
     "unique_on": "lock_on",
     "lock_expiry": "unique_for, and lock_timeout for the run",
     "raise_on_duplicate": "on_duplicate='raise'",
@@ -60,9 +61,17 @@ def refuse_foreign(what: str, names: Iterable[str]) -> None:
     for name in names:
         if name in ELSEWHERE:
             raise TypeError(
-                f"{what} has no option {name!r}: here it is {ELSEWHERE[name]} "
-                "(docs/coming-from.rst)."
+                f"{what} has no option {name!r}: here it is {ELSEWHERE[name]}; see 'Coming from "
+                "celery-once, celery-singleton, the cookbook recipe' in the documentation."
             )
+
+
+def refuse_unwrapped(what: str, names: Iterable[str]) -> None:
+    """Raise ``TypeError`` for what is no option of ``apply_async``; Celery would keep quiet."""
+    refuse_foreign(what, names)
+    for name in names:
+        if name in OPTIONS:
+            raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
 
 
 def refuse_misspelt(what: str, names: Iterable[str]) -> None:
@@ -104,6 +113,8 @@ def choice_error(what: str, option: str, value: object) -> str:
 
 def check_lock_options(task: SingletonTask, lock_options: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` or ``ValueError`` for options of one call that cannot work."""
+    if not isinstance(lock_options, Mapping):
+        raise TypeError(f"lock_options of {task.name} must be a dict, not {lock_options!r}.")
     unknown = lock_options.keys() - OPTIONS
     if unknown:
         raise TypeError(

@@ -27,8 +27,8 @@ from django_singletask.options import (
     check_lock_options,
     check_types,
     choice_error,
-    refuse_foreign,
     refuse_misspelt,
+    refuse_unwrapped,
 )
 
 __all__ = ["SingletonTask"]
@@ -144,7 +144,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         :class:`DuplicateTask` with ``on_duplicate="raise"``, and the errors of the cache's client
         with ``unique_until``.
         """
-        refuse_foreign(f"apply_async of {self.name}", options)
+        refuse_unwrapped(f"apply_async of {self.name}", options)
         again = bool(own_header(options.get("headers"), task_id, self.name))
         # Others wait for a call that has its id already, as the links of a chain and the members
         # of a group have, or that is to tell of its end: it must be sent.

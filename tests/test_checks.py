@@ -405,6 +405,17 @@ def test_lease_that_is_neither_renewed_nor_given_is_refused(found):
     assert message.msg.startswith("lock_renew=False of bad.task has no lock_timeout")
 
 
+def test_modules_that_celery_imports_by_its_settings_are_imported(app, monkeypatch, tmp_path):
+    """Not every module of tasks is called tasks.py."""
+    for setting in ("imports", "include"):
+        (tmp_path / f"jobs_of_{setting}.py").touch()
+        app.conf[setting] = (f"jobs_of_{setting}",)
+    monkeypatch.syspath_prepend(tmp_path)
+    checks.check_tasks()
+    found = [sys.modules.pop(f"jobs_of_{setting}", None) for setting in ("imports", "include")]
+    assert None not in found
+
+
 def test_unknown_policy_is_refused(found):
     message = only(found(on_conflict="explode"), "E012")
     assert message.msg.startswith("on_conflict='explode' of bad.task is none of skip, raise")

@@ -399,7 +399,7 @@ class TestDecoration:
     @pytest.mark.parametrize(
         ("option", "here"),
         [
-            ("once", "lock_on, unique_until and on_duplicate"),
+            ("once", "lock_on, unique_until, unique_for and on_duplicate"),
             ("unique_on", "lock_on"),
             ("lock_expiry", "unique_for"),
             ("raise_on_duplicate", "on_duplicate"),
@@ -410,6 +410,13 @@ class TestDecoration:
             app.task(base=SingletonTask, lazy=False, **{option: 1})(takes_a)
         with pytest.raises(TypeError, match=f"no option '{option}': here it is {here}"):
             task.apply_async((1,), **{option: 1})
+        assert not sent
+
+    def test_a_lock_option_of_a_call_stands_in_lock_options(self, task, sent):
+        with pytest.raises(TypeError, match=r"write lock_options=\{'on_conflict': …\}"):
+            task.apply_async((1,), on_conflict="raise")
+        with pytest.raises(TypeError, match="must be a dict, not 'raise'"):
+            task.apply_async((1,), lock_options="raise")
         assert not sent
 
     def test_a_misspelt_option_suggests_the_right_one(self, app):
