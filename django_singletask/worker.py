@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from celery.signals import (
@@ -31,6 +32,7 @@ from django_singletask.duplicates import QueuedCall, discard
 from django_singletask.keys import LockKey
 from django_singletask.liveness import is_gone, start_time
 from django_singletask.locks import TaskLock
+from django_singletask.stores import CannotList, get_store
 from django_singletask.task import SingletonTask
 from django_singletask.writer import flush
 
@@ -207,16 +209,17 @@ def lock_of(request: Any) -> TaskLock | None:
 
 
 def sweep(leader: TaskLock) -> None:
-    """Close the history's rows of locks that nobody holds any more.
+    """Close the history's rows of locks that nobody holds any more, and clean up the lock table.
 
     One worker of the fleet does it for as long as it lives: it keeps a lock, which another worker
     takes over when it is gone. What it has missed once in the store it must see again.
     """
-    if conf.history == "off":
-        return
     try:
         if (leader and not leader.lost) or leader._acquire():
-            history.sweep()
+            with suppress(CannotList):  # a key function hides which entries are locks
+                get_store(conf.cache).purge()
+            if conf.history != "off":
+                history.sweep()
     finally:
         connections.close_all()
 

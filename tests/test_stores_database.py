@@ -401,3 +401,35 @@ def test_a_missing_table_names_the_next_step(alias, settings):
     settings.CACHES = {**settings.CACHES, alias: cache}
     with pytest.raises(DatabaseError, match=r"manage\.py createcachetable --database"):
         get_store(alias).read("singletask:x:1")
+
+
+# Rows that nobody deletes
+
+
+@on(*TABLES)
+def test_what_ended_a_day_ago_is_purged(store: DatabaseStore) -> None:
+    """The last to meet a conflict is noted for a day, under a key for each lock."""
+    day = 24 * 60 * 60
+    for name, ended in (("old", day + 60), ("young", 60), ("live", -60)):
+        store.add(key_of(name), A, 1)
+        then = store.dialect.then
+        table = store.connection.ops.quote_name(store.cache._table)
+        with store.connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {table} SET expires = {then} WHERE cache_key = %s",
+                [store.dialect.seconds(-ended), store.make_key(key_of(name))],
+            )
+    assert store.purge() == 1
+    with store.connection.cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM {table}")
+        assert cursor.fetchone() == (2,)
+
+
+@on(*TABLES)
+def test_purge_leaves_what_is_no_lock(store: DatabaseStore) -> None:
+    caches[store_alias(store)].set("page", "cached", -90_000)
+    assert store.purge() == 0
+
+
+def store_alias(store: DatabaseStore) -> str:
+    return next(alias for alias, table in TABLES.items() if store.cache._table == table)

@@ -117,6 +117,10 @@ class Store(ABC):
         """Yield key and entry of each lock that is held now; raises :class:`CannotList`."""
         raise CannotList
 
+    def purge(self) -> int:
+        """Delete what ended long ago, where the cache itself keeps it; return how many entries."""
+        return 0
+
     def prefix(self) -> str:
         """Return how all keys of locks begin; raises :class:`CannotList` if they do not."""
         prefix = self.make_key(PREFIX)
