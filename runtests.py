@@ -1,11 +1,16 @@
 """Run the tests against private Redis, Memcached, PostgreSQL and MariaDB servers.
 
-    python runtests.py [--install-services] [--quick] [pytest's own arguments]
+    python runtests.py [--install-services] [--quick | --slow] [pytest's own arguments]
 
---install-services  on Debian and Ubuntu: first install, with apt, the servers that are missing and
-                    then pylibmc and mysqlclient, which need headers. The system's own services
-                    are not started.
+Without arguments both parts run side by side, each with its own servers: the slow one mostly waits.
+
+--install-services  on Debian and Ubuntu: first install, with apt, the servers and the browser that
+                    are missing and then pylibmc and mysqlclient, which need headers. The system's
+                    own services are not started.
 --quick             only the tests that need no Celery worker, no browser and no minute of races.
+--slow              only those.
+tests/browser --pictures
+                    make the pictures of the docs anew.
 """
 
 from __future__ import annotations
@@ -29,23 +34,33 @@ from tests import servers
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Of the extra "test": what the settings name, and what pytest would not miss by itself.
 MODULES = ["pytest", "pytest_django", "pytest_randomly", "hypothesis"]
-MODULES += ["django_redis", "psycopg", "pymemcache", "redis"]
+MODULES += ["django_redis", "psycopg", "pymemcache", "redis", "selenium"]
+
+
+SLOW = "worker or browser or race"
 
 
 def main(arguments: list[str]) -> int:
-    own = {"--install-services", "--quick"}.intersection(arguments)
+    own = {"--install-services", "--quick", "--slow"}.intersection(arguments)
     arguments = [argument for argument in arguments if argument not in own]
+    whole = not arguments and not {"--quick", "--slow"} & own
     if "--quick" in own:
-        arguments = ["-m", "not worker and not browser and not race", *arguments]
-    if "--install-services" in own and servers.missing() and shutil.which("apt-get"):
-        install(servers.missing())
-    if missing := servers.missing():
+        arguments = ["-m", f"not ({SLOW})", *arguments]
+    if "--slow" in own:
+        arguments = ["-m", SLOW, *arguments]
+    browser = "--quick" not in own
+    missing = servers.missing(browser=browser)
+    if "--install-services" in own and missing and shutil.which("apt-get"):
+        install(missing)
+    if missing := servers.missing(browser=browser):
         print(explain(missing))
         return 1
     # Looked for, not imported: pytest itself must be the first to import its plugins.
     if absent := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         print(f'Not installed: {", ".join(absent)}. They come with pip install -e ".[test]"')
         return 1
+    if whole:
+        return side_by_side()
     import pytest
 
     os.chdir(Path(__file__).parent)
@@ -55,6 +70,23 @@ def main(arguments: list[str]) -> int:
     with environment() as variables:
         os.environ.update(variables)
         return int(pytest.main(arguments))
+
+
+def side_by_side() -> int:
+    """Run both parts at the same time, and show them one after the other."""
+    command = [sys.executable, str(Path(__file__).resolve())]
+    with tempfile.TemporaryFile() as output:
+        quick = subprocess.Popen([*command, "--quick"], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            slow = subprocess.run([*command, "--slow"]).returncode
+            code = quick.wait()
+        finally:
+            # Ctrl-C has reached it too; SIGTERM has not.
+            quick.terminate()
+            quick.wait()
+        output.seek(0)
+        print(output.read().decode(errors="replace"))
+    return slow or code
 
 
 @contextmanager

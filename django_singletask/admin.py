@@ -1,4 +1,4 @@
-"""The history in the admin: read-only."""
+"""The locks in the admin: the history, read-only; pages.py has what it stands beside."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 from celery import current_app
 from django.contrib import admin
+from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
 from django.db import connections
-from django.db.models import Q, QuerySet
-from django.http import HttpRequest
+from django.db.models import Min, Q, QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import timezone
-from django.utils.formats import date_format
 from django.utils.functional import cached_property
 from django.utils.html import format_html, format_html_join
 from django.utils.module_loading import autodiscover_modules
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from django_singletask.facts import clock_time, hold_time, status
 from django_singletask.models import TaskLockEvent
-from django_singletask.registry import duration
+from django_singletask.pages import OperatorPages, holder_row
 from django_singletask.task import SingletonTask
 
 __all__ = ["TaskLockEventAdmin"]
@@ -36,6 +37,7 @@ class SinceFilter(admin.SimpleListFilter):
 
     title = _("time")
     parameter_name = "since"
+    late = datetime.timedelta(hours=1)
     spans = {
         "15m": (_("Past 15 minutes"), datetime.timedelta(minutes=15)),
         "1h": (_("Past hour"), datetime.timedelta(hours=1)),
@@ -50,7 +52,16 @@ class SinceFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: Rows) -> Rows:
         """Keep what is younger."""
         _label, span = self.spans.get(str(self.value()), (None, None))
-        return queryset if span is None else queryset.filter(at__gte=timezone.now() - span)
+        if span is None:
+            return queryset
+        start = timezone.now() - span
+        # Rows are written nearly in the order of their times, and the ids are what the indexes
+        # of the other filters end with. Many rows, and an hour before, since "nearly" is not
+        # "always": what a process kept during an outage of the database comes late.
+        rows = TaskLockEvent.objects.using(queryset.db).filter(at__gte=start - self.late)
+        first = rows.order_by("at").values("pk")[:1000].aggregate(first=Min("pk"))["first"]
+        found: Rows = queryset.filter(at__gte=start, pk__gte=first or 0)
+        return found
 
 
 class TaskFilter(admin.SimpleListFilter):
@@ -79,7 +90,7 @@ def import_tasks() -> None:
 class UncountedPaginator(Paginator):  # type: ignore[type-arg]
     """Count the rows up to a limit only: counting millions takes seconds."""
 
-    limit = 10_000
+    limit = 5000
 
     @cached_property
     def count(self) -> int:
@@ -89,15 +100,32 @@ class UncountedPaginator(Paginator):  # type: ignore[type-arg]
         return number
 
 
+class EventList(ChangeList):
+    """A page of events that knows the rows of those who were in the way."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Look up the holders of one page in one query, by their tokens."""
+        super().get_results(request)
+        events = self.result_list = list(self.result_list)
+        tokens = {event.blocked_by for event in events} - {""}
+        rows = self.root_queryset.filter(token__in=tokens).order_by() if tokens else []
+        # Told apart here: SQLite would rather read all that were acquired.
+        holders = {row.token: row.pk for row in rows if row.kind == "acquired"}
+        for event in events:
+            event.holder_pk = holders.get(event.blocked_by)
+
+
 @admin.register(TaskLockEvent)
-class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+class TaskLockEventAdmin(OperatorPages):
     """List what happened to the locks, the latest first."""
 
+    change_list_template = "django_singletask/events.html"
     list_display = ("when", "lock", "what", "run")
     list_display_links = ("lock",)
     list_filter = (SinceFilter, "kind", "outcome", TaskFilter)
     search_fields = ("^name", "=task_id")
     search_help_text = _("The beginning of a lock's name, or a whole task id.")
+    frequent = 5000
     paginator = UncountedPaginator
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
@@ -108,7 +136,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         (None, {"fields": ("name", "kind", "outcome", "result", "reason")}),
         (_("Run"), {"fields": ("task", "task_id", "host", "pid")}),
         (_("Time"), {"fields": ("when", "ended", "held_for", "timeout", "longest_renewal_gap")}),
-        (_("Conflict"), {"fields": ("blocked_by_task_id", "blocked_by", "count", "last")}),
+        (_("Conflict"), {"fields": ("blocked_by_task_id", "holder", "count", "last")}),
         (_("Lock"), {"fields": ("cache", "key", "token", "actor")}),
     )
 
@@ -123,6 +151,23 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Nobody rewrites history."""
         return False
 
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        """Return the list that finds the holders."""
+        return EventList
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        """Show the list under the tabs."""
+        request.current_app = self.admin_site.name
+        context = {"title": _("History"), "tabs": self.tabs("events"), **(extra_context or {})}
+        return super().changelist_view(request, context)
+
+    def response_delete(self, request: HttpRequest, obj_display: str, obj_id: int) -> HttpResponse:
+        """Go back to the history: Django would leave for the index, as nobody changes events."""
+        response: HttpResponse = super().response_delete(request, obj_display, obj_id)
+        if isinstance(response, HttpResponseRedirect) and self.has_view_permission(request):
+            return HttpResponseRedirect(self.url("events"))
+        return response
+
     def get_search_results(
         self, request: HttpRequest, queryset: Rows, search_term: str
     ) -> tuple[Rows, bool]:
@@ -133,10 +178,15 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         term = search_term.strip()
         if not term:
             return queryset, False
-        # MySQL's case-sensitive comparison is the one that knows no index.
-        mysql = connections[queryset.db].vendor == "mysql"
-        begins = Q(name__istartswith=term) if mysql else Q(name__startswith=term)
-        return queryset.filter(begins | Q(task_id=term)), False
+        begins = _begins(connections[queryset.db].vendor, term)
+        rows = TaskLockEvent.objects.using(queryset.db).order_by().values_list("pk", flat=True)
+        found = list(rows.filter(begins)[: self.frequent + 1])
+        if len(found) > self.frequent:
+            # To sort so many takes long: the newest are found sooner by reading from the newest on.
+            return queryset.filter(name__startswith=term), False
+        # As a list: by the condition itself PostgreSQL would look for a few names in all rows.
+        found += rows.filter(task_id=term)[: self.frequent]
+        return queryset.filter(pk__in=found), False
 
     # Four columns: between the sidebars of the admin there is room for no more.
 
@@ -163,54 +213,74 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     @admin.display(description=_("what happened"))
     def what(self, event: TaskLockEvent) -> SafeString:
         """Say how the hold ended, or what else happened, how often, why and by whom."""
-        text: Any
-        if event.kind != "acquired":
-            text = event.get_kind_display()
-        elif not event.outcome:
-            text = _("held")
-        elif event.outcome == "released" and event.result:
-            text = event.get_result_display()
-        else:
-            text = event.get_outcome_display()
+        state, word = status(event)
         if event.count > 1:
-            text = f"{text} × {event.count}"
+            word = f"{word} × {event.count}"
         if event.kind == "acquired" and event.ended_at is not None:
-            text = _("{} after {}").format(text, self.held_for(event))
-        blocker = event.blocked_by_task_id or event.blocked_by
+            word = str(_("{} after {}")).format(word, self.held_for(event))
         reason = "" if event.reason == "skip" else event.reason  # "skipped" says as much
-        return _lines(
-            str(text),
-            reason,
-            _("blocked by {}").format(blocker) if blocker else "",
-            _("by {}").format(event.actor) if event.actor else "",
+        return format_html(
+            '<span class="singletask-state singletask-{}">{}</span>{}',
+            state,
+            word,
+            _lines(
+                reason,
+                self.blocker(event),
+                str(_("by {}")).format(event.actor) if event.actor else "",
+            ),
         )
+
+    def blocker(self, event: TaskLockEvent) -> str:
+        """Name who was in the way, with a link to its row where that is known."""
+        blocker = event.blocked_by_task_id or event.blocked_by
+        if not blocker:
+            return ""
+        pk = getattr(event, "holder_pk", None)
+        if pk is not None:
+            blocker = format_html('<a href="{}">{}</a>', self.url("change", pk), blocker)
+        return format_html(str(_("blocked by {}")), blocker)
+
+    @admin.display(description=_("blocked by"))
+    def holder(self, event: TaskLockEvent) -> str:
+        """Give the token of who was in the way, with a link to its row."""
+        row = holder_row(event.blocked_by)
+        if row is None:
+            return event.blocked_by or "-"
+        return format_html('<a href="{}">{}</a>', self.url("change", row.pk), row.token)
 
     @admin.display(description=_("held for"))
     def held_for(self, event: TaskLockEvent) -> str:
         """Say how long the run had the lock."""
         if event.kind != "acquired" or event.ended_at is None:
             return "-"
-        seconds = max(0, (event.ended_at - event.at).total_seconds())
-        text = f"{seconds:.2f}s" if seconds < 10 else duration(seconds)
+        text = hold_time(max(0, (event.ended_at - event.at).total_seconds()))
         return text.replace(" ", "\N{NO-BREAK SPACE}")
 
     @admin.display(description=_("run"))
     def run(self, event: TaskLockEvent) -> SafeString:
         """Say which run it was, and in which process."""
         process = f"{event.host}:{event.pid}" if event.host else ""
-        return _lines(event.task_id, process)
+        return _lines(event.task_id, process) or SafeString("-")
+
+
+def _begins(vendor: str, term: str) -> Q:
+    """Return the condition that a name begins with a term, such that an index serves it."""
+    if vendor == "mysql":
+        return Q(name__istartswith=term)  # its case-sensitive comparison knows no index
+    if vendor == "sqlite":
+        # Its LIKE knows none either. Nothing that a name holds comes after this character.
+        return Q(name__gte=term, name__lt=f"{term}\U0010ffff")
+    return Q(name__startswith=term)
 
 
 def _time(at: datetime.datetime | None) -> SafeString:
     # The admin's own format of a time leaves out the seconds.
     if at is None:
         return SafeString("-")
-    local = timezone.localtime(at) if timezone.is_aware(at) else at
-    date, time = date_format(local, "Y-m-d"), date_format(local, "H:i:s")
+    date, _space, time = clock_time(at, dated=True).partition(" ")
     return format_html("<span>{}</span> <span>{}</span>", date, time)
 
 
 def _lines(*texts: str) -> SafeString:
     filled = [(text,) for text in texts if text]
-    lines = format_html_join("", '<div class="singletask-line">{}</div>', filled)
-    return lines or SafeString("-")
+    return format_html_join("", '<div class="singletask-line">{}</div>', filled)

@@ -277,7 +277,9 @@ def old_rows(older_than: float | None = None) -> models.QuerySet[TaskLockEvent]:
     from django_singletask.models import TaskLockEvent
 
     seconds = conf.history_days * 86_400 if older_than is None else older_than
-    old = TaskLockEvent.objects.filter(at__lt=django_now() - timedelta(seconds=seconds))
+    # Not from a replica, where what is deleted is still to be seen.
+    there = TaskLockEvent.objects.using(router.db_for_write(TaskLockEvent))
+    old = there.filter(at__lt=django_now() - timedelta(seconds=seconds))
     rows: models.QuerySet[TaskLockEvent] = old.exclude(kind="acquired", outcome="")
     return rows
 
@@ -297,13 +299,14 @@ def prune(
     from django_singletask.models import TaskLockEvent
 
     old, deleted = old_rows(older_than).order_by("at"), 0
+    rest = old
     while batch := batch if limit is None else min(batch, limit - deleted):
-        rows = list(old.values_list("pk", "at")[:batch])
+        rows = list(rest.values_list("pk", "at")[:batch])
         if not rows:
             break
         deleted += TaskLockEvent.objects.filter(pk__in=[pk for pk, _at in rows]).delete()[0]
         if progress is not None:
             progress(deleted)
         # PostgreSQL's index still holds the deleted: do not pass by them each time.
-        old = old.filter(at__gte=rows[-1][1])
+        rest = old.filter(at__gte=rows[-1][1])
     return deleted

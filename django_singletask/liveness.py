@@ -16,6 +16,9 @@ from typing import Any
 __all__ = ["Holder", "Process", "is_gone", "proof_of_death", "start_time", "this_process"]
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
 @dataclasses.dataclass(frozen=True)
 class Process:
     """Identify one process on one boot of one host.
@@ -78,7 +81,7 @@ class Holder:
 
     def encode(self) -> bytes:
         """Return the record as the bytes that a store keeps."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode("ascii")
+        return _encode(vars(self)).encode("ascii")
 
     @classmethod
     def decode(cls, value: bytes) -> Holder:

@@ -9,28 +9,58 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from celery import current_app
 from django.db import DatabaseError
 from django.db.models import Sum
+from django.utils.module_loading import autodiscover_modules
 
 from django_singletask.conf import conf
+from django_singletask.durations import duration, parse_duration
 from django_singletask.history import COUNTED, SWEEPER
 from django_singletask.keys import LATEST, QUEUED, LockKey, key_beside, name_key, shown_key
-from django_singletask.liveness import Holder
+from django_singletask.liveness import Holder, proof_of_death
 from django_singletask.locks import TaskLock
+from django_singletask.past import (
+    NoHistory,
+    Starving,
+    UsualHold,
+    open_rows,
+    rows,
+    starving,
+    timestamp,
+    usual_hold,
+)
 from django_singletask.stores import CannotList, Store, get_store
 from django_singletask.stores.base import PREFIX
 from django_singletask.task import SingletonTask
 
-__all__ = ["CannotList", "HeldLock", "clear", "duration", "held"]
+__all__ = [
+    "CannotList",
+    "HeldLock",
+    "NoHistory",
+    "Starving",
+    "UsualHold",
+    "clear",
+    "duration",
+    "held",
+    "parse_duration",
+    "starving",
+    "usual_hold",
+]
 
 logger = logging.getLogger("django_singletask")
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldLock:
-    """A lock that the store holds now, or a call that is ``queued`` and stops its duplicates.
+    """A lock that the store holds now, or what looks like one.
+
+    ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
+    next call on that host; ``"queued"``, no lock but the entry of a call that stops its
+    duplicates; or ``"expired"``, an open row of the history whose lease is over and whose token
+    the store no longer has: the lock is free, or another's, and a worker's sweep closes the row.
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell;
     ``skipped`` counts the runs that this holder was in the way of (of a queued call: its
@@ -43,24 +73,26 @@ class HeldLock:
     held_for: float
     remaining: float | None
     skipped: int | None
+    state: str = "held"
 
     @property
     def queued(self) -> bool:
         """Whether this is no lock, but the entry of a queued call."""
-        return self.key.startswith(QUEUED)
+        return self.state == "queued"
 
 
 def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
-    """List the locks that are held, the longest held first.
+    """List the locks that are held, dead, queued or expired, the longest held first.
 
     ``names`` (see :func:`keys_of`) and ``task`` narrow the list. Read from the store where it can
     list its entries, else from the open rows of the history, each verified against the store.
     Raises :class:`CannotList` where there is neither, and the errors of the cache's client.
     """
     wanted = {name: keys_of(name) for name in sorted(set(names))}
+    found = _find(get_store(conf.cache), wanted)
     locks = [
         lock
-        for lock in _find(get_store(conf.cache), wanted)
+        for lock in found + _expired({lock.holder.token for lock in found})
         if lock.name != SWEEPER
         # While it runs, a call that is unique until it has finished has its lock.
         and not (lock.queued and lock.holder.pid)
@@ -68,6 +100,44 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
         and (task is None or lock.holder.task == task)
     ]
     return sorted(_with_skips(locks), key=lambda lock: (-lock.held_for, lock.name))
+
+
+def _expired(tokens: Collection[str]) -> list[HeldLock]:
+    """Return the holds that the history takes for open although their tokens are not held."""
+    now = time.time()
+    try:
+        over = {
+            row.pk: row
+            for row in open_rows()
+            if row.cache in {"", conf.cache}
+            and row.token not in tokens
+            and timestamp(row.at) + row.timeout < now
+        }
+        # Of a run that ended between the look at the store and this one the row is closed by now.
+        still = rows().filter(pk__in=list(over), outcome="").values_list("pk", flat=True)
+        found = [over[pk] for pk in still.order_by()] if over else []
+    except (NoHistory, DatabaseError):
+        return []
+    return [
+        HeldLock(
+            name=row.name,
+            key=row.key,
+            holder=Holder.from_dict(
+                {
+                    **{field: getattr(row, field) for field in ("token", "name", "host", "pid")},
+                    "task": row.task or None,
+                    "task_id": row.task_id or None,
+                    "since": timestamp(row.at),
+                    "timeout": row.timeout,
+                }
+            ),
+            held_for=now - timestamp(row.at),
+            remaining=None,
+            skipped=None,
+            state="expired",
+        )
+        for row in found
+    ]
 
 
 def must_list() -> None:
@@ -105,29 +175,84 @@ def keys_of(name: str) -> list[str]:
     ``feeds.tasks.import_feed(7)`` or ``feeds.tasks.import_feed(feed_id=7)``: that call's lock,
     and the entry of the call while it is queued.
     """
+    return [key for _name, key in locks_of(name)]
+
+
+def locks_of(name: str) -> list[LockKey]:
+    """Return the locks, and the entries of queued calls, that a name can stand for."""
     if name.startswith(PREFIX):
-        return [name]
-    keys = []
+        return [LockKey(name, name)]
+    locks = []
     with suppress(ValueError):
-        keys.append(name_key(name).key)
+        locks.append(name_key(name))
+    call = _call(name)
+    if call is None:
+        return locks
+    task, args, kwargs = call
+    found = []
+    if not args:
+        with suppress(TypeError, ValueError):
+            # As names are shown: all arguments that make the lock, and only those.
+            found.append(LockKey(name, shown_key(task, kwargs)))
+    with suppress(TypeError, ValueError):
+        if known := _task(task):
+            found.append(known.lock_key(args, kwargs, {}))
+    for lock in found:
+        locks += [lock, LockKey(lock.name, key_beside(QUEUED, lock.key, task))]
+    return locks
+
+
+def is_call(name: str) -> bool:
+    """Say whether a name is a call of a task of this project, with arguments that fit it."""
+    call = _call(name)
+    known = call and _task(call[0])
+    if not (call and known):
+        return False
+    try:
+        known.lock_key(call[1], call[2], {})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _call(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
+    """Take a call apart, as ``feeds.tasks.import_feed(7, full=True)``; None if it is none."""
     task, separator, _arguments = name.partition("(")
     try:
         call = ast.parse(name.strip(), mode="eval").body
         if not separator or not isinstance(call, ast.Call):
-            return keys
+            return None
         args = [ast.literal_eval(argument) for argument in call.args]
         kwargs = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-        known = current_app.tasks.get(task)
-        # As names are shown: all arguments that make the lock, and only those.
-        found = [] if args else [shown_key(task, kwargs)]
-        if isinstance(known, SingletonTask):
-            with suppress(TypeError, ValueError):
-                found.append(known.lock_key(args, kwargs, {}).key)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        return keys
-    for key in found:
-        keys += [key, key_beside(QUEUED, key, task)]
-    return keys
+        return None
+    return task.strip(), args, kwargs
+
+
+def _task(name: str) -> SingletonTask | None:
+    if name not in current_app.tasks:
+        # Only a worker imports all tasks by itself. What fails there is not the matter here.
+        with suppress(Exception):
+            autodiscover_modules("tasks")
+            current_app.loader.import_default_modules()
+    task = current_app.tasks.get(name)
+    return task if isinstance(task, SingletonTask) else None
+
+
+def look(name: str) -> list[HeldLock]:
+    """Return what is held, dead, queued or expired under one name, without listing if possible.
+
+    Raises the errors of the cache's client.
+    """
+    keys = keys_of(name)
+    found = _read(get_store(conf.cache), keys)
+    if not found:
+        # A name that hides its arguments, say, is found only where it stands.
+        with suppress(CannotList):
+            return held([name])
+    expired = _expired({lock.holder.token for lock in found})
+    locks = [*found, *(lock for lock in expired if lock.key in keys or lock.name == name)]
+    return _with_skips([lock for lock in locks if not (lock.queued and lock.holder.pid)])
 
 
 def _read(store: Store, keys: Iterable[str]) -> list[HeldLock]:
@@ -138,15 +263,12 @@ def _read(store: Store, keys: Iterable[str]) -> list[HeldLock]:
 
 
 def _open_keys() -> list[str]:
-    from django_singletask.models import TaskLockEvent
-
     cannot = f"The cache {conf.cache!r} cannot list its entries, and "
     hint = " Name a lock by its key, or ask for one lock in code: task.lock(…).holder()."
     if conf.history == "off":
         raise CannotList(f"{cannot}with SINGLETASK_HISTORY = 'off' nothing else knows them.{hint}")
-    rows = TaskLockEvent.objects.filter(kind="acquired", outcome="")
     try:
-        return list(dict.fromkeys(rows.order_by("id").values_list("key", flat=True)))
+        return list(dict.fromkeys(open_rows().values_list("key", flat=True)))
     except DatabaseError as error:
         raise CannotList(
             f"{cannot}the history, which knows them, cannot be read: {_first_line(error)}. "
@@ -165,22 +287,25 @@ def _held(key: str, holder: Holder, remaining: float | None) -> HeldLock:
         held_for=max(0.0, time.time() - since) if since else 0.0,
         remaining=remaining,
         skipped=None,
+        state=_state(key, holder),
     )
+
+
+def _state(key: str, holder: Holder) -> str:
+    if key.startswith(QUEUED):
+        return "queued"
+    return "dead" if proof_of_death(holder) else "held"
 
 
 def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:
     if conf.history == "off" or not locks:
         return locks
-    from django_singletask.models import TaskLockEvent
-
     tokens = [lock.holder.token for lock in locks if lock.holder.token]
     skipped: dict[str, int] = {}
     try:
         for start in range(0, len(tokens), 500):
-            rows = TaskLockEvent.objects.filter(
-                kind__in=COUNTED, blocked_by__in=tokens[start : start + 500]
-            )
-            sums = rows.order_by().values("blocked_by").annotate(total=Sum("count"))
+            part = rows().filter(kind__in=COUNTED, blocked_by__in=tokens[start : start + 500])
+            sums = part.order_by().values("blocked_by").annotate(total=Sum("count"))
             skipped.update(sums.values_list("blocked_by", "total"))
     except DatabaseError as error:
         logger.warning("The skipped runs cannot be counted: %s.", _first_line(error))
@@ -193,20 +318,8 @@ def _first_line(error: Exception) -> str:
 
 
 def clear(lock: HeldLock, *, actor: str) -> bool:
-    """Free a lock if the holder that was shown still has it; say whether it was freed."""
+    """Free a lock if the holder that was shown still has it; say whether it was freed.
+
+    Of an expired one there is nothing to free, and its row is the sweep's to close.
+    """
     return TaskLock(LockKey(lock.name, lock.key)).clear(token=lock.holder.token, actor=actor)
-
-
-def duration(seconds: float) -> str:
-    """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h 02m``, ``3d 04h``."""
-    total = int(seconds)
-    minutes, secs = divmod(total, 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02d}h"
-    if hours:
-        return f"{hours}h {minutes:02d}m"
-    if minutes:
-        return f"{minutes}m {secs:02d}s"
-    return f"{secs}s"

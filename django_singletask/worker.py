@@ -22,7 +22,7 @@ from celery.signals import (
     worker_ready,
     worker_shutdown,
 )
-from django.db import connections
+from django.db import connections, router
 
 from django_singletask import history
 from django_singletask.checks import run
@@ -32,7 +32,7 @@ from django_singletask.duplicates import QueuedCall, discard
 from django_singletask.keys import LockKey
 from django_singletask.liveness import is_gone, start_time
 from django_singletask.locks import TaskLock
-from django_singletask.stores import CannotList, get_store
+from django_singletask.stores import CannotList, close_stores, get_store
 from django_singletask.task import SingletonTask
 from django_singletask.writer import flush
 
@@ -54,6 +54,7 @@ def connect() -> None:
     """Listen to the worker."""
     for signal, receiver in (
         (worker_init, refuse),
+        (worker_init, load),
         (task_received, hand_out_token),
         (task_revoked, free_revoked),
         (task_rejected, free_unreadable),
@@ -80,6 +81,23 @@ def refuse(**kwargs: Any) -> None:
         sys.stderr.write(f"The worker does not start: its locks would not hold.\n{text}\n")
         sys.stderr.flush()
         raise SystemExit(1)
+
+
+def load(**kwargs: Any) -> None:
+    """Import what the threads of the main process need, before it has any; connect to nothing.
+
+    A process that is forked while a thread imports a module inherits the lock of that module, and
+    not the thread that would free it. Its first task would wait for ever:
+
+      watcher:      a process is gone    imports the store ......... frees its lock
+      hub:                                     forks the next process
+      next process:                                      imports the store: waits
+    """
+    from django_singletask.models import TaskLockEvent
+
+    get_store(conf.cache)
+    close_stores()
+    router.db_for_write(TaskLockEvent)
 
 
 @dataclasses.dataclass

@@ -75,10 +75,16 @@ NEEDS = [
     Need("mysqlclient", "gcc libmariadb-dev pkg-config", "mariadb pkgconf", module="MySQLdb"),
 ]
 
+BROWSER = [
+    Need("Chromium", "chromium", "--cask chromium", program="chromium"),
+    Need("ChromeDriver", "chromium-driver", "chromedriver", program="chromedriver"),
+]
 
-def missing() -> list[Need]:
-    """Return the servers and compiled clients that are not installed."""
-    return [need for need in NEEDS if not need.is_here()]
+
+def missing(*, browser: bool = True) -> list[Need]:
+    """Return the servers, compiled clients and parts of the browser that are not installed."""
+    needs = NEEDS + BROWSER if browser else NEEDS
+    return [need for need in needs if not need.is_here()]
 
 
 def find(program: str) -> str | None:

@@ -18,7 +18,8 @@ from django_singletask.models import TaskLockEvent
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
-LIST = "/admin/django_singletask/tasklockevent/"
+BASE = "/admin/django_singletask/tasklockevent/"
+LIST = f"{BASE}history/"
 TABLE = TaskLockEvent._meta.db_table
 TASK = "feeds.tasks.import_feed"
 
@@ -80,19 +81,19 @@ def test_only_viewers_see_the_list(log_in, codename):
 
 def test_viewer_sees_one_event_and_can_change_nothing(log_in):
     event = make()
-    response = log_in("view_tasklockevent").get(f"{LIST}{event.pk}/change/")
+    response = log_in("view_tasklockevent").get(f"{BASE}{event.pk}/change/")
     assert response.status_code == 200
     assert b'name="_save"' not in response.content
     assert b"/delete/" not in response.content
 
 
 def test_nobody_adds(admin):
-    assert admin.get(f"{LIST}add/").status_code == 403
+    assert admin.get(f"{BASE}add/").status_code == 403
 
 
 def test_nobody_changes(admin):
     event = make()
-    assert admin.post(f"{LIST}{event.pk}/change/", {"name": "other"}).status_code == 403
+    assert admin.post(f"{BASE}{event.pk}/change/", {"name": "other"}).status_code == 403
     event.refresh_from_db()
     assert event.name == f"{TASK}(feed_id=7)"
 
@@ -100,14 +101,14 @@ def test_nobody_changes(admin):
 def test_viewer_cannot_delete(log_in):
     event = make()
     client = log_in("view_tasklockevent")
-    assert client.post(f"{LIST}{event.pk}/delete/", {"post": "yes"}).status_code == 403
+    assert client.post(f"{BASE}{event.pk}/delete/", {"post": "yes"}).status_code == 403
     assert TaskLockEvent.objects.exists()
 
 
 def test_deleter_deletes(log_in):
     event = make()
     client = log_in("view_tasklockevent", "delete_tasklockevent")
-    assert client.post(f"{LIST}{event.pk}/delete/", {"post": "yes"}).status_code == 302
+    assert client.post(f"{BASE}{event.pk}/delete/", {"post": "yes"}).status_code == 302
     assert not TaskLockEvent.objects.exists()
 
 
@@ -175,18 +176,18 @@ def test_end_before_the_start_by_another_clock_is_no_negative_duration(admin):
 @pytest.mark.parametrize(
     "field", ["name", "task", "task_id", "host", "reason", "actor", "blocked_by_task_id", "key"]
 )
-@pytest.mark.parametrize("page", ["", "{}/change/", "{}/delete/"])
+@pytest.mark.parametrize("page", ["history/", "timeline/", "{}/change/", "{}/delete/"])
 def test_what_others_wrote_is_escaped(admin, field, page):
     script = "<script>alert(1)</script>"
     event = make(**{"host": "h", field: script})
-    response = admin.get(LIST + page.format(event.pk))
+    response = admin.get(BASE + page.format(event.pk))
     assert response.status_code == 200
     assert script not in response.content.decode()
 
 
 def test_page_of_an_event_shows_all_of_it(admin):
     event = make(kind="skipped")
-    content = admin.get(f"{LIST}{event.pk}/change/").content.decode()
+    content = admin.get(f"{BASE}{event.pk}/change/").content.decode()
     labels = {field.verbose_name.capitalize() for field in TaskLockEvent._meta.fields}
     found = {text_of(label).rstrip(":") for label in re.findall(r"<label>.*?</label>", content)}
     assert found == labels - {"Id"} | {"Held for"}
@@ -196,7 +197,7 @@ def test_times_of_a_project_without_time_zones_are_shown(admin, settings):
     event = make(ended_at=timezone.now(), outcome="released")
     settings.USE_TZ = False
     assert len(shown(admin)) == 1
-    assert admin.get(f"{LIST}{event.pk}/change/").status_code == 200
+    assert admin.get(f"{BASE}{event.pk}/change/").status_code == 200
 
 
 def test_style_sheet_is_there(admin):
@@ -208,7 +209,7 @@ def test_a_site_of_ones_own_takes_it():
     site = AdminSite(name="own")
     site.register(TaskLockEvent, TaskLockEventAdmin)
     assert site.is_registered(TaskLockEvent)
-    assert reverse("admin:django_singletask_tasklockevent_changelist") == LIST
+    assert reverse("admin:django_singletask_tasklockevent_changelist") == BASE
 
 
 # Filters and search
@@ -264,6 +265,35 @@ def test_search_finds_beginnings_of_names_and_whole_task_ids(admin, term, found)
     make(name=f"{TASK}(feed_url='https://x', page=2)", task_id="5d1c-1")
     make(name="nightly", task_id="5d1c-2")
     assert len(shown(admin, q=term)) == found
+
+
+@pytest.mark.parametrize("kind", ["", "acquired"])
+def test_time_filter_finds_what_was_written_late_and_early(admin, kind):
+    now = timezone.now()
+    for minutes in (5, 70, 10, 20, 2, 40):
+        make(at=now - datetime.timedelta(minutes=minutes))
+    assert len(shown(admin, since="15m", **({"kind__exact": kind} if kind else {}))) == 3
+
+
+def test_search_for_what_many_names_begin_with(admin, monkeypatch):
+    monkeypatch.setattr(TaskLockEventAdmin, "frequent", 2)
+    for name in ("feeds(1)", "feeds(2)", "feeds(3)", "nightly"):
+        make(name=name)
+    assert len(shown(admin, q="feeds(")) == 3
+    assert len(shown(admin, q="night")) == 1
+
+
+def test_deleting_leads_back_to_the_history(log_in):
+    event = make()
+    client = log_in("view_tasklockevent", "delete_tasklockevent")
+    assert client.post(f"{BASE}{event.pk}/delete/", {"post": "yes"}).url == LIST
+
+
+def test_deleting_in_a_popup_is_answered_as_ever(log_in):
+    event = make()
+    client = log_in("view_tasklockevent", "delete_tasklockevent")
+    response = client.post(f"{BASE}{event.pk}/delete/", {"post": "yes", "_popup": "1"})
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("alias", ["mariadb", "sqlite"])

@@ -8,19 +8,24 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from celery import Celery
 from django.core.management import CommandError, call_command
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from django_singletask import SingletonTask, TaskLock, registry
+from django_singletask.history import prune
 from django_singletask.keys import name_key
-from django_singletask.liveness import Holder
+from django_singletask.liveness import Holder, this_process
 from django_singletask.management.commands import locks as command
-from django_singletask.management.commands.locks import columns, printable
+from django_singletask.management.tables import columns, printable
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
+from tests.past_rows import before_now, ran, row, skipped
 from tests.testapp import tasks
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -30,6 +35,8 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def on_redis(settings, empty_cache, db, monkeypatch):
+    now = float(int(time.time()))
+    monkeypatch.setattr("time.time", lambda: now)
     settings.SINGLETASK_CACHE = "redis"
     empty_cache("redis")
     # Threads of other tests write outside of the transactions of those.
@@ -57,7 +64,7 @@ def take():
 def hold(**facts):
     """Put an entry into the store as another process would."""
     facts = {"token": "t", "name": "nightly", "host": "web-3", "pid": 8121, **facts}
-    key = name_key("held").key + facts["token"]
+    key = name_key(f"held {facts['token']}").key
     get_store("redis").add(key, Holder.from_dict(facts).encode(), 30)
 
 
@@ -179,6 +186,7 @@ def test_json_is_valid_and_alone(take):
     assert found == {
         "name": lock.name,
         "key": lock.key,
+        "state": "held",
         "queued": False,
         "skipped": 0,
         "token": lock.token,
@@ -437,6 +445,321 @@ def test_cache_that_cannot_hold_locks_says_so(settings):
         locks()
 
 
+# States
+
+
+@pytest.fixture
+def ended_process():
+    """Describe a process of this host that has ended."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return {**vars(this_process()), "pid": child.pid, "start": "1"}
+
+
+def test_slow_hold_says_what_is_usual():
+    for _ in range(3):
+        ran(60, 660, task="reports.tasks.nightly")
+    hold(task="reports.tasks.nightly", name="reports.tasks.nightly()", since=time.time() - 3720)
+    hold(task="reports.tasks.nightly", name="young", since=time.time() - 600, token="2")
+    output = locks()
+    assert re.search(r"nightly\(\) +1h 02m +.*  web-3:8121 \(slow: usual 11m\)$", output, re.M)
+    assert output.count("slow") == 1
+
+
+def test_slow_hold_on_a_long_host_fits_eighty_columns():
+    ran(60, 5, task="t")
+    hold(task="t", name="x" * 200, host="h" * 200, since=time.time() - 500)
+    [_head, line] = locks().splitlines()
+    assert re.search(r"  hhhhh…h:8121 \(slow: usual 5s\)$", line)
+    assert len(line) <= 80
+
+
+def test_dead_and_expired_are_marked_by_a_word(ended_process):
+    hold(**{**ended_process, "host": "web-3"})
+    row("acquired", 7200, name="old", timeout=60, host="web-1", pid=7)
+    assert re.search(rf"  dead web-3:{ended_process['pid']}$", locks(), re.M)
+    assert re.search(r"^old +2h 00m +- +0  expired web-1:7$", locks(), re.M)
+    assert {lock["state"] for lock in json.loads(locks("--json"))} == {"dead", "expired"}
+
+
+def test_clear_dead_leaves_the_living(take, ended_process):
+    lock = take("nightly")
+    hold(**ended_process)
+    assert "Freed 1 lock." in locks("clear", "--dead", "--yes")
+    assert [found["name"] for found in json.loads(locks("--json"))] == [lock.name]
+    with pytest.raises(CommandError, match=r"^No lock is held by a dead process\.$"):
+        locks("clear", "--dead", "--yes")
+    with pytest.raises(CommandError, match=r"^Not held by a dead process: nightly\.$"):
+        locks("clear", "--dead", "--yes", "nightly")
+    assert lock.owned()
+
+
+def test_clear_of_an_expired_lock_says_that_there_is_nothing_to_free():
+    open_row = row("acquired", 7200, name="old", timeout=60)
+    with pytest.raises(
+        CommandError, match=r"^Not held: old\. Expired is not held: the lock is free"
+    ):
+        locks("clear", "--yes", "old")
+    with pytest.raises(CommandError, match=r"^No lock is held\. Expired is not held"):
+        locks("clear", "--yes", "--all")
+    open_row.refresh_from_db()
+    assert open_row.outcome == ""
+
+
+# For monitoring
+
+
+def alarm(*arguments):
+    output = io.StringIO()
+    with pytest.raises(CommandError) as caught:
+        call_command("locks", "list", *arguments, stdout=output, no_color=True)
+    return output.getvalue(), str(caught.value)
+
+
+def test_lock_that_is_held_over_a_time_is_an_alarm():
+    hold(name="old\x1b", since=time.time() - 3700)
+    hold(name="young", since=time.time() - 3500, token="2")
+    output, message = alarm("--fail-if-held-over", "1h")
+    assert message == "Held for over 1h: old\\x1b (1h 01m)."
+    assert "young" in output
+    assert "young" in locks("list", "--fail-if-held-over", "2h")
+
+
+def test_queued_and_expired_are_not_held(queued):
+    queued("a")
+    row("acquired", 7200, name="old", timeout=60)
+    assert "old" in locks("list", "--fail-if-held-over", "1s")
+
+
+def test_alarms_name_a_few_of_many():
+    for number in range(7):
+        hold(name=f"lock {number}", since=time.time() - 3700, token=str(number))
+    assert alarm("--fail-if-held-over", "1h")[1].endswith(" (1h 01m) and 2 more.")
+
+
+@pytest.mark.parametrize(("limit", "how"), [("1h", "for 1h"), ("40x", "40 times in a row")])
+def test_lock_that_starves_is_an_alarm(limit, how):
+    skipped(8000, 60, 40, task="t")
+    output, message = alarm("--fail-if-starving", limit)
+    assert output == "No lock is held.\n"
+    assert message == f"Starving {how} or more: nightly (40 calls in 2h 13m)."
+    assert alarm("--fail-if-starving", limit, "nightly")
+    assert alarm("--fail-if-starving", limit, "--task", "t")
+    locks("list", "--fail-if-starving", limit, "other")
+    locks("list", "--fail-if-starving", limit, "--task", "other")
+
+
+def test_both_alarms_are_told_at_once():
+    skipped(8000, 60, 40)
+    hold(since=time.time() - 8000)
+    message = alarm("--fail-if-starving", "1h", "--fail-if-held-over", "1h")[1]
+    assert re.match(r"Held for over 1h: .*\. Starving for 1h or more: ", message)
+
+
+def test_alarm_comes_after_the_json():
+    hold(since=time.time() - 8000)
+    assert json.loads(alarm("--fail-if-held-over", "1h", "--json")[0])
+
+
+def test_starving_without_history_is_an_error(settings):
+    settings.SINGLETASK_HISTORY = "off"
+    message = alarm("--fail-if-starving", "1h")[1]
+    assert message.startswith("--fail-if-starving needs the history. SINGLETASK_HISTORY = 'off'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "--fail-if-held-over", "60"], "--fail-if-held-over: '60' is no duration: write"),
+        (["list", "--fail-if-starving", "60"], "--fail-if-starving: '60' is neither a duration"),
+        (["list", "--fail-if-starving", "0x"], "--fail-if-starving: '0x' is neither a duration"),
+        (["history", "--since", "x\x1b"], r"--since: 'x\\x1b' is no duration"),
+        (["history", "--limit", "0"], "--limit: '0' is no positive number"),
+        (["history", "--kind", "x"], "--kind: invalid choice: 'x'"),
+        (["prune", "--older-than", "7"], "--older-than: '7' is no duration"),
+    ],
+)
+def test_bad_option_is_named(arguments, message):
+    with pytest.raises(CommandError, match=re.escape(message).replace(r"\\\\", r"\\")):
+        locks(*arguments)
+
+
+# why
+
+
+def test_why_is_told(take):
+    take("nightly")
+    assert locks("why", "nightly").startswith("Held for 0 s by a lock in code on ")
+
+
+def test_why_of_an_unknown_name_says_what_is_like_it():
+    ran(60, name="nightly")
+    with pytest.raises(
+        CommandError, match=r"^No lock is known as 'nigthly'\. Did you mean \"nightly\""
+    ):
+        locks("why", "nigthly")
+    with pytest.raises(CommandError, match=r"'manage\.py locks' lists what is held\.$"):
+        locks("why", "something else")
+
+
+def test_why_as_json(take):
+    lock = take("nightly")
+    skipped(60, 5, 2, blocked_by=lock.token)
+    ran(90, 5)
+    found = json.loads(locks("why", "nightly", "--json"))
+    assert (found["free"], found["alive"], found["lock"]["token"]) == (False, True, lock.token)
+    assert found["usual"]["runs"] == 1
+    assert found["completed"]["what"] == "returned"
+    assert found["starving"]["skipped"] == 2
+
+
+def test_why_of_a_free_lock_as_json():
+    ran(90, 5)
+    found = json.loads(locks("why", "nightly", "--json"))
+    assert (found["free"], found["lock"], found["queued"]) == (True, None, None)
+
+
+# history
+
+
+def test_history_is_a_table_newest_first():
+    ran(3600, 134.5, name="feeds.import_feed(feed_id=7)", host="web-3", pid=8121)
+    skipped(60, 5, 31, name="reports.tasks.nightly()", host="web-1", pid=40)
+    row("cleared", 1, name="nightly", actor="ada")
+    row("acquired", 1, name="held", host="web-1", pid=40)
+    row("acquired", 1, name="off", outcome="released", result="put_off", ended_at=before_now(0))
+    lines = [
+        re.sub(r"\d\d-\d\d \d\d:\d\d:\d\d", "##-## ##:##:##", line)
+        for line in (locks("history").splitlines())
+    ]
+    assert lines[0].split() == ["AT", "LOCK", "WHAT", "HELD", "BY"]
+    assert [re.split(r"  +", line)[1:] for line in lines[1:]] == [
+        ["off", "put off", "1.00s", "unknown"],
+        ["held", "held", "-", "web-1:40"],
+        ["nightly", "cleared", "-", "ada"],
+        ["reports.tasks.nightly()", "skipped ×31", "-", "web-1:40"],
+        ["feeds.import_feed(feed_id=7)", "returned", "2m 14s", "web-3:8121"],
+    ]
+
+
+@pytest.mark.parametrize("char", ["x", "字", "\x1b"])
+def test_history_fits_eighty_columns(char):
+    row("cleared", 1, key="singletask:x", name=char * 200, actor=char * 200)
+    ran(60, name="nightly")
+    lines = locks("history").splitlines()
+    assert 78 <= max(map(columns, lines)) <= 80
+
+
+def test_history_takes_filters():
+    ran(7200, name="one", task="a")
+    ran(60, name="two", task="b")
+    skipped(30, name="two", task="b")
+
+    def names(*arguments):
+        return [found["name"] for found in json.loads(locks("history", "--json", *arguments))]
+
+    assert names() == ["two", "two", "one"]
+    assert names("one") == names("--task", "a") == ["one"]
+    assert names("--since", "1h") == ["two", "two"]
+    assert names("--kind", "skipped") == names("--limit", "1") == ["two"]
+    assert names("--outcome", "released") == ["two", "one"]
+    assert names(name_key("one").key) == ["one"]
+
+
+def test_history_of_a_call_is_found_by_its_arguments():
+    name = tasks.unique.lock("a").name
+    ran(60, name=name)
+    assert "returned" in locks("history", "tests.testapp.tasks.unique('a')")
+
+
+def test_history_as_json_has_unix_times():
+    made = ran(60, 5, host="web-1", pid=7)
+    [found] = json.loads(locks("history", "--json"))
+    assert found["ended_at"] - found["at"] == pytest.approx(5, abs=0.01)
+    assert found["at"] == pytest.approx(time.time() - 65, abs=20)
+    assert (found["id"], found["host"], found["outcome"]) == (made.pk, "web-1", "released")
+
+
+def test_empty_history_is_said():
+    assert locks("history") == "Nothing of this is in the history.\n"
+    assert json.loads(locks("history", "--json")) == []
+
+
+def test_history_that_is_off_is_said(settings):
+    settings.SINGLETASK_HISTORY = "off"
+    with pytest.raises(CommandError, match=r"^SINGLETASK_HISTORY = 'off': nothing is known"):
+        locks("history")
+
+
+# prune
+
+
+@pytest.fixture
+def old():
+    for age in (1, 8, 31, 32):
+        ran(age * 86_400)
+    row("acquired", 90 * 86_400)
+
+
+def left():
+    return TaskLockEvent.objects.count()
+
+
+def test_prune_deletes_what_is_older_than_the_setting(old):
+    assert locks("prune") == "Deleted 2 rows older than 30d.\n"
+    assert left() == 3
+
+
+def test_prune_deletes_what_is_older_than_asked_for(old):
+    assert locks("prune", "--older-than", "7d") == "Deleted 3 rows older than 7d.\n"
+    assert left() == 2
+
+
+def test_prune_stops_at_its_limit(old):
+    assert locks("prune", "--limit", "1") == "Deleted 1 row older than 30d.\n"
+    assert left() == 4
+
+
+def test_dry_run_of_prune_deletes_nothing(old):
+    assert locks("prune", "--dry-run") == "Would delete 2 rows older than 30d.\n"
+    assert locks("prune", "--dry-run", "--limit", "1") == "Would delete 1 row older than 30d.\n"
+    assert left() == 5
+
+
+def test_statements_of_prune_do_not_grow():
+    for _ in range(20):
+        ran(31 * 86_400)
+    with CaptureQueriesContext(connection) as queries:
+        assert prune(batch=2) == 20
+    lengths = [len(query["sql"]) for query in queries if query["sql"].startswith("SELECT")]
+    assert max(lengths[1:]) - min(lengths[1:]) < 10
+
+
+def test_prune_as_json(old):
+    told = json.loads(locks("prune", "--json"))
+    assert told == {"deleted": 2, "older_than": 30 * 86_400, "dry_run": False}
+
+
+def test_prune_that_is_interrupted_says_how_far_it_is(old, monkeypatch):
+    def interrupted(*, progress, **options):
+        progress(1000)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "prune", interrupted)
+    with pytest.raises(
+        CommandError, match=r"^Interrupted: 1000 rows .* gone\. Run it again to go on"
+    ):
+        locks("prune")
+
+
+def test_prune_of_a_table_that_is_not_there_says_so():
+    table = TaskLockEvent._meta.db_table
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} RENAME TO {table}_gone")
+    with pytest.raises(CommandError, match=r"^The history cannot be read: .*migrate"):
+        locks("prune")
+
+
 # As a process
 
 
@@ -469,6 +792,25 @@ def test_process_lists_in_colour_on_a_terminal(take):
     try:
         assert run(stdout=child).returncode == 0
         assert b"\x1b[36;1mLOCK " in os.read(parent, 4096)
+    finally:
+        os.close(parent)
+        os.close(child)
+
+
+def test_process_exits_with_one_on_an_alarm(take):
+    hold(since=time.time() - 3700)
+    done = run("list", "--fail-if-held-over", "1h")
+    assert done.returncode == 1
+    assert done.stdout.startswith("LOCK ")
+    assert done.stderr == "CommandError: Held for over 1h: nightly (1h 01m).\n"
+    assert run("list", "--fail-if-held-over", "2h").returncode == 0
+
+
+def test_process_that_prunes_tells_how_far_it_is_on_a_terminal():
+    parent, child = pty.openpty()
+    try:
+        assert run("prune", stdout=child).returncode == 0
+        assert os.read(parent, 4096) == b"Deleted 0 rows older than 30d.\r\n"
     finally:
         os.close(parent)
         os.close(child)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,10 +13,11 @@ from django.db import DatabaseError, connection
 
 from django_singletask import SingletonTask, TaskLock, registry
 from django_singletask.keys import name_key
-from django_singletask.liveness import Holder
+from django_singletask.liveness import Holder, this_process
 from django_singletask.models import TaskLockEvent
-from django_singletask.registry import CannotList, clear, duration, held
+from django_singletask.registry import CannotList, clear, held
 from django_singletask.stores import get_store
+from tests.past_rows import row
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -181,7 +184,7 @@ def test_skips_of_an_earlier_holder_do_not_count(redis, take):
 def test_skipped_runs_of_many_locks_take_few_queries(redis, take, django_assert_num_queries):
     for number in range(20):
         take(f"lock {number}")
-    with django_assert_num_queries(1):
+    with django_assert_num_queries(2):
         assert len(held()) == 20
 
 
@@ -308,23 +311,145 @@ def test_lock_of_a_clock_that_is_ahead_is_held_for_no_time(redis):
     assert registry.held()[0].held_for == 0
 
 
-# Durations
+# States
+
+
+def states(*args, **kwargs):
+    return {lock.name: lock.state for lock in held(*args, **kwargs)}
+
+
+@pytest.fixture
+def ended_process():
+    """Describe a process of this host that has ended."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return {**vars(this_process()), "pid": child.pid, "start": "1"}
+
+
+def test_lock_of_a_dead_process_is_marked(redis, take, ended_process):
+    take("alive")
+    holder = Holder.from_dict({"token": "t", "name": "gone", **ended_process})
+    get_store("redis").add(name_key("gone").key, holder.encode(), 30)
+    assert states() == {"alive": "held", "gone": "dead"}
+
+
+def test_process_of_another_host_is_not_taken_for_dead(redis, ended_process):
+    facts = {**ended_process, "boot_id": "another"}
+    holder = Holder.from_dict({"token": "t", "name": "far", **facts})
+    get_store("redis").add(name_key("far").key, holder.encode(), 30)
+    assert states() == {"far": "held"}
+
+
+def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
+    take("held")
+    row("acquired", 100, name="nightly", token="t", task="a", host="web-1", pid=7, timeout=60)
+    [lock] = held(task="a")
+    assert (lock.name, lock.state, lock.remaining, lock.queued) == (
+        "nightly",
+        "expired",
+        None,
+        False,
+    )
+    assert 100 <= lock.held_for < 120
+    assert (lock.holder.host, lock.holder.pid, lock.holder.token) == ("web-1", 7, "t")
+    assert states()["held"] == "held"
+
+
+def test_clear_of_an_expired_lock_frees_and_closes_nothing(cache_alias, take):
+    open_row = row("acquired", 100, name="nightly", token="t", timeout=60)
+    [lock] = held(["nightly"])
+    take("nightly")
+    assert not clear(lock, actor="ada")
+    assert sorted(lock.state for lock in held()) == ["expired", "held"]
+    open_row.refresh_from_db()
+    assert open_row.outcome == ""
+    assert not TaskLockEvent.objects.filter(kind="cleared").exists()
+
+
+def test_open_row_within_its_lease_may_be_on_its_way(redis):
+    row("acquired", 30, timeout=60)
+    assert held() == []
+
+
+def test_renewed_lock_is_not_expired(redis, take):
+    lock = take("nightly")
+    TaskLockEvent.objects.update(at="2026-01-01T00:00Z")
+    assert states() == {"nightly": "held"}
+    assert lock.owned()
+
+
+def test_open_row_of_another_cache_is_not_told_from_this_one(redis):
+    row("acquired", 100, timeout=60, cache="pymemcache")
+    assert held() == []
+
+
+def test_row_that_is_closed_between_two_looks_is_not_expired(redis, monkeypatch):
+    row("acquired", 100, timeout=60)
+    timestamp = registry.timestamp
+
+    def close(at):
+        TaskLockEvent.objects.update(outcome="released")
+        return timestamp(at)
+
+    monkeypatch.setattr(registry, "timestamp", close)
+    assert held() == []
+
+
+def test_without_history_nothing_is_expired(redis, settings):
+    row("acquired", 100, timeout=60)
+    settings.SINGLETASK_HISTORY = "off"
+    assert held() == []
+
+
+# By name
+
+
+def test_call_of_a_task_of_the_project_is_known():
+    assert registry.is_call("tests.testapp.tasks.unique('a')")
+    assert registry.is_call("tests.testapp.tasks.unique(key='a')")
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    "name",
     [
-        (0, "0s"),
-        (0.9, "0s"),
-        (59.9, "59s"),
-        (60, "1m 00s"),
-        (134, "2m 14s"),
-        (3600, "1h 00m"),
-        (3720, "1h 02m"),
-        (86_399, "23h 59m"),
-        (86_400, "1d 00h"),
-        (100 * 86_400, "100d 00h"),
+        "nightly",
+        "tests.testapp.tasks.unique",
+        "tests.testapp.tasks.unique(wrong=1)",
+        "tests.testapp.tasks.unique(1, 2, 3, 4)",
+        "unknown.task(1)",
+        "celery.backend_cleanup()",
     ],
 )
-def test_duration_is_written_in_its_two_largest_units(seconds, text):
-    assert duration(seconds) == text
+def test_what_is_no_call_of_a_task(name):
+    assert not registry.is_call(name)
+
+
+def test_tasks_are_imported_where_no_worker_has_done_so():
+    program = "import django; django.setup()\nfrom django_singletask import registry\n"
+    program += "print(registry.is_call('tests.testapp.tasks.unique(1)'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
+
+
+def test_look_finds_what_is_named_without_a_list(memcached, settings, take):
+    settings.SINGLETASK_HISTORY = "off"
+    key = take("nightly").key
+    assert [lock.name for name in ("nightly", key) for lock in registry.look(name)] == [
+        "nightly",
+        "nightly",
+    ]
+    assert registry.look("other") == []
+
+
+def test_look_finds_a_name_that_hides_its_arguments(redis):
+    holder = Holder.from_dict({"token": "t", "name": "feeds.import_feed(#1a2b3c4d)"})
+    get_store("redis").add(name_key("x").key, holder.encode(), 30)
+    assert [lock.holder.token for lock in registry.look("feeds.import_feed(#1a2b3c4d)")] == ["t"]
+
+
+def test_look_finds_the_expired_hold_beside_the_held_lock(redis, take):
+    take("nightly")
+    row("acquired", 100, timeout=60, token="t")
+    assert [lock.state for lock in registry.look("nightly")] == ["held", "expired"]

@@ -1,60 +1,52 @@
-"""``manage.py locks``: list and clear the locks that are held."""
+"""``manage.py locks``: everything about the locks that an operator asks, and what he can do."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import getpass
 import json
-import shutil
 import socket
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DatabaseError
 
-from django_singletask import registry
+from django_singletask import past, probe, registry
 from django_singletask.conf import conf
-from django_singletask.registry import HeldLock, duration
+from django_singletask.durations import compact, duration
+from django_singletask.history import old_rows, prune
+from django_singletask.management import listings
+from django_singletask.management.arguments import add_actions
+from django_singletask.management.sentences import explain
+from django_singletask.management.tables import plural, printable
+from django_singletask.registry import HeldLock
+from django_singletask.stores.base import PREFIX
+from django_singletask.why import UnknownLock, why
 
 __all__ = ["Command"]
 
-WIDTH = 80
 NOTHING = "No lock is held."
+SHOWN = 5
+"""Locks that an error names."""
 
 
 class Command(BaseCommand):
-    """List the locks that are held now, or clear some."""
+    """List the locks that are held now, explain one, clear some; read and prune their history."""
 
-    help = "List the locks that are held now, or clear some."
+    help = "List the locks that are held now, explain one, clear some; read their history."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Add ``list`` (the default) and ``clear``."""
-        actions = parser.add_subparsers(dest="action", metavar="list | clear")
-        listing = actions.add_parser("list", help="list the locks that are held now (the default)")
-        clearing = actions.add_parser(
-            "clear",
-            help="free locks; the runs that hold them go on",
-            description="Free locks. The runs that hold them go on, and others can start beside "
-            "them. Each lock is freed only if the holder that was shown still has it.",
+        """Add the actions; ``list`` is the default."""
+        actions = parser.add_subparsers(
+            dest="action", metavar="list | why | clear | history | probe | prune"
         )
-        clearing.add_argument("names", nargs="*", metavar="LOCK", help="name or key of a lock")
-        clearing.add_argument("--token", help="free the lock of this holder only")
-        clearing.add_argument("--task", help="free the locks of this task")
-        clearing.add_argument("--all", action="store_true", help="free every lock")
-        clearing.add_argument(
-            "--queued",
-            action="store_true",
-            help="instead of locks, forget queued calls, so that equal ones can be sent again",
-        )
-        clearing.add_argument("--yes", action="store_true", help="do not ask")
-        clearing.add_argument("--dry-run", action="store_true", help="show what would be freed")
-        listing.add_argument("names", nargs="*", metavar="LOCK", help="name or key of a lock")
-        listing.add_argument("--task", help="list the locks of this task")
+        add_actions(actions)
         parser.add_argument("--json", action="store_true", help="print JSON")
-        for action in (listing, clearing):
+        for action in actions.choices.values():
             # Without a default, which would win over --json before the action.
             action.add_argument(
                 "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
@@ -63,101 +55,92 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the action."""
         try:
-            if options["action"] == "clear":
-                self.clear(**options)
-            else:
-                self.show(**options)
+            getattr(self, options["action"] or "list")(**options)
         except CommandError:
             raise
-        except (ImproperlyConfigured, registry.CannotList) as error:
-            raise CommandError(str(error)) from error
+        except (ImproperlyConfigured, registry.CannotList, registry.NoHistory) as error:
+            raise CommandError(printable(str(error))) from error
         except Exception as error:
             raise CommandError(
                 f"The cache {conf.cache!r} (SINGLETASK_CACHE) cannot be asked: "
-                f"{type(error).__name__}: {printable(str(error))}"
+                f"{type(error).__name__}: {printable(probe.without_secrets(str(error)))}"
             ) from error
 
-    def show(self, **options: Any) -> None:
-        """Print the locks that are held now."""
-        locks = registry.held(options.get("names") or (), task=options.get("task"))
-        if options["json"]:
-            self.stdout.write(json.dumps([_as_dict(lock) for lock in locks], indent=2))
-        elif locks:
-            self.table(locks)
-        else:
-            asked = options.get("names") or options.get("task")
-            self.stdout.write("None of these is held." if asked else NOTHING)
+    def print_json(self, data: Any) -> None:
+        """Print data as JSON."""
+        self.stdout.write(json.dumps(data, indent=2))
 
-    def table(self, locks: Sequence[HeldLock]) -> None:
-        """Print locks as a table that fits the terminal, or 80 columns where there is none."""
-        rows = [
-            (
-                duration(lock.held_for),
-                "-" if lock.remaining is None or lock.queued else duration(lock.remaining),
-                "-" if lock.skipped is None else str(lock.skipped),
-            )
-            for lock in locks
-        ]
-        heads = ("HELD FOR", "LEASE", "SKIPPED")
-        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-        width = max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-        left = width - sum(widths) - 2 * len(widths) - 2
-        # Of two names that begin alike the ends differ, and so do those of pods: cut the middle.
-        holders = [printable(who(lock), left // 3) for lock in locks]
-        left -= max(map(columns, ("HOLDER", *holders)))
-        names = [printable(lock.name, left) for lock in locks]
-        first = max(map(columns, ("LOCK", *names)))
-        for name, row, holder in zip(
-            ("LOCK", *names), (heads, *rows), ("HOLDER", *holders), strict=True
-        ):
-            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-            line = "  ".join((name + " " * (first - columns(name)), *cells, holder))
-            self.stdout.write(self.style.MIGRATE_HEADING(line) if row is heads else line)
+    def print_table(self, lines: Sequence[str]) -> None:
+        """Print a table, its head in colour on a terminal."""
+        head, *rows = lines
+        self.stdout.write(self.style.MIGRATE_HEADING(head))
+        for row in rows:
+            self.stdout.write(row)
+
+    def list(self, **options: Any) -> None:
+        """Print the locks that are held now; exit with 1 if one is what must not be."""
+        names, task = options.get("names") or (), options.get("task")
+        locks = registry.held(names, task=task)
+        if options["json"]:
+            self.print_json([listings.as_dict(lock) for lock in locks])
+        elif locks:
+            self.print_table(listings.held(locks))
+        else:
+            self.stdout.write("None of these is held." if names or task else NOTHING)
+        alarms = _held_over(locks, options.get("fail_if_held_over"))
+        alarms += _starving(names, task, options.get("fail_if_starving"))
+        if alarms:
+            raise CommandError(" ".join(alarms))
+
+    def why(self, **options: Any) -> None:
+        """Print what is known of one lock."""
+        try:
+            told = why(options["name"])
+        except UnknownLock as error:
+            like = ", or ".join(f'"{printable(name)}"' for name in error.matches)
+            raise CommandError(
+                f"No lock is known as '{printable(error.name)}'."
+                + (f" Did you mean {like}?" if like else " 'manage.py locks' lists what is held.")
+            ) from error
+        if options["json"]:
+            self.print_json(listings.why_as_dict(told))
+        else:
+            self.stdout.write("\n".join(explain(told)))
 
     def clear(self, **options: Any) -> None:
         """Free the locks that were asked for, after showing them."""
-        names, token, task = options["names"], options["token"], options["task"]
+        names, task, queued = options["names"], options["task"], options["queued"]
         if options["json"] and not (options["yes"] or options["dry_run"]):
             raise CommandError("--json cannot ask: add --yes or --dry-run.")
-        if not (names or token or task or options["all"] or options["queued"]):
+        chosen = ("token", "task", "dead", "all", "queued")
+        if not (names or any(options[choice] for choice in chosen)):
             raise CommandError(
-                "Say what to clear: the name or key of a lock, --token, --task, --queued or --all. "
-                "'manage.py locks' lists what is held."
+                "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
+                "or --all. 'manage.py locks' lists what is held."
             )
-        if options["queued"] and not names:
+        if queued and not names:
             registry.must_list()
-        locks = [
-            lock
-            for lock in registry.held(names, task=task)
-            if (token is None or lock.holder.token == token) and lock.queued == options["queued"]
-        ]
-        keys, shown = {lock.key for lock in locks}, {lock.name for lock in locks}
-        missing = [n for n in names if n not in shown and not keys & {*registry.keys_of(n)}]
+        found = registry.held(names, task=task)
+        locks = [lock for lock in found if _is_chosen(lock, **options)]
+        missing = [name for name in names if not _is_among(name, locks)]
         if missing or not locks:
-            asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
-            by = " by that token" if token and missing else ""
-            raise CommandError(
-                f"Not {'queued' if options['queued'] else 'held'}{by}: "
-                f"{', '.join(map(printable, asked))}."
-                if asked
-                else ("No call is queued." if options["queued"] else NOTHING)
-            )
+            raise CommandError(_not_there(missing, found, **options))
         if not options["json"]:
-            self.table(locks)
+            self.print_table(listings.held(locks))
         if options["dry_run"]:
             freed = None
         else:
             if not options["yes"]:
-                self.confirm(locks, **options)
+                self.confirm(locks, queued)
             freed = [lock for lock in locks if registry.clear(lock, actor=actor())]
         self.report(locks, freed, **options)
 
-    def confirm(self, locks: Sequence[HeldLock], **options: Any) -> None:
+    def confirm(self, locks: Sequence[HeldLock], queued: bool) -> None:
         """Ask; anything but yes ends the command."""
         question = (
             f"Forget {plural(len(locks), 'queued call')}? Those that the broker has still run, "
             "and equal ones can be sent beside them. [y/N] "
-            if options["queued"]
+            if queued
             else f"Free {plural(len(locks), 'lock')}? The runs above go on, "
             "and others can start beside them. [y/N] "
         )
@@ -179,10 +162,12 @@ class Command(BaseCommand):
         noun = "queued call" if options["queued"] else "lock"
         kept = [] if freed is None else [lock for lock in locks if lock not in freed]
         if options["json"]:
-            states = [
-                {**_as_dict(lock), "freed": freed is not None and lock in freed} for lock in locks
-            ]
-            self.stdout.write(json.dumps(states, indent=2))
+            self.print_json(
+                [
+                    {**listings.as_dict(lock), "freed": freed is not None and lock in freed}
+                    for lock in locks
+                ]
+            )
         elif freed is None:
             self.stdout.write(f"Would free {plural(len(locks), noun)}.")
         elif freed:
@@ -192,6 +177,71 @@ class Command(BaseCommand):
             raise CommandError(
                 f"Not freed: {names}. Meanwhile given back, or taken by another holder."
             )
+
+    def history(self, **options: Any) -> None:
+        """Print what happened to the locks, the latest first."""
+        names: set[str] = set()
+        for given in options["names"]:
+            found = past.names_of(given) if given.startswith(PREFIX) else []
+            names.update(found or (lock.name for lock in registry.locks_of(given)))
+        facts = ("task", "kind", "outcome", "since", "limit")
+        rows = past.find(names=sorted(names), **{fact: options[fact] for fact in facts})
+        if options["json"]:
+            self.print_json([listings.row_as_dict(row) for row in rows])
+        elif rows:
+            self.print_table(listings.history(rows))
+        else:
+            self.stdout.write("Nothing of this is in the history.")
+
+    def probe(self, **options: Any) -> None:
+        """Print whether the cache can hold locks; exit with 1 if it cannot."""
+        told = probe.probe(conf.cache, processes=options["processes"], keys=options["keys"])
+        if options["json"]:
+            self.print_json(dataclasses.asdict(told) | {"fit": told.fit})
+        else:
+            self.stdout.write("\n".join(listings.findings(told)))
+        if not told.fit:
+            raise CommandError(f"The cache {conf.cache!r} is unfit to hold locks.")
+
+    def prune(self, **options: Any) -> None:
+        """Delete old history, with a word on how far it is."""
+        older_than, limit = options["older_than"], options["limit"]
+        if options["dry_run"]:
+            count = old_rows(older_than).count()
+            count = count if limit is None else min(count, limit)
+            self.told_pruned(count, "Would delete", dry=True, **options)
+            return
+        gone = 0
+
+        def tell(deleted: int) -> None:
+            nonlocal gone
+            gone = deleted
+            if self.stdout.isatty() and not options["json"]:
+                self.stdout.write(f"\r{gone} rows deleted …", ending="")
+                self.stdout.flush()
+
+        try:
+            prune(older_than=older_than, limit=limit, progress=tell)
+        except KeyboardInterrupt:
+            self.stdout.write("")
+            raise CommandError(
+                f"Interrupted: {plural(gone, 'row')} of the history "
+                f"{'is' if gone == 1 else 'are'} gone. Run it again to go on."
+            ) from None
+        except DatabaseError as error:
+            raise past.unreadable(error) from error
+        if self.stdout.isatty() and gone and not options["json"]:
+            self.stdout.write("\r", ending="")
+        self.told_pruned(gone, "Deleted", dry=False, **options)
+
+    def told_pruned(self, count: int, verb: str, *, dry: bool, **options: Any) -> None:
+        """Say how many rows are gone, or would be."""
+        seconds = options["older_than"] or conf.history_days * 86_400
+        if options["json"]:
+            self.print_json({"deleted": count, "older_than": seconds, "dry_run": dry})
+        else:
+            older = compact(seconds)
+            self.stdout.write(f"{verb} {plural(count, 'row')} older than {older}.")
 
 
 def actor() -> str:
@@ -203,61 +253,69 @@ def actor() -> str:
     return f"{user} on {socket.gethostname()} (manage.py locks)"
 
 
-def who(lock: HeldLock) -> str:
-    """Name the process that holds a lock, or the task id of the call that is queued."""
-    holder = lock.holder
-    if lock.queued:
-        return f"queued {holder.task_id}"
-    return f"{holder.host}:{holder.pid}" if holder.host else "unknown"
+def _held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
+    if limit is None:
+        return []
+    over = [lock for lock in locks if lock.state in {"held", "dead"} and lock.held_for > limit]
+    told = [f"{lock.name} ({duration(lock.held_for)})" for lock in over]
+    return [f"Held for over {compact(limit)}: {_first(told)}."] if told else []
 
 
-def printable(text: str, width: int | None = None) -> str:
-    """Escape what could steer a terminal, and cut the middle out of what is wider than ``width``.
+def _starving(
+    names: Sequence[str], task: str | None, limits: tuple[float, int | None] | None
+) -> list[str]:
+    if limits is None:
+        return []
+    longer_than, times = limits
+    try:
+        found = registry.starving(longer_than, times=times)
+    except registry.NoHistory as error:
+        raise CommandError(f"--fail-if-starving needs the history. {error}") from error
+    shown = {lock.name for name in names for lock in registry.locks_of(name)}
+    told = [
+        f"{state.name} ({plural(state.skipped, 'call')} in {duration(state.unmet)})"
+        for state in found
+        if (not names or state.name in shown) and task in (None, state.task)
+    ]
+    how = f"{times} times in a row" if times is not None else f"for {compact(longer_than)}"
+    return [f"Starving {how} or more: {_first(told)}."] if told else []
 
-    Format characters go too: they can turn the direction of what follows.
-    """
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    if width is None or columns(text) <= width:
-        return text
-    head, tail = text, ""
-    while columns(head) > (width - 1) // 2:
-        head = head[:-1]
-    for char in reversed(text):
-        if columns(head) + columns(tail) + columns(char) + 1 > width:
-            break
-        tail = char + tail
-    return f"{head}…{tail}"
+
+def _first(told: Sequence[str]) -> str:
+    more = f" and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    return ", ".join(map(printable, told[:SHOWN])) + more
 
 
-def columns(text: str) -> int:
-    """Count the columns that a text takes on a terminal."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
+def _is_chosen(lock: HeldLock, **options: Any) -> bool:
+    return (
+        (options["token"] is None or lock.holder.token == options["token"])
+        and lock.queued == options["queued"]
+        and lock.state != "expired"
+        and (lock.state == "dead" or not options["dead"])
     )
 
 
-def plural(count: int, noun: str) -> str:
-    """Write a count with its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _is_among(name: str, locks: Sequence[HeldLock]) -> bool:
+    keys = registry.keys_of(name)
+    return any(lock.name == name or lock.key in keys for lock in locks)
 
 
-def _as_dict(lock: HeldLock) -> dict[str, Any]:
-    holder = lock.holder
-    return {
-        "name": lock.name,
-        "key": lock.key,
-        "queued": lock.queued,
-        "held_for": round(lock.held_for, 3),
-        "remaining": None if lock.remaining is None else round(lock.remaining, 3),
-        "skipped": lock.skipped,
-        "token": holder.token,
-        "task": holder.task,
-        "task_id": holder.task_id,
-        "host": holder.host,
-        "pid": holder.pid,
-        "since": holder.since,
-        "timeout": holder.timeout,
-    }
+def _not_there(missing: Sequence[str], found: Sequence[HeldLock], **options: Any) -> str:
+    """Say that what was asked for is not there, and why if that can be told."""
+    token, task = options["token"], options["task"]
+    expired = [lock for lock in found if lock.state == "expired"]
+    over = (
+        " Expired is not held: the lock is free, and a worker's next sweep closes its row."
+        if expired
+        else ""
+    )
+    asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
+    if options["queued"]:
+        what = "Not queued" if asked else "No call is queued"
+    elif options["dead"]:
+        what = "Not held by a dead process" if asked else "No lock is held by a dead process"
+    else:
+        what = "Not held" if asked else NOTHING.rstrip(".")
+    by = " by that token" if token and missing else ""
+    names = f"{by}: {', '.join(map(printable, asked))}" if asked else ""
+    return f"{what}{names}.{over}"

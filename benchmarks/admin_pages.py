@@ -1,0 +1,264 @@
+"""Time the admin's pages on a large history.
+
+    python benchmarks/admin_pages.py [--rows 1000000] [--only postgresql|sqlite]
+
+Starts a private PostgreSQL server, fills the history as a busy site does within 30 days, and asks
+for each page through Django's test client, the whole way with templates: the median and the worst
+of five answers, in milliseconds, and the number of queries. Then the same on an SQLite file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests import servers
+
+TIMES = 5
+COLUMNS = (
+    "kind, outcome, result, name, key, cache, task, task_id, token, host, pid, at, ended_at, "
+    "timeout, count, last_at, blocked_by, blocked_by_task_id, actor, reason"
+)
+# n counts back in time, so that the newest row is written last. 1 row in 5 is a skip, behind the
+# holder that is row n + 1; 1 in 10,000 is trouble. 19 tasks with 2,003 feeds each and a rare task;
+# runs last 0 to 40 seconds; the newest 50 go on. Numbers without common factors spread it all.
+ROW = """
+    CASE WHEN n % 5 = 4 THEN 'skipped' WHEN n % 10000 = 0 THEN 'expired' ELSE 'acquired' END,
+    CASE WHEN n % 5 = 4 OR n % 10000 = 0 THEN '' WHEN n % 10000 = 1 THEN 'dead'
+        WHEN n <= 50 THEN '' ELSE 'released' END,
+    CASE WHEN n % 5 = 4 OR n % 10000 < 2 OR n <= 50 THEN '' ELSE 'returned' END,
+    {name}, 'singletask:' || {name}, 'default', {task}, {task_id}, {token}, 'web-' || (n % 9),
+    n % 30000,
+    {at}, CASE WHEN n % 5 = 4 OR n <= 50 THEN NULL ELSE {ended_at} END, 60, 1 + n % 7, {at},
+    CASE WHEN n % 5 = 4 THEN {blocker} ELSE '' END,
+    CASE WHEN n % 5 = 4 THEN {blocker_id} ELSE '' END, '',
+    CASE WHEN n % 5 = 4 THEN 'skip' ELSE '' END
+"""
+OF = "(CASE WHEN n % 5 = 4 THEN n + 1 ELSE n END)"  # whose name a row has
+TASK = f"""(CASE WHEN {OF} % 50003 = 7 THEN 'reports.tasks.nightly'
+    ELSE 'feeds.tasks.import_' || ({OF} % 19) END)"""
+NAME = f"""(CASE WHEN {OF} % 50003 = 7 THEN 'reports.tasks.nightly()'
+    ELSE 'feeds.tasks.import_' || ({OF} % 19) || '(feed_id=' || ({OF} % 2003) || ')' END)"""
+
+
+def fill_postgresql(rows: int) -> None:
+    from django.db import connection
+
+    step = 30 * 86_400 / rows
+    row = ROW.format(
+        name=NAME,
+        task=TASK,
+        task_id="md5('i' || n)",
+        token="md5(n::text)",
+        at=f"now() - n * interval '{step} seconds'",
+        ended_at=f"now() - n * interval '{step} seconds' + (n % 40) * interval '1 second'",
+        blocker="md5((n + 1)::text)",
+        blocker_id="md5('i' || (n + 1))",
+    )
+    with connection.cursor() as cursor:
+        table = "django_singletask_tasklockevent"
+        cursor.execute(f"SELECT indexname, indexdef FROM pg_indexes WHERE tablename = '{table}'")
+        indexes = [(name, how) for name, how in cursor.fetchall() if not name.endswith("_pkey")]
+        for name, _how in indexes:
+            cursor.execute(f"DROP INDEX {name}")
+        cursor.execute(
+            f"INSERT INTO {table} ({COLUMNS}) SELECT {row} FROM generate_series({rows}, 1, -1) n"
+        )
+        cursor.execute("SET maintenance_work_mem = '1GB'")
+        for _name, how in indexes:
+            cursor.execute(how)
+        cursor.execute(f"VACUUM ANALYZE {table}")
+
+
+def fill_sqlite(rows: int) -> None:
+    from django.db import connection
+
+    step = 30 * 86_400 / rows
+
+    def at(seconds: str) -> str:
+        return f"strftime('%Y-%m-%d %H:%M:%f', 'now', ({seconds}) || ' seconds')"
+
+    row = ROW.format(
+        name=NAME,
+        task=TASK,
+        task_id="printf('%08x-0000-4000-8000-000000000000', n)",
+        token="printf('%032x', n)",
+        at=at(f"-n * {step}"),
+        ended_at=at(f"-n * {step} + (n % 40)"),
+        blocker="printf('%032x', n + 1)",
+        blocker_id="printf('%08x-0000-4000-8000-000000000000', n + 1)",
+    )
+    with connection.cursor() as cursor:
+        # SQLite's own count, since generate_series() is not in every build.
+        cursor.execute(
+            f"WITH RECURSIVE series(n) AS (SELECT {rows} UNION ALL SELECT n - 1 FROM series "
+            f"WHERE n > 1) INSERT INTO django_singletask_tasklockevent ({COLUMNS}) "
+            f"SELECT {row} FROM series"
+        )
+
+
+def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
+    from django_singletask.models import TaskLockEvent
+
+    row = TaskLockEvent.objects.get(pk=rows // 2)
+    feeds, nightly = "feeds.tasks.import_3", "reports.tasks.nightly"
+    lists = {
+        "list": {},
+        "page 2": {"p": "2"},
+        "page 50": {"p": "50"},
+        "last page": {"p": "100"},
+        **{f"past {span}": {"since": span} for span in ("15m", "1h", "24h", "7d")},
+        **{f"kind {k}": {"kind__exact": k} for k in ("acquired", "skipped", "expired", "lost")},
+        **{f"outcome {o}": {"outcome__exact": o} for o in ("released", "dead", "cleared")},
+        "frequent task": {"task": feeds},
+        "rare task": {"task": nightly},
+        "no such task": {"task": "none.such"},
+        "kind and time": {"kind__exact": "expired", "since": "24h"},
+        "kind and short time": {"kind__exact": "expired", "since": "15m"},
+        "lost and time": {"kind__exact": "lost", "since": "7d"},
+        "outcome and task": {"outcome__exact": "dead", "task": feeds},
+        "outcome and rare task": {"outcome__exact": "dead", "task": nightly},
+        "task, kind and time": {"task": feeds, "kind__exact": "skipped", "since": "24h"},
+        "rare task and time": {"task": nightly, "since": "1h"},
+        "search name": {"q": row.name},
+        "search beginning": {"q": "feeds.tasks.import_3(feed_id=1"},
+        "search all names": {"q": "f"},
+        "search task": {"q": feeds},
+        "search rare": {"q": nightly},
+        "search task id": {"q": row.task_id},
+        "search nothing": {"q": "zzz"},
+        "search and kind": {"q": feeds, "kind__exact": "expired"},
+        "search and time": {"q": feeds, "since": "15m"},
+        "search rare and kind": {"q": nightly, "kind__exact": "expired"},
+        "search all and outcome": {"q": "f", "outcome__exact": "cleared"},
+    }
+    found = {f"history: {label}": ("history/", query) for label, query in lists.items()}
+    found["one event"] = (f"{row.pk}/change/", {})
+    for span in ("15m", "1h", "24h", "7d"):
+        found[f"timeline {span}"] = ("timeline/", {"range": span})
+    found["timeline of a task, 7d"] = ("timeline/", {"range": "7d", "task": feeds})
+    found["timeline of a rare task, 7d"] = ("timeline/", {"range": "7d", "task": nightly})
+    found["timeline of a lock, 7d"] = ("timeline/", {"range": "7d", "name": row.name})
+    found["held now"] = ("", {})
+    return found
+
+
+def register_tasks() -> None:
+    """Let the filter offer tasks: it knows the registered ones."""
+    from celery import shared_task
+
+    from django_singletask import SingletonTask
+
+    def body(feed_id: int) -> None: ...
+
+    names = [f"feeds.tasks.import_{number}" for number in range(19)]
+    for name in [*names, "reports.tasks.nightly", "none.such"]:
+        shared_task(name=name, base=SingletonTask)(body)
+
+
+def measure(rows: int) -> float:
+    from django.contrib.auth.models import User
+    from django.db import connection
+    from django.test import Client
+    from django.test.utils import CaptureQueriesContext
+
+    client = Client()
+    client.force_login(User.objects.create_superuser("root"))
+    slowest = 0.0
+    print(f"{'PAGE':<40} {'MEDIAN':>8} {'WORST':>8}  QUERIES  ANSWER")
+    for label, (page, query) in pages(rows).items():
+        address = f"/admin/django_singletask/tasklockevent/{page}?{urlencode(query)}".rstrip("?")
+        taken = []
+        for _ in range(TIMES):
+            began = time.perf_counter()
+            response = client.get(address)
+            taken.append(1000 * (time.perf_counter() - began))
+            assert response.status_code == 200, (address, response.status_code)
+        with CaptureQueriesContext(connection) as queries:
+            client.get(address)
+        worst = max(taken)
+        slowest = max(slowest, worst)
+        size = f"{len(response.content) / 1000:.0f} kB"
+        print(
+            f"{label:<40} {statistics.median(taken):>5.0f} ms {worst:>5.0f} ms  "
+            f"{len(queries):>7}  {size}{'   SLOW' if worst > 300 else ''}",
+            flush=True,
+        )
+    return slowest
+
+
+def run(rows: int, database: dict[str, Any], fill: Any) -> None:
+    """Make the tables, fill and measure, in this process: Django is set up once."""
+    import django
+    from django.conf import settings
+    from django.core.management import call_command
+
+    from tests import settings as of_tests
+
+    apps = [app for app in of_tests.INSTALLED_APPS if not app.startswith("tests.")]
+    settings.configure(
+        INSTALLED_APPS=apps,
+        MIDDLEWARE=of_tests.MIDDLEWARE,
+        TEMPLATES=of_tests.TEMPLATES,
+        ROOT_URLCONF="tests.urls",
+        STATIC_URL="static/",
+        SECRET_KEY="only here",
+        ALLOWED_HOSTS=["*"],
+        USE_TZ=True,
+        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+        DATABASES={"default": database},
+        CACHES={"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}},
+    )
+    django.setup()
+    register_tasks()
+    call_command("migrate", verbosity=0)
+    began = time.perf_counter()
+    fill(rows)
+    print(f"\n{database['ENGINE'].rpartition('.')[2]}, {rows:,} rows, filled in ", end="")
+    print(f"{time.perf_counter() - began:.0f} s", flush=True)
+    print(f"Slowest answer: {measure(rows):.0f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--only", choices=["postgresql", "sqlite"])
+    options = parser.parse_args()
+    for kind in ("postgresql", "sqlite"):
+        if options.only in (None, kind) and os.fork() == 0:
+            globals()[f"on_{kind}"](options.rows)
+            return
+        if options.only in (None, kind):
+            os.wait()
+
+
+def on_postgresql(rows: int) -> None:
+    with servers.PostgreSQL() as server:
+        database = {
+            "ENGINE": "django.db.backends.postgresql",
+            "HOST": "127.0.0.1",
+            "PORT": server.port,
+            "USER": "singletask",
+            "NAME": "postgres",
+            "CONN_MAX_AGE": None,
+        }
+        run(rows, database, fill_postgresql)
+
+
+def on_sqlite(rows: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        database = {"ENGINE": "django.db.backends.sqlite3", "NAME": f"{folder}/history.sqlite3"}
+        run(rows, database, fill_sqlite)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Say what events of the history mean: one by one, and all those of a task."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from django.utils import timezone
+from django.utils.formats import date_format
+from django.utils.translation import gettext as _
+
+from django_singletask.durations import duration
+from django_singletask.history import TROUBLE
+
+if TYPE_CHECKING:
+    from django_singletask.models import TaskLockEvent
+
+__all__ = ["TaskFacts", "clock_time", "hold_seconds", "hold_time", "status", "sum_up"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskFacts:
+    """What the runs of a task, or of a lock without one, have in common.
+
+    ``field`` says which of the two it is, ``"task"`` or ``"name"``.
+    """
+
+    label: str
+    field: str
+    runs: int
+    median: str
+    longest: str
+    lease: str
+    of_lease: str
+    skipped: int
+    skip_rate: str
+    trouble: int
+
+
+def status(event: TaskLockEvent) -> tuple[str, str]:
+    """Say how a hold ended, or what else happened: a code for its colour, and the word."""
+    if event.kind != "acquired":
+        return event.kind, event.get_kind_display()
+    if not event.outcome:
+        return "held", _("held")
+    if event.outcome == "released" and event.result:
+        return event.result, event.get_result_display()
+    return event.outcome, event.get_outcome_display()
+
+
+def clock_time(at: datetime, *, dated: bool = False) -> str:
+    """Write a time of the history to the second, in the time zone of the user."""
+    local = timezone.localtime(at) if timezone.is_aware(at) else at
+    return date_format(local, "Y-m-d H:i:s" if dated else "H:i:s")
+
+
+def hold_time(seconds: float) -> str:
+    """Write how long a lock was held; hundredths of a second count where it was short."""
+    return f"{seconds:.2f}s" if seconds < 10 else duration(seconds)
+
+
+def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
+    """Return how long a hold was, until ``now`` if it goes on; never less than nothing."""
+    end = row.ended_at or now or row.at
+    return max(0.0, (end - row.at).total_seconds())
+
+
+def sum_up(events: Sequence[TaskLockEvent], now: datetime) -> list[TaskFacts]:
+    """Sum up events by task."""
+    groups: dict[str, list[TaskLockEvent]] = defaultdict(list)
+    for event in events:
+        groups[event.task or event.name].append(event)
+    return [_facts(label, groups[label], now) for label in sorted(groups)]
+
+
+def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> TaskFacts:
+    runs = [event for event in events if event.kind == "acquired"]
+    holds = [hold_seconds(run, now) for run in runs]
+    skipped = sum(event.count for event in events if event.kind == "skipped")
+    lease = max((run.timeout for run in runs), default=0.0)
+    facts: dict[str, Any] = {"median": "-", "longest": "-", "of_lease": "", "skip_rate": "-"}
+    if holds:
+        facts["median"] = hold_time(statistics.median(holds))
+        facts["longest"] = hold_time(max(holds))
+        if lease:
+            facts["of_lease"] = f"{max(holds) / lease:.1f} ×"
+    if holds or skipped:
+        facts["skip_rate"] = f"{100 * skipped / (skipped + len(holds)):.0f} %"
+    return TaskFacts(
+        label=label,
+        field="task" if events[0].task else "name",
+        runs=len(runs),
+        lease=duration(lease) if lease else "-",
+        skipped=skipped,
+        trouble=sum(event.kind in TROUBLE for event in events),
+        **facts,
+    )

@@ -1,0 +1,93 @@
+"""Lay out what the command prints, so that it fits the terminal and cannot steer it."""
+
+from __future__ import annotations
+
+import shutil
+import unicodedata
+from collections.abc import Sequence
+
+__all__ = ["LEFT", "LONG", "RIGHT", "columns", "plural", "printable", "table", "width"]
+
+WIDTH = 80
+
+LEFT, RIGHT, LONG = "left", "right", "long"
+LEAST = 12
+"""Columns of a last cell that has a note behind it."""
+
+
+def width() -> int:
+    """Return the columns of the terminal; 80 if it has fewer, or where there is none."""
+    return max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def table(
+    heads: Sequence[str],
+    kinds: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+) -> list[str]:
+    """Lay out rows below their heads.
+
+    A column is ``"left"`` or ``"right"`` and as wide as its texts, or ``"long"``: of these two the
+    last has up to a third of what is left, and the other the rest. A row's note stands whole
+    behind its last cell.
+    """
+    first, last = kinds.index(LONG), len(kinds) - 1
+    cells = [[printable(cell) for cell in row] for row in (heads, *rows)]
+    behind = ["", *(notes or [""] * len(rows))]
+    widths = [max(columns(row[n]) for row in cells) for n in range(len(heads))]
+    widths[last] = max(
+        columns(row[last]) + columns(note) for row, note in zip(cells, behind, strict=True)
+    )
+    fixed = sum(widths[n] for n in range(last) if n != first)
+    left = width() - fixed - 2 * last
+    # Room that the first does not need is the last one's.
+    widths[last] = min(widths[last], max(left // 3, left - widths[first]))
+    needed = [min(columns(row[last]), LEAST) + len(n) for row, n in zip(cells, behind, strict=True)]
+    widths[last] = max(widths[last], *needed)
+    widths[first] = min(widths[first], left - widths[last])
+    lines = []
+    for row, note in zip(cells, behind, strict=True):
+        # Of two names that begin alike the ends differ, and so do those of pods: cut the middle.
+        fitted = [printable(cell, widths[n]) for n, cell in enumerate(row[:last])]
+        fitted.append(printable(row[last], widths[last] - len(note)) + note)
+        gaps = [" " * (widths[n] - columns(cell)) for n, cell in enumerate(fitted)]
+        padded = [
+            gap + cell if kind == RIGHT else cell + gap
+            for cell, gap, kind in zip(fitted, gaps, kinds, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def printable(text: str, width: int | None = None) -> str:
+    """Escape what could steer a terminal, and cut the middle out of what is wider than ``width``.
+
+    Format characters go too: they can turn the direction of what follows.
+    """
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if width is None or columns(text) <= width:
+        return text
+    head, tail = text, ""
+    while columns(head) > (width - 1) // 2:
+        head = head[:-1]
+    for char in reversed(text):
+        if columns(head) + columns(tail) + columns(char) + 1 > width:
+            break
+        tail = char + tail
+    return f"{head}…{tail}"
+
+
+def columns(text: str) -> int:
+    """Count the columns that a text takes on a terminal."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a count with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,348 @@
+"""The admin's pages beside the history: what is held now, the clearing of a lock, the timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import datetime
+from datetime import timezone as dt_timezone
+from typing import Any
+from urllib.parse import urlencode
+
+from django.contrib import admin, messages
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.options import get_content_type_for_model
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils import timezone
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext
+
+from django_singletask import registry, timeline
+from django_singletask.conf import conf
+from django_singletask.durations import duration
+from django_singletask.facts import clock_time, hold_time
+from django_singletask.liveness import Holder, proof_of_death, this_process
+from django_singletask.models import TaskLockEvent
+from django_singletask.registry import CannotList, HeldLock, NoHistory, UsualHold
+from django_singletask.why import started_at
+
+__all__ = ["OperatorPages", "holder_row"]
+
+SHOWN = 200
+"""Locks on one page; the command lists more."""
+USUAL = 30
+"""Tasks on one page whose usual hold is looked up, one query each."""
+STARVING = 20
+STARVING_AFTER = 3600
+"""Seconds without a completed run after which skipped calls are called starving."""
+
+WORDS = {
+    "held": gettext_lazy("held"),
+    "dead": gettext_lazy("process dead"),
+    "expired": gettext_lazy("expired"),
+    "queued": gettext_lazy("queued"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldRow:
+    """A lock as the page shows it: texts."""
+
+    lock: HeldLock
+    word: Any
+    held_for: str
+    slow: bool
+    usual: UsualHold | None
+    remaining: str
+    since: str
+    clear_query: str
+
+    @property
+    def usual_text(self) -> str:
+        """Say how long the runs of this task had their lock until now."""
+        if self.usual is None:
+            return ""
+        median, longest = map(hold_time, (self.usual.median, self.usual.longest))
+        return _("usual {}, longest {}").format(median, longest)
+
+
+class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Views that ask the store, under the URL prefix of the model."""
+
+    def get_urls(self) -> list[URLPattern]:
+        """Land on what is held now; the history has a URL of its own."""
+
+        def named(route: str, view: Any, name: str) -> URLPattern:
+            pattern: URLPattern = path(
+                route, self.admin_site.admin_view(view), name=self.url_name(name)
+            )
+            return pattern
+
+        return [
+            # The name by which the index of the admin, and its bread crumbs, know the model.
+            named("", self.held_view, "changelist"),
+            named("history/", self.changelist_view, "events"),
+            named("timeline/", self.timeline_view, "timeline"),
+            named("clear/", self.clear_view, "clear"),
+            *super().get_urls(),
+        ]
+
+    def url_name(self, page: str) -> str:
+        """Return the name of a page's URL pattern."""
+        return f"{self.opts.app_label}_{self.opts.model_name}_{page}"
+
+    def url(self, page: str, *args: Any, **query: str) -> str:
+        """Return the address of a page on the site that this admin belongs to."""
+        name = f"admin:{self.url_name(page)}"
+        address = reverse(name, args=args, current_app=self.admin_site.name)
+        return f"{address}?{urlencode(query)}" if query else address
+
+    def tabs(self, current: str) -> list[tuple[str, Any, bool]]:
+        """Return address, label and whether it is this one, for each page."""
+        pages = {
+            "changelist": gettext_lazy("Held now"),
+            "events": gettext_lazy("History"),
+            "timeline": gettext_lazy("Timeline"),
+        }
+        return [(self.url(page), label, page == current) for page, label in pages.items()]
+
+    def has_clear_permission(self, request: HttpRequest) -> bool:
+        """Say whether the user may free locks: a permission of its own, beside that to view."""
+        may: bool = request.user.has_perm(f"{self.opts.app_label}.clear_lock")
+        return may and self.has_view_permission(request)
+
+    def render(self, request: HttpRequest, page: str, **context: Any) -> TemplateResponse:
+        """Render a page inside the admin."""
+        # By this the templates' own URLs are those of this site.
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            "opts": self.opts,
+            "media": self.media,
+            "tabs": self.tabs(page),
+            "history_is_off": conf.history == "off",
+            "held_url": self.url("changelist"),
+            "events_url": self.url("events"),
+            "timeline_url": self.url("timeline"),
+            **context,
+        }
+        return TemplateResponse(request, f"django_singletask/{page}.html", context)
+
+    # Held now
+
+    def held_view(self, request: HttpRequest) -> HttpResponse:
+        """List the locks that are held, as the store knows them at this moment."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        if request.GET:  # somebody's link to a search or filter of the list
+            return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
+        locks, trouble = _ask_the_store()
+        starving, unknown = _ask_who_starves()
+        return self.render(
+            request,
+            "changelist",
+            title=_("Held now"),
+            rows=self._held_rows(locks[:SHOWN]),
+            left_out=max(0, len(locks) - SHOWN),
+            trouble=trouble,
+            starving=starving[:STARVING],
+            starving_left_out=max(0, len(starving) - STARVING),
+            unknown=unknown,
+            asked_at=clock_time(timezone.now()),
+            cache=conf.cache,
+            may_clear=self.has_clear_permission(request),
+            clear_url=self.url("clear"),
+        )
+
+    def _held_rows(self, locks: list[HeldLock]) -> list[HeldRow]:
+        usual: dict[str, UsualHold | None] = {}
+        rows = []
+        for lock in locks:
+            task = lock.holder.task or ""
+            whose = task or lock.name
+            if whose not in usual and len(usual) < USUAL and not lock.queued:
+                usual[whose] = registry.usual_hold(lock.name, task)
+            known = None if lock.queued else usual.get(whose)
+            rows.append(
+                HeldRow(
+                    lock=lock,
+                    word=WORDS[lock.state],
+                    held_for=duration(lock.held_for) if lock.holder.since else "-",
+                    slow=known is not None and lock.held_for > max(known.longest, 1),
+                    usual=known,
+                    remaining="-" if lock.remaining is None else duration(lock.remaining),
+                    since=_clock(lock.holder.since),
+                    # An expired one is no entry of the store: there is nothing to free.
+                    clear_query=""
+                    if lock.state == "expired"
+                    else urlencode({"key": lock.key, "token": lock.holder.token}),
+                )
+            )
+        return rows
+
+    # Clear
+
+    def clear_view(self, request: HttpRequest) -> HttpResponse:
+        """Ask, then free a lock if the holder that was shown still has it."""
+        if not self.has_clear_permission(request):
+            raise PermissionDenied
+        asked = request.POST if request.method == "POST" else request.GET
+        freed = False
+        try:
+            lock = _find(asked.get("key", ""), asked.get("token", ""))
+            if lock is not None and request.method == "POST":
+                # The holder can have changed again by now: the store decides.
+                freed = registry.clear(lock, actor=request.user.get_username())
+        except Exception as error:  # each client has errors of its own
+            self.message_user(request, _why(error), messages.ERROR)
+            return HttpResponseRedirect(self.url("changelist"))
+        if lock is not None and freed:
+            self._report_cleared(request, lock)
+            return HttpResponseRedirect(self.url("changelist"))
+        if lock is None or request.method == "POST":
+            text = _(
+                "Nothing was freed: this holder no longer has the lock. It was given back, it was "
+                "cleared by somebody else, or another run has it by now."
+            )
+            self.message_user(request, text, messages.WARNING)
+            return HttpResponseRedirect(self.url("changelist"))
+        alive, proof = _is_alive(lock.holder)
+        task_id, started = lock.holder.task_id, started_at(lock.holder)
+        return self.render(
+            request,
+            "clear",
+            title=_("Forget this queued call?") if lock.queued else _("Clear this lock?"),
+            lock=lock,
+            row=self._held_rows([lock])[0],
+            alive=alive,
+            proof=proof,
+            started=_clock(started) if started else "",
+            revoke=f"app.control.revoke({json.dumps(task_id)}, terminate=True)" if task_id else "",
+            clear_url=self.url("clear"),
+        )
+
+    def _report_cleared(self, request: HttpRequest, lock: HeldLock) -> None:
+        """Tell the user, and Django's admin log; the history has heard of it from the lock."""
+        message = _("Cleared the lock {}, held by {}, token {}.").format(
+            lock.name, lock.holder, lock.holder.token
+        )
+        row = holder_row(lock.holder.token)
+        LogEntry.objects.create(
+            user_id=request.user.pk,
+            content_type_id=get_content_type_for_model(self.model).pk,
+            object_id=None if row is None else str(row.pk),
+            object_repr=lock.name[:200],
+            action_flag=CHANGE,
+            change_message=message,
+        )
+        text = _("The lock {} was freed. The run that held it, if there is one, goes on.")
+        if lock.queued:
+            text = _("The queued call of {} is forgotten: equal ones can be sent again.")
+        self.message_user(request, text.format(lock.name), messages.SUCCESS)
+
+    # Timeline
+
+    def timeline_view(self, request: HttpRequest) -> HttpResponse:
+        """Draw the last minutes, hours or days."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        asked, name = request.GET.get("range", "1h"), request.GET.get("name", "")
+        task = "" if name else request.GET.get("task", "")
+        if asked not in timeline.SPANS:
+            text = _("There is no range {}: these are the last 15 minutes.").format(repr(asked))
+            self.message_user(request, text, messages.WARNING)
+            asked = "15m"
+        only = {"name": name} if name else {"task": task} if task else {}
+        # A NUL, which no name has, is an error to PostgreSQL.
+        if "\0" in name + task:
+            return HttpResponseRedirect(self.url("timeline", range=asked))
+        span = timeline.SPANS[asked]
+        rows = self.get_queryset(request)
+        drawing = timeline.draw(rows, span, now=timezone.now(), name=name, task=task)
+        return self.render(
+            request,
+            "timeline",
+            title=_("Timeline"),
+            drawing=drawing,
+            name=name,
+            task=task,
+            ranges=[
+                (self.url("timeline", range=value, **only), each.label, value == asked)
+                for value, each in timeline.SPANS.items()
+            ],
+            all_url=self.url("timeline", range=asked),
+            range=asked,
+        )
+
+
+def holder_row(token: str) -> TaskLockEvent | None:
+    """Return the row of the run that has, or had, this token."""
+    # The kind is looked at here: SQLite would rather read all that were acquired.
+    rows = TaskLockEvent.objects.filter(token=token).order_by() if token else []
+    return next((row for row in rows if row.kind == "acquired"), None)
+
+
+def _ask_the_store() -> tuple[list[HeldLock], str]:
+    try:
+        return registry.held(), ""
+    except Exception as error:  # each client has errors of its own
+        return [], _why(error)
+
+
+def _ask_who_starves() -> tuple[list[tuple[str, str]], str]:
+    try:
+        states = registry.starving(STARVING_AFTER)
+        return [(state.name, _describe(state)) for state in states], ""
+    except NoHistory as error:
+        return [], str(error)
+
+
+def _describe(state: registry.Starving) -> str:
+    calls = ngettext(
+        "{} call came to nothing in {}, the last {} ago",
+        "{} calls came to nothing in {}, the last {} ago",
+        state.skipped,
+    )
+    text = calls.format(state.skipped, duration(state.unmet), duration(state.last_skip))
+    if state.since_completed is None:
+        return f"{text}; " + _("no completed run is known.")
+    return f"{text}; " + _("last completed {} ago.").format(duration(state.since_completed))
+
+
+def _find(key: str, token: str) -> HeldLock | None:
+    """Return the lock if the store still has it for this token."""
+    states = ("held", "dead", "queued")
+    found = [lock for lock in registry.look(key) if lock.state in states]
+    return next((lock for lock in found if (lock.key, lock.holder.token) == (key, token)), None)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, (CannotList, ImproperlyConfigured)):
+        return str(error)
+    first = str(error).partition("\n")[0]
+    return _("The cache {} (SINGLETASK_CACHE) cannot be asked: {}.").format(
+        repr(conf.cache), f"{type(error).__name__}: {first}"
+    )
+
+
+def _is_alive(holder: Holder) -> tuple[str, str]:
+    """Say whether the holder's process is dead, alive or out of sight, and how that is known."""
+    proof = proof_of_death(holder)
+    if proof is not None:
+        return "dead", proof
+    here = this_process()
+    if here.boot_id and (holder.boot_id, holder.pid_ns) == (here.boot_id, here.pid_ns):
+        return "alive", ""
+    return "unknown", ""
+
+
+def _clock(seconds: float) -> str:
+    """Write a Unix time; nothing for what something else wrote into the entry."""
+    try:
+        at = datetime.fromtimestamp(seconds, tz=dt_timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return ""
+    return clock_time(at, dated=True) if seconds else ""

@@ -1,0 +1,185 @@
+"""Say why a lock is held, or is not: the facts of the store and of the history together."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from django.db import DatabaseError
+
+from django_singletask import registry
+from django_singletask.history import COUNTED, TROUBLE
+from django_singletask.liveness import Holder, proof_of_death, this_process
+from django_singletask.past import (
+    NoHistory,
+    Starving,
+    UsualHold,
+    ago,
+    is_completed,
+    last_rows,
+    names_of,
+    rows,
+    starvation,
+    timestamp,
+    usual_hold,
+)
+from django_singletask.registry import HeldLock
+from django_singletask.stores.base import PREFIX
+
+if TYPE_CHECKING:
+    from django_singletask.models import TaskLockEvent
+
+__all__ = ["Past", "UnknownLock", "Why", "started_at", "why"]
+
+MATCHES = 500
+"""Names among which those like an unknown one are looked for."""
+
+
+class UnknownLock(Exception):
+    """No lock of this name is held, and none is known; ``matches`` are names like it."""
+
+    def __init__(self, name: str, matches: list[str]) -> None:
+        super().__init__(name, matches)
+        self.name = name
+        self.matches = matches
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """One thing that happened ``ago`` seconds before now; ``lasted`` is the length of a hold."""
+
+    what: str
+    ago: float
+    task_id: str = ""
+    host: str = ""
+    pid: int = 0
+    reason: str = ""
+    actor: str = ""
+    lasted: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Why:
+    """What is known of one lock now.
+
+    ``lock`` has it (``held`` or ``dead``), ``queued`` is a call that waits for it, ``expired`` are
+    holds whose end nobody told. ``alive`` says whether the holder's process is there: None if that
+    cannot be told from this host; ``death`` is the proof that it is not. ``no_history`` says why
+    nothing is known of what was; else the rest does.
+    """
+
+    name: str
+    key: str
+    lock: HeldLock | None
+    queued: HeldLock | None
+    expired: list[HeldLock]
+    alive: bool | None
+    death: str | None
+    usual: UsualHold | None
+    completed: Past | None
+    skipped: Past | None
+    troubles: list[Past]
+    starving: Starving | None
+    no_history: str
+
+
+def why(name: str) -> Why:
+    """Gather what is known of a lock, given its name, its key, or a call of its task.
+
+    Raises :class:`UnknownLock` if there is nothing, and the errors of the cache's client.
+    """
+    found = registry.look(name)
+    lock = next((lock for lock in found if lock.state in {"held", "dead"}), None)
+    queued = next((lock for lock in found if lock.queued), None)
+    expired = [lock for lock in found if lock.state == "expired"]
+    past: list[TaskLockEvent] = []
+    no_history = ""
+    try:
+        past = _past(name, [lock.name for lock in found], [lock.key for lock in found])
+    except NoHistory as error:
+        no_history = str(error)
+    if not (found or past or no_history or registry.is_call(name)):
+        raise UnknownLock(name, _like(name))
+    first = lock or queued or next(iter(expired), None)
+    shown = first.name if first else past[0].name if past else name
+    task = (first.holder.task or "") if first else past[0].task if past else ""
+    death = proof_of_death(lock.holder) if lock else None
+    completed = next((row for row in past if is_completed(row)), None)
+    skipped = next((row for row in past if row.kind in COUNTED), None)
+    newest = {kind: next((r for r in past if r.kind == kind), None) for kind in sorted(TROUBLE)}
+    return Why(
+        name=shown,
+        key=first.key if first else past[0].key if past else registry.keys_of(name)[0],
+        lock=lock,
+        queued=queued,
+        expired=expired,
+        alive=_is_alive(lock.holder) if lock else None,
+        death=death,
+        usual=usual_hold(shown, task),
+        completed=_told(completed, completed.result) if completed else None,
+        skipped=_told(skipped, skipped.kind) if skipped else None,
+        troubles=[_told(row, kind) for kind, row in newest.items() if row is not None],
+        starving=starvation(shown, past),
+        no_history=no_history,
+    )
+
+
+def _past(name: str, names: list[str], keys: list[str]) -> list[TaskLockEvent]:
+    """Return the newest rows of a lock, the newest first."""
+    keys = [*keys, *registry.keys_of(name)]
+    if name.startswith(PREFIX):
+        names = [*names, *names_of(name)]
+    else:
+        names = [*names, *(lock.name for lock in registry.locks_of(name)), name]
+    for known in dict.fromkeys(names):
+        # Of two long names the parts that are shown may be the same.
+        found = last_rows(known)
+        if found:
+            return [row for row in found if row.key in keys] or found
+    return []
+
+
+def _told(row: TaskLockEvent, what: str) -> Past:
+    at = row.ended_at or row.last_at or row.at
+    whose = row.task_id if row.kind not in COUNTED else row.blocked_by_task_id
+    return Past(
+        what=what,
+        ago=ago(at),
+        task_id=whose,
+        host=row.host,
+        pid=row.pid,
+        reason=row.reason,
+        actor=row.actor,
+        lasted=timestamp(at) - timestamp(row.at) if row.kind == "acquired" else None,
+    )
+
+
+def _like(name: str) -> list[str]:
+    try:
+        newest = rows().values_list("name", flat=True)[: 4 * MATCHES]
+        names = list(islice(dict.fromkeys(newest), MATCHES))
+    except (NoHistory, DatabaseError):
+        return []
+    within = [known for known in names if name.strip() and name in known]
+    return list(dict.fromkeys(within + difflib.get_close_matches(name, names)))[:3]
+
+
+def _is_alive(holder: Holder) -> bool | None:
+    process: Any = this_process()
+    same = (holder.boot_id, holder.pid_ns) == (process.boot_id, process.pid_ns)
+    if not (process.boot_id and same and holder.pid > 0) or os.name == "nt":
+        return None
+    return proof_of_death(holder) is None
+
+
+def started_at(holder: Holder) -> float | None:
+    """Return the Unix time at which a holder's process on this host started, if it is known."""
+    try:
+        with open("/proc/stat") as file:
+            boot = next(float(line.split()[1]) for line in file if line.startswith("btime"))
+        return boot + int(holder.start) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, StopIteration):
+        return None

@@ -1,0 +1,166 @@
+"""The admin in a real browser, with locks that a real worker holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from django.contrib.admin.models import LogEntry
+
+from django_singletask.models import TaskLockEvent
+from tests.browser import past
+from tests.browser.tasks import fetch_feed, monthly
+from tests.deadline import wait_for
+
+VIEW, CLEAR = "view_tasklockevent", "clear_lock"
+NEWS = "https://example.org/news.xml"
+NAME = past.FEED.format("news")
+
+
+HOLD = """
+import django; django.setup()
+from django_singletask import TaskLock
+assert TaskLock({!r}).acquire()
+import os; os.kill(os.getpid(), 9)
+"""
+
+
+def die_holding(name):
+    """Let a process take a lock, and be killed."""
+    env = {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "SINGLETASK_TEST_CACHE": "redis",
+    }
+    done = subprocess.run([sys.executable, "-c", HOLD.format(name)], env=env)
+    assert done.returncode == -9
+
+
+def test_index_leads_to_what_is_held(browser, operator, locks):
+    operator(VIEW)
+    holder = locks.hold(monthly)
+    browser.driver.get(f"{browser.site}/admin/")
+    browser.click("Lock events")
+    assert browser.texts("h1")[-1] == "Held now"
+    [row] = browser.texts(".singletask-held tbody tr")
+    assert row.startswith("reports.tasks.monthly() held")
+    assert f"{holder.host}:{holder.pid}" in row
+    assert holder.task_id in row
+
+
+def test_who_may_clear_does_and_the_run_goes_on(browser, operator, locks):
+    past.fill()
+    operator(VIEW, CLEAR)
+    locks.hold(monthly)
+    holder = locks.hold(fetch_feed, NEWS)
+    for _ in range(3):
+        locks.skip(fetch_feed, NEWS)
+    wait_for(lambda: TaskLockEvent.objects.filter(blocked_by=holder.token, count=3), "3 skips")
+    die_holding("billing.tasks.bill(customer=4711)")
+    browser.open()
+    assert browser.texts(".singletask-dead.singletask-state") == ["process dead"]
+    browser.size(1200, 600)
+    browser.picture("held")
+    [row] = [row for row in browser.all(".singletask-held tbody tr") if NAME in row.text]
+    assert "usual 27s, longest 1m 19s" in row.text
+    row.find_element("css selector", ".singletask-do a").click()
+    browser.picture("clear")
+    page = browser.one("#content").text
+    assert f"task {holder.task_id} on {holder.host}, process {holder.pid}" in page
+    assert "Alive, on this host since " in page
+    assert "a second run can then start beside it" in page
+    assert f'app.control.revoke("{holder.task_id}", terminate=True)' in page
+    browser.click("Clear this lock")
+    assert "was freed" in browser.one(".messagelist .success").text
+    assert NAME not in browser.texts(".singletask-held tbody th")
+    assert not fetch_feed.lock(NEWS).locked()
+    [event] = wait_for(lambda: TaskLockEvent.objects.filter(kind="cleared", name=NAME), "the row")
+    assert (event.actor, event.token) == ("ada", holder.token)
+    assert LogEntry.objects.get().object_repr == NAME
+
+
+def test_who_may_only_look_has_no_button(browser, operator, locks):
+    operator(VIEW)
+    holder = locks.hold(monthly)
+    browser.open()
+    assert browser.texts(".singletask-held tbody th") == ["reports.tasks.monthly()"]
+    assert browser.all(".singletask-do") == []
+    key = monthly.lock().key
+    browser.open(f"clear/?key={key}&token={holder.token}")
+    assert "403" in browser.one("body").text
+    assert monthly.lock().locked()
+    # The browser's own word for the answer 403.
+    assert all("403" in complaint for complaint in browser.complaints())
+
+
+def test_second_of_two_who_clear_is_told(browser, operator, locks):
+    operator(VIEW, CLEAR)
+    locks.hold(monthly)
+    browser.open()
+    browser.click("Clear…")
+    assert monthly.lock().clear(actor="grace")
+    browser.click("Clear this lock")
+    assert "Nothing was freed" in browser.one(".messagelist .warning").text
+
+
+def test_history_is_filtered_searched_and_linked(browser, operator, locks):
+    past.fill()
+    operator(VIEW)
+    browser.open()
+    browser.click("History")
+    assert browser.texts(".singletask-tabs [aria-current]") == ["History"]
+    browser.picture("history")
+    browser.click("lost")
+    [row] = browser.texts("#result_list tbody .field-what")
+    assert "gone from the cache" in row
+    browser.open(f"history/?q={past.FEED.format('sports')}&kind__exact=skipped")
+    assert len(browser.all("#result_list tbody tr")) == 8
+    browser.one("#result_list .field-what a").click()
+    assert "acquired" in browser.one(".field-kind").text
+
+
+def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
+    past.fill()
+    operator(VIEW)
+    locks.hold(fetch_feed, NEWS)
+    locks.hold(monthly)
+    wait_for(lambda: TaskLockEvent.objects.filter(outcome="", kind="acquired").count() == 2, "both")
+    browser.open("timeline/")
+    assert len(browser.all(".singletask-lane")) == 5
+    browser.size(1200, 640)
+    light = browser.colour(".singletask-held rect", "fill")
+    browser.picture("timeline")
+    browser.prefer("dark")
+    dark = browser.colour(".singletask-held rect", "fill")
+    assert dark != light
+    browser.open("timeline/")  # the admin's links change their colours slowly
+    browser.picture("timeline-dark")
+    # Django's own button: auto, then light whatever the system prefers.
+    browser.one(".theme-toggle").click()
+    assert browser.colour(".singletask-held rect", "fill") == light
+    browser.prefer("light")
+    browser.one(".theme-toggle").click()
+    browser.size(375, 800)
+    for address in ("timeline/?range=15m", "history/", ""):
+        browser.open(address)
+        assert browser.overflow() <= 0, address
+    browser.open("timeline/")
+    browser.picture("timeline-narrow")
+    browser.open()
+    assert browser.texts(".singletask-lock")
+
+
+def test_keyboard_and_pointer_tell_the_facts(browser, operator, locks):
+    past.fill()
+    operator(VIEW)
+    browser.open("timeline/")
+    tip = ".singletask-mark:focus .singletask-tip"
+    [sign] = browser.all("a.singletask-cleared.singletask-mark[aria-label*='grace']")
+    assert not browser.all(tip)
+    browser.driver.execute_script("arguments[0].focus()", sign)
+    assert "cleared, by grace" in browser.one(tip).text
+    assert browser.one(tip).is_displayed()
+    # Enter leads to the row of the table below.
+    sign.send_keys("\n")
+    assert "cleared, by grace" in browser.one(".singletask-drawn tr:target").text

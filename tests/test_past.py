@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from django.db import connection
+
+from django_singletask import past
+from django_singletask.history import SWEEPER
+from django_singletask.models import TaskLockEvent
+from django_singletask.past import NoHistory, find, starving, usual_hold
+from tests.past_rows import ran, row, skipped
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+
+@pytest.fixture(autouse=True)
+def empty_history(db, monkeypatch):
+    now = float(int(time.time()))
+    monkeypatch.setattr("time.time", lambda: now)
+    # Threads of other tests write outside of the transactions of those.
+    TaskLockEvent.objects.all().delete()
+
+
+@pytest.fixture
+def unreadable(empty_history):
+    table = TaskLockEvent._meta.db_table
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} RENAME TO {table}_gone")
+
+
+def names(longer_than=3600.0, **options):
+    return [state.name for state in starving(longer_than, **options)]
+
+
+# How long it is held
+
+
+def test_usual_hold_is_that_of_the_task():
+    for lasted in (1, 2, 9):
+        ran(60, lasted, task="a", name=f"a({lasted})")
+    ran(60, 100, task="b")
+    assert usual_hold("a(1)", "a") == (pytest.approx(2, abs=0.01), pytest.approx(9, abs=0.01), 3)
+
+
+def test_usual_hold_of_a_lock_without_a_task_is_that_of_its_name():
+    ran(60, 5, name="nightly")
+    ran(60, 50, name="weekly")
+    assert usual_hold("nightly").median == pytest.approx(5, abs=0.01)
+
+
+def test_runs_that_did_not_give_it_back_are_not_usual():
+    ran(60, 100, outcome="dead", result="")
+    row("acquired", 5000)
+    skipped(30)
+    assert usual_hold("nightly") is None
+
+
+def test_only_the_last_hundred_runs_are_usual():
+    ran(5000, 1000)
+    for _ in range(100):
+        ran(60, 1)
+    assert usual_hold("nightly").longest == pytest.approx(1, abs=0.01)
+    assert usual_hold("nightly").runs == 100
+
+
+def test_without_history_nothing_is_usual(settings):
+    ran(60)
+    settings.SINGLETASK_HISTORY = "off"
+    assert usual_hold("nightly") is None
+
+
+def test_without_its_table_nothing_is_usual(unreadable):
+    assert usual_hold("nightly") is None
+
+
+# Who starves
+
+
+def test_lock_whose_calls_are_skipped_for_long_starves():
+    ran(9000, task="t")
+    skipped(8000, 60, 30, task="t")
+    skipped(50, 40, 2, task="t")
+    [state] = starving(3600)
+    assert (state.name, state.task, state.skipped) == ("nightly", "t", 32)
+    assert state.since_completed == pytest.approx(9000, abs=10)
+    assert state.unmet == pytest.approx(8000, abs=10)
+    assert state.last_skip == pytest.approx(40, abs=10)
+
+
+def test_lock_that_completed_since_does_not_starve():
+    skipped(8000, 100, 30)
+    ran(90)
+    assert starving(3600) == []
+
+
+def test_lock_that_met_itself_once_does_not_starve_since_yesterday():
+    ran(86_000)
+    skipped(60)
+    assert starving(3600) == []
+
+
+def test_lock_that_was_never_completed_starves():
+    skipped(8000, 60)
+    assert starving(3600)[0].since_completed is None
+
+
+def test_lock_that_nobody_calls_any_more_does_not_starve():
+    skipped(200_000, 100_000)
+    assert starving(3600) == []
+
+
+def test_duplicates_of_a_call_that_does_not_come_count():
+    skipped(8000, 60, kind="duplicate", reason="")
+    assert names() == ["nightly"]
+
+
+def test_message_that_meets_its_own_run_is_no_other_call():
+    skipped(8000, 60, reason="redelivery")
+    assert starving(3600) == []
+
+
+def test_run_that_raised_came_to_an_end():
+    skipped(8000, 60)
+    ran(30, result="raised")
+    assert starving(3600) == []
+
+
+@pytest.mark.parametrize("result", ["retried", "put_off", "ignored"])
+def test_run_that_is_to_come_again_has_not_completed(result):
+    skipped(8000, 60)
+    ran(30, result=result)
+    assert names() == ["nightly"]
+
+
+def test_times_count_skips_in_a_row():
+    skipped(60, 10, 49)
+    assert names(math.inf, times=50) == []
+    skipped(9)
+    assert names(math.inf, times=50) == ["nightly"]
+    assert names(3600) == []
+
+
+def test_most_patient_is_first():
+    skipped(8000, 60, name="b")
+    skipped(9000, 60, name="a")
+    assert names() == ["a", "b"]
+
+
+def test_hold_of_days_is_found_below_newer_skips(monkeypatch):
+    monkeypatch.setattr(past, "NEWEST", 5)
+    row("acquired", 300_000, token="old")
+    skipped(299_000, 30, 500, blocked_by="old")
+    for number in range(10):
+        skipped(20, name=f"other {number}")
+    assert names() == ["nightly"]
+
+
+def test_lock_that_dies_again_and_again_is_found_below_newer_skips(monkeypatch):
+    monkeypatch.setattr(past, "NEWEST", 5)
+    skipped(8000, 60)
+    row("expired", 50)
+    for number in range(10):
+        skipped(20, name=f"other {number}")
+    assert names() == ["nightly"]
+
+
+def test_last_completed_run_is_looked_for_far_back():
+    ran(7000)
+    for number in range(past.FEW):
+        skipped(6000 - number, 60)
+    assert starving(3600)[0].since_completed == pytest.approx(7000, abs=10)
+
+
+def test_sweep_does_not_starve():
+    skipped(8000, 60, name=SWEEPER)
+    assert starving(3600) == []
+
+
+def test_starving_takes_a_query_a_name_and_few_more(django_assert_num_queries):
+    for number in range(10):
+        skipped(8000, 60, name=f"lock {number}")
+    with django_assert_num_queries(7 + 10):
+        assert len(starving(3600)) == 10
+
+
+def test_starving_without_history_says_so(settings):
+    settings.SINGLETASK_HISTORY = "off"
+    with pytest.raises(NoHistory, match="SINGLETASK_HISTORY = 'off'"):
+        starving(3600)
+
+
+def test_starving_without_its_table_says_so(unreadable):
+    with pytest.raises(NoHistory, match=r"cannot be read: .*Has 'manage\.py migrate' run\?"):
+        starving(3600)
+
+
+def test_naive_times_are_times_too(settings):
+    settings.USE_TZ = False
+    settings.TIME_ZONE = "Asia/Kathmandu"
+    ran(9000, 5)
+    skipped(8000, 60)
+    assert starving(3600)[0].unmet == pytest.approx(8000, abs=10)
+
+
+# What is asked for
+
+
+def test_rows_are_found_by_every_filter():
+    ran(7000, task="a", name="one")
+    ran(60, task="b", name="two")
+    skipped(50, task="b", name="two")
+
+    def kinds(**facts):
+        return [found.kind for found in find(**facts)]
+
+    assert kinds() == ["skipped", "acquired", "acquired"]
+    assert kinds(limit=1) == ["skipped"]
+    assert kinds(names=["one", "three"]) == ["acquired"]
+    assert kinds(task="b") == ["skipped", "acquired"]
+    assert kinds(kind="skipped") == ["skipped"]
+    assert kinds(outcome="released", since=3600) == ["acquired"]
+
+
+def test_rows_without_their_table_are_an_error(unreadable):
+    with pytest.raises(NoHistory):
+        find()

@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import datetime
+
+import pytest
+from django.utils import timezone, translation
+
+from django_singletask import timeline
+from django_singletask.history import SWEEPER
+from django_singletask.models import TaskLockEvent
+from django_singletask.timeline import SPANS, draw
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+NOW = datetime.datetime(2026, 1, 2, 12, 0, tzinfo=datetime.timezone.utc)
+
+
+@pytest.fixture(autouse=True)
+def empty_history(db, settings):
+    settings.TIME_ZONE = "UTC"
+    for alias in ("default", "sqlite", "mariadb"):
+        TaskLockEvent.objects.using(alias).all().delete()
+
+
+def ago(minutes):
+    return NOW - datetime.timedelta(minutes=minutes)
+
+
+def hold(begin, end=None, **facts):
+    """Write a hold from so many to so many minutes ago; it goes on if there is no end."""
+    done = {} if end is None else {"outcome": "released", "result": "returned"}
+    ended_at = None if end is None else ago(end)
+    return event(begin, kind="acquired", ended_at=ended_at, **{**done, **facts})
+
+
+def event(minutes, kind="skipped", **facts):
+    known = {"name": "nightly", "key": "k", "timeout": 60, "at": ago(minutes), "kind": kind}
+    return TaskLockEvent.objects.create(**{**known, **facts})
+
+
+def drawn(span="1h", **only):
+    return draw(TaskLockEvent.objects.all(), SPANS[span], now=NOW, **only)
+
+
+def marks(span="1h", **only):
+    return [(m.shape, m.state, m.x, m.width) for m in drawn(span, **only).marks]
+
+
+# What is drawn, and where
+
+
+def test_hold_is_a_bar():
+    hold(30, 15)
+    assert marks() == [("bar", "returned", "50.00%", "25.00%")]
+
+
+def test_open_hold_reaches_to_now():
+    hold(6)
+    assert marks() == [("bar", "held", "90.00%", "10.00%")]
+
+
+def test_hold_that_began_before_the_range_begins_at_its_edge():
+    hold(90, 45)
+    assert marks() == [("bar", "returned", "0.00%", "25.00%")]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(90, 61), (200, 100)])
+def test_what_ended_before_the_range_is_left_out(begin, end):
+    hold(begin, end)
+    assert marks() == []
+
+
+def test_short_hold_can_be_seen():
+    hold(30, 30)
+    hold(0, 0, name="just now")
+    assert marks() == [
+        ("bar", "returned", "99.70%", "0.30%"),
+        ("bar", "returned", "50.00%", "0.30%"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "x", "width"), [(30, 31, "50.00%", "0.30%"), (30, -5, "50.00%", "50.00%")]
+)
+def test_clocks_of_other_hosts_break_nothing(begin, end, x, width):
+    hold(begin, end)
+    assert marks() == [("bar", "returned", x, width)]
+
+
+@pytest.mark.parametrize("outcome", ["dead", "expired", "lost", "cleared"])
+def test_bar_has_the_colour_of_its_outcome(outcome):
+    hold(30, 15, outcome=outcome)
+    assert marks()[0][:2] == ("bar", outcome)
+
+
+@pytest.mark.parametrize("kind", ["expired", "lost", "cleared"])
+def test_trouble_is_a_sign(kind):
+    event(15, kind=kind)
+    [mark] = drawn().marks
+    assert (mark.shape, mark.state, mark.x) == ("sign", kind, "75.00%")
+    assert mark.path
+
+
+@pytest.mark.parametrize(
+    ("count", "size"), [(1, 4), (2, 6), (8, 9), (32, 12), (1000, 12), (10**9, 12)]
+)
+def test_skips_are_a_tick_as_high_as_they_are_many(count, size):
+    event(15, count=count)
+    [mark] = drawn().marks
+    assert (mark.shape, mark.state, mark.size) == ("tick", "skipped", size)
+
+
+def test_counted_skips_stand_at_the_last_of_them():
+    event(120, count=3, last_at=ago(15))
+    assert marks() == [("tick", "skipped", "75.00%", "0.30%")]
+
+
+def test_sweeper_is_no_lock_of_the_project():
+    hold(30, 15, name=SWEEPER)
+    assert drawn().lanes == []
+
+
+def test_lanes_are_the_names_in_their_order():
+    for name in ("b", "a", "c"):
+        hold(30, 15, name=name)
+    assert [lane.name for lane in drawn().lanes] == ["a", "b", "c"]
+
+
+def test_one_lock_or_one_task_alone():
+    hold(30, 15, name="a(1)", task="a")
+    hold(30, 15, name="a(2)", task="a")
+    hold(30, name="b")
+    assert [lane.name for lane in drawn(name="a(2)").lanes] == ["a(2)"]
+    assert [lane.name for lane in drawn(task="a").lanes] == ["a(1)", "a(2)"]
+
+
+@pytest.mark.parametrize("alias", ["default", "sqlite", "mariadb"])
+def test_every_database_finds_the_open_ones(alias):
+    facts = {"name": "nightly", "key": "k", "at": ago(500), "kind": "acquired"}
+    TaskLockEvent.objects.using(alias).create(**facts)
+    TaskLockEvent.objects.using(alias).create(**{**facts, "outcome": "released"}, ended_at=ago(400))
+    rows = TaskLockEvent.objects.using(alias).all()
+    assert [mark.state for mark in draw(rows, SPANS["15m"], now=NOW).marks] == ["held"]
+
+
+def test_times_of_a_project_without_time_zones(settings):
+    settings.USE_TZ = False
+    now = timezone.now()
+    facts = {"name": "nightly", "key": "k", "kind": "skipped"}
+    TaskLockEvent.objects.using("sqlite").create(at=now, **facts)
+    drawing = draw(TaskLockEvent.objects.using("sqlite").all(), SPANS["7d"], now=now)
+    assert len(drawing.marks) == 1
+    assert len(drawing.labels) == 7
+
+
+# Bounds
+
+
+def test_what_would_hide_each_other_is_one_mark():
+    for second in range(10):
+        hold(30 - second / 60, 30 - second / 60 - 0.01)
+    [mark] = drawn().marks
+    assert mark.count == 10
+    assert mark.text == "10 runs: returned, 0.60s – 0.60s"
+    assert mark.when == "11:30:00 – 11:30:09"
+
+
+def test_skips_at_one_place_are_added_up():
+    for second in range(10):
+        event(30 - second / 60, count=3, blocked_by_task_id="x")
+    assert [mark.text for mark in drawn().marks] == ["skipped × 30, blocked by x"]
+
+
+def test_neither_trouble_nor_other_outcomes_are_swallowed():
+    for kind in ("expired", "lost", "cleared", "cleared"):
+        event(30, kind=kind)
+    hold(30, 30)
+    hold(30, 30, result="raised")
+    hold(30)
+    hold(30, 10)
+    assert len(drawn().marks) == 8
+
+
+def test_merged_marks_count_once_in_the_facts():
+    for second in range(10):
+        event(30 - second / 60, count=3, task="t")
+    [facts] = drawn().tasks
+    assert facts.skipped == 30
+
+
+def test_many_names_are_cut_to_the_most_important(monkeypatch):
+    monkeypatch.setattr(timeline, "LANES", 3)
+    event(50, kind="lost", name="trouble")
+    hold(50, name="open")
+    for number in range(5):
+        hold(40 - number, 35 - number, name=f"old-{number}")
+    drawing = drawn()
+    assert [lane.name for lane in drawing.lanes] == ["old-4", "open", "trouble"]
+    assert drawing.lanes_left_out == 4
+
+
+def test_drawing_says_how_far_back_it_goes(monkeypatch):
+    monkeypatch.setattr(timeline, "ROWS", 3)
+    for minute in (50, 40, 30, 20, 15):
+        hold(minute, minute - 1)
+    drawing = drawn()
+    assert len(drawing.marks) == 3
+    assert drawing.read_back_to == "11:30:00"
+    assert drawing.unread == "50.00%"
+
+
+def test_nothing_is_said_where_all_was_read(monkeypatch):
+    monkeypatch.setattr(timeline, "ROWS", 3)
+    for minute in (90, 40, 30):
+        hold(minute, minute - 1)
+    assert (drawn().read_back_to, drawn().unread) == ("", "")
+
+
+def test_open_holds_trouble_and_who_was_in_the_way_are_drawn_beyond_the_bound(monkeypatch):
+    monkeypatch.setattr(timeline, "ROWS", 2)
+    hold(58, 1, name="quiet")
+    hold(57, 2, name="in the way", token="t")
+    hold(56, name="open")
+    event(55, kind="lost", name="trouble")
+    event(2, name="in the way", blocked_by="t")
+    event(1, name="another")
+    lanes = {lane.name for lane in drawn().lanes}
+    assert lanes == {"in the way", "open", "trouble", "another"}
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"kind": "acquired", "ended_at": ago(29)}, "released after 1m 00s, task x, web-1:40"),
+        ({"kind": "acquired", "outcome": ""}, "held for 30m 00s, task x, web-1:40"),
+        ({"reason": "requeue", "count": 2}, "skipped × 2, requeue"),
+        ({"reason": "skip", "blocked_by": "t"}, "skipped × 1, blocked by t"),
+        ({"kind": "cleared", "actor": "ada"}, "cleared, by ada, task x, web-1:40"),
+        ({"kind": "expired", "reason": "gone"}, "expired, gone, task x, web-1:40"),
+    ],
+)
+def test_text_of_a_mark(facts, text):
+    run = {"task_id": "x", "host": "web-1", "pid": 40}
+    if facts.get("ended_at"):
+        facts = {**facts, "outcome": "released"}
+    event(30, **{**run, **facts})
+    assert [mark.text for mark in drawn().marks] == [text]
+
+
+def test_several_blockers_are_hinted_at():
+    for number in range(3):
+        event(30, blocked_by_task_id=f"x{number}", reason="wait")
+    assert [mark.text for mark in drawn().marks] == ["skipped × 3, wait, blocked by x0 …"]
+
+
+@pytest.mark.parametrize(
+    ("span", "labels", "first"),
+    [("15m", 5, "11:48"), ("1h", 6, "11:10"), ("24h", 6, "16:00"), ("7d", 7, "Sat 27")],
+)
+def test_labels_stand_at_round_times(span, labels, first):
+    found = drawn(span).labels
+    assert len(found) == labels
+    assert found[0][1] == first
+    assert found[-1][1] in ("12:00", "Fri 2")
+
+
+def test_long_ranges_tell_the_day():
+    hold(300, 290)
+    assert [mark.when for mark in drawn("24h").marks] == [
+        "2026-01-02 07:00:00 – 2026-01-02 07:10:00"
+    ]
+
+
+def test_places_are_written_for_the_browser_in_every_language():
+    hold(30, 15)
+    with translation.override("de"):
+        assert marks()[0][2:] == ("50.00%", "25.00%")
+
+
+# Per task
+
+
+def test_facts_of_a_task():
+    for minutes in (1, 2, 6):
+        hold(30, 30 - minutes, task="a", name=f"a({minutes})")
+    event(20, task="a", name="a(1)", count=9)
+    event(20, kind="lost", task="a", name="a(1)")
+    [facts] = drawn().tasks
+    assert (facts.label, facts.field) == ("a", "task")
+    assert (facts.runs, facts.median, facts.longest) == (3, "2m 00s", "6m 00s")
+    assert (facts.lease, facts.of_lease) == ("1m 00s", "6.0 ×")
+    assert (facts.skipped, facts.skip_rate, facts.trouble) == (9, "75 %", 1)
+
+
+def test_facts_of_a_lock_without_a_task():
+    hold(30, 30, timeout=0)
+    [facts] = drawn().tasks
+    assert (facts.label, facts.field, facts.lease, facts.of_lease) == ("nightly", "name", "-", "")
+
+
+def test_facts_where_nothing_ran():
+    event(30, kind="cleared")
+    [facts] = drawn().tasks
+    assert (facts.runs, facts.median, facts.longest, facts.skip_rate) == (0, "-", "-", "-")

@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from django_singletask import TaskLock
+from django_singletask.keys import QUEUED, key_beside, name_key, shown_key
+from django_singletask.liveness import Holder, this_process
+from django_singletask.management.sentences import explain
+from django_singletask.management.tables import columns
+from django_singletask.models import TaskLockEvent
+from django_singletask.stores import get_store
+from django_singletask.why import UnknownLock, started_at, why
+from tests.past_rows import ran, row, skipped
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+TASK = "feeds.tasks.import_feed"
+NAME = f"{TASK}(feed_id=7)"
+KEY = shown_key(TASK, {"feed_id": 7})
+
+
+@pytest.fixture(autouse=True)
+def on_redis(settings, empty_cache, db, monkeypatch):
+    now = float(int(time.time()))
+    monkeypatch.setattr("time.time", lambda: now)
+    settings.SINGLETASK_CACHE = "redis"
+    empty_cache("redis")
+    # Threads of other tests write outside of the transactions of those.
+    TaskLockEvent.objects.all().delete()
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def hold(name=NAME, key=KEY, *, left=30, ago=134, alias="redis", **facts):
+    """Put an entry into the store as a run that began some time ago would have."""
+    holder = Holder.new(name, 60, task=TASK, task_id="3f0c", retries=0, token="9ab2")
+    holder = dataclasses.replace(holder, since=time.time() - ago, **facts)
+    get_store(alias).add(key, holder.encode(), left)
+    return holder
+
+
+def hold_elsewhere(**facts):
+    return hold(boot_id="another", host="web-3", pid=8121, **facts)
+
+
+def told(name=NAME):
+    return "\n".join(explain(why(name)))
+
+
+# Held
+
+
+def test_held_lock_is_explained_as_in_the_design(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    holder = hold()
+    for lasted in (3, 4, 31):
+        ran(7800, lasted, name=NAME, key=KEY, task=TASK)
+    skipped(60, 2, 31, name=NAME, key=KEY, blocked_by="9ab2")
+    started = time.strftime("%H:%M:%S", time.localtime(started_at(holder)))
+    assert re.fullmatch(
+        rf"Held for 2m 1\ds by task 3f0c on {re.escape(holder.host)}, process {os.getpid()} "
+        rf"\(alive: same host, started {started}\)\.\n"
+        r"Lease: 60 s, renewed 3\d s ago, ends in 2\d s unless renewed\. "
+        r"Usual hold: 4 s, longest 31 s\.\n"
+        r"31 runs were skipped meanwhile, the last [23] s ago\. Last completed: 2h 10m ago\.\n"
+        r"It is freed when the task ends or its process dies\. To stop the task: "
+        r'app\.control\.revoke\("3f0c", terminate=True\)\.\n'
+        r"To free only the lock \(a second run can then start beside this one\): "
+        r"manage\.py locks clear --token 9ab2",
+        told(),
+    )
+
+
+def test_commands_stay_on_lines_of_their_own_where_they_do_not_fit():
+    hold()
+    lines = told().splitlines()
+    assert "    manage.py locks clear --token 9ab2" in lines
+    assert all(columns(line) <= 80 for line in lines)
+
+
+def test_name_key_and_call_explain_the_same():
+    hold_elsewhere()
+    for name in (KEY, NAME, f"{TASK}( feed_id = 7 )"):
+        assert why(name).name == NAME
+        assert why(name).lock.holder.token == "9ab2"
+
+
+def test_process_elsewhere_cannot_be_seen():
+    hold_elsewhere()
+    assert "process 8121 (on another host or in another" in told().replace("\n", " ")
+    assert why(NAME).alive is None
+
+
+def test_process_that_started_on_another_day_says_which(monkeypatch):
+    hold()
+    monkeypatch.setattr("django_singletask.management.sentences.started_at", lambda _: 1e9)
+    assert re.search(r"started\s2001-09-09\s\d\d:46:40\)", told())
+
+
+def test_unknown_start_is_left_out():
+    hold(start="")
+    assert "(alive: same host)" in told().replace("\n", " ")
+
+
+def test_lease_that_was_not_renewed_yet_says_nothing_of_it():
+    hold(ago=30)
+    assert re.search(r"^Lease: 60 s, ends in (29|30) s unless renewed\.$", told(), re.MULTILINE)
+
+
+def test_lease_of_memcached_is_only_its_length(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "pymemcache"
+    empty_cache("pymemcache")
+    hold(alias="pymemcache")
+    assert "Lease: 60 s.\n" in told()
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(1, "1 run was skipped meanwhile, 5 s ago."), (2, "2 runs were skipped meanwhile, the last")],
+)
+def test_few_skips_are_grammatical(count, words):
+    hold()
+    skipped(9, 5, count, name=NAME, key=KEY, blocked_by="9ab2")
+    assert words in told()
+
+
+def test_no_skip_and_no_completed_run_are_said():
+    hold()
+    assert "No run was skipped meanwhile. No completed run is in its history." in told()
+
+
+def test_run_that_raised_is_said_to_have():
+    hold()
+    ran(60, name=NAME, key=KEY, result="raised")
+    assert "Last completed: 60 s ago (it raised)." in told()
+
+
+def test_lock_in_code_has_no_task_to_stop():
+    hold(task=None, task_id=None)
+    text = told()
+    assert "by a lock in code on " in text
+    assert "It is freed when its block of code ends or its process dies.\n" in text
+    assert "revoke" not in text
+
+
+def test_lock_that_starves_since_before_its_holder_says_so():
+    hold()
+    skipped(8000, 7000, 40, name=NAME, key=KEY, blocked_by="earlier")
+    assert "Starving: 40 calls came to nothing in 2h 13m, the last 1h 56m ago." in told()
+
+
+def test_dead_holder_is_taken_over():
+    child = subprocess.Popen(["true"])
+    child.wait()
+    hold(pid=child.pid)
+    text = told()
+    assert f"(dead: process {child.pid} is gone)" in text.replace("\n", " ")
+    assert "The next call on this host takes it over. To free it now:" in text
+    assert why(NAME).alive is False
+
+
+# Free
+
+
+def test_free_lock_tells_what_was():
+    row("expired", 300, name=NAME, key=KEY, task_id="x", host="web-2", pid=7, reason="it is gone")
+    row("cleared", 200, name=NAME, key=KEY, task_id="y", host="web-2", pid=8, actor="ada")
+    skipped(150, 100, 2, name=NAME, key=KEY, blocked_by="b", blocked_by_task_id="z")
+    ran(90, 5, name=NAME, key=KEY, task=TASK, task_id="w", host="web-1", pid=9)
+    assert told().splitlines() == [
+        "Free.",
+        "Last completed: 90 s ago, by task w on web-1, process 9 (held for 5 s).",
+        "Usual hold: 5 s, longest 5 s.",
+        "Last skipped: 100 s ago, behind task z.",
+        "Last cleared: 3m 20s ago, task y on web-2, process 8 (by ada).",
+        "Last expired: 5m 00s ago, task x on web-2, process 7 (it is gone).",
+        "Not starving: no call was skipped since it was last completed.",
+    ]
+
+
+def test_free_lock_that_starves_says_so():
+    skipped(8000, 60, 40, name=NAME, key=KEY)
+    assert "Starving: 40 calls came to nothing in 2h 13m, the last 60 s ago." in told()
+
+
+def test_free_lock_is_found_by_its_key():
+    ran(90, name=NAME, key=KEY, task=TASK)
+    assert "Last completed" in told(KEY)
+    ran(90, name="nightly", key=name_key("nightly").key)
+    assert "Last completed" in told(name_key("nightly").key)
+
+
+def test_rows_of_a_name_that_shows_less_than_the_key_holds_are_kept_apart():
+    hold()
+    ran(90, name=NAME, key="another key")
+    ran(400, name=NAME, key=KEY)
+    assert "Last completed: 6m 40s ago." in told()
+
+
+def test_task_that_never_ran_is_free():
+    assert told("tests.testapp.tasks.unique('a')").startswith("Free.\nNo completed run")
+
+
+def test_expired_hold_says_that_there_is_nothing_to_free():
+    row("acquired", 100, name=NAME, key=KEY, timeout=60, host="web-1", pid=7, task_id="x")
+    text = told().replace("\n", " ")
+    assert text.startswith("Free. An open row of the history: task x on web-1, process 7 took it ")
+    assert "its lease of 60 s has ended unreleased. There is nothing to free" in text
+
+
+def test_history_off_is_said(settings):
+    settings.SINGLETASK_HISTORY = "off"
+    assert told("nightly") == ("Free.\nSINGLETASK_HISTORY = 'off': nothing is known of what was.")
+
+
+def test_history_off_on_memcached_still_explains_what_is_held(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "pymemcache"
+    settings.SINGLETASK_HISTORY = "off"
+    empty_cache("pymemcache")
+    hold(alias="pymemcache")
+    assert told().startswith("Held for 2m 1")
+
+
+# Queued
+
+
+def test_queued_call_is_explained():
+    key = key_beside(QUEUED, KEY, TASK)
+    holder = Holder.new(NAME, 3600, task=TASK, task_id="5d1c", retries=0, token="t")
+    holder = dataclasses.replace(holder, pid=0, start="", since=time.time() - 3, host="web-1")
+    get_store("redis").add(key, holder.encode(), 3597)
+    skipped(1, kind="duplicate", name=NAME, key=key, blocked_by="t", count=2)
+    text = told()
+    flat = text.replace("\n", " ")
+    assert re.match(
+        r"Queued: task 5d1c, sent [34] s ago from web-1\. It stops equal calls until it has run, "
+        r"for 59m 5\ds more at most\. 2 duplicates were stopped\.",
+        flat,
+    )
+    assert f'manage.py locks clear --queued "{NAME}"' in text
+    assert "Last found a duplicate: 1 s ago." in text
+
+
+def test_queued_call_behind_a_held_lock_is_explained_too():
+    hold_elsewhere()
+    queued = Holder.from_dict({"name": "a$b", "token": "q", "task_id": "5d1c", "timeout": 60})
+    get_store("redis").add(key_beside(QUEUED, KEY, TASK), queued.encode(), 30)
+    text = told()
+    assert text.startswith("Held for")
+    # A shell would read the name otherwise.
+    assert f"clear --queued {key_beside(QUEUED, KEY, TASK)}" in text.replace("'", "")
+
+
+# Unknown
+
+
+def test_unknown_name_has_close_matches():
+    ran(90, name="reports.nightly()")
+    ran(90, name="feeds.import_feed(feed_id=7)")
+    with pytest.raises(UnknownLock) as caught:
+        why("feed.import_feed(feed_id=7)")
+    assert caught.value.matches == ["feeds.import_feed(feed_id=7)"]
+    with pytest.raises(UnknownLock) as caught:
+        why("nightly")
+    assert caught.value.matches[0] == "reports.nightly()"
+
+
+def test_unknown_key_is_unknown():
+    ran(90, name=NAME, key=KEY, task=TASK)
+    with pytest.raises(UnknownLock):
+        why(f"{KEY}0")
+
+
+def test_what_steers_a_terminal_is_escaped():
+    hold(task_id="a\x1b[2Jb", host="c\rd")
+    assert "\x1b" not in told()
+    assert "\r" not in told()
+    assert "a\\x1b[2Jb" in told()
+
+
+def test_foreign_entry_is_cleared_by_its_key():
+    key = name_key("foreign").key
+    get_store("redis").add(key, b"text", 30)
+    assert "Held by a lock in code on an unknown host" in told(key)
+    assert f"manage.py locks clear {key}" in told(key)
+
+
+# As a process
+
+
+def test_process_of_a_lock_that_is_held_by_another(tmp_path):
+    lock = TaskLock("nightly")
+    lock.acquire()
+    try:
+        command = [sys.executable, "-m", "django", "locks", "why", "nightly"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    finally:
+        lock.release()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"process {this_process().pid}" in done.stdout.replace("\n", " ")
+    assert "(alive: same host, started" in done.stdout.replace("\n", " ")
+
+
+def test_process_of_an_unknown_name_exits_with_one():
+    command = [sys.executable, "-m", "django", "locks", "why", "nothing\x1b"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("CommandError: No lock is known as 'nothing\\x1b'.")
