@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from celery import current_app
@@ -17,10 +16,10 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import timezone
 from django.utils.functional import cached_property
 from django.utils.html import format_html, format_html_join
-from django.utils.module_loading import autodiscover_modules
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from django_singletask.checks import import_tasks
 from django_singletask.facts import clock_time, hold_time, status
 from django_singletask.models import TaskLockEvent
 from django_singletask.pages import OperatorPages, holder_row
@@ -79,12 +78,6 @@ class TaskFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: Rows) -> Rows:
         """Keep the events of one task."""
         return queryset.filter(task=self.value()) if self.value() else queryset
-
-
-@cache
-def import_tasks() -> None:
-    """Import the tasks of all apps: a web process may have met none of them yet."""
-    autodiscover_modules("tasks")
 
 
 class UncountedPaginator(Paginator):  # type: ignore[type-arg]

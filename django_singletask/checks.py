@@ -182,14 +182,22 @@ def _seconds_error(option: str, value: Any, *, zero: bool = False) -> str | None
 
 def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
     """Check the lock options of every registered :class:`SingletonTask`."""
-    autodiscover_modules("tasks")
-    for module in (*current_app.conf.imports, *current_app.conf.include):
-        current_app.loader.import_task_module(module)
+    import_tasks()
     found: list[checks.CheckMessage] = []
     for _name, task in sorted(current_app.tasks.items()):
         if isinstance(task, SingletonTask):
             found += _task(task)
     return found
+
+
+def import_tasks() -> None:
+    """Import the modules of tasks that a worker imports: only a worker does so by itself.
+
+    Not by the loader's own ``import_default_modules()``, which makes Celery run the checks.
+    """
+    autodiscover_modules("tasks")
+    for module in (*current_app.conf.imports, *current_app.conf.include):
+        current_app.loader.import_task_module(module)
 
 
 def _task(task: SingletonTask) -> Iterator[checks.CheckMessage]:

@@ -14,8 +14,8 @@ from typing import Any
 from celery import current_app
 from django.db import DatabaseError
 from django.db.models import Sum
-from django.utils.module_loading import autodiscover_modules
 
+from django_singletask.checks import import_tasks
 from django_singletask.conf import conf
 from django_singletask.durations import duration, parse_duration
 from django_singletask.history import COUNTED, SWEEPER
@@ -194,7 +194,7 @@ def locks_of(name: str) -> list[LockKey]:
         with suppress(TypeError, ValueError):
             # As names are shown: all arguments that make the lock, and only those.
             found.append(LockKey(name, shown_key(task, kwargs)))
-    with suppress(TypeError, ValueError):
+    with suppress(Exception):  # a callable lock_name may raise anything
         if known := _task(task):
             found.append(known.lock_key(args, kwargs, {}))
     for lock in found:
@@ -210,7 +210,7 @@ def is_call(name: str) -> bool:
         return False
     try:
         known.lock_key(call[1], call[2], {})
-    except (TypeError, ValueError):
+    except Exception:
         return False
     return True
 
@@ -231,10 +231,9 @@ def _call(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
 
 def _task(name: str) -> SingletonTask | None:
     if name not in current_app.tasks:
-        # Only a worker imports all tasks by itself. What fails there is not the matter here.
+        # What fails there is not the matter here.
         with suppress(Exception):
-            autodiscover_modules("tasks")
-            current_app.loader.import_default_modules()
+            import_tasks()
     task = current_app.tasks.get(name)
     return task if isinstance(task, SingletonTask) else None
 
@@ -304,9 +303,12 @@ def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:
     skipped: dict[str, int] = {}
     try:
         for start in range(0, len(tokens), 500):
-            part = rows().filter(kind__in=COUNTED, blocked_by__in=tokens[start : start + 500])
-            sums = part.order_by().values("blocked_by").annotate(total=Sum("count"))
-            skipped.update(sums.values_list("blocked_by", "total"))
+            # The kind is looked at here: SQLite would rather read all that were skipped.
+            part = rows().filter(blocked_by__in=tokens[start : start + 500]).order_by()
+            sums = part.values("blocked_by", "kind").annotate(total=Sum("count"))
+            for token, kind, total in sums.values_list("blocked_by", "kind", "total"):
+                if kind in COUNTED:
+                    skipped[token] = skipped.get(token, 0) + total
     except DatabaseError as error:
         logger.warning("The skipped runs cannot be counted: %s.", _first_line(error))
         return locks
@@ -320,6 +322,15 @@ def _first_line(error: Exception) -> str:
 def clear(lock: HeldLock, *, actor: str) -> bool:
     """Free a lock if the holder that was shown still has it; say whether it was freed.
 
-    Of an expired one there is nothing to free, and its row is the sweep's to close.
+    Of an expired one there is nothing to free, and its row is the sweep's to close. With the lock
+    of a call that is unique until it has finished goes the entry that stops its duplicates: the
+    process that hangs would renew it for ever.
     """
-    return TaskLock(LockKey(lock.name, lock.key)).clear(token=lock.holder.token, actor=actor)
+    freed = TaskLock(LockKey(lock.name, lock.key)).clear(token=lock.holder.token, actor=actor)
+    if freed and lock.holder.task and not lock.queued:
+        beside = key_beside(QUEUED, lock.key, lock.holder.task)
+        for entry in _read(get_store(conf.cache), [beside]):
+            # Of a call that is queued behind this one it stays.
+            if entry.holder.task_id == lock.holder.task_id:
+                TaskLock(LockKey(lock.name, beside)).clear(token=entry.holder.token, actor=actor)
+    return freed

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-from django.db import connections
 from django.utils import timezone
 from django.utils.formats import date_format
 from django.utils.functional import Promise
@@ -25,6 +24,7 @@ from django_singletask.facts import (
     sum_up,
 )
 from django_singletask.history import COUNTED, SWEEPER, TROUBLE
+from django_singletask.past import only_open
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet
@@ -179,7 +179,7 @@ def _read(
     newest = list(_newest(rows, wanted)[:ROWS])
     found = {event.pk: event for event in newest}
     cut = newest[-1].at if len(newest) == ROWS and newest[-1].at > start else None
-    more = [_open(rows)[:ROWS]]
+    more = [only_open(rows)[:ROWS]]
     if cut is not None:
         more += [rows.filter(kind=kind).order_by("-id")[:TROUBLES] for kind in sorted(TROUBLE)]
     for part in more:
@@ -204,20 +204,6 @@ def _newest(rows: QuerySet[TaskLockEvent], wanted: dict[str, str]) -> QuerySet[T
         task = wanted["task"]
         newest = rows.filter(task__gte=task, task__lte=task).order_by("task", "-id")
     return newest
-
-
-def _open(rows: QuerySet[TaskLockEvent]) -> QuerySet[TaskLockEvent]:
-    """Return the rows of holds that go on, by the index that has only these.
-
-    Ordered by the key, as that index is. SQLite has to read its condition in the statement, and
-    to be told that the condition is met by many rows: else an index of one column looks better.
-    """
-    found: QuerySet[TaskLockEvent] = rows.filter(kind="acquired", outcome="")
-    if connections[rows.db].vendor == "sqlite":
-        condition = "likely(kind = 'acquired') AND likely(outcome = '')"
-        found = rows.extra(where=[condition])
-    found = found.order_by("key")
-    return found
 
 
 def _is_wanted(event: TaskLockEvent, wanted: dict[str, str]) -> bool:

@@ -18,6 +18,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from django_singletask import SingletonTask, TaskLock, registry
+from django_singletask.conflicts import HEADER
 from django_singletask.history import prune
 from django_singletask.keys import name_key
 from django_singletask.liveness import Holder, this_process
@@ -26,6 +27,7 @@ from django_singletask.management.tables import columns, printable
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from tests.past_rows import before_now, ran, row, skipped
+from tests.test_conflicts import receive
 from tests.testapp import tasks
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -956,3 +958,42 @@ def test_a_call_is_found_by_its_arguments():
     key = tasks.unique.lock("a").key
     for name in (NAME, "tests.testapp.tasks.unique('a', 5)"):
         assert key in registry.keys_of(name)
+
+
+def test_clear_of_a_queued_call_says_how(queued):
+    queued("a")
+    with pytest.raises(CommandError, match=r"Not held: .*A call is queued: --queued"):
+        locks("clear", "--yes", NAME)
+
+
+def test_clear_frees_the_entry_of_a_run_that_hangs(monkeypatch):
+    """Unique until it has finished, it would stop its duplicates for ever."""
+    task, seen = tasks.unique_to_the_end, []
+    sent = []
+
+    def send_task(name, args=None, kwargs=None, **options):
+        sent.append(options)
+        return task.AsyncResult(options["task_id"])
+
+    def hang(*args):
+        assert task.queued("a")
+        locks("clear", "--yes", task.lock("a").name)
+        seen.append(task.queued("a"))
+
+    monkeypatch.setattr(task.app, "send_task", send_task)
+    monkeypatch.setattr("tests.testapp.tasks.body", hang)
+    task.delay("a")
+    header = sent[0]["headers"][HEADER]
+    receive(task, "a", task_id=sent[0]["task_id"], header=header)
+    assert seen == [None]
+
+
+def test_a_lock_name_that_raises_is_no_call(monkeypatch):
+    def name(key):
+        raise KeyError(key)
+
+    monkeypatch.setattr(type(tasks.unique._get_current_object()), "lock_on", None)
+    monkeypatch.setattr(
+        type(tasks.unique._get_current_object()), "lock_name", staticmethod(name), raising=False
+    )
+    assert len(registry.keys_of(NAME)) == 3

@@ -318,4 +318,6 @@ def _not_there(missing: Sequence[str], found: Sequence[HeldLock], **options: Any
         what = "Not held" if asked else NOTHING.rstrip(".")
     by = " by that token" if token and missing else ""
     names = f"{by}: {', '.join(map(printable, asked))}" if asked else ""
+    if any(lock.queued for lock in found) and not options["queued"]:
+        over += " A call is queued: --queued lets an equal one be sent."
     return f"{what}{names}.{over}"
