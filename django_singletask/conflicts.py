@@ -259,10 +259,12 @@ def put_off(
     headers = signature.options.get("headers") or {}
     own = {**header, "id": request.id, "task": task.name, "key": lock.key, "name": lock.name}
     put = {**headers, HEADER: {**own, "hops": hops + 1, **state}}
-    # What the caller hides stays hidden.
-    shown = {name: getattr(request, name, None) for name in ("argsrepr", "kwargsrepr")}
+    # What the caller hides stays hidden, and a result that nobody wants is not stored: Celery keeps
+    # the first on no version, the second not on 5.4.
+    names = ("argsrepr", "kwargsrepr", "ignore_result")
+    given = {name: vars(request)[name] for name in names if name in vars(request)}
     try:
-        signature.set(headers=put, **shown).apply_async()
+        signature.set(headers=put, **given).apply_async()
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:

@@ -60,6 +60,8 @@ class Keeper:
         self.locks: weakref.WeakValueDictionary[tuple[str, str], TaskLock]
         self.locks = weakref.WeakValueDictionary()
         self.debts: deque[Debt] = deque()
+        self.failed: list[Debt] = []
+        self.retries_at = math.inf
         self.pays_at = math.inf
         self.down: set[str] = set()
         self.wakes_at = math.inf
@@ -75,8 +77,8 @@ class Keeper:
             self.wake(due(lock))
 
     def owe(self, debt: Debt) -> None:
-        if len(self.debts) >= MAX_DEBTS:
-            forgotten = self.debts.popleft()
+        if len(self.debts) + len(self.failed) >= MAX_DEBTS:
+            forgotten = self.failed.pop(0) if self.failed else self.debts.popleft()
             logger.warning("%s is not given back: its lease will end it.", forgotten.key)
         self.debts.append(debt)
         self.pays_at = clock()
@@ -153,21 +155,25 @@ class Keeper:
                 settle(lock, token, sent, lease, outcome)
 
     def pay(self) -> None:
-        # Some at a time: renewals are due meanwhile.
-        count = min(len(self.debts), AT_ONCE)
-        self.pays_at = clock() if len(self.debts) > count else math.inf
+        # Some at a time: renewals are due meanwhile. Those of a cache that is down wait apart, so
+        # that they hold up no other.
+        self.pays_at = math.inf
+        if clock() >= self.retries_at:
+            self.debts.extend(self.failed)
+            self.failed, self.retries_at = [], math.inf
         down: set[str] = set()
-        for _ in range(count):
+        for _ in range(min(len(self.debts), AT_ONCE)):
             debt = self.debts.popleft()
             try:
-                # One error is enough: each may take as long as the client waits, and the
-                # renewals of other locks wait meanwhile.
+                # One error is enough: each may take as long as the client waits.
                 if debt.cache not in down:
                     get_store(debt.cache).release(debt.key, debt.value)
+                    self.down.discard(debt.cache)
                     continue
             except Exception as error:
                 down.add(debt.cache)
                 if debt.cache not in self.down:  # once an outage
+                    self.down.add(debt.cache)
                     logger.warning(
                         "The cache %r does not answer; what may be held there is given back when "
                         "it does: %s",
@@ -175,9 +181,10 @@ class Keeper:
                         error,
                     )
             if clock() < debt.until:
-                self.debts.append(debt)
-                self.pays_at = clock() + RETRY
-        self.down = down
+                self.failed.append(debt)
+                self.retries_at = clock() + RETRY
+        # Not above what owe() may have set meanwhile.
+        self.pays_at = min(self.pays_at, clock() if self.debts else self.retries_at)
 
 
 def due(lock: TaskLock) -> float:
