@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django.db import DatabaseError, connections
+from django.db import DatabaseError
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
-from django_singletask.history import COUNTED, SWEEPER
+from django_singletask.history import COUNTED, SWEEPER, only_open
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet
@@ -294,14 +294,3 @@ def open_rows() -> QuerySet[TaskLockEvent]:
     """
     first: QuerySet[TaskLockEvent] = only_open(rows())[:OPEN]
     return first
-
-
-def only_open(rows: QuerySet[TaskLockEvent]) -> QuerySet[TaskLockEvent]:
-    """Return those of these rows whose hold goes on, in the order of their index."""
-    found: QuerySet[TaskLockEvent] = rows.filter(kind="acquired", outcome="")
-    if connections[rows.db].vendor == "sqlite":
-        # It has to read the condition of the index in the statement, and to be told that many
-        # rows meet it: else an index of one column looks better.
-        found = rows.extra(where=["likely(kind = 'acquired') AND likely(outcome = '')"])
-    ordered: QuerySet[TaskLockEvent] = found.order_by("key")
-    return ordered

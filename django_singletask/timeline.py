@@ -23,8 +23,7 @@ from django_singletask.facts import (
     status,
     sum_up,
 )
-from django_singletask.history import COUNTED, SWEEPER, TROUBLE
-from django_singletask.past import only_open
+from django_singletask.history import COUNTED, SWEEPER, TROUBLE, only_open
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet
