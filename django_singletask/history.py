@@ -47,17 +47,15 @@ def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
     ``again`` says that an attempt failed whose commit may have come through all the same. Raises
     the errors of the database; then nothing of it is written.
     """
-    from django_singletask.models import TaskLockEvent
-
-    with transaction.atomic(using=router.db_for_write(TaskLockEvent)):
+    with transaction.atomic(using=router.db_for_write(_model())):
         batch = Batch(again)
         for event in events:
-            event = _fitted(event, TaskLockEvent)
+            event = _fitted(event, _model())
             if event.kind in TROUBLE:
                 # It closes the row of a run, which must be there.
                 batch.save()
                 batch = Batch(again)
-                _insert(event)
+                _insert(event, again)
             else:
                 batch.add(event)
         batch.save()
@@ -93,17 +91,25 @@ class Batch:
             self.counted.setdefault(what, []).append(event)
 
     def save(self) -> None:
-        from django_singletask.models import TaskLockEvent
-
         if self.again and self.acquired:
-            there = TaskLockEvent.objects.filter(kind="acquired", token__in=list(self.acquired))
-            for token in there.values_list("token", flat=True):
-                del self.acquired[token]
+            for token, kind in (
+                _objects().filter(token__in=list(self.acquired)).values_list("token", "kind")
+            ):
+                if kind == "acquired":
+                    self.acquired.pop(token, None)
         if self.acquired:
-            TaskLockEvent.objects.bulk_create(self.acquired.values(), batch_size=BATCH)
+            _objects().bulk_create(self.acquired.values(), batch_size=BATCH)
         _close(self.released)
-        for repeats in self.counted.values():
-            _count(repeats)
+        # In one order in all processes: two that count the same rows in different orders would
+        # each wait for what the other has changed.
+        for _what, repeats in sorted(self.counted.items(), key=lambda item: str(item[0])):
+            _count(repeats, self.again)
+
+
+def _objects() -> models.QuerySet[TaskLockEvent]:
+    """Return the rows where they are written: a replica may not have them yet."""
+    rows: models.QuerySet[TaskLockEvent] = _model().objects.using(router.db_for_write(_model()))
+    return rows
 
 
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")  # PostgreSQL's text holds neither
@@ -130,85 +136,109 @@ def _lengths(model: type[models.Model]) -> list[tuple[str, int]]:
     ]
 
 
-def _row(event: LockEvent, **facts: Any) -> TaskLockEvent:
+def _model() -> type[TaskLockEvent]:
     from django_singletask.models import TaskLockEvent
 
+    return TaskLockEvent
+
+
+def _row(event: LockEvent, **facts: Any) -> TaskLockEvent:
     facts = {**vars(event), **facts}
     del facts["quiet"]
-    return TaskLockEvent(**facts)
+    return _model()(**facts)
 
 
-def _insert(event: LockEvent) -> None:
-    from django_singletask.models import TaskLockEvent
+# Rows are looked up by one indexed column, and the rest is looked at here: with two conditions
+# SQLite and MySQL may take the index that has half of all rows.
 
+
+def _insert(event: LockEvent, again: bool) -> None:
     outcome = event.outcome or event.kind
+    rows = list(_objects().filter(token=event.token)) if event.token else []
+    if again and any((row.kind, row.at) == (event.kind, event.at) for row in rows):
+        return
     _row(event, outcome="").save(force_insert=True)
-    if event.token:
-        # The run's own word, once it ends, stands above what others saw of it.
-        rows = TaskLockEvent.objects.filter(kind="acquired", token=event.token, outcome="")
-        rows.update(outcome=outcome, ended_at=event.at)
+    # The run's own word, once it ends, stands above what others saw of it.
+    mine = [row.pk for row in rows if row.kind == "acquired" and not row.outcome]
+    if mine:
+        _objects().filter(pk__in=mine, outcome="").update(outcome=outcome, ended_at=event.at)
 
 
 def _close(events: list[LockEvent]) -> None:
-    from django_singletask.models import TaskLockEvent
+    for start in range(0, len(events), BATCH):
+        part = {event.token: event for event in events[start : start + BATCH]}
+        fields = ("pk", "token", "kind", "outcome")
+        open_rows: dict[tuple[Any, ...], list[tuple[int, LockEvent]]] = {}
+        for pk, token, kind, outcome in (
+            _objects().filter(token__in=list(part)).values_list(*fields)
+        ):
+            event = part[token]
+            if kind == "acquired" and not outcome:
+                alike = (event.outcome, *_ending(event).values())
+                open_rows.setdefault(alike, []).append((pk, event))
+            elif kind == "acquired":
+                _close_again(pk, event)
+        for group in open_rows.values():
+            _close_alike(group)
 
-    alike: dict[tuple[Any, ...], list[LockEvent]] = {}
-    for event in events:
-        alike.setdefault((event.outcome, *_ending(event).values()), []).append(event)
-    field: Any = TaskLockEvent._meta.get_field("ended_at")
-    for group in alike.values():
-        for start in range(0, len(group), BATCH):
-            part = group[start : start + BATCH]
-            ends = [When(token=event.token, then=Value(event.at)) for event in part]
-            open_rows = TaskLockEvent.objects.filter(
-                kind="acquired", token__in=[event.token for event in part], outcome=""
-            )
-            closed = open_rows.update(
-                outcome=part[0].outcome,
-                ended_at=Case(*ends, output_field=field),
-                **_ending(part[0]),
-            )
-            if closed != len(part):
-                for event in part:
-                    _close_again(event)
+
+def _close_alike(group: list[tuple[int, LockEvent]]) -> None:
+    field: Any = _model()._meta.get_field("ended_at")
+    ends = [When(pk=pk, then=Value(event.at)) for pk, event in group]
+    first = group[0][1]
+    _objects().filter(pk__in=[pk for pk, _event in group]).update(
+        outcome=first.outcome, ended_at=Case(*ends, output_field=field), **_ending(first)
+    )
 
 
 def _ending(event: LockEvent) -> dict[str, Any]:
     return {name: getattr(event, name) for name in ("result", "reason", "longest_renewal_gap")}
 
 
-def _close_again(event: LockEvent) -> None:
+def _close_again(pk: int, event: LockEvent) -> None:
     """Close a row that others have closed meanwhile; it may as well be closed by this event."""
-    from django_singletask.models import TaskLockEvent
-
-    rows = TaskLockEvent.objects.filter(kind="acquired", token=event.token)
     facts = {"ended_at": event.at, **_ending(event)}
     if event.outcome == "lost":
         # That is all the run knows; who cleared the lock knew more.
-        rows.update(**facts)
-    elif rows.update(outcome=event.outcome, **facts):
-        # The sweep took the run for gone, and was wrong.
-        TaskLockEvent.objects.filter(kind="expired", token=event.token).delete()
+        _objects().filter(pk=pk).update(**facts)
+        return
+    _objects().filter(pk=pk).update(outcome=event.outcome, **facts)
+    # The sweep took the run for gone, and was wrong.
+    rows = _objects().filter(token=event.token).values_list("pk", "kind")
+    wrong = [other for other, kind in rows if kind == "expired"]
+    if wrong:
+        _objects().filter(pk__in=wrong).delete()
 
 
-def _count(repeats: list[LockEvent]) -> None:
+def _count(repeats: list[LockEvent], again: bool) -> None:
     """Count what met one holder in one row, however many processes met it."""
-    from django_singletask.models import TaskLockEvent
-
     first, last = repeats[0], repeats[-1]
-    row = _row(first, count=len(repeats), last_at=last.at, outcome="")
-    rows = TaskLockEvent.objects.filter(
-        kind=first.kind, key=first.key, blocked_by=first.blocked_by, reason=first.reason
-    )
-    more = {"count": F("count") + len(repeats), "last_at": last.at}
-    if first.blocked_by and rows.update(**more):
+    if not first.blocked_by:
+        same = _objects().filter(at=first.at).values_list("kind", "key", "task_id")
+        if not again or (first.kind, first.key, first.task_id) not in set(same):
+            _row(first, last_at=last.at, outcome="").save(force_insert=True)
+        return
+    if _raise_count(repeats, again):
         return
     try:
-        with transaction.atomic(using=router.db_for_write(TaskLockEvent)):
-            row.save(force_insert=True)
+        with transaction.atomic(using=router.db_for_write(_model())):
+            _row(first, count=len(repeats), last_at=last.at, outcome="").save(force_insert=True)
     except IntegrityError:
-        # Another process has inserted it between the two statements.
-        rows.update(**more)
+        # Another process has inserted it since the look.
+        _raise_count(repeats, again)
+
+
+def _raise_count(repeats: list[LockEvent], again: bool) -> bool:
+    first, last = repeats[0], repeats[-1]
+    fields = ("pk", "kind", "key", "reason", "last_at")
+    rows = _objects().filter(blocked_by=first.blocked_by).order_by("pk").values_list(*fields)
+    for pk, kind, key, reason, last_at in rows:
+        # MySQL knows no such constraint, and may have several: one of them counts.
+        if (kind, key, reason) == (first.kind, first.key, first.reason):
+            if not again or last_at != last.at:
+                _objects().filter(pk=pk).update(count=F("count") + len(repeats), last_at=last.at)
+            return True
+    return False
 
 
 def only_open(rows: models.QuerySet[TaskLockEvent]) -> models.QuerySet[TaskLockEvent]:
@@ -229,32 +259,38 @@ def sweep() -> None:
     at two looks that are at least its lease apart. One look can fall between a renewal that found
     the entry gone and took it again; and the row of a run that has just ended may be on its way.
     """
-    from django_singletask.models import TaskLockEvent
-
     now = datetime.now(timezone.utc)
-    # In the order of the index that holds only these: else PostgreSQL may read the whole table.
-    rows = TaskLockEvent.objects.filter(kind="acquired", outcome="").order_by("key")
-    still_open = set()
-    for row in rows.iterator():
+    still_open, down = set(), {}
+    for row in only_open(_objects()).iterator():
         still_open.add(row.pk)
-        if (
-            _aware(row.at) + timedelta(seconds=row.timeout) > now
-            or row.cache not in settings.CACHES
-        ):
-            continue
-        entry = get_store(row.cache).read(row.key)
-        holder = Holder.decode(entry.value) if entry is not None else None
-        if holder is not None and holder.token == row.token:
-            _missed.pop(row.pk, None)
-            how = proof_of_death(holder)
-            if how is not None:
-                TaskLock(LockKey(row.name, row.key), cache=row.cache).bury(row.token, how)
-        elif clock() - _missed.setdefault(row.pk, clock()) >= row.timeout:
-            del _missed[row.pk]
-            _expire(row, now)
+        over = _aware(row.at) + timedelta(seconds=row.timeout) <= now
+        if over and row.cache in settings.CACHES and row.cache not in down:
+            try:
+                _look_after(row, now)
+            except Exception as error:
+                # A cache that is down, or holds no locks any more, keeps no other from its turn.
+                down[row.cache] = error
+                logger.warning("The rows of the cache %r are not swept: %s", row.cache, error)
     for pk in _missed.keys() - still_open:
         del _missed[pk]
-    prune()
+    prune(limit=SWEPT)
+
+
+SWEPT = 50_000
+"""Rows that one sweep deletes at most: the next is soon."""
+
+
+def _look_after(row: TaskLockEvent, now: datetime) -> None:
+    entry = get_store(row.cache).read(row.key)
+    holder = Holder.decode(entry.value) if entry is not None else None
+    if holder is not None and holder.token == row.token:
+        _missed.pop(row.pk, None)
+        how = proof_of_death(holder)
+        if how is not None:
+            TaskLock(LockKey(row.name, row.key), cache=row.cache).bury(row.token, how)
+    elif clock() - _missed.setdefault(row.pk, clock()) >= row.timeout:
+        del _missed[row.pk]
+        _expire(row, now)
 
 
 _missed: dict[int, float] = {}
@@ -286,12 +322,8 @@ def _aware(at: datetime) -> datetime:
 
 def old_rows(older_than: float | None = None) -> models.QuerySet[TaskLockEvent]:
     """Return the rows that :func:`prune` deletes; open ones stay, however old."""
-    from django_singletask.models import TaskLockEvent
-
     seconds = conf.history_days * 86_400 if older_than is None else older_than
-    # Not from a replica, where what is deleted is still to be seen.
-    there = TaskLockEvent.objects.using(router.db_for_write(TaskLockEvent))
-    old = there.filter(at__lt=django_now() - timedelta(seconds=seconds))
+    old = _objects().filter(at__lt=django_now() - timedelta(seconds=seconds))
     rows: models.QuerySet[TaskLockEvent] = old.exclude(kind="acquired", outcome="")
     return rows
 
@@ -308,15 +340,13 @@ def prune(
     In small batches, each a transaction of its own; at most ``limit`` rows. ``progress`` is
     called after each with the number of rows deleted so far, which is what is returned.
     """
-    from django_singletask.models import TaskLockEvent
-
     old, deleted = old_rows(older_than).order_by("at"), 0
     rest = old
     while batch := batch if limit is None else min(batch, limit - deleted):
         rows = list(rest.values_list("pk", "at")[:batch])
         if not rows:
             break
-        deleted += TaskLockEvent.objects.filter(pk__in=[pk for pk, _at in rows]).delete()[0]
+        deleted += _objects().filter(pk__in=[pk for pk, _at in rows]).delete()[0]
         if progress is not None:
             progress(deleted)
         # PostgreSQL's index still holds the deleted: do not pass by them each time.

@@ -156,6 +156,7 @@ class Watcher(threading.Thread):
         self.corpses: list[Corpse] = []
         self.bury_at = 0.0
         self.sweep_at = time.monotonic() + SWEEP
+        self.sweeper: threading.Thread | None = None
         self.leader = TaskLock(history.SWEEPER)
         self.leader._quiet = True
 
@@ -169,11 +170,19 @@ class Watcher(threading.Thread):
             try:
                 self.look()
                 self.bury()
-                if time.monotonic() >= self.sweep_at:
-                    self.sweep_at = time.monotonic() + SWEEP
-                    sweep(self.leader)
+                self.sweep()
             except Exception:
                 logger.exception("The watch over the pool's processes failed; it goes on.")
+
+    def sweep(self) -> None:
+        # In a thread of its own: a database that hangs must not keep locks from being freed.
+        if time.monotonic() < self.sweep_at or (self.sweeper and self.sweeper.is_alive()):
+            return
+        self.sweep_at = time.monotonic() + SWEEP
+        self.sweeper = threading.Thread(
+            target=sweep, args=(self.leader,), name="singletask-sweep", daemon=True
+        )
+        self.sweeper.start()
 
     def look(self) -> None:
         for pid, last in list(self.runs.items()):
@@ -238,6 +247,8 @@ def sweep(leader: TaskLock) -> None:
                 get_store(conf.cache).purge()
             if conf.history != "off":
                 history.sweep()
+    except Exception:
+        logger.exception("The sweep failed; the next one is in a minute.")
     finally:
         connections.close_all()
 

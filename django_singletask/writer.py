@@ -12,13 +12,21 @@ from collections import deque
 from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import DatabaseError, InterfaceError, OperationalError, ProgrammingError, connections
+from django.db import (
+    Error,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    ProgrammingError,
+    connections,
+)
 
 from django_singletask.conf import conf
 from django_singletask.history import TROUBLE, write
 from django_singletask.locks import TaskLock
 from django_singletask.renewal import has_threads
 from django_singletask.signals import LockEvent, lock_event
+from django_singletask.stores.database import asks_again
 
 __all__ = ["connect", "flush", "stop"]
 
@@ -123,7 +131,7 @@ class Writer:
         self.thread: threading.Thread | None = None
         self.open: list[Any] = []  # the connections of the thread
         self.away = False
-        self.ended = False
+        self.ended = threading.Event()
 
     def put(self, event: LockEvent) -> None:
         self.events.append(event)
@@ -138,38 +146,43 @@ class Writer:
     def start(self) -> None:
         with self.starting:
             if self.thread is None or not self.thread.is_alive():
-                thread = threading.Thread(target=self.run, name="singletask-history", daemon=True)
-                thread.start()
-                self.thread = thread
+                self.ended = threading.Event()
+                # Known before it starts, or a signal between the two would leave a stranger.
+                self.thread = threading.Thread(
+                    target=self.run, args=(self.ended,), name="singletask-history", daemon=True
+                )
+                self.thread.start()
 
     def stop(self) -> None:
         if self.thread is None:
             return
         self.flush(RETRY)
-        self.ended = True
+        self.ended.set()
         self.there.set()
         self.thread.join(RETRY)
-        self.thread, self.ended = None, False
+        self.thread = None
 
-    def run(self) -> None:
-        while not self.ended:
+    def run(self, ended: threading.Event) -> None:
+        while not ended.is_set():
             if not self.there.wait(IDLE if self.open else None):
                 self.close()
                 continue
             self.there.clear()
-            while self.events and not self.ended:
-                self.write_some()
+            while self.events and not ended.is_set():
+                self.write_some(ended)
                 time.sleep(PAUSE)
         self.close()
 
-    def write_some(self) -> None:
+    def write_some(self, ended: threading.Event) -> None:
         # Looked at before they are taken away, so that flush() never finds nothing in between.
         self.unwritten = count = min(len(self.events), AT_ONCE)
         events = [self.events.popleft() for _ in range(count)]
         again = False
         while not self.try_to_write(events, again):
             again = True
-            time.sleep(RETRY)
+            if ended.wait(RETRY):
+                self.events.extendleft(reversed(events))
+                break
         with self.written:
             self.unwritten = 0
             self.written.notify_all()
@@ -178,28 +191,15 @@ class Writer:
         """Write events; say whether they are done with."""
         try:
             write(events, again=again)
-        except (OperationalError, InterfaceError, ProgrammingError) as error:
-            # Away, or without the table yet: it may come.
-            if not self.away:
-                self.away = True
-                logger.warning(
-                    "The history of the locks cannot be written, which does no harm to the tasks; "
-                    "the last %d events of each process are kept and written when it can be "
-                    "(%s: %s). Has 'manage.py migrate' run? SINGLETASK_HISTORY = 'off' stops "
-                    "recording.",
-                    BOUND,
-                    type(error).__name__,
-                    str(error).partition("\n")[0],
-                )
-            self.close()
-            return False
+        except (OperationalError, InterfaceError, InternalError, ProgrammingError) as error:
+            if not is_about_values(error):
+                # Away, read-only, without the table yet: it may come.
+                self.tell_once(error)
+                self.close()
+                return False
+            return self.write_singly(events, error)
         except Exception as error:
-            if len(events) == 1:
-                _losses.add(1, error)
-                return True
-            # One of them cannot be written, whatever the reason: the others can.
-            done = [self.try_to_write([event], True) for event in events]
-            return all(done)
+            return self.write_singly(events, error)
         finally:
             self.open = list(connections.all(initialized_only=True))
         if self.away:
@@ -211,12 +211,36 @@ class Writer:
         _losses.end()
         return True
 
+    def write_singly(self, events: list[LockEvent], error: Exception) -> bool:
+        """Leave out the one that cannot be written; what is written is taken off the list."""
+        if len(events) == 1:
+            _losses.add(1, error)
+            return True
+        while events:
+            if not self.try_to_write(events[:1], True):
+                return False
+            del events[0]
+        return True
+
+    def tell_once(self, error: Exception) -> None:
+        if self.away or asks_again(error):
+            return
+        self.away = True
+        logger.warning(
+            "The history of the locks cannot be written, which does no harm to the tasks; the last "
+            "%d events of each process are kept and written when it can be (%s: %s). Has "
+            "'manage.py migrate' run? SINGLETASK_HISTORY = 'off' stops recording.",
+            BOUND,
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
+
     def close(self) -> None:
         """Close the connections of the thread; a broken one may fail at that, too."""
         for connection in connections.all(initialized_only=True):
             try:
                 connection.close()
-            except DatabaseError:
+            except Error:
                 connection.connection = None
         self.open = []
 
@@ -229,6 +253,14 @@ class Writer:
                     return False
                 self.written.wait(min(left, 0.05))
         return True
+
+
+INCORRECT_STRING = 1366
+
+
+def is_about_values(error: Exception) -> bool:
+    """Say whether MySQL refuses a text, which it calls an operational error."""
+    return bool(error.args) and error.args[0] == INCORRECT_STRING
 
 
 _writer = Writer()

@@ -233,7 +233,7 @@ class DatabaseStore(Store):
                 # Every statement here can be sent twice: a take that finds its own row has won.
                 # So a kept connection that the server has closed meanwhile costs no error.
                 self._name_the_table(error)
-                if last or not (kept or _asks_again(error)):
+                if last or not (kept or asks_again(error)):
                     raise
             except ProgrammingError as error:
                 self._name_the_table(error)
@@ -258,7 +258,8 @@ class DatabaseStore(Store):
         return self.connection.vendor == "sqlite" and "is locked" in str(error)
 
 
-def _asks_again(error: Exception) -> bool:
+def asks_again(error: Exception) -> bool:
+    """Say whether the database asks to try the same again: a deadlock, or a lost race."""
     if error.args and error.args[0] == DEADLOCK:
         return True
     cause = error.__cause__
