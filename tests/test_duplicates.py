@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from contextlib import suppress
@@ -9,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
+import redis
 from celery import chain, chord, group
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import connections, transaction
@@ -256,6 +258,8 @@ class TestAwaited:
         assert unique.delay("a").id == "mine"
         assert len(sent) == 1
 
+    # Celery 5.4 with a newer client of Redis.
+    @pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
     def test_equal_members_of_canvases_are_all_sent(self, sent):
         members = [unique.si("a")] * 3
         group(members).apply_async()
@@ -497,3 +501,37 @@ def test_keys_beside_a_lock_are_no_lock_of_any_name():
     assert beside.startswith("singletask:@queued:tests.testapp.tasks.unique:")
     assert not TaskLock("@queued:x").key.startswith(QUEUED)
     assert len(key_beside(QUEUED, TaskLock("x" * 255).key, "t" * 500)) <= len("singletask:") + 133
+
+
+class TestTrips:
+    """To the cache: one more when a call is sent, one more when it starts."""
+
+    @pytest.fixture
+    def trips(self):
+        client = redis.Redis.from_url(os.environ["SINGLETASK_TEST_REDIS_URL"])
+
+        def count(work):
+            before = client.info("stats")["total_reads_processed"]
+            work()
+            return client.info("stats")["total_reads_processed"] - before - 1
+
+        yield count
+        client.close()
+
+    def test_of_a_call(self, sent, trips):
+        for _ in range(2):
+            unique.delay("warm")  # connects, loads the script
+        assert trips(lambda: unique.delay("a")) == 1
+        assert trips(lambda: unique.delay("a")) == 1
+
+    def test_of_a_run(self, sent, trips):
+        unique.delay("a")
+        deliver(sent.pop())  # loads the scripts
+        unique.delay("a")
+        assert trips(lambda: deliver(sent[0])) == 3
+
+    def test_without_it_there_are_none_more(self, sent, trips):
+        tasks.hold.delay("a")
+        deliver(sent.pop(), tasks.hold)
+        assert trips(lambda: tasks.hold.delay("a")) == 0
+        assert trips(lambda: deliver(sent[0], tasks.hold)) == 2

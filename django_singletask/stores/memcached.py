@@ -149,12 +149,21 @@ class PyLibMCStore(MemcachedStore):
         self.client.behaviors.update(
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
         )
-        self.not_found = pylibmc.NotFound
+        self.not_found, self.error = pylibmc.NotFound, pylibmc.Error
 
     def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
         return bool(self._ask(self.client.add, key, value, time=expiry))
 
     def _gets(self, key: str) -> tuple[bytes | None, Any]:
+        # Of threads that open their connections at the same moment one in hundreds finds its own
+        # broken at the second request. To look twice does no harm; a server that is down fails
+        # the second look as well.
+        try:
+            return self._look(key)
+        except self.error:
+            return self._look(key)
+
+    def _look(self, key: str) -> tuple[bytes | None, Any]:
         # gets says "no entry" too when the server does not answer, or has closed the connection;
         # get raises then. If get finds an entry, gets has to be asked again for its cas.
         while True:
