@@ -10,7 +10,7 @@ from celery import current_app
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
-from django.db import connections
+from django.db import Error, connections
 from django.db.models import Min, Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import timezone
@@ -22,7 +22,8 @@ from django.utils.translation import gettext_lazy as _
 from django_singletask.checks import import_tasks
 from django_singletask.facts import clock_time, hold_time, status
 from django_singletask.models import TaskLockEvent
-from django_singletask.pages import OperatorPages, holder_row
+from django_singletask.pages import OperatorPages, apart, holder_row
+from django_singletask.past import of_task
 from django_singletask.task import SingletonTask
 
 __all__ = ["TaskLockEventAdmin"]
@@ -77,7 +78,7 @@ class TaskFilter(admin.SimpleListFilter):
 
     def queryset(self, request: HttpRequest, queryset: Rows) -> Rows:
         """Keep the events of one task."""
-        return queryset.filter(task=self.value()) if self.value() else queryset
+        return of_task(queryset, str(self.value())) if self.value() else queryset
 
 
 class UncountedPaginator(Paginator):  # type: ignore[type-arg]
@@ -149,10 +150,22 @@ class TaskLockEventAdmin(OperatorPages):
         return EventList
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        """Show the list under the tabs."""
+        """Show the list under the tabs, or say that the history cannot be read."""
+        # A NUL, which no value has, is an error to PostgreSQL.
+        if any("\0" in value for _name, values in request.GET.lists() for value in values):
+            return HttpResponseRedirect(self.url("events"))
         request.current_app = self.admin_site.name
         context = {"title": _("History"), "tabs": self.tabs("events"), **(extra_context or {})}
-        return super().changelist_view(request, context)
+        try:
+            with apart():
+                return super().changelist_view(request, context)
+        except Error as error:
+            return self.render_unreadable(request, "events", str(_("History")), error)
+
+    def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
+        """Order the events of one task as their index does; they are the latest first alike."""
+        task = request.GET.get(TaskFilter.parameter_name)
+        return ("task", *self.ordering) if task else self.ordering
 
     def response_delete(self, request: HttpRequest, obj_display: str, obj_id: int) -> HttpResponse:
         """Go back to the history: Django would leave for the index, as nobody changes events."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from datetime import timezone as dt_timezone
 from typing import Any
@@ -13,6 +15,7 @@ from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.options import get_content_type_for_model
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.db import Error, connections, router, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
@@ -24,12 +27,14 @@ from django_singletask import registry, timeline
 from django_singletask.conf import conf
 from django_singletask.durations import duration
 from django_singletask.facts import clock_time, hold_time
-from django_singletask.liveness import Holder, proof_of_death, this_process
+from django_singletask.liveness import proof_of_death
 from django_singletask.models import TaskLockEvent
+from django_singletask.past import unreadable
+from django_singletask.probe import without_secrets
 from django_singletask.registry import CannotList, HeldLock, NoHistory, UsualHold
-from django_singletask.why import started_at
+from django_singletask.why import is_alive, started_at
 
-__all__ = ["OperatorPages", "holder_row"]
+__all__ = ["OperatorPages", "apart", "holder_row"]
 
 SHOWN = 200
 """Locks on one page; the command lists more."""
@@ -114,8 +119,10 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         may: bool = request.user.has_perm(f"{self.opts.app_label}.clear_lock")
         return may and self.has_view_permission(request)
 
-    def render(self, request: HttpRequest, page: str, **context: Any) -> TemplateResponse:
-        """Render a page inside the admin."""
+    def render(
+        self, request: HttpRequest, page: str, *, template: str = "", **context: Any
+    ) -> TemplateResponse:
+        """Render a page inside the admin, by the template of its name if no other is given."""
         # By this the templates' own URLs are those of this site.
         request.current_app = self.admin_site.name
         context = {
@@ -129,7 +136,14 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             "timeline_url": self.url("timeline"),
             **context,
         }
-        return TemplateResponse(request, f"django_singletask/{page}.html", context)
+        return TemplateResponse(request, f"django_singletask/{template or page}.html", context)
+
+    def render_unreadable(
+        self, request: HttpRequest, page: str, title: str, error: Error
+    ) -> TemplateResponse:
+        """Say in place of a page that the history, which it shows, cannot be read."""
+        trouble = without_secrets(str(unreadable(error)))
+        return self.render(request, page, template="unreadable", title=title, trouble=trouble)
 
     # Held now
 
@@ -171,7 +185,9 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
                     lock=lock,
                     word=WORDS[lock.state],
                     held_for=duration(lock.held_for) if lock.holder.since else "-",
-                    slow=known is not None and lock.held_for > max(known.longest, 1),
+                    slow=lock.state == "held"
+                    and known is not None
+                    and lock.held_for > max(known.longest, 1),
                     usual=known,
                     remaining="-" if lock.remaining is None else duration(lock.remaining),
                     since=_clock(lock.holder.since),
@@ -209,7 +225,6 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             )
             self.message_user(request, text, messages.WARNING)
             return HttpResponseRedirect(self.url("changelist"))
-        alive, proof = _is_alive(lock.holder)
         task_id, started = lock.holder.task_id, started_at(lock.holder)
         return self.render(
             request,
@@ -217,8 +232,8 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             title=_("Forget this queued call?") if lock.queued else _("Clear this lock?"),
             lock=lock,
             row=self._held_rows([lock])[0],
-            alive=alive,
-            proof=proof,
+            alive=is_alive(lock.holder),
+            proof=proof_of_death(lock.holder),
             started=_clock(started) if started else "",
             revoke=f"app.control.revoke({json.dumps(task_id)}, terminate=True)" if task_id else "",
             clear_url=self.url("clear"),
@@ -229,7 +244,11 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         message = _("Cleared the lock {}, held by {}, token {}.").format(
             lock.name, lock.holder, lock.holder.token
         )
-        row = holder_row(lock.holder.token)
+        try:
+            with apart():
+                row = holder_row(lock.holder.token)
+        except Error:  # the lock is free all the same
+            row = None
         LogEntry.objects.create(
             user_id=request.user.pk,
             content_type_id=get_content_type_for_model(self.model).pk,
@@ -261,7 +280,11 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             return HttpResponseRedirect(self.url("timeline", range=asked))
         span = timeline.SPANS[asked]
         rows = self.get_queryset(request)
-        drawing = timeline.draw(rows, span, now=timezone.now(), name=name, task=task)
+        try:
+            with apart():
+                drawing = timeline.draw(rows, span, now=timezone.now(), name=name, task=task)
+        except Error as error:
+            return self.render_unreadable(request, "timeline", _("Timeline"), error)
         return self.render(
             request,
             "timeline",
@@ -276,6 +299,17 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             all_url=self.url("timeline", range=asked),
             range=asked,
         )
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Keep a statement to the history that fails from spoiling the transaction of the request."""
+    alias = router.db_for_read(TaskLockEvent)
+    if connections[alias].in_atomic_block:
+        with transaction.atomic(using=alias):
+            yield
+    else:
+        yield
 
 
 def holder_row(token: str) -> TaskLockEvent | None:
@@ -297,7 +331,7 @@ def _ask_who_starves() -> tuple[list[tuple[str, str]], str]:
         states = registry.starving(STARVING_AFTER)
         return [(state.name, _describe(state)) for state in states], ""
     except NoHistory as error:
-        return [], str(error)
+        return [], without_secrets(str(error))
 
 
 def _describe(state: registry.Starving) -> str:
@@ -321,22 +355,11 @@ def _find(key: str, token: str) -> HeldLock | None:
 
 def _why(error: Exception) -> str:
     if isinstance(error, (CannotList, ImproperlyConfigured)):
-        return str(error)
-    first = str(error).partition("\n")[0]
+        return without_secrets(str(error))
+    first = without_secrets(str(error).partition("\n")[0])
     return _("The cache {} (SINGLETASK_CACHE) cannot be asked: {}.").format(
         repr(conf.cache), f"{type(error).__name__}: {first}"
     )
-
-
-def _is_alive(holder: Holder) -> tuple[str, str]:
-    """Say whether the holder's process is dead, alive or out of sight, and how that is known."""
-    proof = proof_of_death(holder)
-    if proof is not None:
-        return "dead", proof
-    here = this_process()
-    if here.boot_id and (holder.boot_id, holder.pid_ns) == (here.boot_id, here.pid_ns):
-        return "alive", ""
-    return "unknown", ""
 
 
 def _clock(seconds: float) -> str:

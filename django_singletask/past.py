@@ -10,11 +10,11 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django.db import DatabaseError
+from django.db import Error
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
@@ -82,7 +82,7 @@ def rows() -> QuerySet[TaskLockEvent]:
     return found
 
 
-def unreadable(error: DatabaseError) -> NoHistory:
+def unreadable(error: Error) -> NoHistory:
     """Return the error that says why the history cannot be read."""
     reason = str(error).partition("\n")[0]
     return NoHistory(f"The history cannot be read: {reason}. Has 'manage.py migrate' run?")
@@ -92,7 +92,7 @@ def last_rows(name: str, limit: int = NEWEST) -> list[TaskLockEvent]:
     """Return the newest rows of a name, the newest first; raises :class:`NoHistory`."""
     try:
         return list(rows().filter(name=name)[:limit])
-    except DatabaseError as error:
+    except Error as error:
         raise unreadable(error) from error
 
 
@@ -102,21 +102,21 @@ def usual_hold(name: str, task: str = "") -> UsualHold | None:
     Only runs that gave it back themselves count. None if there are none or no history.
     """
     try:
-        newest = _of_task(task) if task else rows().filter(name=name)
+        newest = of_task(rows(), task) if task else rows().filter(name=name)
         fields = newest.values_list("kind", "outcome", "at", "ended_at")[:NEWEST]
         holds = [
             max(0.0, (ended_at - at).total_seconds())
             for kind, outcome, at, ended_at in fields
             if (kind, outcome) == ("acquired", "released") and ended_at is not None
         ][:RUNS]
-    except (NoHistory, DatabaseError):
+    except (NoHistory, Error):
         return None
     return UsualHold(statistics.median(holds), max(holds), len(holds)) if holds else None
 
 
 def find(
     *,
-    names: Sequence[str] = (),
+    names: Sequence[str] | None = None,
     task: str | None = None,
     kind: str | None = None,
     outcome: str | None = None,
@@ -125,19 +125,19 @@ def find(
 ) -> list[TaskLockEvent]:
     """Return the newest rows that fit, the newest first; ``since`` is in seconds before now.
 
-    Raises :class:`NoHistory`.
+    Of no name at all (``()``) there is none. Raises :class:`NoHistory`.
     """
-    found = rows()
-    if names:
+    found = rows() if task is None else of_task(rows(), task)
+    if names is not None:
         found = found.filter(name__in=set(names))
-    for field, value in (("task", task), ("kind", kind), ("outcome", outcome)):
+    for field, value in (("kind", kind), ("outcome", outcome)):
         if value is not None:
             found = found.filter(**{field: value})
     if since is not None:
         found = found.filter(at__gte=django_now() - timedelta(seconds=since))
     try:
         return list(found[:limit])
-    except DatabaseError as error:
+    except Error as error:
         raise unreadable(error) from error
 
 
@@ -149,22 +149,22 @@ def names_of(key: str) -> list[str]:
     """
     slug = key.rpartition(":")[0].removeprefix("singletask:").removeprefix("@queued:")
     try:
-        for found in (rows().filter(task=slug), rows().filter(name=slug)):
+        for found in (of_task(rows(), slug), rows().filter(name=slug)):
             for name, other in found.values_list("name", "key")[:NEWEST]:
                 if other == key:
                     return [name]
-    except DatabaseError as error:
+    except Error as error:
         raise unreadable(error) from error
     return []
 
 
-def _of_task(task: str) -> QuerySet[TaskLockEvent]:
-    """Return the newest rows of a task, in the order that no other index has.
+def of_task(rows: QuerySet[TaskLockEvent], task: str) -> QuerySet[TaskLockEvent]:
+    """Return those of a task among these rows, the newest first, in the order of its index alone.
 
     For ``task = …`` PostgreSQL may go back through the ids instead, and does not know that a task
     which made many rows made none of the last millions.
     """
-    found = rows().filter(task__gte=task, task__lte=task)
+    found = rows.filter(task__gte=task, task__lte=task)
     ordered: QuerySet[TaskLockEvent] = found.order_by("task", "-id")
     return ordered
 
@@ -209,7 +209,7 @@ def starving(longer_than: float, *, times: int | None = None) -> list[Starving]:
     try:
         suspects = _suspects(django_now() - timedelta(seconds=window))
         states = [starvation(name, _since_completed(name)) for name in suspects]
-    except DatabaseError as error:
+    except Error as error:
         raise unreadable(error) from error
     hungry = [
         state
@@ -228,12 +228,15 @@ def starvation(name: str, newest: Sequence[TaskLockEvent]) -> Starving | None:
     """
     completed = next((row for row in newest if is_completed(row)), None)
     ended_at = completed.ended_at if completed is not None else None
+    # A call that met such a run came before its end, whatever the clock of its own host says.
+    done = {row.token for row in newest if row.token and is_completed(row)}
     skips = [
         row
         for row in newest
         if row.kind in COUNTED
         # A message that met its own first run is no other call.
         and row.reason != "redelivery"
+        and row.blocked_by not in done
         and (ended_at is None or (row.last_at or row.at) > ended_at)
     ]
     if not skips:
@@ -275,14 +278,17 @@ def _skips() -> Iterator[tuple[str, datetime]]:
     tokens = [token for token in open_rows().values_list("token", flat=True) if token]
     for start in range(0, len(tokens), 500):
         part = tokens[start : start + 500]
-        yield from _times(rows().filter(kind__in=COUNTED, blocked_by__in=part).order_by())
+        # The kind is looked at there: SQLite would rather read all that were skipped.
+        yield from _times(rows().filter(blocked_by__in=part).order_by(), COUNTED)
     for kind in ("expired", "lost", "cleared", *sorted(COUNTED)):
-        yield from _times(rows().filter(kind=kind)[:NEWEST])
+        yield from _times(rows().filter(kind=kind)[:NEWEST], {kind})
 
 
-def _times(found: Any) -> list[tuple[str, datetime]]:
+def _times(found: Any, kinds: Collection[str]) -> list[tuple[str, datetime]]:
     return [
-        (name, last_at or at) for name, at, last_at in found.values_list("name", "at", "last_at")
+        (name, last_at or at)
+        for name, at, last_at, kind in found.values_list("name", "at", "last_at", "kind")
+        if kind in kinds
     ]
 
 

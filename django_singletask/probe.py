@@ -13,11 +13,12 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO, Any, NamedTuple
 from urllib.parse import unquote
 
 import django
@@ -169,38 +170,47 @@ def _holder(name: str, who: str) -> bytes:
     return blank.encode()
 
 
+class Child(NamedTuple):
+    """A process of the race, and the file of what it logs.
+
+    Nobody reads during the race: in a pipe 64 KB would hold it up for ever.
+    """
+
+    process: subprocess.Popen[str]
+    log: IO[bytes]
+
+
 @contextmanager
-def _children(
-    alias: str, name: str, processes: int, keys: int
-) -> Iterator[list[subprocess.Popen[str]]]:
+def _children(alias: str, name: str, processes: int, keys: int) -> Iterator[list[Child]]:
     if not os.environ.get("DJANGO_SETTINGS_MODULE"):
         raise ImproperlyConfigured(
             "The processes that race need DJANGO_SETTINGS_MODULE: set it, or use manage.py."
         )
     # They find the same modules, wherever manage.py stands.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    children: list[subprocess.Popen[str]] = []
-    try:
-        for number in range(processes):
-            command = [sys.executable, "-m", "django_singletask.probe"]
-            children.append(
-                subprocess.Popen(
+    children: list[Child] = []
+    with ExitStack() as logs:
+        try:
+            for number in range(processes):
+                command = [sys.executable, "-m", "django_singletask.probe"]
+                log = logs.enter_context(tempfile.TemporaryFile())
+                process = subprocess.Popen(
                     [*command, alias, name, str(number), str(keys)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
+                    stderr=log,
                     text=True,
                     env={**os.environ, "PYTHONPATH": paths},
                 )
-            )
-        yield children
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
+                children.append(Child(process, log))
+            yield children
+        finally:
+            for child in children:
+                child.process.kill()
+                child.process.communicate()
 
 
-def _run(children: list[subprocess.Popen[str]], processes: int, keys: int) -> list[dict[str, Any]]:
+def _run(children: list[Child], processes: int, keys: int) -> list[dict[str, Any]]:
     for _ in range(ROUNDS + 1):
         for child in children:
             _listen(child)
@@ -209,22 +219,25 @@ def _run(children: list[subprocess.Popen[str]], processes: int, keys: int) -> li
     return [json.loads(_listen(child)) for child in children]
 
 
-def _listen(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
+def _listen(child: Child) -> str:
+    process, log = child
+    assert process.stdout is not None
     # A client without a socket timeout may hang, as it would in a worker: Ctrl-C ends it all.
-    line = next((line for line in child.stdout if line.startswith(WORD)), "")
+    line = next((line for line in process.stdout if line.startswith(WORD)), "")
     if not line:
-        _out, errors = child.communicate()
+        process.communicate()
+        log.seek(0)
+        errors = log.read().decode(errors="replace")
         last = without_secrets(errors.strip().rpartition("\n")[2])
-        raise RuntimeError(f"A process of the race ended: {last or f'exit {child.returncode}'}")
+        raise RuntimeError(f"A process of the race ended: {last or f'exit {process.returncode}'}")
     return line.removeprefix(WORD)
 
 
-def _say(child: subprocess.Popen[str]) -> None:
-    assert child.stdin is not None
+def _say(child: Child) -> None:
+    assert child.process.stdin is not None
     with suppress(BrokenPipeError):  # its last words tell
-        child.stdin.write("go\n")
-        child.stdin.flush()
+        child.process.stdin.write("go\n")
+        child.process.stdin.flush()
 
 
 def compete(alias: str, name: str, number: str, keys: int, go: IO[str], out: IO[str]) -> None:

@@ -12,13 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 from celery import current_app
-from django.db import DatabaseError
+from django.db import Error
 from django.db.models import Sum
 
 from django_singletask.checks import import_tasks
 from django_singletask.conf import conf
 from django_singletask.durations import duration, parse_duration
-from django_singletask.history import COUNTED, SWEEPER
+from django_singletask.history import _UNSTORABLE, COUNTED, SWEEPER
 from django_singletask.keys import LATEST, QUEUED, LockKey, key_beside, name_key, shown_key
 from django_singletask.liveness import Holder, proof_of_death
 from django_singletask.locks import TaskLock
@@ -114,9 +114,10 @@ def _expired(tokens: Collection[str]) -> list[HeldLock]:
             and timestamp(row.at) + row.timeout < now
         }
         # Of a run that ended between the look at the store and this one the row is closed by now.
-        still = rows().filter(pk__in=list(over), outcome="").values_list("pk", flat=True)
-        found = [over[pk] for pk in still.order_by()] if over else []
-    except (NoHistory, DatabaseError):
+        # The outcome is looked at here: SQLite would rather read all that have none.
+        still = rows().filter(pk__in=list(over)).order_by().values_list("pk", "outcome")
+        found = [over[pk] for pk, outcome in still if not outcome] if over else []
+    except (NoHistory, Error):
         return []
     return [
         HeldLock(
@@ -268,7 +269,7 @@ def _open_keys() -> list[str]:
         raise CannotList(f"{cannot}with SINGLETASK_HISTORY = 'off' nothing else knows them.{hint}")
     try:
         return list(dict.fromkeys(open_rows().values_list("key", flat=True)))
-    except DatabaseError as error:
+    except Error as error:
         raise CannotList(
             f"{cannot}the history, which knows them, cannot be read: {_first_line(error)}. "
             f"Has 'manage.py migrate' run?{hint}"
@@ -276,7 +277,10 @@ def _open_keys() -> list[str]:
 
 
 def _held(key: str, holder: Holder, remaining: float | None) -> HeldLock:
-    # Something else may have written the entry.
+    # Something else may have written the entry: what no database takes, no page can show either.
+    facts = vars(holder).items()
+    texts: Any = {name: _storable(text) for name, text in facts if isinstance(text, str)}
+    holder = dataclasses.replace(holder, **texts)
     since = holder.since if math.isfinite(holder.since) else 0
     timeout = holder.timeout if math.isfinite(holder.timeout) else 0
     return HeldLock(
@@ -288,6 +292,10 @@ def _held(key: str, holder: Holder, remaining: float | None) -> HeldLock:
         skipped=None,
         state=_state(key, holder),
     )
+
+
+def _storable(text: str) -> str:
+    return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _state(key: str, holder: Holder) -> str:
@@ -309,7 +317,7 @@ def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:
             for token, kind, total in sums.values_list("blocked_by", "kind", "total"):
                 if kind in COUNTED:
                     skipped[token] = skipped.get(token, 0) + total
-    except DatabaseError as error:
+    except Error as error:
         logger.warning("The skipped runs cannot be counted: %s.", _first_line(error))
         return locks
     return [dataclasses.replace(lock, skipped=skipped.get(lock.holder.token, 0)) for lock in locks]
@@ -326,11 +334,30 @@ def clear(lock: HeldLock, *, actor: str) -> bool:
     of a call that is unique until it has finished goes the entry that stops its duplicates: the
     process that hangs would renew it for ever.
     """
-    freed = TaskLock(LockKey(lock.name, lock.key)).clear(token=lock.holder.token, actor=actor)
-    if freed and lock.holder.task and not lock.queued:
-        beside = key_beside(QUEUED, lock.key, lock.holder.task)
-        for entry in _read(get_store(conf.cache), [beside]):
-            # Of a call that is queued behind this one it stays.
-            if entry.holder.task_id == lock.holder.task_id:
-                TaskLock(LockKey(lock.name, beside)).clear(token=entry.holder.token, actor=actor)
-    return freed
+    if not _clear(lock.name, lock.key, lock.holder.token, actor):
+        return False
+    if lock.holder.task and not lock.queued:
+        try:
+            _clear_beside(lock, lock.holder.task, actor)
+        except Exception as error:  # each client has errors of its own
+            # The lock itself is free, and who is told otherwise looks for the fault elsewhere.
+            why = f"{type(error).__name__}: {_first_line(error)}"
+            logger.warning("%s was freed, but not the entry of its call: %s.", lock.key, why)
+    return True
+
+
+def _clear_beside(lock: HeldLock, task: str, actor: str) -> None:
+    beside = key_beside(QUEUED, lock.key, task)
+    for entry in _read(get_store(conf.cache), [beside]):
+        # Of a call that is queued behind this one it stays.
+        if entry.holder.task_id == lock.holder.task_id:
+            _clear(lock.name, beside, entry.holder.token, actor)
+
+
+def _clear(name: str, key: str, token: str, actor: str) -> bool:
+    if "\N{REPLACEMENT CHARACTER}" in token:
+        # It was shown with what can be shown; the entry has it as it is.
+        entry = get_store(conf.cache).read(key)
+        whole = Holder.decode(entry.value).token if entry is not None else ""
+        token = whole if _storable(whole) == token else token
+    return TaskLock(LockKey(name, key)).clear(token=token, actor=actor)

@@ -24,6 +24,7 @@ from django_singletask.facts import (
     sum_up,
 )
 from django_singletask.history import COUNTED, SWEEPER, TROUBLE, only_open
+from django_singletask.past import OPEN, of_task
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet
@@ -175,10 +176,11 @@ def _read(
     way of; a long quiet one that has ended since only if it is among the newest rows.
     """
     wanted = {"name": name} if name else {"task": task} if task else {}
-    newest = list(_newest(rows, wanted)[:ROWS])
+    newest = list((of_task(rows, task) if "task" in wanted else _of_name(rows, name))[:ROWS])
     found = {event.pk: event for event in newest}
     cut = newest[-1].at if len(newest) == ROWS and newest[-1].at > start else None
-    more = [only_open(rows)[:ROWS]]
+    # Told apart here, by name or task: their own indexes would go through all that have ended.
+    more = [only_open(rows)[: OPEN if wanted else ROWS]]
     if cut is not None:
         more += [rows.filter(kind=kind).order_by("-id")[:TROUBLES] for kind in sorted(TROUBLE)]
     for part in more:
@@ -195,14 +197,9 @@ def _read(
     return [event for event in found.values() if event.name != SWEEPER], cut
 
 
-def _newest(rows: QuerySet[TaskLockEvent], wanted: dict[str, str]) -> QuerySet[TaskLockEvent]:
-    newest: QuerySet[TaskLockEvent] = rows.filter(**wanted).order_by("-id")
-    if "task" in wanted:
-        # For "task = …" PostgreSQL may go back through the ids instead, and does not know that a
-        # task which made many rows made none of the last millions.
-        task = wanted["task"]
-        newest = rows.filter(task__gte=task, task__lte=task).order_by("task", "-id")
-    return newest
+def _of_name(rows: QuerySet[TaskLockEvent], name: str) -> QuerySet[TaskLockEvent]:
+    newest: QuerySet[TaskLockEvent] = rows.order_by("-id")
+    return newest.filter(name=name) if name else newest
 
 
 def _is_wanted(event: TaskLockEvent, wanted: dict[str, str]) -> bool:

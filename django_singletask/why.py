@@ -8,7 +8,7 @@ import os
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError
+from django.db import Error
 
 from django_singletask import registry
 from django_singletask.history import COUNTED, TROUBLE
@@ -32,7 +32,7 @@ from django_singletask.stores.base import PREFIX
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["Past", "UnknownLock", "Why", "started_at", "why"]
+__all__ = ["Past", "UnknownLock", "Why", "is_alive", "started_at", "why"]
 
 MATCHES = 500
 """Names among which those like an unknown one are looked for."""
@@ -116,7 +116,7 @@ def why(name: str) -> Why:
         lock=lock,
         queued=queued,
         expired=expired,
-        alive=_is_alive(lock.holder) if lock else None,
+        alive=is_alive(lock.holder) if lock else None,
         death=death,
         usual=usual_hold(shown, task),
         completed=_told(completed, completed.result) if completed else None,
@@ -161,13 +161,14 @@ def _like(name: str) -> list[str]:
     try:
         newest = rows().values_list("name", flat=True)[: 4 * MATCHES]
         names = list(islice(dict.fromkeys(newest), MATCHES))
-    except (NoHistory, DatabaseError):
+    except (NoHistory, Error):
         return []
     within = [known for known in names if name.strip() and name in known]
     return list(dict.fromkeys(within + difflib.get_close_matches(name, names)))[:3]
 
 
-def _is_alive(holder: Holder) -> bool | None:
+def is_alive(holder: Holder) -> bool | None:
+    """Say whether a holder's process is there; None if that cannot be told from this host."""
     process: Any = this_process()
     same = (holder.boot_id, holder.pid_ns) == (process.boot_id, process.pid_ns)
     if not (process.boot_id and same and holder.pid > 0) or os.name == "nt":

@@ -8,7 +8,7 @@ import pytest
 from django.contrib.admin.sites import AdminSite
 from django.contrib.auth.models import Permission, User
 from django.contrib.staticfiles import finders
-from django.db import connection
+from django.db import InterfaceError, connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
@@ -388,3 +388,51 @@ def test_rows_are_counted_up_to_a_limit(monkeypatch):
     for _ in range(5):
         make()
     assert UncountedPaginator(TaskLockEvent.objects.all(), 2).num_pages == 2
+
+
+@pytest.mark.parametrize("name", ["q", "task", "kind__exact", "outcome__exact", "task_id", "since"])
+def test_nul_in_the_address_leads_to_the_whole_list(admin, name):
+    make()
+    response = admin.get(LIST, {name: "a\0"})
+    assert (response.status_code, response.url) == (302, LIST)
+
+
+def drop_table():
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {TABLE} RENAME TO {TABLE}_gone")
+
+
+def away(execute, sql, params, many, context):
+    """Answer for a database whose connection is gone."""
+    if TABLE in sql:
+        raise InterfaceError("connection already closed")
+    return execute(sql, params, many, context)
+
+
+@pytest.mark.parametrize("query", [{}, {"q": "night"}, {"since": "1h"}, {"task": TASK}])
+def test_list_without_its_table_says_so(admin, query):
+    drop_table()
+    response = admin.get(LIST, query)
+    content = response.content.decode()
+    assert response.status_code == 200
+    assert "The history cannot be read: relation" in content
+    assert "migrate&#x27; run?" in content
+    assert 'aria-current="page">History' in content
+
+
+def test_list_whose_database_is_away_says_so(admin):
+    with connection.execute_wrapper(away):
+        content = admin.get(LIST).content.decode()
+    assert "The history cannot be read: connection already closed" in content
+
+
+def test_events_of_a_task_are_read_in_the_order_of_their_index(admin):
+    for name in ("first", "second", "third"):
+        make(name=name, task=TASK)
+    make(name="other", task="another")
+    with CaptureQueriesContext(connection) as queries:
+        rows = shown(admin, task=TASK)
+    assert [row.split()[2] for row in rows] == ["third", "second", "first"]
+    [page] = [query["sql"] for query in queries if f'{TABLE}"."at",' in query["sql"]]
+    assert f"\"task\" >= '{TASK}'" in page
+    assert f'ORDER BY "{TABLE}"."task" ASC, "{TABLE}"."id" DESC' in page

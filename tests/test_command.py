@@ -170,13 +170,17 @@ def test_wide_terminal_shows_more(monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["name", "host"])
-@pytest.mark.parametrize(
-    "evil", ["\x1b[2J", "\r", "\n", "\x9b31m", "\u202e", "\x00", "\ud800"], ids=ascii
-)
+@pytest.mark.parametrize("evil", ["\x1b[2J", "\r", "\n", "\x9b31m", "\u202e"], ids=ascii)
 def test_what_steers_a_terminal_is_escaped(place, evil):
     hold(**{place: f"a{evil}b"})
     escaped = evil.encode("unicode_escape").decode()
     assert f"a{escaped}b" in locks().splitlines()[1]
+
+
+@pytest.mark.parametrize("evil", ["\x00", "\ud800"], ids=ascii)
+def test_what_no_database_takes_is_replaced(evil):
+    hold(name=f"a{evil}b")
+    assert locks().splitlines()[1].startswith("a\N{REPLACEMENT CHARACTER}b ")
 
 
 def test_json_is_valid_and_alone(take):
@@ -685,6 +689,13 @@ def test_history_as_json_has_unix_times():
 def test_empty_history_is_said():
     assert locks("history") == "Nothing of this is in the history.\n"
     assert json.loads(locks("history", "--json")) == []
+
+
+@pytest.mark.parametrize("name", ["", "x" * 256, "a\0b", "two\nlines"])
+def test_history_of_what_can_be_no_name_is_empty(name):
+    ran(60, name="nightly")
+    assert locks("history", name) == "Nothing of this is in the history.\n"
+    assert "nightly" in locks("history", name, "nightly")
 
 
 def test_history_that_is_off_is_said(settings):

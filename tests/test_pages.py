@@ -15,7 +15,7 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import path, reverse
-from django.utils import timezone
+from django.utils import timezone, translation
 
 from django_singletask import TaskLock, pages, registry
 from django_singletask.admin import TaskLockEventAdmin
@@ -23,7 +23,7 @@ from django_singletask.keys import QUEUED, key_beside, name_key
 from django_singletask.liveness import Holder
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from tests.test_admin import BASE, LIST, TABLE, make, plans, text_of
+from tests.test_admin import BASE, LIST, TABLE, away, drop_table, make, plans, text_of
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -148,6 +148,15 @@ def test_hold_longer_than_the_longest_is_slow(operator):
     assert "1h 00m slow usual 4.00s, longest 4.00s" in row
 
 
+def test_dead_holder_is_not_slow(operator):
+    now = timezone.now()
+    ended = now + timezone.timedelta(seconds=4)
+    make(name="nightly", outcome="released", result="returned", at=now, ended_at=ended)
+    put("nightly", since=time.time() - 3600, pid=end_process())
+    [row] = held(operator)
+    assert "slow" not in row
+
+
 def test_dead_holder_is_called_dead(operator):
     put("nightly", pid=end_process())
     [row] = held(operator)
@@ -175,6 +184,25 @@ def test_entry_of_something_else_is_shown(operator):
     put("odd", since=1e300, pid=10**6, host="")
     get_store("redis").add(name_key("foreign").key, b"no record", 60)
     assert len(held(operator)) == 2
+
+
+@pytest.mark.parametrize("bad", ["\ud800", "\0"])
+@pytest.mark.parametrize("field", ["name", "token", "task", "task_id", "host", "start"])
+def test_entry_with_text_that_no_database_takes_is_shown_and_cleared(operator, field, bad):
+    put(**{"name": "odd", "key": name_key("odd").key, "token": "t", field: f"a{bad}b"})
+    [row] = held(operator)
+    if field not in ("start", "token", "task"):
+        assert "a\N{REPLACEMENT CHARACTER}b" in row
+    token = "a\N{REPLACEMENT CHARACTER}b" if field == "token" else "t"
+    query = {"key": name_key("odd").key, "token": token}
+    assert operator.get(CLEAR, query).status_code == 200
+    content = operator.post(CLEAR, query, follow=True).content.decode()
+    if field == "token":  # no store takes that as part of a key, and clear() leaves such a one
+        assert "cannot be asked: " in content
+    else:
+        assert "was freed" in content
+        assert get_store("redis").read(name_key("odd").key) is None
+        assert LogEntry.objects.exists()
 
 
 def test_nothing_held(operator):
@@ -249,6 +277,32 @@ def test_store_that_is_down_is_told_and_the_history_still_works(operator, settin
         assert "cannot be asked" in response.content.decode()
 
 
+def test_passwords_of_the_cache_are_struck_out(operator, settings, monkeypatch):
+    location = "redis://:s3cret@127.0.0.1:1/0"
+    settings.CACHES = {**settings.CACHES, "other": {"BACKEND": "x", "LOCATION": location}}
+
+    def refuse():
+        raise ConnectionError(f"cannot connect to {location}")
+
+    monkeypatch.setattr(registry, "held", refuse)
+    content = operator.get(BASE).content.decode()
+    assert "cannot connect to redis://:***@127.0.0.1" in content
+    assert "s3cret" not in content
+
+
+def test_sentence_with_links_is_translated_as_one(operator, settings, dead_redis, monkeypatch):
+    settings.SINGLETASK_CACHE = dead_redis
+    asked_for = []
+    monkeypatch.setattr(translation, "gettext", lambda text: asked_for.append(text) or text)
+    content = operator.get(BASE).content.decode()
+    sentence = (
+        'What is held cannot be shown. <a href="%(events_url)s">The history</a> and '
+        '<a href="%(timeline_url)s">the timeline</a> say what was.'
+    )
+    assert sentence in asked_for
+    assert sentence % {"events_url": LIST, "timeline_url": TIMELINE} in content
+
+
 def test_without_history_what_is_held_is_still_shown(operator, settings, take):
     settings.SINGLETASK_HISTORY = "off"
     take()
@@ -317,10 +371,13 @@ def test_page_says_that_the_holder_is_dead_and_how_that_is_known(operator):
     assert "beside" not in text
 
 
-def test_page_says_what_cannot_be_known(operator):
-    holder = put("nightly", boot_id="another")
+@pytest.mark.parametrize("facts", [{"boot_id": "another"}, {"pid": 0}])
+def test_page_says_what_cannot_be_known(operator, facts):
+    holder = put("nightly", **facts)
     response = operator.get(CLEAR, {"key": name_key("nightly").key, "token": holder.token})
-    assert "cannot be seen from here" in response.content.decode()
+    text = text_of(response.content.decode())
+    assert "Not known : it cannot be seen from here" in text
+    assert "Alive" not in text
 
 
 def test_clear_frees_the_lock_and_is_recorded(operator, take):
@@ -342,6 +399,16 @@ def test_clear_frees_the_lock_and_is_recorded(operator, take):
 def test_clear_of_a_holder_without_a_row(operator):
     holder = put("nightly")
     operator.post(CLEAR, {"key": name_key("nightly").key, "token": holder.token})
+    assert LogEntry.objects.get().object_id is None
+    assert not TaskLock("nightly").locked()
+
+
+def test_clear_is_reported_while_the_database_of_the_history_is_away(operator):
+    holder = put("nightly")
+    query = {"key": name_key("nightly").key, "token": holder.token}
+    with connection.execute_wrapper(away):
+        response = operator.post(CLEAR, query)
+    assert response.url == BASE
     assert LogEntry.objects.get().object_id is None
     assert not TaskLock("nightly").locked()
 
@@ -455,6 +522,29 @@ def test_odd_range_is_15_minutes_and_says_so(operator, span):
 def test_odd_names(operator, query):
     response = operator.get(TIMELINE, query, follow=True)
     assert "Nothing happened" in response.content.decode()
+
+
+def test_timeline_without_its_table_says_so(operator):
+    drop_table()
+    response = operator.get(TIMELINE)
+    content = response.content.decode()
+    assert response.status_code == 200
+    assert "The history cannot be read: relation" in content
+    assert 'aria-current="page">Timeline' in content
+
+
+def test_timeline_whose_database_is_away_says_so(operator):
+    with connection.execute_wrapper(away):
+        content = operator.get(TIMELINE).content.decode()
+    assert "The history cannot be read: connection already closed" in content
+
+
+def test_what_is_held_is_shown_while_the_database_of_the_history_is_away(operator):
+    put("nightly")
+    with connection.execute_wrapper(away):
+        content = operator.get(BASE).content.decode()
+    assert "nightly" in content
+    assert "The history cannot be read: connection already closed" in content
 
 
 def test_timeline_of_one_lock_and_of_one_task(operator):

@@ -4,9 +4,10 @@ import math
 import time
 
 import pytest
-from django.db import connection
+from django.db import InterfaceError, connection, connections
+from django.test.utils import CaptureQueriesContext
 
-from django_singletask import past
+from django_singletask import past, registry
 from django_singletask.history import SWEEPER
 from django_singletask.models import TaskLockEvent
 from django_singletask.past import NoHistory, find, starving, usual_hold
@@ -185,6 +186,68 @@ def test_starving_takes_a_query_a_name_and_few_more(django_assert_num_queries):
         assert len(starving(3600)) == 10
 
 
+@pytest.mark.parametrize("kind", ["skipped", "duplicate"])
+def test_call_that_met_a_completed_run_does_not_starve_by_a_clock_that_is_ahead(kind):
+    ran(7200, 60, token="t")
+    skipped(7200 - 2, kind=kind, blocked_by="t")
+    assert starving(3600) == []
+    skipped(7000, 60, kind=kind, blocked_by="u")
+    [state] = starving(3600)
+    assert state.skipped == 1
+    assert state.unmet == pytest.approx(7000, abs=10)
+
+
+def test_call_that_met_a_run_that_died_is_unmet():
+    ran(9000, token="t")
+    ran(7200, 60, token="u", outcome="dead", result="")
+    skipped(7190, 60, blocked_by="u")
+    assert names() == ["nightly"]
+
+
+def test_skips_against_open_holds_are_read_by_the_index_of_their_holders(monkeypatch):
+    on_sqlite(monkeypatch)
+    facts = {"kind": "acquired", "key": "k", "at": "2026-01-01T00:00Z"}
+    for number in range(100):
+        TaskLockEvent.objects.using("sqlite").create(name="nightly", token=f"t{number}", **facts)
+    plans = sqlite_plans(lambda: list(past._skips()))
+    [plan] = [plan for sql, plan in plans if '"blocked_by" IN' in sql]
+    assert "singletask_blocked_by" in plan
+
+
+def on_sqlite(monkeypatch):
+    rows = TaskLockEvent.objects.using("sqlite")
+    rows.all().delete()
+    for module in (past, registry):
+        monkeypatch.setattr(module, "rows", lambda: rows.order_by("-id"))
+
+
+def sqlite_plans(ask):
+    """Return the statements to SQLite, and how it goes about each."""
+    there = connections["sqlite"]
+    with CaptureQueriesContext(there) as queries:
+        ask()
+    found = []
+    for query in queries.captured_queries:
+        if query["sql"].startswith("SELECT"):
+            with there.cursor() as cursor:
+                cursor.execute(f"EXPLAIN QUERY PLAN {query['sql']}")
+                found.append((query["sql"], " ".join(line[3] for line in cursor.fetchall())))
+    return found
+
+
+def test_expired_holds_are_looked_at_again_by_their_ids(monkeypatch, settings):
+    settings.SINGLETASK_CACHE = "redis"
+    on_sqlite(monkeypatch)
+    facts = {"kind": "acquired", "key": "k", "at": "2026-01-01T00:00Z", "timeout": 60}
+    for number in range(100):
+        TaskLockEvent.objects.using("sqlite").create(name=f"lock {number}", token="t", **facts)
+    found = []
+    plans = sqlite_plans(lambda: found.extend(registry._expired(())))
+    assert len(found) == 100
+    [plan] = [plan for sql, plan in plans if '"id" IN' in sql]
+    assert "INTEGER PRIMARY KEY" in plan
+
+
 def test_starving_without_history_says_so(settings):
     settings.SINGLETASK_HISTORY = "off"
     with pytest.raises(NoHistory, match="SINGLETASK_HISTORY = 'off'"):
@@ -226,3 +289,31 @@ def test_rows_are_found_by_every_filter():
 def test_rows_without_their_table_are_an_error(unreadable):
     with pytest.raises(NoHistory):
         find()
+
+
+def test_database_that_is_away_is_an_error_that_says_so(monkeypatch):
+    def away(*args):
+        raise InterfaceError("connection already closed")
+
+    with connection.execute_wrapper(away):
+        for ask in (find, lambda: past.last_rows("a"), lambda: past.names_of("k"), names):
+            with pytest.raises(NoHistory, match="cannot be read: connection already closed"):
+                ask()
+        assert usual_hold("nightly") is None
+
+
+def test_no_name_has_no_rows():
+    ran(60)
+    assert find(names=[]) == []
+    assert len(find(names=None)) == 1
+
+
+def test_rows_of_a_task_are_read_in_the_order_of_their_index():
+    ran(60, task="a", name="one", key="singletask:a:1")
+    with CaptureQueriesContext(connection) as queries:
+        assert past.names_of("singletask:a:1") == ["one"]
+        assert [found.name for found in find(task="a")] == ["one"]
+    assert len(queries) == 2
+    for query in queries:
+        assert '."task" ASC' in query["sql"]
+        assert "\"task\" >= 'a'" in query["sql"]

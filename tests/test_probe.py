@@ -244,13 +244,24 @@ def test_latency_that_meets_another_holder_is_an_error(monkeypatch):
 # As a process
 
 
-def run(*arguments, cache="redis"):
+def run(*arguments, cache="redis", **variables):
     return subprocess.run(
         [sys.executable, "-m", "django", "locks", "probe", *arguments],
-        env={**os.environ, "SINGLETASK_TEST_CACHE": cache},
+        env={**os.environ, "SINGLETASK_TEST_CACHE": cache, **variables},
         capture_output=True,
         text=True,
+        timeout=60,
     )
+
+
+def test_processes_that_log_much_hold_nothing_up(tmp_path):
+    """More than a pipe takes, which nobody reads during the race."""
+    log = "import sys\nsys.stderr.write('x' * 200_000)\n"
+    (tmp_path / "loud_settings.py").write_text(f"from tests.settings import *\n{log}")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = run("--json", DJANGO_SETTINGS_MODULE="loud_settings", PYTHONPATH=paths)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["fit"]
 
 
 def test_process_of_a_fit_cache_exits_with_zero():

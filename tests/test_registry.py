@@ -9,10 +9,10 @@ import time
 import pytest
 from celery import Celery
 from django.core.cache import caches
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, InterfaceError, connection
 
 from django_singletask import SingletonTask, TaskLock, registry
-from django_singletask.keys import name_key
+from django_singletask.keys import QUEUED, key_beside, name_key
 from django_singletask.liveness import Holder, this_process
 from django_singletask.models import TaskLockEvent
 from django_singletask.registry import CannotList, clear, held
@@ -133,6 +133,20 @@ def test_lock_that_is_gone_since_it_was_shown_is_not_freed(cache_alias, take):
     assert not clear(shown, actor="ada")
 
 
+def test_entry_beside_that_cannot_be_freed_does_not_hide_that_the_lock_was(redis, caplog):
+    holder = Holder.from_dict({"token": "t", "name": "nightly", "task": "t", "task_id": "x"})
+    key = name_key("nightly").key
+    store = get_store("redis")
+    store.add(key, holder.encode(), 30)
+    # Of another type: the server refuses to read it.
+    beside = key_beside(QUEUED, key, "t")
+    store.client.rpush(store.make_key(beside), "x")
+    [shown] = registry._read(store, [key])
+    assert clear(shown, actor="ada")
+    assert store.read(key) is None
+    assert "was freed, but not the entry of its call: ResponseError: WRONGTYPE" in caplog.text
+
+
 # What is asked for
 
 
@@ -205,6 +219,25 @@ def test_missing_history_lists_without_counts(redis, take, caplog):
     [lock] = held()
     assert lock.skipped is None
     assert "skipped runs cannot be counted" in caplog.text
+
+
+def away(*args):
+    raise InterfaceError("connection already closed")
+
+
+def test_history_that_is_away_lists_without_counts(redis, take, caplog):
+    take("nightly")
+    with connection.execute_wrapper(away):
+        [lock] = held()
+    assert lock.skipped is None
+    assert "skipped runs cannot be counted: connection already closed" in caplog.text
+
+
+def test_history_that_is_away_on_memcached_says_so(memcached, take):
+    take("nightly")
+    with connection.execute_wrapper(away):
+        with pytest.raises(CannotList, match="cannot be read: connection already closed"):
+            held()
 
 
 def test_history_off_on_memcached_says_so(settings, memcached, take):
@@ -289,6 +322,18 @@ def test_foreign_entry_can_be_cleared(redis):
     get_store("redis").add(FOREIGN, b"text", 30)
     assert clear(held()[0], actor="ada")
     assert held() == []
+
+
+@pytest.mark.parametrize("bad", ["\ud800", "\0"])
+def test_texts_of_a_foreign_entry_are_such_as_databases_take(redis, bad):
+    texts = ("token", "name", "task", "task_id", "host", "boot_id", "pid_ns", "start")
+    value = json.dumps({text: f"{text}{bad}" for text in texts})
+    get_store("redis").add(FOREIGN, value.encode(), 30)
+    [lock] = held()
+    assert lock.name == "name\N{REPLACEMENT CHARACTER}"
+    for text in texts:
+        assert getattr(lock.holder, text) == f"{text}\N{REPLACEMENT CHARACTER}"
+    assert lock.skipped == 0
 
 
 def test_other_entries_of_the_cache_are_not_listed(redis, take):

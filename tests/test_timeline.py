@@ -228,6 +228,17 @@ def test_open_holds_trouble_and_who_was_in_the_way_are_drawn_beyond_the_bound(mo
     assert lanes == {"in the way", "open", "trouble", "another"}
 
 
+@pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
+def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch, only):
+    monkeypatch.setattr(timeline, "ROWS", 2)
+    hold(500, name="old", task="t", key="z")
+    for number in range(5):
+        hold(400, name=f"open {number}", key=f"a{number}")
+    for minutes in (3, 2, 1):
+        hold(minutes, minutes, name="old", task="t", key="z")
+    assert "held" in {mark.state for mark in drawn(**only).marks}
+
+
 # Words
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from django.db import InterfaceError, connection
 
 from django_singletask import TaskLock
 from django_singletask.keys import QUEUED, key_beside, name_key, shown_key
@@ -16,7 +17,7 @@ from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.why import UnknownLock, started_at, why
+from django_singletask.why import UnknownLock, _like, started_at, why
 from tests.past_rows import ran, row, skipped
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -258,6 +259,16 @@ def test_queued_call_behind_a_held_lock_is_explained_too():
 
 
 # Unknown
+
+
+def test_history_that_is_away_is_said():
+    def away(*args):
+        raise InterfaceError("connection already closed")
+
+    hold()
+    with connection.execute_wrapper(away):
+        assert "connection already closed" in why(NAME).no_history
+        assert _like("nightly") == []
 
 
 def test_unknown_name_has_close_matches():

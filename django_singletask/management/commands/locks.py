@@ -12,7 +12,7 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DatabaseError
+from django.db import Error
 
 from django_singletask import past, probe, registry
 from django_singletask.conf import conf
@@ -185,7 +185,9 @@ class Command(BaseCommand):
             found = past.names_of(given) if given.startswith(PREFIX) else []
             names.update(found or (lock.name for lock in registry.locks_of(given)))
         facts = ("task", "kind", "outcome", "since", "limit")
-        rows = past.find(names=sorted(names), **{fact: options[fact] for fact in facts})
+        # A name that can be no lock's finds nothing, and not all that no name was given for.
+        only = sorted(names) if options["names"] else None
+        rows = past.find(names=only, **{fact: options[fact] for fact in facts})
         if options["json"]:
             self.print_json([listings.row_as_dict(row) for row in rows])
         elif rows:
@@ -228,7 +230,7 @@ class Command(BaseCommand):
                 f"Interrupted: {plural(gone, 'row')} of the history "
                 f"{'is' if gone == 1 else 'are'} gone. Run it again to go on."
             ) from None
-        except DatabaseError as error:
+        except Error as error:
             raise past.unreadable(error) from error
         if self.stdout.isatty() and gone and not options["json"]:
             self.stdout.write("\r", ending="")
