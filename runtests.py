@@ -1,14 +1,14 @@
 """Run the tests against private Redis, Memcached, PostgreSQL and MariaDB servers.
 
-    python runtests.py [--install-services] [--quick | --slow] [pytest's own arguments]
+    python runtests.py [--install-services] [--quick] [pytest's own arguments]
 
-Without arguments both parts run side by side, each with its own servers: the slow one mostly waits.
+Without arguments the tests with Celery workers, which mostly wait, run beside the others, each part
+with its own servers.
 
 --install-services  on Debian and Ubuntu: first install, with apt, the servers and the browser that
                     are missing and then pylibmc and mysqlclient, which need headers. The system's
                     own services are not started.
 --quick             only the tests that need no Celery worker, no browser and no minute of races.
---slow              only those.
 tests/browser --pictures
                     make the pictures of the docs anew.
 """
@@ -34,20 +34,15 @@ from tests import servers
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Of the extra "test": what the settings name, and what pytest would not miss by itself.
 MODULES = ["pytest", "pytest_django", "pytest_randomly", "hypothesis"]
-MODULES += ["django_redis", "psycopg", "pymemcache", "redis", "selenium"]
-
-
-SLOW = "worker or browser or race"
+MODULES += ["django_redis", "psycopg", "pydantic", "pymemcache", "redis", "selenium"]
 
 
 def main(arguments: list[str]) -> int:
-    own = {"--install-services", "--quick", "--slow"}.intersection(arguments)
+    own = {"--install-services", "--quick"}.intersection(arguments)
     arguments = [argument for argument in arguments if argument not in own]
-    whole = not arguments and not {"--quick", "--slow"} & own
+    whole = not arguments and "--quick" not in own
     if "--quick" in own:
-        arguments = ["-m", f"not ({SLOW})", *arguments]
-    if "--slow" in own:
-        arguments = ["-m", SLOW, *arguments]
+        arguments = ["-m", "not worker and not browser and not race", *arguments]
     browser = "--quick" not in own
     missing = servers.missing(browser=browser)
     if "--install-services" in own and missing and shutil.which("apt-get"):
@@ -76,17 +71,19 @@ def side_by_side() -> int:
     """Run both parts at the same time, and show them one after the other."""
     command = [sys.executable, str(Path(__file__).resolve())]
     with tempfile.TemporaryFile() as output:
-        quick = subprocess.Popen([*command, "--quick"], stdout=output, stderr=subprocess.STDOUT)
+        others = subprocess.Popen(
+            [*command, "-m", "not worker"], stdout=output, stderr=subprocess.STDOUT
+        )
         try:
-            slow = subprocess.run([*command, "--slow"]).returncode
-            code = quick.wait()
+            code = subprocess.run([*command, "-m", "worker"]).returncode
+            code = others.wait() or code
         finally:
             # Ctrl-C has reached it too; SIGTERM has not.
-            quick.terminate()
-            quick.wait()
+            others.terminate()
+            others.wait()
         output.seek(0)
         print(output.read().decode(errors="replace"))
-    return slow or code
+    return code
 
 
 @contextmanager

@@ -179,6 +179,12 @@ def test_what_is_hidden_stays_hidden(sent):
     assert (sent[0]["argsrepr"], header_of(sent[0])["name"]) == ("(…)", "hold(…)")
 
 
+def test_an_ignored_result_stays_ignored(sent):
+    with held_by("mine"), pytest.raises(PutOff):
+        receive(tasks.hold, "a", ignore_result=True)
+    assert sent[0]["ignore_result"]
+
+
 def test_hops_grow_to_a_quarter_of_the_lease(monkeypatch):
     lock = tasks.hold.lock("a")
     lock.blocker = Holder.new("n", 20, task=None, task_id=None, retries=0)

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 from urllib.parse import urlsplit
 
 from celery import Celery
 
 from django_singletask import liveness
+from tests.testapp import log
 
 REDIS = urlsplit(os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")).netloc
 
 # A worker that is to look as if it ran on another machine.
 if "SINGLETASK_TEST_BOOT_ID" in os.environ:
     liveness._boot_id = lambda: os.environ["SINGLETASK_TEST_BOOT_ID"]
+
+
+class ImportsOfThreads:
+    """Tell of each module that is imported in another thread than the main one."""
+
+    def find_spec(self, name: str, *args: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            log.write("import", module=name)
+
+
+if "SINGLETASK_TEST_IMPORTS" in os.environ:
+    sys.meta_path.insert(0, ImportsOfThreads())
 
 app = Celery("tests")
 app.conf.update(
@@ -28,3 +43,4 @@ app.conf.update(
     **json.loads(os.environ.get("SINGLETASK_TEST_CELERY", "{}")),
 )
 app.autodiscover_tasks()
+app.autodiscover_tasks(related_name="workflow_tasks")

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from django_singletask.liveness import is_gone
+from django_singletask.models import TaskLockEvent
 from tests.deadline import wait_for
 from tests.testapp import log, tasks
 from tests.testapp.celery import app
@@ -163,6 +164,7 @@ def test_a_task_longer_than_its_lease(start_worker, queue, runs_log):
     worker = start_worker(concurrency=2)
     options = {"lock_timeout": 4}
     result = tasks.hold.apply_async(("a", 12), queue=queue, lock_options=options)
+    wait_for(lambda: worker.events("start"), "it runs")
     answers = []
     while not result.ready():
         call = tasks.hold.apply_async(("a", 0), queue=queue, lock_options=options)
@@ -172,3 +174,17 @@ def test_a_task_longer_than_its_lease(start_worker, queue, runs_log):
     assert len(answers) >= 9
     assert log.overlaps(runs_log) == 0
     assert "lost" not in worker.text()
+
+
+@pytest.mark.parametrize("alias", AND_DATABASE)
+def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, settings, alias):
+    """A child that is forked meanwhile, for the killed one, would wait for the import for ever."""
+    settings.SINGLETASK_CACHE = alias
+    worker = start_worker(cache=alias, env={"SINGLETASK_TEST_IMPORTS": "1"}, concurrency=1)
+    _, pid = start_one(worker, tasks.long, queue)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "freed, since" in worker.text(), "the lock is freed")
+    rows = TaskLockEvent.objects.filter(kind="expired")
+    wait_for(rows.exists, "the history is written")
+    main = worker.process.pid
+    assert [line["module"] for line in worker.events("import") if line["pid"] == main] == []
