@@ -221,7 +221,8 @@ def _is_done(task: SingletonTask, request: Any) -> bool:
         return False
     try:
         state = task.AsyncResult(request.id).state
-    except NotImplementedError:  # no result backend is configured
+    except NotImplementedError:
+        # Celery's answer where no result backend is configured: nothing is known, so it runs.
         return False
     except SoftTimeLimitExceeded:
         raise

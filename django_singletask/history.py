@@ -27,7 +27,7 @@ from django_singletask.stores import get_store
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["old_rows", "prune", "sweep", "write"]
+__all__ = ["old_rows", "only_open", "prune", "sweep", "write"]
 
 logger = logging.getLogger("django_singletask")
 

@@ -154,10 +154,10 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         options["headers"] = headers
         own = headers[HEADER]
         call = None if again else self._queued_call(own)
-        delay = delay_of(options.get("countdown") or options.get("eta"))
+        when = options.get("countdown") or options.get("eta")
         try:
             if call is not None:
-                queued = call.enqueue(task_id, delay)
+                queued = call.enqueue(task_id, delay_of(when))
                 if call.value is not None:
                     own["queued"] = call.value.decode()
                 elif queued is not None and not awaited:
@@ -170,7 +170,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
                 call.give_back()
             raise
         if again and own.get("queued"):
-            setattr(self.request, QUEUED_AGAIN, delay)
+            setattr(self.request, QUEUED_AGAIN, delay_of(when))
         return result
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
@@ -108,7 +109,7 @@ def free_port() -> int:
                 return port
 
 
-class Server:
+class Server(ABC):
     """A server process of our own; a context manager. Each kind says how it is run and asked."""
 
     program: str
@@ -134,14 +135,14 @@ class Server:
 
     # What each kind of server adds.
 
-    def command(self, folder: Path) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def command(self, folder: Path) -> list[str]: ...
 
-    def fill(self, folder: Path) -> None:
+    def fill(self, folder: Path) -> None:  # noqa: B027 - most servers need none
         """Make the files that the server needs to start."""
 
-    def answers(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def answers(self) -> bool: ...
 
     # Life.
 
