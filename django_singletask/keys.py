@@ -13,6 +13,7 @@ import string
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from django.utils.functional import Promise
@@ -38,9 +39,15 @@ def name_key(name: str) -> LockKey:
     Raises ``TypeError`` if it is no string and ``ValueError`` if it is empty, longer than 255
     characters or holds control characters.
     """
+    if not isinstance(name, str):
+        check_name("name", name)  # raises, also for what no cache can look up
+    return _name_key(name, conf.record_arguments)
+
+
+@lru_cache(maxsize=1024)
+def _name_key(name: str, recorded: bool) -> LockKey:
     check_name("name", name)
-    slug = name if conf.record_arguments else ""
-    return LockKey(name, _key(slug, "name", name))
+    return LockKey(name, _key(name if recorded else "", "name", name))
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")

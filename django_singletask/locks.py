@@ -423,8 +423,10 @@ class TaskLock:
 
     def _send(self, kind: str, holder: Holder | None, **facts: Any) -> None:
         if lock_event.has_listeners(TaskLock):
-            facts = {"quiet": self._quiet, "cache": self.cache or conf.cache, **facts}
-            event = LockEvent.about(kind, self.name, self.key, holder, **facts)
+            cache = self.cache or conf.cache
+            event = LockEvent.about(
+                kind, self.name, self.key, holder, cache=cache, quiet=self._quiet, **facts
+            )
             for _receiver, error in lock_event.send_robust(sender=TaskLock, event=event):
                 if isinstance(error, SoftTimeLimitExceeded):
                     raise error  # a signal's, meant for the task
@@ -441,7 +443,8 @@ def _result(exc: BaseException | None) -> str:
 
 
 def _running_task() -> tuple[str | None, str | None, int]:
-    if not current_task:
+    task = current_task._get_current_object()  # type: ignore[attr-defined] # it is a Proxy
+    if task is None:
         return None, None, 0
-    request = current_task.request
-    return current_task.name, request.id, request.retries or 0
+    request = task.request
+    return task.name, request.id, request.retries or 0

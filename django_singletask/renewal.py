@@ -116,8 +116,9 @@ class Keeper:
             #   keep():                                 due < inf   wake() ......... notify
             self.wakes_at = math.inf
             self.wakes_at = self.next_due()
-            pause = self.wakes_at - clock()
-            if pause > 0:
+            # Not reckoned anew when woken: of locks that are held for a moment each, one after the
+            # other, the first alone wakes this thread, and the hour that it set stands for all.
+            while (pause := self.wakes_at - clock()) > 0:
                 self.changed.wait(None if pause == math.inf else pause)
 
     def next_due(self) -> float:

@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
+from django.core.signals import setting_changed
 from django.db import (
     Error,
     InterfaceError,
@@ -46,9 +47,18 @@ IDLE = 5.0
 """Seconds without an event after which the connection is closed."""
 
 
-def connect() -> None:
-    """Start to listen."""
-    lock_event.connect(receive, sender=TaskLock, dispatch_uid="django_singletask.history")
+LISTENER = "django_singletask.history"
+
+
+def connect(**kwargs: Any) -> None:
+    """Listen, unless there is no history: then a lock need not tell anybody."""
+    if conf.history == "off":
+        lock_event.disconnect(sender=TaskLock, dispatch_uid=LISTENER)
+    else:
+        lock_event.connect(receive, sender=TaskLock, dispatch_uid=LISTENER)
+
+
+setting_changed.connect(connect)
 
 
 def receive(*, event: LockEvent, **kwargs: Any) -> None:

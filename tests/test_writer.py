@@ -22,7 +22,7 @@ from django.test.utils import CaptureQueriesContext
 from django_singletask import TaskLock, conf, writer
 from django_singletask.history import write
 from django_singletask.models import TaskLockEvent
-from django_singletask.signals import LockEvent
+from django_singletask.signals import LockEvent, lock_event
 from tests import servers
 from tests.deadline import wait_for
 
@@ -460,6 +460,12 @@ class TestMode:
     def test_elsewhere_it_is_the_background(self, monkeypatch):
         monkeypatch.setattr(conf, "_is_test", lambda: False)
         assert conf.conf.history == "background"
+
+    def test_without_a_history_no_event_is_made(self, settings):
+        settings.SINGLETASK_HISTORY = "off"
+        assert not lock_event.has_listeners(TaskLock)
+        settings.SINGLETASK_HISTORY = "background"
+        assert lock_event.has_listeners(TaskLock)
 
     def test_a_server_without_threads_writes_inline(self, settings, monkeypatch, background):
         settings.SINGLETASK_HISTORY = "background"
