@@ -180,12 +180,14 @@ def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
 
 def connection_id(store: Any) -> Any:
     """Return what tells one connection of a store from the next, as the server sees it."""
+    if hasattr(store, "_call"):  # Redis
+        store.read("singletask:none")
+        store.connection.send_command("CLIENT", "ID")
+        return store.connection.read_response()
     if hasattr(store, "connection") and store.connection.vendor != "sqlite":
         postgres = store.connection.vendor == "postgresql"
         which = "pg_backend_pid()" if postgres else "CONNECTION_ID()"
         return store._run(f"SELECT {which}", [], fetch=True)[0][0]
-    if hasattr(getattr(store, "client", None), "client_id"):
-        return store.client.client_id()
     return None  # a memcached client says so itself when its connection was closed
 
 

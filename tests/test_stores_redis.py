@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,7 +109,57 @@ def test_the_client_and_its_connection_are_kept(redis, client, settings) -> None
             store.add(KEY, A, 60)
             store.release(KEY, A)
         assert store.client is kept
-        assert client.info("stats")["total_connections_received"] == before
+        # One more by the client itself, which loaded what the server did not know.
+        assert client.info("stats")["total_connections_received"] <= before + 1
+
+
+@on_both_clients
+def test_a_connection_that_the_server_closed_costs_no_error_and_no_pause(
+    alias, redis, client, settings
+) -> None:
+    with private_store(settings, alias, redis.url) as store:
+        for _ in range(2):
+            assert store.add(KEY, A, 60) is None
+            client.client_kill_filter(_type="normal", skipme=True)
+            began = time.monotonic()
+            assert store.release(KEY, A) is Outcome.OK
+            assert time.monotonic() - began < 0.5
+
+
+class Signal(BaseException):
+    """What a signal's handler may raise anywhere."""
+
+
+def tear_off(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a signal strike between a request and its reply."""
+
+    def strike(*args: Any, **kwargs: Any) -> None:
+        raise Signal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.connection, "read_response", strike)
+        with pytest.raises(Signal):
+            store.add(KEY, A, 60)
+
+
+def test_a_reply_that_was_not_awaited_is_not_taken_for_the_next(
+    redis, settings, monkeypatch
+) -> None:
+    with private_store(settings, "redis", redis.url) as store:
+        store.add(key_of("other"), B, 60)  # the script is there
+        tear_off(store, monkeypatch)
+        entry = store.read(KEY)
+        assert entry is not None
+        assert entry.value == A
+
+
+def test_control_on_the_same_connection_it_would_be(redis, settings, monkeypatch) -> None:
+    with private_store(settings, "redis", redis.url) as store:
+        store.add(key_of("other"), B, 60)  # the script is there
+        tear_off(store, monkeypatch)
+        store._answered = True
+        # The reply to the request of before: taken.
+        assert store.read(KEY) is None
 
 
 def test_a_lock_is_on_the_primary_and_read_there(redis, client, settings) -> None:

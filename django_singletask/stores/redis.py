@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import ConnectionError, NoScriptError, TimeoutError
 
 from django_singletask.stores.base import Entry, Outcome, Store, marker_key
 
@@ -47,6 +47,9 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
 return redis.call('DEL', KEYS[1])
 """
+AT_ONCE = 1000
+"""Keys that are looked at in one trip."""
+
 OUTCOMES = {1: Outcome.OK, 2: Outcome.RETAKEN, 0: Outcome.GONE, -1: Outcome.TAKEN}
 
 
@@ -77,6 +80,9 @@ class RedisStore(Store):
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
         self.client = self._client()
+        pool = self.client.connection_pool
+        self.connection = pool.connection_class(**pool.connection_kwargs)
+        self._answered = False
         self._add = self.client.register_script(ADD)
         self._release = self.client.register_script(RELEASE)
         self._renew = self.client.register_script(RENEW)
@@ -87,25 +93,42 @@ class RedisStore(Store):
     def _client(self) -> Any:
         return self.cache._cache.get_client(None, write=True)
 
-    def _call(self, script: Any, key: str, *args: Any) -> Any:
-        """Call a script with one key by its digest alone, as the server nearly always knows it.
+    def _call(self, script: Any, keys: list[str], args: list[Any]) -> Any:
+        """Call a script on this store's own connection.
 
-        The same as ``script([key], args)``, at two thirds of what that costs this process.
+        The same as ``script(keys, args)`` in half the time: the client takes a connection from
+        its pool for each command and asks the system whether it still is good. Here that shows by
+        the error, upon which the client sends the command again in its own way, with its retries.
         """
+        connection = self.connection
+        if not self._answered:
+            # First use, or an error or a signal tore the last call off. Its reply may be on its
+            # way, and would be taken for that of this call:
+            #
+            #   here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
+            #   server:             "a is yours" ->               "b is held" ->
+            connection.disconnect()
+            connection.connect()
+        self._answered = False
         try:
-            return self.client.execute_command("EVALSHA", script.sha, 1, key, *args)
-        except NoScriptError:  # a new server, or one that was restarted or flushed
-            return script([key], args)
+            connection.send_command("EVALSHA", script.sha, len(keys), *keys, *args)
+            reply = connection.read_response()
+        except (ConnectionError, TimeoutError):  # as if the server closed it since the last call
+            return script(keys, args)
+        except NoScriptError:  # the server is new, or was emptied
+            reply = script(keys, args)
+        self._answered = True
+        return reply
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        return _entry(self._call(self._add, self.make_key(key), value, _milliseconds(lease)))
+        return _entry(self._call(self._add, [self.make_key(key)], [value, _milliseconds(lease)]))
 
     def release(self, key: str, value: bytes) -> Outcome:
-        return OUTCOMES[self._call(self._release, self.make_key(key), value)]
+        return OUTCOMES[self._call(self._release, [self.make_key(key)], [value])]
 
     def renew(self, key: str, value: bytes, lease: float) -> Outcome:
         keys = [self.make_key(key), self.make_key(marker_key(key, value))]
-        return OUTCOMES[self._renew(keys, [value, _milliseconds(lease)])]
+        return OUTCOMES[self._call(self._renew, keys, [value, _milliseconds(lease)])]
 
     def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
         with self.client.pipeline(transaction=False) as pipeline:
@@ -115,25 +138,32 @@ class RedisStore(Store):
             return [OUTCOMES[reply] for reply in pipeline.execute()]
 
     def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
-        return bool(self._replace([self.make_key(key)], [old, new, _milliseconds(lease)]))
+        args = [old, new, _milliseconds(lease)]
+        return bool(self._call(self._replace, [self.make_key(key)], args))
 
     def read(self, key: str) -> Entry | None:
-        return _entry(self._read([self.make_key(key)]))
+        return _entry(self._call(self._read, [self.make_key(key)], []))
 
     def clear(self, key: str, value: bytes, lease: float) -> bool:
         keys = [self.make_key(key), self.make_key(marker_key(key, value))]
-        return bool(self._clear(keys, [value, _milliseconds(lease)]))
+        return bool(self._call(self._clear, keys, [value, _milliseconds(lease)]))
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         pattern = f"{_glob_escape(self.prefix())}*"
         # SCAN may name an entry twice.
-        for made in {_bytes(made) for made in self.client.scan_iter(match=pattern, count=1000)}:
-            key = self.lock_key(made.decode())
-            entry = None if key is None else _entry(self._read([made]))
-            if key is not None and entry is not None:
-                yield key, entry
+        found = {_bytes(made) for made in self.client.scan_iter(match=pattern, count=AT_ONCE)}
+        keys = [(made, key) for made in found if (key := self.lock_key(made.decode())) is not None]
+        for start in range(0, len(keys), AT_ONCE):
+            part = keys[start : start + AT_ONCE]
+            with self.client.pipeline(transaction=False) as pipeline:
+                for made, _key in part:
+                    self._read([made], client=pipeline)
+                for (_made, key), reply in zip(part, pipeline.execute(), strict=True):
+                    if (entry := _entry(reply)) is not None:
+                        yield key, entry
 
     def close(self) -> None:
+        self.connection.disconnect()
         self.client.connection_pool.disconnect()
 
 
@@ -145,7 +175,7 @@ class DjangoRedisStore(RedisStore):
 
     def close(self) -> None:
         # The pool is one that django-redis keeps for the whole process.
-        pass
+        self.connection.disconnect()
 
 
 def _glob_escape(text: str) -> str:
