@@ -10,7 +10,7 @@ from celery import current_app
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
-from django.db import Error, connections
+from django.db import connections
 from django.db.models import Min, Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import timezone
@@ -22,7 +22,7 @@ from django.utils.translation import gettext_lazy as _
 from django_singletask.checks import import_tasks
 from django_singletask.facts import clock_time, hold_time, status
 from django_singletask.models import TaskLockEvent
-from django_singletask.pages import OperatorPages, apart, holder_row
+from django_singletask.pages import OperatorPages, holder_row
 from django_singletask.past import of_task
 from django_singletask.task import SingletonTask
 
@@ -100,6 +100,8 @@ class EventList(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         """Look up the holders of one page in one query, by their tokens."""
         super().get_results(request)
+        if not (self.query.strip() or self.get_filters_params()):
+            self.full_result_count = self.result_count  # or Django offers to show all
         events = self.result_list = list(self.result_list)
         tokens = {event.blocked_by for event in events} - {""}
         rows = self.root_queryset.filter(token__in=tokens).order_by() if tokens else []
@@ -156,11 +158,19 @@ class TaskLockEventAdmin(OperatorPages):
             return HttpResponseRedirect(self.url("events"))
         request.current_app = self.admin_site.name
         context = {"title": _("History"), "tabs": self.tabs("events"), **(extra_context or {})}
-        try:
-            with apart():
-                return super().changelist_view(request, context)
-        except Error as error:
-            return self.render_unreadable(request, "events", str(_("History")), error)
+        return self.or_unreadable("events", super().changelist_view, request, context)
+
+    def change_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        """Show an event, or say that the history cannot be read."""
+        return self.or_unreadable("events", super().change_view, request, *args, **kwargs)
+
+    def delete_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        """Delete an event, or say that the history cannot be read."""
+        return self.or_unreadable("events", super().delete_view, request, *args, **kwargs)
+
+    def history_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        """Show what users did to an event, or say that the history cannot be read."""
+        return self.or_unreadable("events", super().history_view, request, *args, **kwargs)
 
     def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
         """Order the events of one task as their index does; they are the latest first alike."""

@@ -22,8 +22,10 @@ def parse_duration(text: str) -> float:
     # Each unit once, the largest first: 1h30m, not 30m1h.
     ordered = given == [unit for unit in "dhms" if unit in given]
     whole = "".join(number + unit for number, unit in parts) == text
-    if not (parts and ordered and whole and 0 < seconds <= LONGEST):
+    if not (parts and ordered and whole):
         raise ValueError(f"{text!r} is no duration: write it as 90s, 15m, 2h or 7d.")
+    if not 0 < seconds <= LONGEST:
+        raise ValueError(f"{text!r}: a duration must be positive, {compact(LONGEST)} at most.")
     return seconds
 
 
@@ -52,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Write a duration for a sentence: ``0.04 s``, ``60 s``, ``2m 14s``."""
+    """Write a duration for a sentence: ``0.04 s``, ``60 s``, ``1m 48s``."""
     if 0 < seconds < 0.995:
         return f"{seconds:.2f} s" if seconds >= 0.005 else "less than 0.01 s"
-    return f"{seconds:.0f} s" if seconds < 119.5 else duration(seconds)
+    return f"{seconds:.0f} s" if seconds < 60.5 else duration(seconds)

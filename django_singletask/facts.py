@@ -86,7 +86,7 @@ def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> TaskFa
     if holds:
         facts["median"] = hold_time(statistics.median(holds))
         facts["longest"] = hold_time(max(holds))
-        if lease:
+        if lease and max(holds) >= lease / 10:
             facts["of_lease"] = f"{max(holds) / lease:.1f} ×"
     if holds or skipped:
         facts["skip_rate"] = f"{100 * skipped / (skipped + len(holds)):.0f} %"

@@ -323,8 +323,12 @@ def _aware(at: datetime) -> datetime:
 def old_rows(older_than: float | None = None) -> models.QuerySet[TaskLockEvent]:
     """Return the rows that :func:`prune` deletes; open ones stay, however old."""
     seconds = conf.history_days * 86_400 if older_than is None else older_than
-    old = _objects().filter(at__lt=django_now() - timedelta(seconds=seconds))
-    rows: models.QuerySet[TaskLockEvent] = old.exclude(kind="acquired", outcome="")
+    since = django_now() - timedelta(seconds=seconds)
+    old = _objects().filter(at__lt=since).exclude(kind="acquired", outcome="")
+    # What began before, and went on until later, is not that old.
+    rows: models.QuerySet[TaskLockEvent] = old.exclude(ended_at__gte=since).exclude(
+        last_at__gte=since
+    )
     return rows
 
 
@@ -343,12 +347,17 @@ def prune(
     old, deleted = old_rows(older_than).order_by("at"), 0
     rest = old
     while batch := batch if limit is None else min(batch, limit - deleted):
-        rows = list(rest.values_list("pk", "at")[:batch])
+        rows = list(rest.values_list("pk", "at", "token")[:batch])
         if not rows:
             break
-        deleted += _objects().filter(pk__in=[pk for pk, _at in rows]).delete()[0]
+        # Before runs go the calls that met them: without them these came to nothing, for who
+        # looks meanwhile, or after the last batch of this time.
+        tokens = [token for _pk, _at, token in rows if token]
+        met = _objects().filter(blocked_by__in=tokens).order_by().values_list("pk", flat=True)
+        first = list(met[:batch])
+        deleted += _objects().filter(pk__in=first or [row[0] for row in rows]).delete()[0]
         if progress is not None:
             progress(deleted)
         # PostgreSQL's index still holds the deleted: do not pass by them each time.
-        rest = old.filter(at__gte=rows[-1][1])
+        rest = old.filter(at__gte=rows[0 if first else -1][1])
     return deleted

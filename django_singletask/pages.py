@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from datetime import timezone as dt_timezone
 from typing import Any
@@ -27,6 +27,7 @@ from django_singletask import registry, timeline
 from django_singletask.conf import conf
 from django_singletask.durations import duration
 from django_singletask.facts import clock_time, hold_time
+from django_singletask.keys import QUEUED
 from django_singletask.liveness import proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.past import unreadable
@@ -66,12 +67,21 @@ class HeldRow:
     clear_query: str
 
     @property
+    def process(self) -> str:
+        """Name the process that has the lock; a queued call has none."""
+        holder = self.lock.holder
+        if self.lock.queued:
+            return _("queued {}…").format((holder.task_id or "")[:8])
+        return f"{holder.host}:{holder.pid}" if holder.host and holder.pid else holder.host or "-"
+
+    @property
     def usual_text(self) -> str:
         """Say how long the runs of this task had their lock until now."""
         if self.usual is None:
             return ""
-        median, longest = map(hold_time, (self.usual.median, self.usual.longest))
-        return _("usual {}, longest {}").format(median, longest)
+        times = (hold_time(seconds) for seconds in (self.usual.median, self.usual.longest))
+        unbroken = (text.replace(" ", "\N{NO-BREAK SPACE}") for text in times)
+        return _("usual {}, longest {}").format(*unbroken)
 
 
 class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
@@ -138,12 +148,18 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         }
         return TemplateResponse(request, f"django_singletask/{template or page}.html", context)
 
-    def render_unreadable(
-        self, request: HttpRequest, page: str, title: str, error: Error
-    ) -> TemplateResponse:
-        """Say in place of a page that the history, which it shows, cannot be read."""
-        trouble = without_secrets(str(unreadable(error)))
-        return self.render(request, page, template="unreadable", title=title, trouble=trouble)
+    def or_unreadable(
+        self, page: str, view: Any, request: HttpRequest, *args: Any, **options: Any
+    ) -> HttpResponse:
+        """Answer by a view, or say that the history, which it shows, cannot be read."""
+        try:
+            with apart():
+                answer: HttpResponse = view(request, *args, **options)
+                return answer
+        except Error as error:
+            title = next(label for _url, label, current in self.tabs(page) if current)
+            trouble = without_secrets(str(unreadable(error)))
+            return self.render(request, page, template="unreadable", title=title, trouble=trouble)
 
     # Held now
 
@@ -160,6 +176,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             "changelist",
             title=_("Held now"),
             rows=self._held_rows(locks[:SHOWN]),
+            recorded=_recorded(locks[:SHOWN]),
             left_out=max(0, len(locks) - SHOWN),
             trouble=trouble,
             starving=starving[:STARVING],
@@ -178,7 +195,8 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             task = lock.holder.task or ""
             whose = task or lock.name
             if whose not in usual and len(usual) < USUAL and not lock.queued:
-                usual[whose] = registry.usual_hold(lock.name, task)
+                with apart():
+                    usual[whose] = registry.usual_hold(lock.name, task)
             known = None if lock.queued else usual.get(whose)
             rows.append(
                 HeldRow(
@@ -187,7 +205,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
                     held_for=duration(lock.held_for) if lock.holder.since else "-",
                     slow=lock.state == "held"
                     and known is not None
-                    and lock.held_for > max(known.longest, 1),
+                    and known.is_exceeded_by(lock.held_for),
                     usual=known,
                     remaining="-" if lock.remaining is None else duration(lock.remaining),
                     since=_clock(lock.holder.since),
@@ -206,9 +224,14 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         if not self.has_clear_permission(request):
             raise PermissionDenied
         asked = request.POST if request.method == "POST" else request.GET
-        freed = False
+        key, token, freed = asked.get("key", ""), asked.get("token", ""), False
+        if not key:
+            text = _("Nothing was asked for: choose here which lock to clear.")
+            self.message_user(request, text, messages.WARNING)
+            return HttpResponseRedirect(self.url("changelist"))
         try:
-            lock = _find(asked.get("key", ""), asked.get("token", ""))
+            with apart():
+                lock = _find(key, token)
             if lock is not None and request.method == "POST":
                 # The holder can have changed again by now: the store decides.
                 freed = registry.clear(lock, actor=request.user.get_username())
@@ -223,9 +246,14 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
                 "Nothing was freed: this holder no longer has the lock. It was given back, it was "
                 "cleared by somebody else, or another run has it by now."
             )
+            if key.startswith(QUEUED):
+                text = _(
+                    "Nothing was forgotten: this call stops no equal ones any more. It has "
+                    "started, was revoked, or was forgotten by somebody else."
+                )
             self.message_user(request, text, messages.WARNING)
             return HttpResponseRedirect(self.url("changelist"))
-        task_id, started = lock.holder.task_id, started_at(lock.holder)
+        task_id, started = json.dumps(lock.holder.task_id), started_at(lock.holder)
         return self.render(
             request,
             "clear",
@@ -235,7 +263,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             alive=is_alive(lock.holder),
             proof=proof_of_death(lock.holder),
             started=_clock(started) if started else "",
-            revoke=f"app.control.revoke({json.dumps(task_id)}, terminate=True)" if task_id else "",
+            revoke=f"app.control.revoke({task_id}{'' if lock.queued else ', terminate=True'})",
             clear_url=self.url("clear"),
         )
 
@@ -247,8 +275,12 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         try:
             with apart():
                 row = holder_row(lock.holder.token)
-        except Error:  # the lock is free all the same
+        except Error as error:  # the lock is free all the same
             row = None
+            if conf.history != "off":
+                text = _("This is recorded in the admin's own log only, for now. {}")
+                told = text.format(without_secrets(str(unreadable(error))))
+                self.message_user(request, told, messages.WARNING)
         LogEntry.objects.create(
             user_id=request.user.pk,
             content_type_id=get_content_type_for_model(self.model).pk,
@@ -268,6 +300,9 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         """Draw the last minutes, hours or days."""
         if not self.has_view_permission(request):
             raise PermissionDenied
+        return self.or_unreadable("timeline", self._timeline, request)
+
+    def _timeline(self, request: HttpRequest) -> HttpResponse:
         asked, name = request.GET.get("range", "1h"), request.GET.get("name", "")
         task = "" if name else request.GET.get("task", "")
         if asked not in timeline.SPANS:
@@ -280,11 +315,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             return HttpResponseRedirect(self.url("timeline", range=asked))
         span = timeline.SPANS[asked]
         rows = self.get_queryset(request)
-        try:
-            with apart():
-                drawing = timeline.draw(rows, span, now=timezone.now(), name=name, task=task)
-        except Error as error:
-            return self.render_unreadable(request, "timeline", _("Timeline"), error)
+        drawing = timeline.draw(rows, span, now=timezone.now(), name=name, task=task)
         return self.render(
             request,
             "timeline",
@@ -304,12 +335,16 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 @contextmanager
 def apart() -> Iterator[None]:
     """Keep a statement to the history that fails from spoiling the transaction of the request."""
-    alias = router.db_for_read(TaskLockEvent)
-    if connections[alias].in_atomic_block:
-        with transaction.atomic(using=alias):
+    alias, done = router.db_for_read(TaskLockEvent), False
+    in_transaction = connections[alias].in_atomic_block
+    try:
+        with transaction.atomic(using=alias) if in_transaction else nullcontext():
             yield
-    else:
-        yield
+            done = True
+    except Error:
+        # The savepoint is gone back to. Who swallowed the error of a statement has told it.
+        if not done:
+            raise
 
 
 def holder_row(token: str) -> TaskLockEvent | None:
@@ -319,16 +354,29 @@ def holder_row(token: str) -> TaskLockEvent | None:
     return next((row for row in rows if row.kind == "acquired"), None)
 
 
+def _recorded(locks: list[HeldLock]) -> set[str]:
+    """Return the tokens of those that the history knows: a search for their task finds them."""
+    tokens = [lock.holder.token for lock in locks if lock.holder.token]
+    rows = TaskLockEvent.objects.filter(token__in=tokens).order_by()
+    try:
+        with apart():
+            return set(rows.values_list("token", flat=True))
+    except Error:
+        return set()
+
+
 def _ask_the_store() -> tuple[list[HeldLock], str]:
     try:
-        return registry.held(), ""
+        with apart():
+            return registry.held(), ""
     except Exception as error:  # each client has errors of its own
         return [], _why(error)
 
 
 def _ask_who_starves() -> tuple[list[tuple[str, str]], str]:
     try:
-        states = registry.starving(STARVING_AFTER)
+        with apart():
+            states = registry.starving(STARVING_AFTER)
         return [(state.name, _describe(state)) for state in states], ""
     except NoHistory as error:
         return [], without_secrets(str(error))
@@ -336,14 +384,14 @@ def _ask_who_starves() -> tuple[list[tuple[str, str]], str]:
 
 def _describe(state: registry.Starving) -> str:
     calls = ngettext(
-        "{} call came to nothing in {}, the last {} ago",
-        "{} calls came to nothing in {}, the last {} ago",
+        "{} call came to nothing in {}, the last {} ago.",
+        "{} calls came to nothing in {}, the last {} ago.",
         state.skipped,
     )
     text = calls.format(state.skipped, duration(state.unmet), duration(state.last_skip))
     if state.since_completed is None:
-        return f"{text}; " + _("no completed run is known.")
-    return f"{text}; " + _("last completed {} ago.").format(duration(state.since_completed))
+        return f"{text} " + _("No completed run is known.")
+    return f"{text} " + _("Last completed {} ago.").format(duration(state.since_completed))
 
 
 def _find(key: str, token: str) -> HeldLock | None:
@@ -356,7 +404,7 @@ def _find(key: str, token: str) -> HeldLock | None:
 def _why(error: Exception) -> str:
     if isinstance(error, (CannotList, ImproperlyConfigured)):
         return without_secrets(str(error))
-    first = without_secrets(str(error).partition("\n")[0])
+    first = without_secrets(str(error).partition("\n")[0]).rstrip(".")
     return _("The cache {} (SINGLETASK_CACHE) cannot be asked: {}.").format(
         repr(conf.cache), f"{type(error).__name__}: {first}"
     )

@@ -38,8 +38,11 @@ SUSPECTS = 50
 """Names that are looked at, one query each."""
 OPEN = 5000
 """Open rows that are looked at: holds that go on, or of which nobody knows the end."""
-RECENT = 24 * 60 * 60
-"""Seconds: who has not been skipped for that long (and the time asked for) is not called."""
+ENOUGH = 5
+"""Runs that say what is usual: fewer make none slow."""
+HOUR = 3600.0
+RECENT = 24 * HOUR
+"""Seconds: who has not been skipped for that long (and the time asked for) is not looked at."""
 DONE = ("returned", "raised")
 
 
@@ -53,6 +56,11 @@ class UsualHold(NamedTuple):
     median: float
     longest: float
     runs: int
+
+    def is_exceeded_by(self, held_for: float) -> bool:
+        """Say whether a hold is slow, as far as these runs are enough to tell."""
+        # What is shorter than a second reads as 0s, and is not worth a look.
+        return self.runs >= ENOUGH and held_for > max(self.longest, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +78,15 @@ class Starving:
     since_completed: float | None
     unmet: float
     last_skip: float
+
+    def lasts(self, longer_than: float, times: int | None = None) -> bool:
+        """Say whether it goes on for so long, or for so many calls, and is still called."""
+        lasted = self.unmet - self.last_skip
+        patience = HOUR if longer_than == math.inf else longer_than
+        between = lasted / max(1, self.skipped - 1)
+        return (lasted >= longer_than or (times is not None and self.skipped >= times)) and (
+            self.last_skip <= max(patience, 2 * between)
+        )
 
 
 def rows() -> QuerySet[TaskLockEvent]:
@@ -186,13 +203,17 @@ def timestamp(at: datetime) -> float:
 
 # Who starves?
 #
-# A lock starves from the first call that was skipped after its last completed run, for as long as
-# no other run completes. So a nightly task that meets itself once does not starve since yesterday:
+# A lock starves from the first call that was skipped after its last completed run to the last, for
+# as long as no run completes and the calls go on. So a nightly task that meets itself once does not
+# starve since yesterday, nor one that was skipped once, or for hours, and is not called any more:
 #
 #   completed                    skipped skipped          skipped   now
 #   ----|---------(no calls)--------|-------|----------------|-------|
 #       since_completed ............................................
 #                                   unmet ..........................
+#                                   at least the limit ......|       |
+#                                            last_skip ..............: the limit, or twice the usual
+#                                                            time between two calls, at most
 #
 # The names are found in the newest skips and troubles, and in the skips against open holds: a
 # hold that lasts for days has one row of skips, as old as itself.
@@ -201,9 +222,10 @@ def timestamp(at: datetime) -> float:
 def starving(longer_than: float, *, times: int | None = None) -> list[Starving]:
     """List the locks whose calls come to nothing, the most patient first.
 
-    Those whose first unmet call was made ``longer_than`` seconds ago (``math.inf``: none), and
-    those that were skipped ``times`` in a row (None: none). Who has not been called for a day
-    beside ``longer_than`` is left out. Raises :class:`NoHistory`.
+    Those whose calls came to nothing for ``longer_than`` seconds (``math.inf``: none), and those
+    that were skipped ``times`` in a row (None: none). Who is not called any more is left out: by
+    the usual time between two of its calls, or after a day and ``longer_than``. Raises
+    :class:`NoHistory`.
     """
     window = RECENT + (0 if longer_than == math.inf else longer_than)
     try:
@@ -214,9 +236,7 @@ def starving(longer_than: float, *, times: int | None = None) -> list[Starving]:
     hungry = [
         state
         for state in states
-        if state is not None
-        and state.last_skip <= window
-        and (state.unmet >= longer_than or (times is not None and state.skipped >= times))
+        if state is not None and state.last_skip <= window and state.lasts(longer_than, times)
     ]
     return sorted(hungry, key=lambda state: (-state.unmet, state.name))
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from celery import current_app
@@ -17,7 +18,6 @@ from django.db.models import Sum
 
 from django_singletask.checks import import_tasks
 from django_singletask.conf import conf
-from django_singletask.durations import duration, parse_duration
 from django_singletask.history import _UNSTORABLE, COUNTED, SWEEPER
 from django_singletask.keys import LATEST, QUEUED, LockKey, key_beside, name_key, shown_key
 from django_singletask.liveness import Holder, proof_of_death
@@ -26,6 +26,7 @@ from django_singletask.past import (
     NoHistory,
     Starving,
     UsualHold,
+    of_task,
     open_rows,
     rows,
     starving,
@@ -43,9 +44,7 @@ __all__ = [
     "Starving",
     "UsualHold",
     "clear",
-    "duration",
     "held",
-    "parse_duration",
     "starving",
     "usual_hold",
 ]
@@ -232,11 +231,51 @@ def _call(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
 
 def _task(name: str) -> SingletonTask | None:
     if name not in current_app.tasks:
-        # What fails there is not the matter here.
-        with suppress(Exception):
-            import_tasks()
+        _import_tasks()
     task = current_app.tasks.get(name)
     return task if isinstance(task, SingletonTask) else None
+
+
+@cache
+def _import_tasks() -> None:
+    # What fails there is not the matter here.
+    with suppress(Exception):
+        import_tasks()
+
+
+def calls() -> list[str]:
+    """Return a pattern of a call of each task of this project that takes a lock."""
+    _import_tasks()
+    found = []
+    for name, task in sorted(current_app.tasks.items()):
+        if isinstance(task, SingletonTask):
+            needed = (each for each in task.run_signature.parameters.values())
+            given = [f"{each.name}=…" for each in needed if each.default is each.empty]
+            found.append(f"{name}({', '.join(given)})")
+    return found
+
+
+def is_task(name: str) -> bool:
+    """Say whether this project has a task of this name, or the history knows one."""
+    _task(name)
+    try:
+        return name in current_app.tasks or bool(of_task(rows(), name)[:1])
+    except (NoHistory, Error):
+        return False
+
+
+def without_defaults(name: str) -> str:
+    """Return the name of a call without the arguments that have their defaults.
+
+    It is the same call, and found as such by :func:`keys_of`.
+    """
+    call = _call(name)
+    task = call and _task(call[0])
+    if not (call and task):
+        return name
+    default = {each.name: each.default for each in task.run_signature.parameters.values()}
+    kept = [f"{n}={v!r}" for n, v in call[2].items() if n not in default or default[n] != v]
+    return f"{task.name}({', '.join([*map(repr, call[1]), *kept])})"
 
 
 def look(name: str) -> list[HeldLock]:

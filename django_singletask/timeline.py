@@ -37,7 +37,7 @@ ROWS = 1000
 """Newest events that are read; where there are more, the drawing says how far it goes back."""
 LANES = 30
 TROUBLES = 100
-"""Newest events of each kind of trouble, read also beyond ``ROWS``."""
+"""Newest events of each kind of trouble that are drawn also beyond ``ROWS``."""
 SIGNS = {
     "expired": "M0-6 6 5H-6Z",
     "lost": "M0-7 6 0 0 7-6 0Z",
@@ -180,11 +180,11 @@ def _read(
     found = {event.pk: event for event in newest}
     cut = newest[-1].at if len(newest) == ROWS and newest[-1].at > start else None
     # Told apart here, by name or task: their own indexes would go through all that have ended.
-    more = [only_open(rows)[: OPEN if wanted else ROWS]]
-    if cut is not None:
-        more += [rows.filter(kind=kind).order_by("-id")[:TROUBLES] for kind in sorted(TROUBLE)]
-    for part in more:
-        found.update((event.pk, event) for event in part if _is_wanted(event, wanted))
+    more = [row for row in only_open(rows)[: OPEN if wanted else ROWS] if _is_wanted(row, wanted)]
+    for kind in sorted(TROUBLE) if cut is not None else ():
+        latest = rows.filter(kind=kind).order_by("-id")[: OPEN if wanted else TROUBLES]
+        more += [row for row in latest if _is_wanted(row, wanted)][:TROUBLES]
+    found.update((row.pk, row) for row in more)
     begun = {event.token for event in found.values() if event.kind == "acquired"}
     tokens = {
         event.blocked_by or event.token for event in found.values() if event.kind != "acquired"
@@ -286,19 +286,20 @@ def _text(mark: Mark) -> str:
     if mark.shape == "tick":
         reasons = {row.reason for row in mark.rows} - {"skip", ""}
         blockers = {row.blocked_by_task_id or row.blocked_by for row in mark.rows} - {""}
-        parts = [f"{mark.word} × {mark.count}", *sorted(reasons)]
+        parts = [mark.word if mark.count == 1 else f"{mark.word} × {mark.count}", *sorted(reasons)]
         if blockers:
-            more = "" if len(blockers) == 1 else " …"
-            parts.append(_("blocked by {}").format(min(blockers)) + more)
+            text = _("blocked by {}") if len(blockers) == 1 else _("blocked by {} …")
+            parts.append(text.format(min(blockers)))
     elif len(mark.rows) > 1:
         holds = sorted(hold_seconds(row) for row in mark.rows)
-        runs = ngettext("{} run", "{} runs", len(holds)).format(len(holds))
-        parts = [f"{runs}: {mark.word}", f"{hold_time(holds[0])} – {hold_time(holds[-1])}"]
+        runs = ngettext("{} run: {}", "{} runs: {}", len(holds)).format(len(holds), mark.word)
+        parts = [runs, f"{hold_time(holds[0])} – {hold_time(holds[-1])}"]
     else:
         parts = [mark.word]
         if mark.shape == "bar":
             length = hold_time(hold_seconds(row, mark.until))
-            parts = [_("{} after {}" if row.ended_at else "{} for {}").format(mark.word, length)]
+            text = _("{} after {}") if row.ended_at else _("{} for {}")
+            parts = [text.format(mark.word, length)]
         if row.reason:
             parts.append(row.reason)
         if row.actor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +28,18 @@ from django_singletask.past import (
     timestamp,
     usual_hold,
 )
-from django_singletask.registry import HeldLock
+from django_singletask.registry import CannotList, HeldLock
 from django_singletask.stores.base import PREFIX
 
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["Past", "UnknownLock", "Why", "is_alive", "started_at", "why"]
+__all__ = ["Past", "UnknownLock", "Why", "is_alive", "nearest", "started_at", "why"]
 
 MATCHES = 500
 """Names among which those like an unknown one are looked for."""
+ALIKE = 0.75
+"""How like two names are at least, from 0 to 1, that somebody may have taken for each other."""
 
 
 class UnknownLock(Exception):
@@ -67,8 +71,9 @@ class Why:
 
     ``lock`` has it (``held`` or ``dead``), ``queued`` is a call that waits for it, ``expired`` are
     holds whose end nobody told. ``alive`` says whether the holder's process is there: None if that
-    cannot be told from this host; ``death`` is the proof that it is not. ``no_history`` says why
-    nothing is known of what was; else the rest does.
+    cannot be told from this host; ``death`` is the proof that it is not. ``others`` are the locks
+    that the task of a free one holds with other arguments. ``no_history`` says why nothing is
+    known of what was; else the rest does.
     """
 
     name: str
@@ -83,6 +88,7 @@ class Why:
     skipped: Past | None
     troubles: list[Past]
     starving: Starving | None
+    others: list[str]
     no_history: str
 
 
@@ -105,7 +111,7 @@ def why(name: str) -> Why:
         raise UnknownLock(name, _like(name))
     first = lock or queued or next(iter(expired), None)
     shown = first.name if first else past[0].name if past else name
-    task = (first.holder.task or "") if first else past[0].task if past else ""
+    task = (first.holder.task or "") if first else past[0].task if past else name.partition("(")[0]
     death = proof_of_death(lock.holder) if lock else None
     completed = next((row for row in past if is_completed(row)), None)
     skipped = next((row for row in past if row.kind in COUNTED), None)
@@ -123,6 +129,7 @@ def why(name: str) -> Why:
         skipped=_told(skipped, skipped.kind) if skipped else None,
         troubles=[_told(row, kind) for kind, row in newest.items() if row is not None],
         starving=starvation(shown, past),
+        others=[] if lock else _others(task),
         no_history=no_history,
     )
 
@@ -157,14 +164,46 @@ def _told(row: TaskLockEvent, what: str) -> Past:
     )
 
 
-def _like(name: str) -> list[str]:
+def _others(task: str) -> list[str]:
     try:
-        newest = rows().values_list("name", flat=True)[: 4 * MATCHES]
-        names = list(islice(dict.fromkeys(newest), MATCHES))
-    except (NoHistory, Error):
+        locks = registry.held(task=task) if task else []
+    except CannotList:
         return []
-    within = [known for known in names if name.strip() and name in known]
-    return list(dict.fromkeys(within + difflib.get_close_matches(name, names)))[:3]
+    return [lock.name for lock in locks if lock.state in {"held", "dead"}]
+
+
+def _like(name: str) -> list[str]:
+    names: list[str] = []
+    with suppress(CannotList):
+        names += (lock.name for lock in registry.held())
+    with suppress(NoHistory, Error):
+        names += rows().values_list("name", flat=True)[: 4 * MATCHES]
+    return nearest(name, names) or nearest(name, registry.calls())
+
+
+def nearest(asked: str, names: Iterable[str]) -> list[str]:
+    """Return up to three names that are like the one asked for, the likeliest first.
+
+    First counts how like the tasks are, in as many parts of their dotted names as were given:
+    ``import_fed`` is like ``feeds.tasks.import_feed(feed_id=7)``. Then the arguments do.
+    """
+    asked = asked.strip().lower()
+    head = asked.partition("(")[0]
+    likeness: dict[str, float] = {}
+    found = []
+    for name in islice(dict.fromkeys(names), MATCHES):
+        task = name.lower().partition("(")[0]
+        if task not in likeness:
+            tail = ".".join(task.split(".")[-head.count(".") - 1 :])
+            likeness[task] = max(_ratio(head, task), _ratio(head, tail))
+        like = 1.0 if asked and asked in name.lower() else likeness[task]
+        if like >= ALIKE:
+            found.append((-like, -_ratio(asked, name.lower()), name))
+    return [name for _like, _ratio, name in sorted(found)[:3]]
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
 def is_alive(holder: Holder) -> bool | None:

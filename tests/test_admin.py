@@ -383,6 +383,15 @@ def test_list_knows_no_facets_that_would_count_the_table(admin):
     assert not any("FILTER (WHERE" in query["sql"] for query in queries)
 
 
+@pytest.mark.parametrize(
+    ("query", "offered"),
+    [({}, 0), ({"q": " "}, 0), ({"q": TASK}, 1), ({"since": "1h"}, 1), ({"task_id": ""}, 1)],
+)
+def test_all_are_offered_only_where_not_all_are_shown(admin, query, offered):
+    make()
+    assert admin.get(LIST, query).content.decode().count("Show all") == offered
+
+
 def test_rows_are_counted_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(UncountedPaginator, "limit", 3)
     for _ in range(5):
@@ -418,6 +427,14 @@ def test_list_without_its_table_says_so(admin, query):
     assert "The history cannot be read: relation" in content
     assert "migrate&#x27; run?" in content
     assert 'aria-current="page">History' in content
+
+
+@pytest.mark.parametrize("page", ["change", "delete", "history"])
+def test_event_without_its_table_says_so(admin, page):
+    drop_table()
+    response = admin.get(f"{BASE}1/{page}/")
+    assert response.status_code == 200
+    assert "The history cannot be read: relation" in response.content.decode()
 
 
 def test_list_whose_database_is_away_says_so(admin):

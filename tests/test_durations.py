@@ -16,12 +16,20 @@ def test_duration_is_read(text, seconds):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "5", "s", "0s", "-5s", "1.5h", " 5s", "5 s", "5S", "30m1h", "1h1h", "1w", "٣s"),
-        *("9" * 60 + "s", "40000d", "5s\n"),
+        *("", "5", "s", "-5s", "1.5h", " 5s", "5 s", "5S", "30m1h", "1h1h", "1w", "٣s"),
+        *("9" * 60 + "s", "5s\n"),
     ],
 )
 def test_what_is_no_duration_says_how_to_write_one(text):
     with pytest.raises(ValueError, match=r"is no duration: write it as 90s, 15m, 2h or 7d\."):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["0s", "0h0m", "40000d"])
+def test_duration_out_of_range_says_what_it_must_be(text):
+    with pytest.raises(
+        ValueError, match=rf"^'{text}': a duration must be positive, 36500d at most"
+    ):
         parse_duration(text)
 
 
@@ -61,7 +69,9 @@ def test_duration_is_written_in_its_two_largest_units(seconds, text):
         (0.04, "0.04 s"),
         (4.2, "4 s"),
         (60, "60 s"),
-        (119.4, "119 s"),
+        (60.4, "60 s"),
+        (60.5, "1m 00s"),
+        (108, "1m 48s"),
         (134, "2m 14s"),
     ],
 )

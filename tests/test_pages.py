@@ -22,6 +22,7 @@ from django_singletask.admin import TaskLockEventAdmin
 from django_singletask.keys import QUEUED, key_beside, name_key
 from django_singletask.liveness import Holder
 from django_singletask.models import TaskLockEvent
+from django_singletask.past import ENOUGH
 from django_singletask.stores import get_store
 from tests.test_admin import BASE, LIST, TABLE, away, drop_table, make, plans, text_of
 
@@ -139,19 +140,22 @@ def test_skips_and_the_usual_hold_are_shown(operator, take):
     assert lock.owned()
 
 
-def test_hold_longer_than_the_longest_is_slow(operator):
+def hold_often():
     now = timezone.now()
     ended = now + timezone.timedelta(seconds=4)
-    make(name="nightly", outcome="released", result="returned", at=now, ended_at=ended)
+    for _ in range(ENOUGH):
+        make(name="nightly", outcome="released", result="returned", at=now, ended_at=ended)
+
+
+def test_hold_longer_than_the_longest_is_slow(operator):
+    hold_often()
     put("nightly", since=time.time() - 3600)
     [row] = held(operator)
     assert "1h 00m slow usual 4.00s, longest 4.00s" in row
 
 
 def test_dead_holder_is_not_slow(operator):
-    now = timezone.now()
-    ended = now + timezone.timedelta(seconds=4)
-    make(name="nightly", outcome="released", result="returned", at=now, ended_at=ended)
+    hold_often()
     put("nightly", since=time.time() - 3600, pid=end_process())
     [row] = held(operator)
     assert "slow" not in row
@@ -173,11 +177,22 @@ def test_expired_row_is_shown_without_a_button(operator):
 
 def test_queued_call_is_shown(operator):
     key = key_beside(QUEUED, name_key("nightly").key, "nightly")
-    put("nightly", key, pid=0, task_id="5d1c")
+    holder = put("nightly", key, pid=0, task_id="5d1cb1f6-9f3c")
     [row] = held(operator)
     assert row.startswith("nightly queued ")
-    assert "5d1c" in row
+    assert " queued 5d1cb1f6… since " in row
+    assert holder.host not in row  # no process has it
     assert row.endswith("Forget…")
+
+
+def test_task_of_a_holder_is_linked_where_a_search_finds_it(operator):
+    put("known", token="t", task_id="3f0c")
+    put("unknown", task_id="4e1d")
+    make(name="known", token="t", task_id="3f0c")
+    content = operator.get(BASE).content.decode()
+    assert f'<a href="{LIST}?q=3f0c">3f0c</a>' in content
+    assert "?q=4e1d" not in content
+    assert "4e1d" in content
 
 
 def test_entry_of_something_else_is_shown(operator):
@@ -230,7 +245,7 @@ def test_starving_lock_that_was_completed_once_says_when(operator, monkeypatch):
     monkeypatch.setattr(registry, "starving", lambda longer_than: [state] * 30)
     content = operator.get(BASE).content.decode()
     assert (
-        "1 call came to nothing in 1h 01m, the last 2s ago; last completed 2h 00m ago." in content
+        "1 call came to nothing in 1h 01m, the last 2s ago. Last completed 2h 00m ago." in content
     )
     assert "And 10 more" in content
 
@@ -288,6 +303,16 @@ def test_passwords_of_the_cache_are_struck_out(operator, settings, monkeypatch):
     content = operator.get(BASE).content.decode()
     assert "cannot connect to redis://:***@127.0.0.1" in content
     assert "s3cret" not in content
+
+
+def test_error_that_ends_with_a_dot_is_told_with_one(operator, monkeypatch):
+    def refuse():
+        raise ConnectionError("Connection refused.")
+
+    monkeypatch.setattr(registry, "held", refuse)
+    content = operator.get(BASE).content.decode()
+    assert "Connection refused." in content
+    assert "refused.." not in content
 
 
 def test_sentence_with_links_is_translated_as_one(operator, settings, dead_redis, monkeypatch):
@@ -413,6 +438,30 @@ def test_clear_is_reported_while_the_database_of_the_history_is_away(operator):
     assert not TaskLock("nightly").locked()
 
 
+def test_locks_are_shown_and_cleared_while_the_history_has_no_table(operator):
+    """The test is one transaction, as a request is with ATOMIC_REQUESTS."""
+    holder = put("nightly", task="t")
+    query = {"key": name_key("nightly").key, "token": holder.token}
+    drop_table()
+    assert held(operator)[0].startswith("nightly held ")
+    assert operator.get(CLEAR, query).status_code == 200
+    content = operator.post(CLEAR, query, follow=True).content.decode()
+    assert "The lock nightly was freed." in content
+    assert "in the admin&#x27;s own log only, for now. The history cannot be read: rel" in content
+    assert LogEntry.objects.get().object_repr == "nightly"
+    assert not TaskLock("nightly").locked()
+
+
+def test_history_that_is_off_is_not_missed(operator, settings):
+    settings.SINGLETASK_HISTORY = "off"
+    holder = put("nightly")
+    query = {"key": name_key("nightly").key, "token": holder.token}
+    drop_table()
+    content = operator.post(CLEAR, query, follow=True).content.decode()
+    assert "The lock nightly was freed." in content
+    assert "cannot be read" not in content
+
+
 @pytest.mark.parametrize("codename", ["view_tasklockevent", "clear_lock", "delete_tasklockevent"])
 def test_clear_wants_its_own_permission_and_that_to_view(log_in, take, codename):
     lock, client = take(), log_in(codename)
@@ -473,13 +522,20 @@ def test_of_two_who_clear_at_once_the_second_is_told(operator, log_in, take, mon
 
 @pytest.mark.parametrize(
     "query",
-    [{}, {"key": "x"}, {"key": "singletask:x:0", "token": "\0"}, {"key": "a(", "token": ""}],
+    [{"key": "x"}, {"key": "singletask:x:0", "token": "\0"}, {"key": "a(", "token": ""}],
 )
 def test_odd_addresses_free_nothing(operator, take, query):
     lock = take()
     for ask in (operator.get, operator.post):
         assert "Nothing was freed" in ask(CLEAR, query, follow=True).content.decode()
     assert lock.owned()
+
+
+def test_clear_of_nothing_says_what_to_do(operator):
+    for ask in (operator.get, operator.post):
+        response = ask(CLEAR, follow=True)
+        assert response.redirect_chain == [(BASE, 302)]
+        assert "choose here which lock to clear" in response.content.decode()
 
 
 def test_lock_that_memcached_without_history_no_longer_has(operator, settings, empty_cache):
@@ -491,12 +547,24 @@ def test_lock_that_memcached_without_history_no_longer_has(operator, settings, e
 
 def test_queued_call_is_forgotten(operator):
     key = key_beside(QUEUED, name_key("nightly").key, "nightly")
-    holder = put("nightly", key, pid=0, task_id="5d1c")
+    sent = time.time() - 95
+    holder = put("nightly", key, pid=0, task="t", task_id="5d1c", since=sent)
+    make(kind="duplicate", count=3, blocked_by=holder.token)
     query = {"key": key, "token": holder.token}
-    assert "Forget this queued call?" in operator.get(CLEAR, query).content.decode()
+    text = text_of(operator.get(CLEAR, query).content.decode())
+    assert "Forget this queued call?" in text
+    assert "Queued call task 5d1c of t Since 20" in text
+    assert ", for 1m 35s Equal calls stopped 3 Stops them for " in text
+    assert "This does not take the call out of the queue." in text
+    assert "app.control.revoke(&quot;5d1c&quot;)" in text
+    assert "Process" not in text
     response = operator.post(CLEAR, query, follow=True)
     assert "The queued call of nightly is forgotten" in response.content.decode()
     assert get_store("redis").read(key) is None
+    for ask in (operator.get, operator.post):
+        content = ask(CLEAR, query, follow=True).content.decode()
+        assert "Nothing was forgotten: this call stops no equal ones any more." in content
+        assert "Nothing was freed" not in content
 
 
 # The timeline's page

@@ -58,6 +58,13 @@ def test_runs_that_did_not_give_it_back_are_not_usual():
     assert usual_hold("nightly") is None
 
 
+@pytest.mark.parametrize(("runs", "held_for", "slow"), [(4, 60, 0), (5, 60, 1), (5, 6, 0)])
+def test_a_handful_of_runs_says_what_is_slow(runs, held_for, slow):
+    for _ in range(runs):
+        ran(60, 9)
+    assert usual_hold("nightly").is_exceeded_by(held_for) == bool(slow)
+
+
 def test_only_the_last_hundred_runs_are_usual():
     ran(5000, 1000)
     for _ in range(100):
@@ -107,9 +114,27 @@ def test_lock_that_was_never_completed_starves():
     assert starving(3600)[0].since_completed is None
 
 
-def test_lock_that_nobody_calls_any_more_does_not_starve():
-    skipped(200_000, 100_000)
+@pytest.mark.parametrize("kind", ["skipped", "duplicate"])
+def test_lock_that_was_skipped_once_does_not_starve(kind):
+    skipped(8000, kind=kind)
+    row("cleared", 7000)
     assert starving(3600) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "count", "starves"),
+    [
+        (200_000, 100_000, 2, False),  # for over a day
+        (90_000, 3500, 100, True),
+        (90_000, 3700, 100, False),  # it was called each quarter of an hour
+        (90_000, 80_000, 2, False),
+        (160_000, 80_000, 2, True),  # it is called each day, and again in some minutes
+    ],
+)
+def test_lock_that_nobody_calls_any_more_does_not_starve(first, last, count, starves):
+    skipped(first, last, count)
+    assert names() == ["nightly"] * starves
+    assert names(math.inf, times=count) == ["nightly"] * starves
 
 
 def test_duplicates_of_a_call_that_does_not_come_count():

@@ -239,6 +239,19 @@ def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch
     assert "held" in {mark.state for mark in drawn(**only).marks}
 
 
+@pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
+def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only):
+    monkeypatch.setattr(timeline, "ROWS", 2)
+    monkeypatch.setattr(timeline, "TROUBLES", 2)
+    for minutes in (40, 39, 38):
+        event(minutes, kind="lost", name="old", task="t")
+    for minutes in (30, 29, 28):
+        event(minutes, kind="lost", name="other")
+    for minutes in (3, 2, 1):
+        hold(minutes, minutes, name="old", task="t")
+    assert [mark.state for mark in drawn(**only).marks].count("lost") == 2
+
+
 # Words
 
 
@@ -248,7 +261,7 @@ def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch
         ({"kind": "acquired", "ended_at": ago(29)}, "released after 1m 00s, task x, web-1:40"),
         ({"kind": "acquired", "outcome": ""}, "held for 30m 00s, task x, web-1:40"),
         ({"reason": "requeue", "count": 2}, "skipped × 2, requeue"),
-        ({"reason": "skip", "blocked_by": "t"}, "skipped × 1, blocked by t"),
+        ({"reason": "skip", "blocked_by": "t"}, "skipped, blocked by t"),
         ({"kind": "cleared", "actor": "ada"}, "cleared, by ada, task x, web-1:40"),
         ({"kind": "expired", "reason": "gone"}, "expired, gone, task x, web-1:40"),
     ],
@@ -304,6 +317,13 @@ def test_facts_of_a_task():
     assert (facts.runs, facts.median, facts.longest) == (3, "2m 00s", "6m 00s")
     assert (facts.lease, facts.of_lease) == ("1m 00s", "6.0 ×")
     assert (facts.skipped, facts.skip_rate, facts.trouble) == (9, "75 %", 1)
+
+
+@pytest.mark.parametrize(("timeout", "of_lease"), [(60, "0.1 ×"), (61, "")])
+def test_small_part_of_the_lease_is_not_worth_a_word(timeout, of_lease):
+    hold(30, 29.9, timeout=timeout)
+    [facts] = drawn().tasks
+    assert facts.of_lease == of_lease
 
 
 def test_facts_of_a_lock_without_a_task():

@@ -17,7 +17,7 @@ from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.why import UnknownLock, _like, started_at, why
+from django_singletask.why import UnknownLock, _like, nearest, started_at, why
 from tests.past_rows import ran, row, skipped
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -152,8 +152,19 @@ def test_lock_in_code_has_no_task_to_stop():
 
 def test_lock_that_starves_since_before_its_holder_says_so():
     hold()
-    skipped(8000, 7000, 40, name=NAME, key=KEY, blocked_by="earlier")
-    assert "Starving: 40 calls came to nothing in 2h 13m, the last 1h 56m ago." in told()
+    skipped(8000, 60, 40, name=NAME, key=KEY, blocked_by="earlier")
+    assert "Starving: 40 calls came to nothing in 2h 13m, the last 60 s ago." in told()
+
+
+def test_lock_whose_calls_stopped_does_not_starve():
+    skipped(8000, 7000, 40, name=NAME, key=KEY)
+    assert "\n40 calls came to nothing in 2h 13m, the last 1h 56m ago." in told()
+
+
+def test_usual_hold_of_other_runs_of_the_task_says_so():
+    hold()
+    ran(60, 5, name=f"{TASK}(feed_id=8)", task=TASK)
+    assert " Usual hold of the task's other runs: 5 s, longest 5 s." in told().replace("\n", " ")
 
 
 def test_dead_holder_is_taken_over():
@@ -175,10 +186,10 @@ def test_free_lock_tells_what_was():
     skipped(150, 100, 2, name=NAME, key=KEY, blocked_by="b", blocked_by_task_id="z")
     ran(90, 5, name=NAME, key=KEY, task=TASK, task_id="w", host="web-1", pid=9)
     assert told().splitlines() == [
-        "Free.",
-        "Last completed: 90 s ago, by task w on web-1, process 9 (held for 5 s).",
+        f"Free: {NAME}.",
+        "Last completed: 1m 30s ago, by task w on web-1, process 9 (held for 5 s).",
         "Usual hold: 5 s, longest 5 s.",
-        "Last skipped: 100 s ago, behind task z.",
+        "Last skipped: 1m 40s ago, behind task z.",
         "Last cleared: 3m 20s ago, task y on web-2, process 8 (by ada).",
         "Last expired: 5m 00s ago, task x on web-2, process 7 (it is gone).",
         "Not starving: no call was skipped since it was last completed.",
@@ -205,19 +216,42 @@ def test_rows_of_a_name_that_shows_less_than_the_key_holds_are_kept_apart():
 
 
 def test_task_that_never_ran_is_free():
-    assert told("tests.testapp.tasks.unique('a')").startswith("Free.\nNo completed run")
+    name = "tests.testapp.tasks.unique('a')"
+    assert told(name).startswith(f"Free: {name}.\nNo completed run")
+
+
+def test_free_lock_names_those_of_its_task_that_are_held(empty_cache):
+    for feed in range(7):
+        key = shown_key(TASK, {"feed_id": feed})
+        hold(f"{TASK}(feed_id={feed})", key, token=str(feed), ago=100 - feed)
+    hold("other", name_key("other").key, task="other", token="other")
+    ran(90, name=f"{TASK}(feed_id=8)", task=TASK, key=shown_key(TASK, {"feed_id": 8}))
+    others = ", ".join(f"(feed_id={feed})" for feed in range(5))
+    text = told(f"{TASK}(feed_id=8)").replace("\n", " ")
+    assert f"(feed_id=8). Held with other arguments: {others} and 2 more. Last" in text
+    assert "other arguments" not in told(NAME.replace("7", "1"))
+
+
+def test_free_call_that_never_ran_names_those_that_are_held():
+    name = "tests.testapp.tasks.unique(key='b', seconds=0)"
+    hold(name, name_key(name).key, task="tests.testapp.tasks.unique")
+    assert "\nHeld with other arguments: (key='b').\n" in told("tests.testapp.tasks.unique('a')")
 
 
 def test_expired_hold_says_that_there_is_nothing_to_free():
     row("acquired", 100, name=NAME, key=KEY, timeout=60, host="web-1", pid=7, task_id="x")
     text = told().replace("\n", " ")
-    assert text.startswith("Free. An open row of the history: task x on web-1, process 7 took it ")
+    assert text.startswith(
+        f"Free: {NAME}. An open row of the history: task x on web-1, process 7 took it "
+    )
     assert "its lease of 60 s has ended unreleased. There is nothing to free" in text
 
 
 def test_history_off_is_said(settings):
     settings.SINGLETASK_HISTORY = "off"
-    assert told("nightly") == ("Free.\nSINGLETASK_HISTORY = 'off': nothing is known of what was.")
+    assert told("nightly") == (
+        "Free: nightly.\nSINGLETASK_HISTORY = 'off': nothing is known of what was."
+    )
 
 
 def test_history_off_on_memcached_still_explains_what_is_held(settings, empty_cache):
@@ -246,6 +280,7 @@ def test_queued_call_is_explained():
     )
     assert f'manage.py locks clear --queued "{NAME}"' in text
     assert "Last found a duplicate: 1 s ago." in text
+    assert "came to nothing" not in text  # the duplicates are told already
 
 
 def test_queued_call_behind_a_held_lock_is_explained_too():
@@ -274,12 +309,24 @@ def test_history_that_is_away_is_said():
 def test_unknown_name_has_close_matches():
     ran(90, name="reports.nightly()")
     ran(90, name="feeds.import_feed(feed_id=7)")
-    with pytest.raises(UnknownLock) as caught:
-        why("feed.import_feed(feed_id=7)")
-    assert caught.value.matches == ["feeds.import_feed(feed_id=7)"]
-    with pytest.raises(UnknownLock) as caught:
-        why("nightly")
-    assert caught.value.matches[0] == "reports.nightly()"
+    hold("customer:12", name_key("customer:12").key)
+
+    def like(name):
+        with pytest.raises(UnknownLock) as caught:
+            why(name)
+        return caught.value.matches
+
+    for name in ("feed.import_feed(feed_id=7)", "import_fed", "IMPORT_FEED", "feed_id=7"):
+        assert like(name) == ["feeds.import_feed(feed_id=7)"]
+    assert like("nightly") == ["reports.nightly()"]
+    assert like("costumer:12") == ["customer:12"]
+    assert like("something else") == like("") == []
+    assert like("tests.testapp.tasks.uniqe(7)")[0] == "tests.testapp.tasks.unique(key=…)"
+
+
+def test_nearest_arguments_are_first():
+    known = [f"feeds.import_feed(feed_id={number})" for number in (12, 400, 7)]
+    assert nearest("feeds.import_fed(feed_id=400)", known)[0] == known[1]
 
 
 def test_unknown_key_is_unknown():

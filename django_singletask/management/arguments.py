@@ -48,7 +48,7 @@ def add_actions(actions: Any) -> None:
         type=span_or_times,
         metavar="1h|50x",
         help="exit with 1 if for so long, or so many times in a row, a lock's calls were skipped "
-        "and none was completed",
+        "and none was completed, and the calls go on",
     )
 
     clearing.add_argument("--token", help="free the lock of this holder only")
@@ -74,7 +74,7 @@ def add_actions(actions: Any) -> None:
     )
 
     probing.add_argument(
-        "--processes", type=count, default=8, metavar="8", help="processes that race (8)"
+        "--processes", type=racers, default=8, metavar="8", help="processes that race (8)"
     )
     probing.add_argument(
         "--keys", type=count, default=200, metavar="200", help="keys that they race for (200)"
@@ -97,19 +97,20 @@ def span(text: str) -> float:
 
 def span_or_times(text: str) -> tuple[float, int | None]:
     """Read a duration, or a number of times such as ``50x``."""
-    if text.endswith("x") and text[:-1].isascii() and text[:-1].isdigit() and int(text[:-1]):
-        return math.inf, int(text[:-1])
-    try:
-        return parse_duration(text), None
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{printable(text)!r} is neither a duration such as 1h nor a number of times such "
-            "as 50x."
-        ) from None
+    if text.endswith("x"):
+        return math.inf, count(text[:-1])
+    return span(text), None
 
 
 def count(text: str) -> int:
     """Read a positive number."""
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= 10**9):
         raise argparse.ArgumentTypeError(f"{printable(text)!r} is no positive number.")
+    return int(text)
+
+
+def racers(text: str) -> int:
+    """Read how many processes race."""
+    if count(text) < 2:
+        raise argparse.ArgumentTypeError("one process alone is no race: at least 2.")
     return int(text)

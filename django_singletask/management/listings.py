@@ -21,7 +21,7 @@ from django_singletask.management.tables import (
 )
 from django_singletask.past import UsualHold, timestamp, usual_hold
 from django_singletask.probe import Probe
-from django_singletask.registry import HeldLock
+from django_singletask.registry import HeldLock, without_defaults
 from django_singletask.why import Why
 
 if TYPE_CHECKING:
@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["as_dict", "findings", "held", "history", "row_as_dict", "why_as_dict"]
 
 
+ID = 12
+"""Letters of a task id above which it is shortened."""
+
+
 def held(locks: Sequence[HeldLock]) -> list[str]:
     """Lay out locks that are held."""
     rows = [
         (
-            lock.name,
+            without_defaults(lock.name),
             duration(lock.held_for),
             "-" if lock.remaining is None or lock.queued else duration(lock.remaining),
             "-" if lock.skipped is None else str(lock.skipped),
@@ -54,7 +58,8 @@ def _who(lock: HeldLock) -> str:
     """Name the process that holds a lock, or the task id of the call that is queued."""
     holder = lock.holder
     if lock.queued:
-        return f"queued {holder.task_id}"
+        task_id = holder.task_id or "unknown"
+        return f"queued {task_id if len(task_id) <= ID else f'{task_id[:4]}…'}"
     process = f"{holder.host}:{holder.pid}" if holder.host else "unknown"
     return process if lock.state == "held" else f"{lock.state} {process}"
 
@@ -66,13 +71,10 @@ def _notes(locks: Sequence[HeldLock]) -> list[str]:
     for lock in locks:
         task = lock.holder.task or ""
         of = (task, "" if task else lock.name)
-        is_slow = False
-        # What is shorter than a second reads as 0s, and is not worth a look.
-        if lock.state == "held" and lock.held_for >= 1:
-            if of not in usual:
-                usual[of] = usual_hold(lock.name, task)
-            known = usual[of]
-            is_slow = known is not None and lock.held_for > known.longest
+        if lock.state == "held" and of not in usual:
+            usual[of] = usual_hold(lock.name, task)
+        known = usual.get(of) if lock.state == "held" else None
+        is_slow = known is not None and known.is_exceeded_by(lock.held_for)
         notes.append(f" (slow: usual {_largest_unit(known.median)})" if is_slow and known else "")
     return notes
 
@@ -92,7 +94,7 @@ def history(rows: Sequence[TaskLockEvent]) -> list[str]:
         [
             (
                 time.strftime("%m-%d %H:%M:%S", time.localtime(timestamp(row.last_at or row.at))),
-                row.name,
+                without_defaults(row.name),
                 _what(row),
                 _lasted(row),
                 row.actor or (f"{row.host}:{row.pid}" if row.host else "unknown"),
@@ -171,6 +173,7 @@ def why_as_dict(why: Why) -> dict[str, Any]:
         "skipped": why.skipped and dataclasses.asdict(why.skipped),
         "troubles": [dataclasses.asdict(trouble) for trouble in why.troubles],
         "starving": why.starving and dataclasses.asdict(why.starving),
+        "others": why.others,
         "no_history": why.no_history,
     }
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 
 from django_singletask.durations import in_words
-from django_singletask.management.tables import columns, plural, printable, width
-from django_singletask.past import Starving, UsualHold
-from django_singletask.registry import HeldLock
+from django_singletask.management.tables import columns, few, plural, printable, width
+from django_singletask.past import HOUR
+from django_singletask.registry import HeldLock, without_defaults
 from django_singletask.why import Past, Why, started_at
 
 __all__ = ["explain"]
@@ -41,9 +41,11 @@ def _sentences(why: Why) -> Iterator[tuple[str, str]]:
     if why.lock is not None:
         yield from _held(why, why.lock)
     elif why.queued is None:
-        yield "Free.", ""
+        yield f"Free: {without_defaults(why.name)}.", ""
     if why.queued is not None:
         yield from _queued(why.queued)
+    if why.others:
+        yield f"Held with other arguments: {few([_arguments(name) for name in why.others])}.", ""
     for lock in why.expired:
         yield (
             f"An open row of the history: {_whose(lock)} took it {_whole(lock.held_for)} ago, "
@@ -66,10 +68,9 @@ def _held(why: Why, lock: HeldLock) -> Iterator[tuple[str, str]]:
         alive = "on another host or in another container: it cannot be seen from here"
     since = f"for {_whole(lock.held_for)} " if lock.holder.since else ""
     yield f"Held {since}by {_whose(lock)} ({alive}).", ""
-    yield f"{_lease(lock)}{_usual(why.usual)}", ""
+    yield f"{_lease(lock)} {_usual(why)}", ""
     yield " ".join(filter(None, (_skipped(why, lock), _completed(why)))), ""
-    if why.starving and why.starving.skipped > (lock.skipped or 0):
-        yield _hungry(why.starving), ""
+    yield from _hungry(why, lock)
     if why.death:
         yield "The next call on this host takes it over. To free it now:", _clear(lock)
         return
@@ -82,6 +83,11 @@ def _held(why: Why, lock: HeldLock) -> Iterator[tuple[str, str]]:
         "To free only the lock (a second run can then start beside this one):",
         _clear(lock),
     )
+
+
+def _arguments(name: str) -> str:
+    _task, bracket, arguments = without_defaults(name).partition("(")
+    return printable(f"{bracket}{arguments}" or name, 40)
 
 
 def _whose(lock: HeldLock) -> str:
@@ -114,10 +120,12 @@ def _whole(seconds: float) -> str:
     return in_words(math.floor(seconds))
 
 
-def _usual(usual: UsualHold | None) -> str:
-    if usual is None:
+def _usual(why: Why) -> str:
+    if why.usual is None:
         return ""
-    return f" Usual hold: {in_words(usual.median)}, longest {in_words(usual.longest)}."
+    whose = "" if why.completed else " of the task's other runs"
+    median, longest = in_words(why.usual.median), in_words(why.usual.longest)
+    return f"Usual hold{whose}: {median}, longest {longest}."
 
 
 def _skipped(why: Why, lock: HeldLock) -> str:
@@ -139,11 +147,16 @@ def _completed(why: Why) -> str:
     return "" if why.no_history else "No completed run is in its history."
 
 
-def _hungry(starving: Starving) -> str:
-    """Write how long a lock has been starving."""
-    calls = plural(starving.skipped, "call")
-    last = f"the last {_whole(starving.last_skip)} ago"
-    return f"Starving: {calls} came to nothing in {_whole(starving.unmet)}, {last}."
+def _hungry(why: Why, lock: HeldLock | None) -> Iterator[tuple[str, str]]:
+    """Tell of calls that came to nothing, if they are more than is told already."""
+    starving = why.starving
+    if starving is not None and starving.skipped > max(1, (lock and lock.skipped) or 0):
+        word = "Starving: " if starving.lasts(HOUR) else ""
+        calls, last = plural(starving.skipped, "call"), _whole(starving.last_skip)
+        yield (
+            f"{word}{calls} came to nothing in {_whole(starving.unmet)}, the last {last} ago.",
+            "",
+        )
 
 
 def _clear(lock: HeldLock) -> str:
@@ -187,7 +200,7 @@ def _past(why: Why) -> Iterator[tuple[str, str]]:
     elif not why.no_history:
         facts.append(_completed(why))
     if why.usual:
-        facts.append(_usual(why.usual).strip())
+        facts.append(_usual(why))
     if why.skipped is not None:
         behind = f", behind task {why.skipped.task_id}" if why.skipped.task_id else ""
         what = "found a duplicate" if why.skipped.what == "duplicate" else "skipped"
@@ -198,13 +211,12 @@ def _past(why: Why) -> Iterator[tuple[str, str]]:
             f"Last {trouble.what}: {_whole(trouble.ago)} ago, {_by(trouble)}"
             f"{f' ({reason})' if reason else ''}."
         )
-    if why.starving is not None:
-        facts.append(_hungry(why.starving))
-    elif not why.no_history:
+    if not (why.starving or why.no_history):
         since = " since it was last completed" if why.completed else ""
         facts.append(f"Not starving: no call was skipped{since}.")
     for fact in facts:
         yield fact, ""
+    yield from _hungry(why, why.queued)
 
 
 def _by(past: Past) -> str:

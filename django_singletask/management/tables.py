@@ -6,9 +6,11 @@ import shutil
 import unicodedata
 from collections.abc import Sequence
 
-__all__ = ["LEFT", "LONG", "RIGHT", "columns", "plural", "printable", "table", "width"]
+__all__ = ["LEFT", "LONG", "RIGHT", "columns", "few", "plural", "printable", "table", "width"]
 
 WIDTH = 80
+SHOWN = 5
+"""Locks that a sentence names."""
 
 LEFT, RIGHT, LONG = "left", "right", "long"
 LEAST = 12
@@ -29,8 +31,8 @@ def table(
     """Lay out rows below their heads.
 
     A column is ``"left"`` or ``"right"`` and as wide as its texts, or ``"long"``: of these two the
-    last has up to a third of what is left, and the other the rest. A row's note stands whole
-    behind its last cell.
+    last has up to a third of what is left, and the other, of names, the rest. A row's note stands
+    whole behind its last cell.
     """
     first, last = kinds.index(LONG), len(kinds) - 1
     cells = [[printable(cell) for cell in row] for row in (heads, *rows)]
@@ -50,6 +52,7 @@ def table(
     for row, note in zip(cells, behind, strict=True):
         # Of two names that begin alike the ends differ, and so do those of pods: cut the middle.
         fitted = [printable(cell, widths[n]) for n, cell in enumerate(row[:last])]
+        fitted[first] = _name(row[first], widths[first])
         fitted.append(printable(row[last], widths[last] - len(note)) + note)
         gaps = [" " * (widths[n] - columns(cell)) for n, cell in enumerate(fitted)]
         padded = [
@@ -60,16 +63,27 @@ def table(
     return lines
 
 
-def printable(text: str, width: int | None = None) -> str:
+def _name(text: str, width: int) -> str:
+    """Cut the name of a call: what tells it from others is the function and the last arguments."""
+    task, bracket, arguments = text.partition("(")
+    modules = len(task.rpartition(".")[0])
+    if not (bracket and modules) or columns(text) <= width:
+        return printable(text, width)
+    task = f"…{task[min(modules, columns(text) - width) + 1 :]}("
+    return printable(f"{task}{arguments}", width, columns(task))
+
+
+def printable(text: str, width: int | None = None, beginning: int = 255) -> str:
     """Escape what could steer a terminal, and cut the middle out of what is wider than ``width``.
 
-    Format characters go too: they can turn the direction of what follows.
+    Format characters go too: they can turn the direction of what follows. Half of it, but not more
+    than ``beginning``, is of the beginning.
     """
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if width is None or columns(text) <= width:
         return text
     head, tail = text, ""
-    while columns(head) > (width - 1) // 2:
+    while columns(head) > min((width - 1) // 2, beginning):
         head = head[:-1]
     for char in reversed(text):
         if columns(head) + columns(tail) + columns(char) + 1 > width:
@@ -86,6 +100,12 @@ def columns(text: str) -> int:
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
         for c in text
     )
+
+
+def few(told: Sequence[str]) -> str:
+    """Write the first of them, and how many more there are."""
+    more = f" and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    return ", ".join(map(printable, told[:SHOWN])) + more
 
 
 def plural(count: int, noun: str) -> str:

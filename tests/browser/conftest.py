@@ -123,10 +123,16 @@ class Browser:
     def colour(self, selector: str, what: str = "background-color") -> str:
         return self.one(selector).value_of_css_property(what)
 
-    def overflow(self) -> int:
-        """How many pixels the page is wider than the window."""
-        script = "return document.documentElement.scrollWidth - window.innerWidth"
-        return int(self.driver.execute_script(script))
+    def cut(self) -> list[str]:
+        """What is wider than the column of the page."""
+        script = """
+            const edge = document.querySelector("#content").getBoundingClientRect().right;
+            return [...document.querySelectorAll("#content :not(svg, svg *)")]
+                .filter(e => e.getBoundingClientRect().right > edge || (
+                    e.matches(".results") && e.scrollWidth > e.clientWidth))
+                .map(e => `${e.tagName} ${e.className}`)"""
+        found: list[str] = self.driver.execute_script(script)
+        return found
 
     def complaints(self) -> list[str]:
         """What the console of the browser has said since it was last asked."""

@@ -142,13 +142,26 @@ def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
     browser.prefer("light")
     browser.one(".theme-toggle").click()
     browser.size(375, 800)
-    for address in ("timeline/?range=15m", "history/", ""):
-        browser.open(address)
-        assert browser.overflow() <= 0, address
     browser.open("timeline/")
     browser.picture("timeline-narrow")
     browser.open()
     assert browser.texts(".singletask-lock")
+
+
+def test_nothing_is_cut_between_sidebars_or_on_a_telephone(browser, operator, locks):
+    past.fill()
+    operator(VIEW, CLEAR, "delete_tasklockevent")
+    locks.hold(fetch_feed, NEWS)
+    die_holding(past.FEED.format("of-a-name-that-is-rather-long"))
+    event = TaskLockEvent.objects.filter(kind="skipped").latest("pk")
+    lock = fetch_feed.lock(NEWS)
+    clear = f"clear/?key={lock.key}&token={lock.holder().token}"
+    row = f"{event.pk}/"
+    for width in (1100, 900, 375):
+        browser.size(width, 800)
+        for address in ("", "history/", "timeline/", clear, f"{row}change/", f"{row}delete/"):
+            browser.open(address)
+            assert browser.cut() == [], (width, address)
 
 
 def test_keyboard_and_pointer_tell_the_facts(browser, operator, locks):

@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import getpass
 import json
+import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -15,22 +17,23 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
 from django_singletask import past, probe, registry
+from django_singletask.checks import check_cache
 from django_singletask.conf import conf
-from django_singletask.durations import compact, duration
+from django_singletask.durations import compact, in_words
 from django_singletask.history import old_rows, prune
 from django_singletask.management import listings
 from django_singletask.management.arguments import add_actions
 from django_singletask.management.sentences import explain
-from django_singletask.management.tables import plural, printable
-from django_singletask.registry import HeldLock
+from django_singletask.management.tables import few, plural, printable
+from django_singletask.registry import HeldLock, without_defaults
 from django_singletask.stores.base import PREFIX
-from django_singletask.why import UnknownLock, why
+from django_singletask.why import UnknownLock, nearest, why
 
 __all__ = ["Command"]
 
 NOTHING = "No lock is held."
-SHOWN = 5
-"""Locks that an error names."""
+LOCMEM = {"django_singletask.E004", "django_singletask.W001"}
+"""Checks that say that each process has locks of its own."""
 
 
 class Command(BaseCommand):
@@ -54,8 +57,11 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the action."""
+        action = options["action"] or "list"
         try:
-            getattr(self, options["action"] or "list")(**options)
+            if action in ("list", "why", "clear"):
+                _must_be_shared()
+            getattr(self, action)(**options)
         except CommandError:
             raise
         except (ImproperlyConfigured, registry.CannotList, registry.NoHistory) as error:
@@ -81,6 +87,8 @@ class Command(BaseCommand):
         """Print the locks that are held now; exit with 1 if one is what must not be."""
         names, task = options.get("names") or (), options.get("task")
         locks = registry.held(names, task=task)
+        if options.get("fail_if_held_over") or options.get("fail_if_starving"):
+            _must_be_known(names, task, locks)
         if options["json"]:
             self.print_json([listings.as_dict(lock) for lock in locks])
         elif locks:
@@ -97,11 +105,7 @@ class Command(BaseCommand):
         try:
             told = why(options["name"])
         except UnknownLock as error:
-            like = ", or ".join(f'"{printable(name)}"' for name in error.matches)
-            raise CommandError(
-                f"No lock is known as '{printable(error.name)}'."
-                + (f" Did you mean {like}?" if like else " 'manage.py locks' lists what is held.")
-            ) from error
+            raise CommandError(_unknown("lock", error.name, error.matches)) from error
         if options["json"]:
             self.print_json(listings.why_as_dict(told))
         else:
@@ -111,12 +115,17 @@ class Command(BaseCommand):
         """Free the locks that were asked for, after showing them."""
         names, task, queued = options["names"], options["task"], options["queued"]
         if options["json"] and not (options["yes"] or options["dry_run"]):
-            raise CommandError("--json cannot ask: add --yes or --dry-run.")
-        chosen = ("token", "task", "dead", "all", "queued")
-        if not (names or any(options[choice] for choice in chosen)):
+            raise CommandError("--json cannot ask: add --yes or --dry-run.", returncode=2)
+        narrowed = names or any(options[choice] for choice in ("token", "task", "dead"))
+        if not (narrowed or options["all"] or queued):
             raise CommandError(
                 "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
-                "or --all. 'manage.py locks' lists what is held."
+                "or --all. 'manage.py locks' lists what is held.",
+                returncode=2,
+            )
+        if narrowed and options["all"]:
+            raise CommandError(
+                "--all does not go together with a name, --token, --task or --dead.", returncode=2
             )
         if queued and not names:
             registry.must_list()
@@ -124,7 +133,12 @@ class Command(BaseCommand):
         locks = [lock for lock in found if _is_chosen(lock, **options)]
         missing = [name for name in names if not _is_among(name, locks)]
         if missing or not locks:
-            raise CommandError(_not_there(missing, found, **options))
+            told = _not_there(missing, found, **options)
+            if names or task or options["token"]:
+                raise CommandError(told)
+            # Who names nothing has it as he wants it.
+            self.stdout.write("[]" if options["json"] else told)
+            return
         if not options["json"]:
             self.print_table(listings.held(locks))
         if options["dry_run"]:
@@ -132,7 +146,8 @@ class Command(BaseCommand):
         else:
             if not options["yes"]:
                 self.confirm(locks, queued)
-            freed = [lock for lock in locks if registry.clear(lock, actor=actor())]
+            with _told_once():
+                freed = [lock for lock in locks if registry.clear(lock, actor=actor())]
         self.report(locks, freed, **options)
 
     def confirm(self, locks: Sequence[HeldLock], queued: bool) -> None:
@@ -255,12 +270,57 @@ def actor() -> str:
     return f"{user} on {socket.gethostname()} (manage.py locks)"
 
 
+def _must_be_shared() -> None:
+    """Raise if the locks of other processes cannot be seen, whatever they hold."""
+    for message in check_cache():
+        if message.id in LOCMEM:
+            raise CommandError(f"{message.msg} Those of others cannot be seen. {message.hint}")
+
+
+def _must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLock]) -> None:
+    """Raise if what a monitor watches is not there to be watched: a slip of the pen, perhaps."""
+    try:
+        for name in names:
+            if not _is_among(name, locks):
+                why(name)
+    except UnknownLock as error:
+        raise CommandError(_unknown("lock", error.name, error.matches), returncode=2) from error
+    if task is None or any(lock.holder.task == task for lock in locks) or registry.is_task(task):
+        return
+    tasks = [call.partition("(")[0] for call in registry.calls()]
+    raise CommandError(_unknown("task", task, nearest(task, tasks)), returncode=2)
+
+
+def _unknown(noun: str, name: str, matches: Sequence[str]) -> str:
+    like = ", or ".join(f'"{printable(without_defaults(match))}"' for match in matches)
+    hint = f"Did you mean {like}?" if like else "'manage.py locks' lists what is held."
+    return f"No {noun} is known as '{printable(name)}'. {hint}"
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """Keep what the command says itself from being logged to stderr too.
+
+    That is where Python writes warnings as its last resort, if the project logs them nowhere.
+    """
+
+    def is_untold(record: logging.LogRecord) -> bool:
+        return record.name != "django_singletask" or record.module != "locks"
+
+    resort = logging.lastResort or logging.NullHandler()
+    resort.addFilter(is_untold)
+    try:
+        yield
+    finally:
+        resort.removeFilter(is_untold)
+
+
 def _held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
     if limit is None:
         return []
     over = [lock for lock in locks if lock.state in {"held", "dead"} and lock.held_for > limit]
-    told = [f"{lock.name} ({duration(lock.held_for)})" for lock in over]
-    return [f"Held for over {compact(limit)}: {_first(told)}."] if told else []
+    told = [f"{without_defaults(lock.name)} ({in_words(lock.held_for)})" for lock in over]
+    return [f"Held for over {compact(limit)}: {few(told)}."] if told else []
 
 
 def _starving(
@@ -275,17 +335,13 @@ def _starving(
         raise CommandError(f"--fail-if-starving needs the history. {error}") from error
     shown = {lock.name for name in names for lock in registry.locks_of(name)}
     told = [
-        f"{state.name} ({plural(state.skipped, 'call')} in {duration(state.unmet)})"
+        f"{without_defaults(state.name)} ({plural(state.skipped, 'call')} "
+        f"in {in_words(state.unmet)})"
         for state in found
         if (not names or state.name in shown) and task in (None, state.task)
     ]
-    how = f"{times} times in a row" if times is not None else f"for {compact(longer_than)}"
-    return [f"Starving {how} or more: {_first(told)}."] if told else []
-
-
-def _first(told: Sequence[str]) -> str:
-    more = f" and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    return ", ".join(map(printable, told[:SHOWN])) + more
+    how = f"for {compact(longer_than)}" if times is None else f"{plural(times, 'time')} in a row"
+    return [f"Starving {how} or more: {few(told)}."] if told else []
 
 
 def _is_chosen(lock: HeldLock, **options: Any) -> bool:
@@ -320,6 +376,6 @@ def _not_there(missing: Sequence[str], found: Sequence[HeldLock], **options: Any
         what = "Not held" if asked else NOTHING.rstrip(".")
     by = " by that token" if token and missing else ""
     names = f"{by}: {', '.join(map(printable, asked))}" if asked else ""
-    if any(lock.queued for lock in found) and not options["queued"]:
+    if any(lock.queued for lock in found) and not (options["queued"] or options["dead"]):
         over += " A call is queued: --queued lets an equal one be sent."
     return f"{what}{names}.{over}"
