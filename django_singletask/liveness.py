@@ -195,11 +195,17 @@ def _stat(pid: int) -> list[str]:
 
 
 def _read(path: str) -> str:
+    # In a third of the time of open(): each conflict reads one.
     try:
-        with open(path) as file:
-            return file.read().strip()
+        file = os.open(path, os.O_RDONLY)
     except OSError:
         return ""
+    try:
+        return os.read(file, 4096).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
 def _boot_id() -> str:

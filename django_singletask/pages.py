@@ -39,8 +39,6 @@ __all__ = ["OperatorPages", "apart", "holder_row"]
 
 SHOWN = 200
 """Locks on one page; the command lists more."""
-USUAL = 30
-"""Tasks on one page whose usual hold is looked up, one query each."""
 STARVING = 20
 STARVING_AFTER = 3600
 """Seconds without a completed run after which skipped calls are called starving."""
@@ -189,15 +187,11 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         )
 
     def _held_rows(self, locks: list[HeldLock]) -> list[HeldRow]:
-        usual: dict[str, UsualHold | None] = {}
+        with apart():
+            usual = registry.usual_holds(locks)
         rows = []
         for lock in locks:
-            task = lock.holder.task or ""
-            whose = task or lock.name
-            if whose not in usual and len(usual) < USUAL and not lock.queued:
-                with apart():
-                    usual[whose] = registry.usual_hold(lock.name, task)
-            known = None if lock.queued else usual.get(whose)
+            known = None if lock.queued else usual.get(registry.whose(lock))
             rows.append(
                 HeldRow(
                     lock=lock,

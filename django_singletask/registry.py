@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import logging
-import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
-from celery import current_app
 from django.db import Error
 from django.db.models import Sum
 
-from django_singletask.checks import import_tasks
+from django_singletask.calls import keys_of
 from django_singletask.conf import conf
 from django_singletask.history import _UNSTORABLE, COUNTED, SWEEPER
-from django_singletask.keys import LATEST, QUEUED, LockKey, key_beside, name_key, shown_key
+from django_singletask.keys import LATEST, QUEUED, LockKey, key_beside
 from django_singletask.liveness import Holder, proof_of_death
 from django_singletask.locks import TaskLock
 from django_singletask.past import (
     NoHistory,
     Starving,
     UsualHold,
-    of_task,
     open_rows,
     rows,
     starving,
     timestamp,
     usual_hold,
 )
-from django_singletask.stores import CannotList, Store, get_store
-from django_singletask.stores.base import PREFIX
-from django_singletask.task import SingletonTask
+from django_singletask.stores import CannotList, Entry, Store, get_store
 
 __all__ = [
     "CannotList",
@@ -46,10 +39,14 @@ __all__ = [
     "clear",
     "held",
     "starving",
-    "usual_hold",
+    "usual_holds",
+    "whose",
 ]
 
 logger = logging.getLogger("django_singletask")
+
+USUAL = 30
+"""Locks of which it is looked up how long they usually are held."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +150,8 @@ def must_list() -> None:
 
 def _find(store: Store, wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
     try:
-        return [
-            _held(key, Holder.decode(entry.value), entry.remaining)
-            for key, entry in store.entries()
-            if not key.startswith(LATEST)
-        ]
+        entries = ((key, entry) for key, entry in store.entries() if not key.startswith(LATEST))
+        return _held(entries)
     except CannotList:
         # What is asked for by its key, or by the name of a TaskLock, needs no list.
         keys = dict.fromkeys(key for keys in wanted.values() for key in keys)
@@ -168,114 +162,21 @@ def _find(store: Store, wanted: Mapping[str, Collection[str]]) -> list[HeldLock]
         return _read(store, {**keys, **dict.fromkeys(_open_keys())})
 
 
-def keys_of(name: str) -> list[str]:
-    """Return the keys that a name can stand for.
+def usual_holds(locks: Sequence[HeldLock]) -> dict[str, UsualHold]:
+    """Return how long runs usually have these locks, by task, or by name of those without one.
 
-    ``name`` is a key, the name of a :class:`TaskLock`, or a call such as
-    ``feeds.tasks.import_feed(7)`` or ``feeds.tasks.import_feed(feed_id=7)``: that call's lock,
-    and the entry of the call while it is queued.
+    Of the longest held alone, since each costs a query: they can be held for unusually long.
     """
-    return [key for _name, key in locks_of(name)]
+    asked: dict[str, UsualHold | None] = {}
+    for lock in sorted(locks, key=lambda lock: -lock.held_for):
+        if lock.state == "held" and len(asked) < USUAL:
+            asked.setdefault(whose(lock), usual_hold(lock.name, lock.holder.task or ""))
+    return {of: usual for of, usual in asked.items() if usual is not None}
 
 
-def locks_of(name: str) -> list[LockKey]:
-    """Return the locks, and the entries of queued calls, that a name can stand for."""
-    if name.startswith(PREFIX):
-        return [LockKey(name, name)]
-    locks = []
-    with suppress(ValueError):
-        locks.append(name_key(name))
-    call = _call(name)
-    if call is None:
-        return locks
-    task, args, kwargs = call
-    found = []
-    if not args:
-        with suppress(TypeError, ValueError):
-            # As names are shown: all arguments that make the lock, and only those.
-            found.append(LockKey(name, shown_key(task, kwargs)))
-    with suppress(Exception):  # a callable lock_name may raise anything
-        if known := _task(task):
-            found.append(known.lock_key(args, kwargs, {}))
-    for lock in found:
-        locks += [lock, LockKey(lock.name, key_beside(QUEUED, lock.key, task))]
-    return locks
-
-
-def is_call(name: str) -> bool:
-    """Say whether a name is a call of a task of this project, with arguments that fit it."""
-    call = _call(name)
-    known = call and _task(call[0])
-    if not (call and known):
-        return False
-    try:
-        known.lock_key(call[1], call[2], {})
-    except Exception:
-        return False
-    return True
-
-
-def _call(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
-    """Take a call apart, as ``feeds.tasks.import_feed(7, full=True)``; None if it is none."""
-    task, separator, _arguments = name.partition("(")
-    try:
-        call = ast.parse(name.strip(), mode="eval").body
-        if not separator or not isinstance(call, ast.Call):
-            return None
-        args = [ast.literal_eval(argument) for argument in call.args]
-        kwargs = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        return None
-    return task.strip(), args, kwargs
-
-
-def _task(name: str) -> SingletonTask | None:
-    if name not in current_app.tasks:
-        _import_tasks()
-    task = current_app.tasks.get(name)
-    return task if isinstance(task, SingletonTask) else None
-
-
-@cache
-def _import_tasks() -> None:
-    # What fails there is not the matter here.
-    with suppress(Exception):
-        import_tasks()
-
-
-def calls() -> list[str]:
-    """Return a pattern of a call of each task of this project that takes a lock."""
-    _import_tasks()
-    found = []
-    for name, task in sorted(current_app.tasks.items()):
-        if isinstance(task, SingletonTask):
-            needed = (each for each in task.run_signature.parameters.values())
-            given = [f"{each.name}=…" for each in needed if each.default is each.empty]
-            found.append(f"{name}({', '.join(given)})")
-    return found
-
-
-def is_task(name: str) -> bool:
-    """Say whether this project has a task of this name, or the history knows one."""
-    _task(name)
-    try:
-        return name in current_app.tasks or bool(of_task(rows(), name)[:1])
-    except (NoHistory, Error):
-        return False
-
-
-def without_defaults(name: str) -> str:
-    """Return the name of a call without the arguments that have their defaults.
-
-    It is the same call, and found as such by :func:`keys_of`.
-    """
-    call = _call(name)
-    task = call and _task(call[0])
-    if not (call and task):
-        return name
-    default = {each.name: each.default for each in task.run_signature.parameters.values()}
-    kept = [f"{n}={v!r}" for n, v in call[2].items() if n not in default or default[n] != v]
-    return f"{task.name}({', '.join([*map(repr, call[1]), *kept])})"
+def whose(lock: HeldLock) -> str:
+    """Return of what the usual hold of a lock is."""
+    return lock.holder.task or lock.name
 
 
 def look(name: str) -> list[HeldLock]:
@@ -296,9 +197,12 @@ def look(name: str) -> list[HeldLock]:
 
 def _read(store: Store, keys: Iterable[str]) -> list[HeldLock]:
     entries = ((key, store.read(key)) for key in keys)
-    return [
-        _held(key, Holder.decode(entry.value), entry.remaining) for key, entry in entries if entry
-    ]
+    return _held((key, entry) for key, entry in entries if entry is not None)
+
+
+def _held(entries: Iterable[tuple[str, Entry]]) -> list[HeldLock]:
+    judged: dict[tuple[object, ...], bool] = {}  # one process may have many
+    return [_lock(key, entry, judged) for key, entry in entries]
 
 
 def _open_keys() -> list[str]:
@@ -315,21 +219,25 @@ def _open_keys() -> list[str]:
         ) from error
 
 
-def _held(key: str, holder: Holder, remaining: float | None) -> HeldLock:
+def _lock(key: str, entry: Entry, judged: dict[tuple[object, ...], bool]) -> HeldLock:
+    holder = Holder.decode(entry.value)
     # Something else may have written the entry: what no database takes, no page can show either.
     facts = vars(holder).items()
-    texts: Any = {name: _storable(text) for name, text in facts if isinstance(text, str)}
-    holder = dataclasses.replace(holder, **texts)
-    since = holder.since if math.isfinite(holder.since) else 0
-    timeout = holder.timeout if math.isfinite(holder.timeout) else 0
+    changed: Any = {
+        name: _storable(text)
+        for name, text in facts
+        if isinstance(text, str) and _UNSTORABLE.search(text)
+    }
+    if changed:
+        holder = dataclasses.replace(holder, **changed)
     return HeldLock(
         name=holder.name or key,
         key=key,
-        holder=dataclasses.replace(holder, since=since, timeout=timeout),
-        held_for=max(0.0, time.time() - since) if since else 0.0,
-        remaining=remaining,
+        holder=holder,
+        held_for=max(0.0, time.time() - holder.since) if holder.since else 0.0,
+        remaining=entry.remaining,
         skipped=None,
-        state=_state(key, holder),
+        state=_state(key, holder, judged),
     )
 
 
@@ -337,10 +245,13 @@ def _storable(text: str) -> str:
     return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def _state(key: str, holder: Holder) -> str:
+def _state(key: str, holder: Holder, judged: dict[tuple[object, ...], bool]) -> str:
     if key.startswith(QUEUED):
         return "queued"
-    return "dead" if proof_of_death(holder) else "held"
+    process = (holder.boot_id, holder.pid_ns, holder.pid, holder.start)
+    if process not in judged:
+        judged[process] = proof_of_death(holder) is not None
+    return "dead" if judged[process] else "held"
 
 
 def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:

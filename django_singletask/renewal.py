@@ -137,7 +137,9 @@ class Keeper:
             self.pay()
 
     def renewed(self) -> list[TaskLock]:
-        return [lock for lock in list(self.locks.values()) if lock.renew]
+        # valuerefs() is one step, which another thread that takes a lock cannot upset.
+        locks = (reference() for reference in self.locks.valuerefs())
+        return [lock for lock in locks if lock is not None and lock.renew]
 
     def renew_all(self, alias: str, locks: list[TaskLock]) -> None:
         with self.renewing:
@@ -268,7 +270,6 @@ def drop(lock: TaskLock, token: str | None = None) -> None:
 
 def kept() -> set[tuple[str, str]]:
     """Return token and key of each lock that is renewed."""
-    # In one step, which another thread that takes a lock cannot upset.
     return {reference.key for reference in _keeper.locks.valuerefs()}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import Error
 
-from django_singletask import registry
+from django_singletask import calls, registry
 from django_singletask.history import COUNTED, TROUBLE
 from django_singletask.liveness import Holder, proof_of_death, this_process
 from django_singletask.past import (
@@ -107,7 +107,7 @@ def why(name: str) -> Why:
         past = _past(name, [lock.name for lock in found], [lock.key for lock in found])
     except NoHistory as error:
         no_history = str(error)
-    if not (found or past or no_history or registry.is_call(name)):
+    if not (found or past or no_history or calls.is_call(name)):
         raise UnknownLock(name, _like(name))
     first = lock or queued or next(iter(expired), None)
     shown = first.name if first else past[0].name if past else name
@@ -118,7 +118,7 @@ def why(name: str) -> Why:
     newest = {kind: next((r for r in past if r.kind == kind), None) for kind in sorted(TROUBLE)}
     return Why(
         name=shown,
-        key=first.key if first else past[0].key if past else registry.keys_of(name)[0],
+        key=first.key if first else past[0].key if past else calls.keys_of(name)[0],
         lock=lock,
         queued=queued,
         expired=expired,
@@ -136,11 +136,11 @@ def why(name: str) -> Why:
 
 def _past(name: str, names: list[str], keys: list[str]) -> list[TaskLockEvent]:
     """Return the newest rows of a lock, the newest first."""
-    keys = [*keys, *registry.keys_of(name)]
+    keys = [*keys, *calls.keys_of(name)]
     if name.startswith(PREFIX):
         names = [*names, *names_of(name)]
     else:
-        names = [*names, *(lock.name for lock in registry.locks_of(name)), name]
+        names = [*names, *(lock.name for lock in calls.locks_of(name)), name]
     for known in dict.fromkeys(names):
         # Of two long names the parts that are shown may be the same.
         found = last_rows(known)
@@ -178,7 +178,7 @@ def _like(name: str) -> list[str]:
         names += (lock.name for lock in registry.held())
     with suppress(NoHistory, Error):
         names += rows().values_list("name", flat=True)[: 4 * MATCHES]
-    return nearest(name, names) or nearest(name, registry.calls())
+    return nearest(name, names) or nearest(name, calls.patterns())
 
 
 def nearest(asked: str, names: Iterable[str]) -> list[str]:

@@ -41,7 +41,13 @@ AT_ONCE = 1000
 
 RETRY = 1.0
 PAUSE = 0.005
-"""Seconds between two writes: many small ones would take the processor from the tasks."""
+"""Seconds for which events gather at least: many small writes take the processor from the tasks."""
+
+SHARE = 10
+"""A pause is so many times as long as the last write took, so that much gathers under load."""
+
+LONGEST = 0.1
+"""Seconds of the longest pause."""
 
 IDLE = 5.0
 """Seconds without an event after which the connection is closed."""
@@ -119,13 +125,14 @@ _losses = Losses()
 
 # Group commit
 #
-# The thread writes what has gathered since its last write in one transaction: alone, an event is
-# written at once; under load, while one write goes on the next one gathers. No task waits.
+# The thread writes in one transaction what has gathered since its last write, and for some
+# milliseconds at least, in which a short run ends: one row is then inserted, and none changed. No
+# task waits.
 #
-#   tasks:    a    b c d      e                      f
-#   thread:    write a   write b c d   write e        write f
+#   tasks:    a        b c d                e
+#   thread:    .. write a   .. write b c d    .. write e
 #
-# SIGKILL loses what has gathered since, some milliseconds. An outage loses nothing up to BOUND.
+# SIGKILL loses what has gathered since. An outage loses nothing up to BOUND.
 
 
 class Writer:
@@ -135,6 +142,7 @@ class Writer:
         self.events: deque[LockEvent] = deque()
         self.dropped = 0
         self.there = threading.Event()
+        self.in_a_hurry = threading.Event()
         self.written = threading.Condition()
         self.unwritten = 0  # taken from the events by the thread
         self.starting = threading.Lock()
@@ -178,9 +186,14 @@ class Writer:
                 self.close()
                 continue
             self.there.clear()
+            pause = PAUSE
             while self.events and not ended.is_set():
+                if len(self.events) < AT_ONCE:
+                    self.in_a_hurry.wait(pause)
+                began = time.monotonic()
                 self.write_some(ended)
-                time.sleep(PAUSE)
+                took = time.monotonic() - began
+                pause = min(max(PAUSE, SHARE * took), LONGEST)
         self.close()
 
     def write_some(self, ended: threading.Event) -> None:
@@ -256,12 +269,16 @@ class Writer:
 
     def flush(self, timeout: float) -> bool:
         until = time.monotonic() + timeout
-        with self.written:
-            while self.events or self.unwritten:
-                left = until - time.monotonic()
-                if left <= 0:
-                    return False
-                self.written.wait(min(left, 0.05))
+        self.in_a_hurry.set()
+        try:
+            with self.written:
+                while self.events or self.unwritten:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        return False
+                    self.written.wait(min(left, 0.05))
+        finally:
+            self.in_a_hurry.clear()
         return True
 
 

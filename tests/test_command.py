@@ -18,7 +18,7 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from django_singletask import SingletonTask, TaskLock, registry
+from django_singletask import SingletonTask, TaskLock, calls, registry
 from django_singletask.conflicts import HEADER
 from django_singletask.history import prune
 from django_singletask.keys import name_key
@@ -172,14 +172,14 @@ def test_arguments_that_have_their_defaults_are_left_out():
     # As many letters of its modules as there is room for.
     assert f"\n…{shown[3:]}  " in locks()
     assert locks("history").splitlines()[1].split()[2] == "tests.testapp.tasks.unique(key='a')"
-    assert registry.keys_of(shown)[-2] == tasks.unique.lock("a", value=7).key
+    assert calls.keys_of(shown)[-2] == tasks.unique.lock("a", value=7).key
 
 
 @pytest.mark.parametrize(
     "name", ["nightly", "unknown.task(a=1)", "tests.testapp.tasks.unique('a')", "a(b…)"]
 )
 def test_other_names_stay_as_they_are(name):
-    assert registry.without_defaults(name) == name
+    assert calls.without_defaults(name) == name
 
 
 def test_wide_terminal_shows_more(monkeypatch):
@@ -1081,13 +1081,13 @@ def test_on_memcached_a_queued_call_is_named(settings, empty_cache, queued, name
     ],
 )
 def test_what_a_name_can_stand_for(name, count):
-    assert len(registry.keys_of(name)) == count
+    assert len(calls.keys_of(name)) == count
 
 
 def test_a_call_is_found_by_its_arguments():
     key = tasks.unique.lock("a").key
     for name in (NAME, "tests.testapp.tasks.unique('a', 5)"):
-        assert key in registry.keys_of(name)
+        assert key in calls.keys_of(name)
 
 
 def test_clear_of_a_queued_call_says_how(queued):
@@ -1126,4 +1126,4 @@ def test_a_lock_name_that_raises_is_no_call(monkeypatch):
     monkeypatch.setattr(
         type(tasks.unique._get_current_object()), "lock_name", staticmethod(name), raising=False
     )
-    assert len(registry.keys_of(NAME)) == 3
+    assert len(calls.keys_of(NAME)) == 3

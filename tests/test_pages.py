@@ -364,7 +364,7 @@ def test_queries_do_not_grow_with_the_locks(operator):
 
 
 def test_usual_holds_of_many_names_are_bounded(operator, monkeypatch):
-    monkeypatch.setattr(pages, "USUAL", 2)
+    monkeypatch.setattr(registry, "USUAL", 2)
     looked_up = []
     monkeypatch.setattr(registry, "usual_hold", lambda *names: looked_up.append(names))
     for name in "abcd":

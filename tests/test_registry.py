@@ -11,7 +11,7 @@ from celery import Celery
 from django.core.cache import caches
 from django.db import DatabaseError, InterfaceError, connection
 
-from django_singletask import SingletonTask, TaskLock, registry
+from django_singletask import SingletonTask, TaskLock, calls, registry
 from django_singletask.keys import QUEUED, key_beside, name_key
 from django_singletask.liveness import Holder, this_process
 from django_singletask.models import TaskLockEvent
@@ -450,8 +450,8 @@ def test_without_history_nothing_is_expired(redis, settings):
 
 
 def test_call_of_a_task_of_the_project_is_known():
-    assert registry.is_call("tests.testapp.tasks.unique('a')")
-    assert registry.is_call("tests.testapp.tasks.unique(key='a')")
+    assert calls.is_call("tests.testapp.tasks.unique('a')")
+    assert calls.is_call("tests.testapp.tasks.unique(key='a')")
 
 
 @pytest.mark.parametrize(
@@ -466,12 +466,12 @@ def test_call_of_a_task_of_the_project_is_known():
     ],
 )
 def test_what_is_no_call_of_a_task(name):
-    assert not registry.is_call(name)
+    assert not calls.is_call(name)
 
 
 def test_tasks_are_imported_where_no_worker_has_done_so():
-    program = "import django; django.setup()\nfrom django_singletask import registry\n"
-    program += "print(registry.is_call('tests.testapp.tasks.unique(1)'))"
+    program = "import django; django.setup()\nfrom django_singletask import calls\n"
+    program += "print(calls.is_call('tests.testapp.tasks.unique(1)'))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -58,6 +59,30 @@ def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch):
             pass
     # Until the thread has come to its sleep, some may wake it.
     assert 1 <= len(woken) <= 5
+
+
+def test_the_thread_is_not_upset_by_another_that_takes_locks():
+    """It failed, and slept for a second, when the locks changed while it looked through them."""
+    keeper, locks, ended = renewal.Keeper(), [], threading.Event()
+
+    class Unrenewed:
+        renew = False
+
+    def take():
+        while not ended.is_set():
+            lock = Unrenewed()
+            keeper.locks[str(len(locks)), "key"] = lock
+            locks.append(lock)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    try:
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            keeper.renewed()
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_a_lock_that_nobody_holds_any_more_is_not_renewed():

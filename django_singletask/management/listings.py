@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from django_singletask.calls import without_defaults
 from django_singletask.durations import duration
 from django_singletask.management.tables import (
     LEFT,
@@ -19,9 +20,9 @@ from django_singletask.management.tables import (
     table,
     width,
 )
-from django_singletask.past import UsualHold, timestamp, usual_hold
+from django_singletask.past import timestamp
 from django_singletask.probe import Probe
-from django_singletask.registry import HeldLock, without_defaults
+from django_singletask.registry import HeldLock, usual_holds, whose
 from django_singletask.why import Why
 
 if TYPE_CHECKING:
@@ -66,14 +67,9 @@ def _who(lock: HeldLock) -> str:
 
 def _notes(locks: Sequence[HeldLock]) -> list[str]:
     """Mark the holds that last longer than the longest of the usual ones."""
-    usual: dict[tuple[str, str], UsualHold | None] = {}
-    notes = []
+    usual, notes = usual_holds(locks), []
     for lock in locks:
-        task = lock.holder.task or ""
-        of = (task, "" if task else lock.name)
-        if lock.state == "held" and of not in usual:
-            usual[of] = usual_hold(lock.name, task)
-        known = usual.get(of) if lock.state == "held" else None
+        known = usual.get(whose(lock)) if lock.state == "held" else None
         is_slow = known is not None and known.is_exceeded_by(lock.held_for)
         notes.append(f" (slow: usual {_largest_unit(known.median)})" if is_slow and known else "")
     return notes

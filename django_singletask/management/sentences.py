@@ -9,10 +9,11 @@ import textwrap
 import time
 from collections.abc import Iterator
 
+from django_singletask.calls import without_defaults
 from django_singletask.durations import in_words
 from django_singletask.management.tables import columns, few, plural, printable, width
 from django_singletask.past import HOUR
-from django_singletask.registry import HeldLock, without_defaults
+from django_singletask.registry import HeldLock
 from django_singletask.why import Past, Why, started_at
 
 __all__ = ["explain"]

@@ -79,7 +79,8 @@ def printable(text: str, width: int | None = None, beginning: int = 255) -> str:
     Format characters go too: they can turn the direction of what follows. Half of it, but not more
     than ``beginning``, is of the beginning.
     """
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if width is None or columns(text) <= width:
         return text
     head, tail = text, ""

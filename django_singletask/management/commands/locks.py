@@ -16,7 +16,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
-from django_singletask import past, probe, registry
+from django_singletask import calls, past, probe, registry
+from django_singletask.calls import without_defaults
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
 from django_singletask.durations import compact, in_words
@@ -25,7 +26,7 @@ from django_singletask.management import listings
 from django_singletask.management.arguments import add_actions
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import few, plural, printable
-from django_singletask.registry import HeldLock, without_defaults
+from django_singletask.registry import HeldLock
 from django_singletask.stores.base import PREFIX
 from django_singletask.why import UnknownLock, nearest, why
 
@@ -198,7 +199,7 @@ class Command(BaseCommand):
         names: set[str] = set()
         for given in options["names"]:
             found = past.names_of(given) if given.startswith(PREFIX) else []
-            names.update(found or (lock.name for lock in registry.locks_of(given)))
+            names.update(found or (lock.name for lock in calls.locks_of(given)))
         facts = ("task", "kind", "outcome", "since", "limit")
         # A name that can be no lock's finds nothing, and not all that no name was given for.
         only = sorted(names) if options["names"] else None
@@ -285,9 +286,9 @@ def _must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldL
                 why(name)
     except UnknownLock as error:
         raise CommandError(_unknown("lock", error.name, error.matches), returncode=2) from error
-    if task is None or any(lock.holder.task == task for lock in locks) or registry.is_task(task):
+    if task is None or any(lock.holder.task == task for lock in locks) or calls.is_task(task):
         return
-    tasks = [call.partition("(")[0] for call in registry.calls()]
+    tasks = [call.partition("(")[0] for call in calls.patterns()]
     raise CommandError(_unknown("task", task, nearest(task, tasks)), returncode=2)
 
 
@@ -333,7 +334,7 @@ def _starving(
         found = registry.starving(longer_than, times=times)
     except registry.NoHistory as error:
         raise CommandError(f"--fail-if-starving needs the history. {error}") from error
-    shown = {lock.name for name in names for lock in registry.locks_of(name)}
+    shown = {lock.name for name in names for lock in calls.locks_of(name)}
     told = [
         f"{without_defaults(state.name)} ({plural(state.skipped, 'call')} "
         f"in {in_words(state.unmet)})"
@@ -354,7 +355,7 @@ def _is_chosen(lock: HeldLock, **options: Any) -> bool:
 
 
 def _is_among(name: str, locks: Sequence[HeldLock]) -> bool:
-    keys = registry.keys_of(name)
+    keys = calls.keys_of(name)
     return any(lock.name == name or lock.key in keys for lock in locks)
 
 

@@ -1,0 +1,132 @@
+"""Many locks held in one process: what each costs, to take, to keep, to renew and to list."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from statistics import median
+
+import redis
+
+from benchmarks.locks import FLOOR, bare_redis, ours
+from benchmarks.measure import history, in_turns, wait_for_history
+from benchmarks.report import Check, Table, figure
+from benchmarks.settings import REDIS
+from django_singletask import TaskLock, renewal
+
+ROOT = Path(__file__).resolve().parents[1]
+LEASE = 3600
+ONE_MORE = "one more"
+
+
+def held(rounds: int, levels: list[int]) -> Table:
+    """Hold more and more locks; ``levels`` ends with how many are listed, before it renewed."""
+    client = redis.Redis.from_url(f"{REDIS}/0")
+    client.flushdb()
+    renewed, listed = levels[-2:]
+    memory = memory_of(renewed)
+    empty = client.info("memory")["used_memory"]
+    locks: list[TaskLock] = []
+    cells, ratios, renewal_took = [], [], 0.0
+    _client, floor = bare_redis()
+    for level in levels:
+        added = level - len(locks)
+        taking = take(locks, level) / added * 1e6
+        series = in_turns({FLOOR: floor, ONE_MORE: ours("default")}, rounds)
+        ratios.append(series.ratio(ONE_MORE, FLOOR))
+        cells.append(
+            (
+                f"{level:,}",
+                f"{figure(taking)} µs",
+                f"{figure(series.median(ONE_MORE))} µs",
+                f"{ratios[-1]:.2f}",
+            )
+        )
+        if level == renewed:
+            renewal_took = tick(locks)
+    in_store = (client.info("memory")["used_memory"] - empty) / listed
+    listing = list_time(listed)
+    for lock in locks:
+        lock.token = None
+    locks.clear()
+    client.flushdb()
+    flat = ratios[-1] / ratios[0]
+    checks = [
+        Check(
+            f"one more with {listed:,} held: ≤ 1.25 × with {levels[0]}", f"{flat:.2f}", flat <= 1.25
+        ),
+        Check("memory of a held lock: < 2 KB", f"{memory:,.0f} bytes", memory < 2048),
+        Check(
+            f"one renewal of {renewed:,} leases: < 1 s", f"{renewal_took:.2f} s", renewal_took < 1
+        ),
+        Check(f"locks list of {listed:,}: < 3 s", f"{listing:.2f} s", listing < 3),
+    ]
+    text = (
+        "All by one process, on Redis, with the history. To take: each of the locks that came"
+        " to those before. One more: to take it and to give it back, in turns with the floor."
+        f" Memory: what Python allocated; Redis uses {in_store:,.0f} bytes a lock. Renewal: "
+        "one tick of the thread that does it. The list: ``manage.py locks list`` as a process"
+        " of its own, from its start; the time is the median of three, as that of the "
+        "renewal."
+    )
+    head = ("Held", "to take", "one more", "× floor")
+    return Table("Many locks held", text, head, cells, checks)
+
+
+def take(locks: list[TaskLock], count: int) -> float:
+    """Take locks until there are ``count``; return the seconds, without those of the history."""
+    took = 0.0
+    while len(locks) < count:
+        began = time.perf_counter()
+        for number in range(len(locks), min(count, len(locks) + 10_000)):
+            lock = TaskLock(f"feeds.tasks.import_feed(feed_id={number})", timeout=LEASE)
+            if not lock.acquire():
+                raise RuntimeError(f"{lock} is held by {lock.blocker}.")
+            locks.append(lock)
+        took += time.perf_counter() - began
+        wait_for_history()  # it keeps 50,000 events that are not written, and drops more
+    return took
+
+
+def memory_of(count: int) -> float:
+    """Return the bytes that a held lock takes in this process."""
+    locks: list[TaskLock] = []
+    with history("off"):  # what waits to be written is no part of a lock
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        take(locks, count)
+        used = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        for lock in locks:
+            lock.release()
+    return used / count
+
+
+def tick(locks: list[TaskLock]) -> float:
+    """Return the seconds of one renewal of all the locks, as the thread would make it."""
+    times = []
+    for _ in range(3):
+        for lock in locks:
+            lock._renewed -= LEASE / 2
+        began = time.perf_counter()
+        renewal._keeper.tick()
+        times.append(time.perf_counter() - began)
+        late = [lock for lock in locks if lock.lost or renewal.due(lock) < renewal.clock()]
+        if late:
+            raise RuntimeError(f"{len(late)} locks were not renewed.")
+    return median(times)
+
+
+def list_time(count: int) -> float:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "django", "locks", "list"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - began)
+        if done.stdout.count("import_feed") != count:
+            raise RuntimeError(f"The list is not of {count} locks:\n{done.stdout[:2000]}")
+    return median(times)

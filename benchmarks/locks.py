@@ -1,0 +1,237 @@
+"""Take and give back a lock, each peer used as its README says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pglock
+import pylibmc
+import redis
+import redis_lock
+from celery_once.backends import Redis as OnceBackend
+from celery_singleton.backends import RedisBackend as SingletonBackend
+from django.core.cache import caches
+from pymemcache import Client
+
+from benchmarks.measure import CALLS, WARM_UP, Step, in_turns
+from benchmarks.report import Table, at_most, compared, faster
+from benchmarks.settings import MEMCACHED, REDIS
+from django_singletask import TaskLock
+from django_singletask.models import TaskLockEvent
+
+VALUE = b"x" * 300
+"""As long as the record of a holder."""
+
+RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end"
+
+FLOOR = "floor"
+LISTENING = ("django-singletask, RedisCache", "django-singletask, django-redis")
+SILENT = tuple(f"{name}, history off" for name in LISTENING)
+RECIPE = "recipe, RedisCache (no owner check)"
+OWNERS = ("redis-py Lock", "django-redis cache.lock", "python-redis-lock")
+"""Those that give back only what is their own."""
+
+
+def ours(alias: str) -> Step:
+    def step() -> None:
+        with TaskLock("nightly", cache=alias):
+            pass
+
+    return step
+
+
+def recipe(alias: str) -> Step:
+    """The Celery cookbook's recipe."""
+    cache = caches[alias]
+
+    def step() -> None:
+        timeout_at = time.monotonic() + 57
+        status = cache.add("recipe-lock", "oid", 60)
+        if time.monotonic() < timeout_at and status:
+            cache.delete("recipe-lock")
+
+    return step
+
+
+def bare_redis() -> tuple[redis.Redis, Step]:
+    client = redis.Redis.from_url(f"{REDIS}/0")
+    release = client.register_script(RELEASE)
+
+    def floor() -> None:
+        client.set("floor", VALUE, nx=True, px=60_000)
+        release(["floor"], [VALUE])
+
+    return client, floor
+
+
+def bare_connection() -> Step:
+    """The floor without the client: no pool to take a connection from, and none that is checked."""
+    client, _floor = bare_redis()
+    connection = client.connection_pool.make_connection()
+    sha = client.script_load(RELEASE)
+
+    def step() -> None:
+        connection.send_command("SET", "bare", VALUE, "NX", "PX", 60_000)
+        connection.read_response()
+        connection.send_command("EVALSHA", sha, 1, "bare", VALUE)
+        connection.read_response()
+
+    return step
+
+
+def on_redis(rounds: int) -> Table:
+    client, floor = bare_redis()
+    singleton = SingletonBackend(f"{REDIS}/2")
+    once = OnceBackend({"url": f"{REDIS}/2"})
+
+    def redis_py() -> None:
+        with client.lock("redis-py", timeout=60):
+            pass
+
+    def django_redis() -> None:
+        with caches["django_redis"].lock("django-redis", timeout=60):
+            pass
+
+    def python_redis_lock() -> None:
+        with redis_lock.Lock(client, "python-redis-lock", expire=60):
+            pass
+
+    def celery_singleton() -> None:
+        singleton.lock("singleton", "5d1c", expiry=60)
+        singleton.unlock("singleton")
+
+    def celery_once() -> None:
+        once.raise_or_lock("once", timeout=60)
+        once.clear_lock("once")
+
+    rows = TaskLockEvent.objects.count()
+    series = in_turns(
+        {
+            FLOOR: floor,
+            "the floor on a bare connection": bare_connection(),
+            LISTENING[0]: ours("default"),
+            LISTENING[1]: ours("django_redis"),
+            SILENT[0]: ours("default"),
+            SILENT[1]: ours("django_redis"),
+            "redis-py Lock": redis_py,
+            "django-redis cache.lock": django_redis,
+            "python-redis-lock": python_redis_lock,
+            "celery-singleton (no owner check)": celery_singleton,
+            "celery-once (no owner check)": celery_once,
+            RECIPE: recipe("default"),
+            "recipe, django-redis (no owner check)": recipe("django_redis"),
+        },
+        rounds,
+        silent=SILENT,
+    )
+    written = TaskLockEvent.objects.count() - rows
+    if written != (rounds + WARM_UP) * CALLS * len(LISTENING):
+        raise RuntimeError(f"{written} rows: the history did not listen as it should.")
+    checks = []
+    for name in LISTENING:
+        checks.append(at_most(series, name, 1.15, FLOOR))
+        checks += [faster(series, name, other) for other in OWNERS]
+        checks.append(at_most(series, name, 0.5, RECIPE))
+    text = (
+        "Floor: two trips on one redis-py client, SET NX PX and EVALSHA. A client takes a "
+        "connection from its pool for each trip; without that there is a lower one. The history "
+        "listens, and a thread writes it to PostgreSQL; what is left to write after a turn is not "
+        "counted here."
+    )
+    return compared("Take and give back on Redis", text, series, checks)
+
+
+def in_a_loop(rounds: int) -> Table:
+    _client, floor = bare_redis()
+    series = in_turns(
+        {FLOOR: floor, LISTENING[0]: ours("default"), SILENT[0]: ours("default")},
+        max(3, rounds // 15),
+        calls=500,
+        silent=SILENT,
+        until_written=True,
+    )
+    text = (
+        "500 locks without a pause, until the last row of the history is in PostgreSQL: all "
+        "that a row costs, wherever it is paid. No target."
+    )
+    return compared("Take and give back in a loop, with the writing", text, series, [])
+
+
+class Memcached(NamedTuple):
+    """A client of memcached: Django's backend for it, and how to take that lock without Django."""
+
+    alias: str
+    backend: str
+    add: Callable[[str, int], object]
+    gets: Callable[[str], Any]
+    cas: Callable[[str, Any, int], object]
+
+    @property
+    def ours(self) -> str:
+        return f"django-singletask, {self.backend}"
+
+    @property
+    def recipe(self) -> str:
+        return f"recipe, {self.backend} (no owner check)"
+
+
+def bare_memcached() -> list[Memcached]:
+    host, port = MEMCACHED.split(":")
+    pure = Client((host, int(port)), no_delay=True)
+    compiled = pylibmc.Client([MEMCACHED], behaviors={"cas": True})
+    return [
+        Memcached(
+            "pymemcache",
+            "PyMemcacheCache",
+            lambda key, expiry: pure.add(key, VALUE, expire=expiry, noreply=False),
+            pure.gets,
+            lambda key, cas, expiry: pure.cas(key, VALUE, cas, expire=expiry, noreply=False),
+        ),
+        Memcached(
+            "pylibmc",
+            "PyLibMCCache",
+            lambda key, expiry: compiled.add(key, VALUE, time=expiry),
+            compiled.gets,
+            lambda key, cas, expiry: compiled.cas(key, VALUE, cas, time=expiry),
+        ),
+    ]
+
+
+def on_memcached(rounds: int) -> list[Table]:
+    def compare(client: Memcached) -> Table:
+        def floor() -> None:
+            client.add("floor", 61)
+            _value, cas = client.gets("floor")
+            client.cas("floor", cas, 2_592_001)  # past for all clients: ends at once
+
+        steps = {
+            FLOOR: floor,
+            client.ours: ours(client.alias),
+            client.recipe: recipe(client.alias),
+        }
+        series = in_turns(steps, rounds)
+        title = f"Take and give back on memcached, {client.alias}"
+        text = "Floor: add, gets and cas on the bare client. The recipe makes two trips, not three."
+        return compared(title, text, series, [at_most(series, client.ours, 1.15, FLOOR)])
+
+    return [compare(client) for client in bare_memcached()]
+
+
+def in_database(rounds: int) -> Table:
+    def advisory() -> None:
+        with pglock.advisory("nightly"):
+            pass
+
+    name, django = "django-singletask, DatabaseCache", "recipe, DatabaseCache (no owner check)"
+    series = in_turns(
+        {django: recipe("pages"), name: ours("database"), "advisory lock, django-pglock": advisory},
+        rounds,
+    )
+    text = (
+        "An advisory lock belongs to a connection, and has no lease and no holder that could "
+        "be asked for."
+    )
+    checks = [faster(series, name, django)]
+    return compared("Take and give back in PostgreSQL", text, series, checks)

@@ -1,0 +1,139 @@
+"""Tables with what was measured, what was wanted of it, and whether it is reached."""
+
+from __future__ import annotations
+
+import os
+import platform
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.measure import Series
+
+PACKAGES = ["Django", "celery", "redis", "django-redis", "pymemcache", "pylibmc", "psycopg"]
+PACKAGES += ["celery-singleton", "celery-once", "python-redis-lock", "django-pglock"]
+
+
+class Check(NamedTuple):
+    """A target, and what was found of it."""
+
+    wanted: str
+    found: str
+    reached: bool
+
+
+@dataclass
+class Table:
+    """A heading, a text, cells and targets; ``series`` is what the cells are made of."""
+
+    title: str
+    text: str
+    head: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    checks: Sequence[Check] = ()
+    series: Series = field(default_factory=Series)
+
+    def rst(self) -> str:
+        parts = [
+            self.title,
+            "-" * len(self.title),
+            "",
+            *wrapped(self.text),
+            "",
+            *grid(self.head, self.cells),
+        ]
+        if self.checks:
+            reached = [(c.wanted, c.found, "yes" if c.reached else "**no**") for c in self.checks]
+            parts += ["", *grid(("Target", "found", "reached"), reached)]
+        return "\n".join([*parts, ""])
+
+
+def compared(
+    title: str, text: str, series: Series, checks: Sequence[Check], unit: str = "µs"
+) -> Table:
+    """Return the table of a series; ratios are to its first candidate."""
+    first = next(iter(series))
+    cells = [
+        (name, f"{figure(series.median(name))} {unit}", f"{series.ratio(name, first):.2f}")
+        for name in series
+    ]
+    return Table(title, text, ("Candidate", "median", "ratio"), cells, checks, series)
+
+
+def at_most(series: Series, name: str, bound: float, other: str) -> Check:
+    found = series.ratio(name, other)
+    return Check(f"{name}: ≤ {bound:.2f} × {other}", f"{found:.2f}", found <= bound)
+
+
+def faster(series: Series, name: str, other: str) -> Check:
+    found = series.ratio(name, other)
+    return Check(f"{name}: faster than {other}", f"{found:.2f}", found < 1)
+
+
+def at_least(series: Series, name: str, bound: float, other: str) -> Check:
+    found = series.ratio(name, other)
+    return Check(f"{name}: ≥ {bound:.2f} × {other}", f"{found:.2f}", found >= bound)
+
+
+def figure(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def grid(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    rule = "  ".join("=" * width for width in widths)
+    rows = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return [rule, rows[0], rule, *rows[1:], rule]
+
+
+def results(tables: Sequence[Table], servers: str, loads: Sequence[float], minutes: float) -> str:
+    """Return RESULTS.rst."""
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    checks = [(table.title, check) for table in tables for check in table.checks]
+    missed = [f"* {title}: {check.wanted}" for title, check in checks if not check.reached]
+    reached = f"{len(checks) - len(missed)} of {len(checks)} targets are reached"
+    lines = [
+        "==========",
+        "Benchmarks",
+        "==========",
+        "",
+        *wrapped(
+            "Written by ``python benchmarks/run.py``, in one run. The candidates of a table took "
+            "turns, in another order each round. Medians over the rounds; a ratio is the median "
+            "of the ratios within a round, to the first row unless said otherwise. Times depend "
+            "on the machine; ratios hardly."
+        ),
+        "",
+        *wrapped(
+            f"* {processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
+            f"servers on the same machine. Load average {loads[0]:.1f} at the begin and "
+            f"{loads[1]:.1f} at the end; {minutes:.0f} minutes."
+        ),
+        *wrapped(f"* Python {platform.python_version()}, {packages}."),
+        f"* {servers}.",
+        "",
+        f"{reached}. Not reached:" if missed else f"{reached}.",
+        "",
+        *missed,
+        *([""] if missed else []),
+    ]
+    return "\n".join([*lines, "\n".join(table.rst() for table in tables)])
+
+
+def wrapped(text: str) -> list[str]:
+    indent = "  " if text.startswith("* ") else ""
+    return textwrap.wrap(text, 100, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def processor() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,170 @@
+"""Throughput of real workers: no-op tasks, prefork with two processes, keys that never meet."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import redis
+from celery import Task
+
+from benchmarks import app
+from benchmarks.measure import Series
+from benchmarks.report import Table, at_least, compared
+from benchmarks.settings import REDIS
+from django_singletask.models import TaskLockEvent
+from tests import servers
+
+ROOT = Path(__file__).resolve().parents[1]
+PLAIN = "plain Task"
+LISTENING, SILENT = "django-singletask", "django-singletask, history off"
+MARK = struct.calcsize("d")
+TIMEOUT = 120
+WAITING = "waiting"
+"""The queue in which messages wait until the one worker whose turn it is gets it as its own."""
+
+
+class Candidate(NamedTuple):
+    name: str
+    task: Task
+    queue: str
+    marks: Path
+    history: bool
+
+
+class Turn(NamedTuple):
+    rate: float
+    """Tasks a second."""
+    lag: float
+    """Seconds from the last run until all is written, too."""
+
+
+CANDIDATES = {
+    PLAIN: (app.plain, {"BENCHMARK_PEER": "yes"}),
+    LISTENING: (app.ours, {"BENCHMARK_HISTORY": "background"}),
+    SILENT: (app.ours, {"BENCHMARK_HISTORY": "off"}),
+    "celery-singleton (no owner check)": (app.celery_singleton, {"BENCHMARK_PEER": "yes"}),
+    "celery-once (no owner check)": (app.celery_once, {"BENCHMARK_PEER": "yes"}),
+    "recipe, RedisCache (no owner check)": (app.recipe, {"BENCHMARK_PEER": "yes"}),
+}
+
+
+def throughput(rounds: int, calls: int) -> Table:
+    """Let one worker at a time work off its queue; all of them stay up, and the others idle."""
+    client = redis.Redis.from_url(f"{REDIS}/1")
+    numbers = itertools.count()
+    found = Series({name: [] for name in CANDIDATES})
+    lags: list[float] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="singletask-") as folder,
+        running(Path(folder)) as order,
+    ):
+        shuffle = random.Random(6).shuffle
+        for number in range(-1, rounds):  # the first until all processes are warm
+            shuffle(order)
+            for candidate in order:
+                told = turn(client, candidate, numbers, calls)
+                if number >= 0:
+                    found[candidate.name].append(told.rate)
+                    if candidate.history:
+                        lags.append(told.lag)
+    checks = [
+        at_least(found, LISTENING, 0.85, PLAIN),
+        at_least(found, SILENT, 0.90, PLAIN),
+    ]
+    text = (
+        f"{calls:,} messages a turn wait in the queue before the worker gets it; from the "
+        "first to the last run, by the tasks' own clock. Broker and locks are on one Redis, "
+        "the history is in PostgreSQL: its last row is written "
+        f"{median(lags) * 1000:.0f} ms after the last run. celery-singleton and celery-once "
+        "take their lock when the call is sent: half of their work is not in this figure."
+    )
+    return compared("Throughput of a worker", text, found, checks, "tasks/s")
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[list[Candidate]]:
+    """Run a worker for each candidate; show what they printed if that fails."""
+    candidates, processes = [], []
+    try:
+        for number, (name, (task, variables)) in enumerate(CANDIDATES.items()):
+            queue = f"queue-{number}"
+            history = variables.get("BENCHMARK_HISTORY") == "background"
+            candidates.append(Candidate(name, task, queue, folder / f"{queue}.marks", history))
+            processes.append(start(candidates[-1], variables, folder / f"{queue}.log"))
+        yield candidates
+    except Exception:
+        for log in sorted(folder.glob("*.log")):
+            print(f"{log.name}:\n{log.read_text(errors='replace')[-2000:]}", file=sys.stderr)
+        raise
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def start(candidate: Candidate, variables: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
+    command = [
+        *(sys.executable, "-m", "celery", "-A", "benchmarks.app", "worker", "-P", "prefork"),
+        *("-c", "2", "-Q", candidate.queue, "-n", f"{candidate.queue}@benchmarks"),
+        *("-l", "WARNING", "--without-gossip", "--without-mingle", "--without-heartbeat"),
+    ]
+    # Ends with this process, as the servers do.
+    launcher = [sys.executable, "-I", "-S", "-c", servers.LAUNCHER, str(os.getpid()), "", ""]
+    with output.open("wb") as log:
+        return subprocess.Popen(
+            [*launcher, str(int(signal.SIGTERM)), *command],
+            cwd=ROOT,
+            env={**os.environ, **variables, "BENCHMARK_MARKS": str(candidate.marks)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def turn(client: redis.Redis, candidate: Candidate, numbers: Iterator[int], calls: int) -> Turn:
+    """Let a worker work off these many messages."""
+    for number in itertools.islice(numbers, calls):
+        candidate.task.apply_async((number,), queue=WAITING)
+    # Looked at before, so that no row of an earlier turn counts for this one.
+    rows = TaskLockEvent.objects.filter(outcome="released").count()
+    client.rename(WAITING, candidate.queue)
+    wait_until(lambda: done(candidate) >= calls, f"{candidate.name} works off its queue")
+    times = sorted(struct.unpack(f"{calls}d", candidate.marks.read_bytes()))
+    os.truncate(candidate.marks, 0)
+    if candidate.history:
+        # All of it, and before the next one's turn, which it would slow down.
+        wait_until(
+            lambda: TaskLockEvent.objects.filter(outcome="released").count() == rows + calls,
+            "the history is written",
+        )
+    return Turn((calls - 1) / (times[-1] - times[0]), time.monotonic() - times[-1])
+
+
+def done(candidate: Candidate) -> int:
+    return candidate.marks.stat().st_size // MARK if candidate.marks.exists() else 0
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + TIMEOUT
+    while not condition():
+        if time.monotonic() > until:
+            raise RuntimeError(f"Not within {TIMEOUT} s: {what}.")
+        time.sleep(0.02)

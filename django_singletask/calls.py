@@ -1,0 +1,132 @@
+"""Read a call as an operator writes it: which task, which locks, which arguments."""
+
+from __future__ import annotations
+
+import ast
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from celery import current_app
+from django.db import Error
+
+from django_singletask.checks import import_tasks
+from django_singletask.keys import QUEUED, LockKey, key_beside, name_key, shown_key
+from django_singletask.past import NoHistory, of_task, rows
+from django_singletask.stores.base import PREFIX
+from django_singletask.task import SingletonTask
+
+__all__ = ["is_call", "is_task", "keys_of", "locks_of", "patterns", "without_defaults"]
+
+
+def keys_of(name: str) -> list[str]:
+    """Return the keys that a name can stand for.
+
+    ``name`` is a key, the name of a :class:`TaskLock`, or a call such as
+    ``feeds.tasks.import_feed(7)`` or ``feeds.tasks.import_feed(feed_id=7)``: that call's lock,
+    and the entry of the call while it is queued.
+    """
+    return [key for _name, key in locks_of(name)]
+
+
+def locks_of(name: str) -> list[LockKey]:
+    """Return the locks, and the entries of queued calls, that a name can stand for."""
+    if name.startswith(PREFIX):
+        return [LockKey(name, name)]
+    locks = []
+    with suppress(ValueError):
+        locks.append(name_key(name))
+    call = _call(name)
+    if call is None:
+        return locks
+    task, args, kwargs = call
+    found = []
+    if not args:
+        with suppress(TypeError, ValueError):
+            # As names are shown: all arguments that make the lock, and only those.
+            found.append(LockKey(name, shown_key(task, kwargs)))
+    with suppress(Exception):  # a callable lock_name may raise anything
+        if known := _task(task):
+            found.append(known.lock_key(args, kwargs, {}))
+    for lock in found:
+        locks += [lock, LockKey(lock.name, key_beside(QUEUED, lock.key, task))]
+    return locks
+
+
+def is_call(name: str) -> bool:
+    """Say whether a name is a call of a task of this project, with arguments that fit it."""
+    call = _call(name)
+    known = call and _task(call[0])
+    if not (call and known):
+        return False
+    try:
+        known.lock_key(call[1], call[2], {})
+    except Exception:
+        return False
+    return True
+
+
+def _call(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
+    """Take a call apart, as ``feeds.tasks.import_feed(7, full=True)``; None if it is none."""
+    task, separator, _arguments = name.partition("(")
+    try:
+        call = ast.parse(name.strip(), mode="eval").body
+        if not separator or not isinstance(call, ast.Call):
+            return None
+        args = [ast.literal_eval(argument) for argument in call.args]
+        kwargs = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return None
+    return task.strip(), args, kwargs
+
+
+def _task(name: str) -> SingletonTask | None:
+    if name not in current_app.tasks:
+        _import_tasks()
+    task = current_app.tasks.get(name)
+    return task if isinstance(task, SingletonTask) else None
+
+
+@cache
+def _import_tasks() -> None:
+    # What fails there is not the matter here.
+    with suppress(Exception):
+        import_tasks()
+
+
+def patterns() -> list[str]:
+    """Return a pattern of a call of each task of this project that takes a lock."""
+    _import_tasks()
+    found = []
+    for name, task in sorted(current_app.tasks.items()):
+        if isinstance(task, SingletonTask):
+            needed = (each for each in task.run_signature.parameters.values())
+            given = [f"{each.name}=…" for each in needed if each.default is each.empty]
+            found.append(f"{name}({', '.join(given)})")
+    return found
+
+
+def is_task(name: str) -> bool:
+    """Say whether this project has a task of this name, or the history knows one."""
+    _task(name)
+    try:
+        return name in current_app.tasks or bool(of_task(rows(), name)[:1])
+    except (NoHistory, Error):
+        return False
+
+
+def without_defaults(name: str) -> str:
+    """Return the name of a call without the arguments that have their defaults.
+
+    It is the same call, and found as such by :func:`keys_of`.
+    """
+    task = _task(name.partition("(")[0])
+    if task is None:
+        return name
+    parameters = task.run_signature.parameters.values()
+    default = {each.name: each.default for each in parameters if each.default is not each.empty}
+    call = _call(name) if default else None
+    if call is None:
+        return name
+    kept = [f"{n}={v!r}" for n, v in call[2].items() if n not in default or default[n] != v]
+    return f"{task.name}({', '.join([*map(repr, call[1]), *kept])})"
