@@ -82,16 +82,17 @@ class QueuedCall:
         self.value = value = holder.encode()
         store = get_store(self.entry._alias)
         try:
-            entry = store.add(self.entry.key, value, lease)
-            if entry is not None and entry.value != value and self.entry._bury(store, entry):
+            while True:
                 entry = store.add(self.entry.key, value, lease)
+                if entry is None or entry.value == value:
+                    return None
+                queued = Holder.decode(entry.value)
+                if not self.entry._bury(store, entry, queued):
+                    break
         except BaseException:
             self.discard()  # the reply may have been lost
             raise
-        if entry is None or entry.value == value:
-            return None
         self.value = None
-        queued = Holder.decode(entry.value)
         # Without an id it is no call's, or it came and went all the time: the lock will decide.
         return queued if queued.task_id else None
 

@@ -155,6 +155,8 @@ def proof_of_death(holder: Holder) -> str | None:
         return None
     if (holder.boot_id, holder.pid_ns) != (process.boot_id, process.pid_ns):
         return None
+    if (holder.pid, holder.start) == (process.pid, process.start):
+        return None
     return is_gone(holder.pid, holder.start)
 
 

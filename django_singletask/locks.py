@@ -147,16 +147,15 @@ class TaskLock:
         #
         #   here:    sent --------------------------- reply (late) ---- sent + lease: no trust
         #   server:        granted ------------------------------------------- ends: free
-        sent = clock()
         try:
-            entry = store.add(self.key, value, lease)
-            if entry is not None and entry.value != value and self._bury(store, entry):
+            while True:
                 sent = clock()
                 entry = store.add(self.key, value, lease)
-            if entry is not None and entry.value != value:
-                self.blocker = Holder.decode(entry.value)
-                self._remaining = entry.remaining
-                return False
+                if entry is None or entry.value == value:
+                    break
+                self.blocker, self._remaining = Holder.decode(entry.value), entry.remaining
+                if not self._bury(store, entry, self.blocker):
+                    return False
             self._begin(holder, value, lease, sent)
         except BaseException:
             # The request may have been carried out all the same: an error on the way back, a soft
@@ -192,7 +191,7 @@ class TaskLock:
     def _trust(self, sent: float) -> None:
         self._deadline = sent + self._leased - _margin(self._leased)
 
-    def _bury(self, store: Store, entry: Entry) -> bool:
+    def _bury(self, store: Store, entry: Entry, holder: Holder) -> bool:
         """Free a lock whose holder is proven dead; say whether to try to take it again.
 
         Of many that see the same corpse one frees it, and whoever comes first then takes it:
@@ -203,7 +202,6 @@ class TaskLock:
                                           B: release X -> it is A's by now: refused
                                           B: add -> conflict with A
         """
-        holder = Holder.decode(entry.value)
         how = proof_of_death(holder)
         if how is None:
             return False

@@ -169,8 +169,8 @@ def usual_holds(locks: Sequence[HeldLock]) -> dict[str, UsualHold]:
     """
     asked: dict[str, UsualHold | None] = {}
     for lock in sorted(locks, key=lambda lock: -lock.held_for):
-        if lock.state == "held" and len(asked) < USUAL:
-            asked.setdefault(whose(lock), usual_hold(lock.name, lock.holder.task or ""))
+        if lock.state == "held" and whose(lock) not in asked and len(asked) < USUAL:
+            asked[whose(lock)] = usual_hold(lock.name, lock.holder.task or "")
     return {of: usual for of, usual in asked.items() if usual is not None}
 
 

@@ -506,14 +506,14 @@ class TestTrips:
 
     @pytest.fixture
     def trips(self, monkeypatch):
-        client = get_store("redis").client
-        execute, sent = client.execute_command, []
+        connection = type(get_store("redis").connection)
+        send, sent = connection.send_packed_command, []
 
-        def record(*args, **options):
-            sent.append(args)
-            return execute(*args, **options)
+        def record(self, command, *args, **options):
+            sent.append(command)
+            return send(self, command, *args, **options)
 
-        monkeypatch.setattr(client, "execute_command", record)
+        monkeypatch.setattr(connection, "send_packed_command", record)
 
         def count(work):
             before = len(sent)
