@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.exceptions import Reject, SoftTimeLimitExceeded
@@ -70,29 +71,56 @@ def run(
     ``request`` is that of the message; None for a call that came as none and cannot be put off.
     """
     header = own_header(request.headers, request.id, task.name) if request is not None else {}
-    if not header.get("queued"):
-        return _run(task, lock, options, body, args, kwargs, request, header, None)
-    call = QueuedCall(task, LockKey(lock.name, lock.key), options)
-    call.value = header["queued"].encode()
+    call = None
+    if header.get("queued"):
+        call = QueuedCall(task, LockKey(lock.name, lock.key), options)
+        call.value = header["queued"].encode()
+    with nullcontext() if call is None else _delivered(task, call):
+        return _run(task, lock, options, partial(body, *args, **kwargs), request, header, call)
+
+
+@contextmanager
+def _delivered(task: SingletonTask, call: QueuedCall) -> Iterator[None]:
+    """Give the entry of a queued call back at the end, unless the call goes on elsewhere."""
     try:
-        answer = _run(task, lock, options, body, args, kwargs, request, header, call)
+        yield
     except (PutOff, Done):
         raise  # the message is queued again, or was: the entry is that of the other delivery
     except BaseException as error:
-        if not (isinstance(error, Reject) and getattr(error, "requeue", False) and task.acks_late):
+        if not _comes_again(task, error):
             call.give_back()
         raise
     call.give_back()
-    return answer
+
+
+@contextmanager
+def _running(
+    task: SingletonTask, call: QueuedCall, request: Any, header: Mapping[str, Any]
+) -> Iterator[None]:
+    """Let the entry of a queued call be that of its run, and again a queued one's if it is."""
+    call.start(request.id, request.retries, header.get("token"))
+    try:
+        yield
+    except Reject as reject:
+        if _comes_again(task, reject):
+            setattr(request, QUEUED_AGAIN, 0.0)
+        raise
+    finally:
+        delay = getattr(request, QUEUED_AGAIN, None)
+        if delay is not None:
+            call.queue_again(delay)
+
+
+def _comes_again(task: SingletonTask, error: BaseException) -> bool:
+    """Say whether the broker delivers a message once more that ended with this error."""
+    return isinstance(error, Reject) and getattr(error, "requeue", False) and task.acks_late
 
 
 def _run(
     task: SingletonTask,
     lock: TaskLock,
     options: Mapping[str, Any],
-    body: Any,
-    args: Any,
-    kwargs: Any,
+    body: Callable[[], Any],
     request: Any,
     header: Mapping[str, Any],
     call: QueuedCall | None,
@@ -111,18 +139,9 @@ def _run(
             if header.get("redelivered") and not lock.took_over:
                 _leave_to_the_first_run(task, lock, request, header)
             if call is None:
-                return body(*args, **kwargs)
-            call.start(request.id, request.retries, header.get("token"))
-            try:
-                return body(*args, **kwargs)
-            except Reject as reject:
-                if getattr(reject, "requeue", False) and task.acks_late:
-                    setattr(request, QUEUED_AGAIN, 0.0)
-                raise
-            finally:
-                delay = getattr(request, QUEUED_AGAIN, None)
-                if delay is not None:
-                    call.queue_again(delay)
+                return body()
+            with _running(task, call, request, header):
+                return body()
     if request is not None:
         _put_off_behind_itself(task, lock, request, header)
     if policy == "requeue":

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from django.core.cache import caches
 from django.db import connections
 from django.test.utils import setup_databases
 
+from django_singletask import TaskLock
 from django_singletask.stores import close_stores
 from tests import deadline, servers
 from tests.routers import LOCK_TABLES
@@ -57,6 +59,50 @@ def no_store_outlives_its_test() -> Iterator[None]:
 @pytest.fixture
 def wait_for() -> Any:
     return deadline.wait_for
+
+
+@pytest.fixture
+def on_redis(settings: Any, empty_cache: Callable[[str], None]) -> None:
+    """Keep the locks in Redis, which holds none at first."""
+    settings.SINGLETASK_CACHE = "redis"
+    empty_cache("redis")
+
+
+@pytest.fixture
+def empty_history(db: None) -> None:
+    """Delete what threads of other tests wrote outside of the transactions of those."""
+    from django_singletask.models import TaskLockEvent
+
+    TaskLockEvent.objects.all().delete()
+
+
+@pytest.fixture
+def take() -> Iterator[Callable[..., TaskLock]]:
+    """Take locks that are given back after the test."""
+    taken = []
+
+    def take_one(name: str = "nightly", **options: Any) -> TaskLock:
+        lock = TaskLock(name, **options)
+        assert lock.acquire()
+        taken.append(lock)
+        return lock
+
+    yield take_one
+    for lock in taken:
+        if lock.token is not None:
+            lock.release()
+
+
+@pytest.fixture
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def whole_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the clock of the day at a whole second, so that durations are what they were given."""
+    now = float(int(time.time()))
+    monkeypatch.setattr("time.time", lambda: now)
 
 
 @pytest.fixture

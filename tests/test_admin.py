@@ -16,18 +16,15 @@ from django.utils import timezone
 from django_singletask.admin import TaskLockEventAdmin, UncountedPaginator
 from django_singletask.models import TaskLockEvent
 
-pytestmark = pytest.mark.django_db(databases="__all__")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("empty_history"),
+]
 
 BASE = "/admin/django_singletask/tasklockevent/"
 LIST = f"{BASE}history/"
 TABLE = TaskLockEvent._meta.db_table
 TASK = "feeds.tasks.import_feed"
-
-
-@pytest.fixture(autouse=True)
-def empty_history(db):
-    # Threads of other tests write outside of the transactions of those.
-    TaskLockEvent.objects.all().delete()
 
 
 @pytest.fixture

@@ -32,37 +32,12 @@ from tests.past_rows import before_now, ran, row, skipped
 from tests.test_conflicts import receive
 from tests.testapp import tasks
 
-pytestmark = pytest.mark.django_db(databases="__all__")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history", "whole_second", "eighty_columns"),
+]
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def on_redis(settings, empty_cache, db, monkeypatch):
-    now = float(int(time.time()))
-    monkeypatch.setattr("time.time", lambda: now)
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
-    # Threads of other tests write outside of the transactions of those.
-    TaskLockEvent.objects.all().delete()
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-@pytest.fixture
-def take():
-    """Take locks that are given back after the test."""
-    taken = []
-
-    def take_one(name, **options):
-        lock = TaskLock(name, **options)
-        assert lock.acquire()
-        taken.append(lock)
-        return lock
-
-    yield take_one
-    for lock in taken:
-        if lock.token is not None:
-            lock.release()
 
 
 def hold(**facts):

@@ -20,14 +20,10 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from tests.testapp import tasks
 
-pytestmark = pytest.mark.django_db(databases="__all__")
-
-
-@pytest.fixture(autouse=True)
-def on_redis(settings, empty_cache):
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
-    TaskLockEvent.objects.all().delete()
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
 
 
 @pytest.fixture

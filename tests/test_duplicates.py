@@ -25,16 +25,12 @@ from tests.entries import eventually
 from tests.test_conflicts import held_by, receive
 from tests.testapp import tasks
 
-pytestmark = pytest.mark.django_db(databases="__all__")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
 
 unique, finish = tasks.unique, tasks.unique_to_the_end
-
-
-@pytest.fixture(autouse=True)
-def on_redis(settings, empty_cache):
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
-    TaskLockEvent.objects.all().delete()
 
 
 @pytest.fixture
@@ -188,6 +184,38 @@ class TestEnqueue:
         assert unique.delay("a").get() == "ran"
         assert unique.delay("a").get() == "ran"
         assert entry_of(unique, "a").holder() is None
+
+
+class TestOrder:
+    """The entry is added before the message is published; a worker may be quicker than the sender.
+
+    sender:  publish                              add -> queued, for nobody
+    worker:          takes the lock, runs, frees
+    """
+
+    @pytest.fixture
+    def run_at_once(self, monkeypatch):
+        """Run each message before its sender goes on."""
+
+        def send_task(name, args=None, kwargs=None, **options):
+            deliver(SimpleNamespace(args=args, **options))
+            return unique.AsyncResult(options["task_id"])
+
+        monkeypatch.setattr(unique.app, "send_task", send_task)
+
+    def test_a_run_that_is_quicker_than_the_sender_leaves_no_entry(self, run_at_once, cache_alias):
+        first = unique.delay("a")
+        assert unique.queued("a") is None
+        assert unique.delay("a").id != first.id
+
+    def test_control_added_after_the_message_it_would_stay(self, run_at_once, monkeypatch):
+        calls = []
+        with monkeypatch.context() as patch:
+            patch.setattr(QueuedCall, "enqueue", lambda call, *facts: calls.append((call, facts)))
+            first = unique.delay("a")
+        for call, facts in calls:
+            call.enqueue(*facts)
+        assert unique.delay("a").id == first.id
 
 
 class TestLease:

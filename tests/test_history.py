@@ -21,7 +21,10 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from tests.servers import free_port
 
-pytestmark = pytest.mark.django_db(databases="__all__")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("empty_history"),
+]
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
 TABLE = TaskLockEvent._meta.db_table
@@ -31,12 +34,6 @@ TABLE = TaskLockEvent._meta.db_table
 def locks_in_memory(settings, empty_cache):
     settings.SINGLETASK_CACHE = "locmem"
     empty_cache("locmem")
-
-
-@pytest.fixture(autouse=True)
-def empty_history(db):
-    # Threads of other tests write outside of the transactions of those.
-    TaskLockEvent.objects.all().delete()
 
 
 @pytest.fixture(autouse=True)

@@ -22,13 +22,10 @@ from django_singletask.liveness import Holder
 from django_singletask.signals import lock_event
 from django_singletask.stores import Outcome, get_store
 
-pytestmark = pytest.mark.django_db(databases="__all__")
-
-
-@pytest.fixture(autouse=True)
-def on_redis(settings, empty_cache):
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis"),
+]
 
 
 @pytest.fixture

@@ -26,21 +26,13 @@ from django_singletask.past import ENOUGH
 from django_singletask.stores import get_store
 from tests.test_admin import BASE, LIST, TABLE, away, drop_table, make, plans, text_of
 
-pytestmark = pytest.mark.django_db(databases="__all__")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
 
 TIMELINE, CLEAR = f"{BASE}timeline/", f"{BASE}clear/"
 SCRIPT = "<script>alert(1)</script>"
-
-
-@pytest.fixture(autouse=True)
-def empty_history(db):
-    TaskLockEvent.objects.all().delete()
-
-
-@pytest.fixture(autouse=True)
-def redis(settings, empty_cache):
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
 
 
 @pytest.fixture
@@ -58,22 +50,6 @@ def log_in():
 @pytest.fixture
 def operator(log_in):
     return log_in("view_tasklockevent", "clear_lock")
-
-
-@pytest.fixture
-def take():
-    taken = []
-
-    def take_one(name="nightly", **options):
-        lock = TaskLock(name, **options)
-        assert lock.acquire()
-        taken.append(lock)
-        return lock
-
-    yield take_one
-    for lock in taken:
-        if lock.token is not None:
-            lock.release()
 
 
 def put(name, key=None, **facts):

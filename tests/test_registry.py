@@ -19,45 +19,19 @@ from django_singletask.registry import CannotList, clear, held
 from django_singletask.stores import get_store
 from tests.past_rows import row
 
-pytestmark = pytest.mark.django_db(databases="__all__")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("empty_history"),
+]
 
 TABLE = TaskLockEvent._meta.db_table
 FOREIGN = name_key("foreign").key
-
-
-@pytest.fixture(autouse=True)
-def empty_history(db):
-    # Threads of other tests write outside of the transactions of those.
-    TaskLockEvent.objects.all().delete()
-
-
-@pytest.fixture
-def redis(settings, empty_cache):
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
 
 
 @pytest.fixture
 def memcached(settings, empty_cache):
     settings.SINGLETASK_CACHE = "pymemcache"
     empty_cache("pymemcache")
-
-
-@pytest.fixture
-def take():
-    """Take locks that are given back after the test."""
-    taken = []
-
-    def take_one(name, **options):
-        lock = TaskLock(name, **options)
-        assert lock.acquire()
-        taken.append(lock)
-        return lock
-
-    yield take_one
-    for lock in taken:
-        if lock.token is not None:
-            lock.release()
 
 
 def names(*args, **kwargs):
@@ -133,7 +107,7 @@ def test_lock_that_is_gone_since_it_was_shown_is_not_freed(cache_alias, take):
     assert not clear(shown, actor="ada")
 
 
-def test_entry_beside_that_cannot_be_freed_does_not_hide_that_the_lock_was(redis, caplog):
+def test_entry_beside_that_cannot_be_freed_does_not_hide_that_the_lock_was(on_redis, caplog):
     holder = Holder.from_dict({"token": "t", "name": "nightly", "task": "t", "task_id": "x"})
     key = name_key("nightly").key
     store = get_store("redis")
@@ -150,7 +124,7 @@ def test_entry_beside_that_cannot_be_freed_does_not_hide_that_the_lock_was(redis
 # What is asked for
 
 
-def test_longest_held_is_first(redis, take, monkeypatch):
+def test_longest_held_is_first(on_redis, take, monkeypatch):
     now = time.time()
     for name, ago in (("young", 1), ("old", 100), ("middle", 50)):
         monkeypatch.setattr("django_singletask.locks.time.time", lambda ago=ago: now - ago)
@@ -159,7 +133,7 @@ def test_longest_held_is_first(redis, take, monkeypatch):
     assert names() == ["old", "middle", "young"]
 
 
-def test_names_and_keys_narrow_the_list(redis, take):
+def test_names_and_keys_narrow_the_list(on_redis, take):
     take("one")
     key = take("two").key
     take("three")
@@ -167,7 +141,7 @@ def test_names_and_keys_narrow_the_list(redis, take):
     assert names(["four"]) == []
 
 
-def test_task_narrows_the_list(redis, take):
+def test_task_narrows_the_list(on_redis, take):
     take("by hand")
     with Celery("listed", set_as_current=False, broker="memory://") as app:
 
@@ -179,7 +153,7 @@ def test_task_narrows_the_list(redis, take):
         assert held(task="other") == []
 
 
-def test_skipped_runs_are_counted_by_holder(redis, take):
+def test_skipped_runs_are_counted_by_holder(on_redis, take):
     take("nightly")
     take("other")
     for _ in range(3):
@@ -187,7 +161,7 @@ def test_skipped_runs_are_counted_by_holder(redis, take):
     assert {lock.name: lock.skipped for lock in held()} == {"nightly": 3, "other": 0}
 
 
-def test_skips_of_an_earlier_holder_do_not_count(redis, take):
+def test_skips_of_an_earlier_holder_do_not_count(on_redis, take):
     first = take("nightly")
     TaskLock("nightly").acquire()
     first.release()
@@ -195,7 +169,7 @@ def test_skips_of_an_earlier_holder_do_not_count(redis, take):
     assert held()[0].skipped == 0
 
 
-def test_skipped_runs_of_many_locks_take_few_queries(redis, take, django_assert_num_queries):
+def test_skipped_runs_of_many_locks_take_few_queries(on_redis, take, django_assert_num_queries):
     for number in range(20):
         take(f"lock {number}")
     with django_assert_num_queries(2):
@@ -205,14 +179,14 @@ def test_skipped_runs_of_many_locks_take_few_queries(redis, take, django_assert_
 # Without a history
 
 
-def test_history_off_lists_without_counts(settings, redis, take):
+def test_history_off_lists_without_counts(settings, on_redis, take):
     settings.SINGLETASK_HISTORY = "off"
     take("nightly")
     [lock] = held()
     assert lock.skipped is None
 
 
-def test_missing_history_lists_without_counts(redis, take, caplog):
+def test_missing_history_lists_without_counts(on_redis, take, caplog):
     take("nightly")
     drop_table()
     # A failed statement spoils the transaction of the test, so its savepoint is the test's own.
@@ -225,7 +199,7 @@ def away(*args):
     raise InterfaceError("connection already closed")
 
 
-def test_history_that_is_away_lists_without_counts(redis, take, caplog):
+def test_history_that_is_away_lists_without_counts(on_redis, take, caplog):
     take("nightly")
     with connection.execute_wrapper(away):
         [lock] = held()
@@ -284,7 +258,7 @@ def test_lock_with_two_open_rows_is_listed_once(memcached, take):
     assert names() == ["nightly"]
 
 
-def test_keys_that_are_hidden_by_a_key_function_are_found_in_the_history(settings, redis, take):
+def test_keys_that_are_hidden_by_a_key_function_are_found_in_the_history(settings, on_redis, take):
     settings.CACHES = {
         **settings.CACHES,
         "redis": {**settings.CACHES["redis"], "KEY_FUNCTION": "tests.test_registry.hide"},
@@ -303,14 +277,14 @@ def hide(key, prefix, version):
 @pytest.mark.parametrize(
     "value", [b"", b"text", b"[]", b"\xff", b'{"token": 7, "since": "x"}', b"[" * 100_000]
 )
-def test_foreign_entry_is_listed_under_its_key(redis, value):
+def test_foreign_entry_is_listed_under_its_key(on_redis, value):
     get_store("redis").add(FOREIGN, value, 30)
     [lock] = held()
     assert (lock.name, lock.held_for) == (FOREIGN, 0)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "-5", "1e300"])
-def test_numbers_of_a_foreign_entry_are_finite(redis, number):
+def test_numbers_of_a_foreign_entry_are_finite(on_redis, number):
     value = f'{{"token": "t", "since": {number}, "timeout": {number}}}'
     get_store("redis").add(FOREIGN, value.encode(), 30)
     [lock] = held()
@@ -318,14 +292,14 @@ def test_numbers_of_a_foreign_entry_are_finite(redis, number):
     assert json.dumps([lock.holder.since, lock.holder.timeout], allow_nan=False)
 
 
-def test_foreign_entry_can_be_cleared(redis):
+def test_foreign_entry_can_be_cleared(on_redis):
     get_store("redis").add(FOREIGN, b"text", 30)
     assert clear(held()[0], actor="ada")
     assert held() == []
 
 
 @pytest.mark.parametrize("bad", ["\ud800", "\0"])
-def test_texts_of_a_foreign_entry_are_such_as_databases_take(redis, bad):
+def test_texts_of_a_foreign_entry_are_such_as_databases_take(on_redis, bad):
     texts = ("token", "name", "task", "task_id", "host", "boot_id", "pid_ns", "start")
     value = json.dumps({text: f"{text}{bad}" for text in texts})
     get_store("redis").add(FOREIGN, value.encode(), 30)
@@ -336,7 +310,7 @@ def test_texts_of_a_foreign_entry_are_such_as_databases_take(redis, bad):
     assert lock.skipped == 0
 
 
-def test_other_entries_of_the_cache_are_not_listed(redis, take):
+def test_other_entries_of_the_cache_are_not_listed(on_redis, take):
     caches["redis"].set("singletask", 1)
     caches["redis"].set("page:singletask:x", 1)
     take("nightly")
@@ -350,7 +324,7 @@ def test_store_that_is_down_is_an_error(settings, dead_redis):
     assert not isinstance(caught.value, (CannotList, DatabaseError))
 
 
-def test_lock_of_a_clock_that_is_ahead_is_held_for_no_time(redis):
+def test_lock_of_a_clock_that_is_ahead_is_held_for_no_time(on_redis):
     blank = Holder.from_dict({"name": "nightly", "since": time.time() + 1000})
     get_store("redis").add("singletask:nightly:1", blank.encode(), 30)
     assert registry.held()[0].held_for == 0
@@ -371,14 +345,14 @@ def ended_process():
     return {**vars(this_process()), "pid": child.pid, "start": "1"}
 
 
-def test_lock_of_a_dead_process_is_marked(redis, take, ended_process):
+def test_lock_of_a_dead_process_is_marked(on_redis, take, ended_process):
     take("alive")
     holder = Holder.from_dict({"token": "t", "name": "gone", **ended_process})
     get_store("redis").add(name_key("gone").key, holder.encode(), 30)
     assert states() == {"alive": "held", "gone": "dead"}
 
 
-def test_process_of_another_host_is_not_taken_for_dead(redis, ended_process):
+def test_process_of_another_host_is_not_taken_for_dead(on_redis, ended_process):
     facts = {**ended_process, "boot_id": "another"}
     holder = Holder.from_dict({"token": "t", "name": "far", **facts})
     get_store("redis").add(name_key("far").key, holder.encode(), 30)
@@ -411,24 +385,24 @@ def test_clear_of_an_expired_lock_frees_and_closes_nothing(cache_alias, take):
     assert not TaskLockEvent.objects.filter(kind="cleared").exists()
 
 
-def test_open_row_within_its_lease_may_be_on_its_way(redis):
+def test_open_row_within_its_lease_may_be_on_its_way(on_redis):
     row("acquired", 30, timeout=60)
     assert held() == []
 
 
-def test_renewed_lock_is_not_expired(redis, take):
+def test_renewed_lock_is_not_expired(on_redis, take):
     lock = take("nightly")
     TaskLockEvent.objects.update(at="2026-01-01T00:00Z")
     assert states() == {"nightly": "held"}
     assert lock.owned()
 
 
-def test_open_row_of_another_cache_is_not_told_from_this_one(redis):
+def test_open_row_of_another_cache_is_not_told_from_this_one(on_redis):
     row("acquired", 100, timeout=60, cache="pymemcache")
     assert held() == []
 
 
-def test_row_that_is_closed_between_two_looks_is_not_expired(redis, monkeypatch):
+def test_row_that_is_closed_between_two_looks_is_not_expired(on_redis, monkeypatch):
     row("acquired", 100, timeout=60)
     timestamp = registry.timestamp
 
@@ -440,7 +414,7 @@ def test_row_that_is_closed_between_two_looks_is_not_expired(redis, monkeypatch)
     assert held() == []
 
 
-def test_without_history_nothing_is_expired(redis, settings):
+def test_without_history_nothing_is_expired(on_redis, settings):
     row("acquired", 100, timeout=60)
     settings.SINGLETASK_HISTORY = "off"
     assert held() == []
@@ -488,13 +462,13 @@ def test_look_finds_what_is_named_without_a_list(memcached, settings, take):
     assert registry.look("other") == []
 
 
-def test_look_finds_a_name_that_hides_its_arguments(redis):
+def test_look_finds_a_name_that_hides_its_arguments(on_redis):
     holder = Holder.from_dict({"token": "t", "name": "feeds.import_feed(#1a2b3c4d)"})
     get_store("redis").add(name_key("x").key, holder.encode(), 30)
     assert [lock.holder.token for lock in registry.look("feeds.import_feed(#1a2b3c4d)")] == ["t"]
 
 
-def test_look_finds_the_expired_hold_beside_the_held_lock(redis, take):
+def test_look_finds_the_expired_hold_beside_the_held_lock(on_redis, take):
     take("nightly")
     row("acquired", 100, timeout=60, token="t")
     assert [lock.state for lock in registry.look("nightly")] == ["held", "expired"]

@@ -15,27 +15,18 @@ from django_singletask.keys import QUEUED, key_beside, name_key, shown_key
 from django_singletask.liveness import Holder, this_process
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
-from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.why import UnknownLock, _like, nearest, started_at, why
 from tests.past_rows import ran, row, skipped
 
-pytestmark = pytest.mark.django_db(databases="__all__")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history", "whole_second", "eighty_columns"),
+]
 
 TASK = "feeds.tasks.import_feed"
 NAME = f"{TASK}(feed_id=7)"
 KEY = shown_key(TASK, {"feed_id": 7})
-
-
-@pytest.fixture(autouse=True)
-def on_redis(settings, empty_cache, db, monkeypatch):
-    now = float(int(time.time()))
-    monkeypatch.setattr("time.time", lambda: now)
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
-    # Threads of other tests write outside of the transactions of those.
-    TaskLockEvent.objects.all().delete()
-    monkeypatch.setenv("COLUMNS", "80")
 
 
 def hold(name=NAME, key=KEY, *, left=30, ago=134, alias="redis", **facts):

@@ -327,9 +327,10 @@ def test_one_that_cannot_be_written_costs_no_other(caplog):
     assert caplog.text.count("not recorded") >= 1
 
 
-def test_a_database_that_is_away_costs_nothing(background, monkeypatch, caplog):
-    real = writer.write
-    away = threading.Event()
+@pytest.fixture
+def away(monkeypatch):
+    """Let the database be away until this is cleared."""
+    real, away = writer.write, threading.Event()
     away.set()
 
     def fail(events, **options):
@@ -339,6 +340,10 @@ def test_a_database_that_is_away_costs_nothing(background, monkeypatch, caplog):
 
     monkeypatch.setattr(writer, "write", fail)
     monkeypatch.setattr(writer, "RETRY", 0.01)
+    return away
+
+
+def test_a_database_that_is_away_costs_nothing(background, away, caplog):
     put(runs(2000))
     assert not writer.flush(0.1)
     put(skips(500))
@@ -350,18 +355,7 @@ def test_a_database_that_is_away_costs_nothing(background, monkeypatch, caplog):
     assert caplog.text.count("written again") == 1
 
 
-def test_what_is_kept_is_bounded_and_told(background, monkeypatch, caplog):
-    real = writer.write
-    away = threading.Event()
-    away.set()
-
-    def fail(events, **options):
-        if away.is_set():
-            raise OperationalError("the server is away")
-        real(events, **options)
-
-    monkeypatch.setattr(writer, "write", fail)
-    monkeypatch.setattr(writer, "RETRY", 0.01)
+def test_what_is_kept_is_bounded_and_told(background, away, monkeypatch, caplog):
     monkeypatch.setattr(writer, "BOUND", 100)
     monkeypatch.setattr(writer, "AT_ONCE", 10)
     put([event()])

@@ -49,3 +49,14 @@ def start_worker(tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def runs_log(tmp_path: Path) -> Path:
     return tmp_path / "runs.log"
+
+
+@pytest.fixture
+def on_cache(settings: Any, empty_cache: Callable[[str], None]) -> Callable[[str], None]:
+    """Keep the locks in a cache, which holds none at first."""
+
+    def use(alias: str) -> None:
+        settings.SINGLETASK_CACHE = alias
+        empty_cache(alias)
+
+    return use

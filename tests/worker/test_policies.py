@@ -31,15 +31,6 @@ def noted(key):
     return 0 if entry is None else State.decode(entry.value).noted
 
 
-@pytest.fixture
-def on_cache(settings, empty_cache):
-    def use(alias):
-        settings.SINGLETASK_CACHE = alias
-        empty_cache(alias)
-
-    return use
-
-
 @BACKENDS
 def test_requeue_runs_them_all_one_at_a_time(start_worker, queue, runs_log, on_cache, cache):
     on_cache(cache)

@@ -17,15 +17,6 @@ from tests.worker.test_policies import burst
 BACKENDS = pytest.mark.parametrize("cache", ["redis", "pymemcache", "db_postgres"])
 
 
-@pytest.fixture
-def on_cache(settings, empty_cache):
-    def use(alias):
-        settings.SINGLETASK_CACHE = alias
-        empty_cache(alias)
-
-    return use
-
-
 def free(task, key):
     return wait_for(lambda: task.queued(key) is None, "an equal call can be queued")
 
