@@ -19,10 +19,11 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from django_singletask.answers import holder_row
 from django_singletask.checks import import_tasks
 from django_singletask.facts import clock_time, hold_time, status
 from django_singletask.models import TaskLockEvent
-from django_singletask.pages import OperatorPages, holder_row
+from django_singletask.pages import OperatorPages
 from django_singletask.past import of_task
 from django_singletask.task import SingletonTask
 

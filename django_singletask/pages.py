@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from datetime import timezone as dt_timezone
 from typing import Any
@@ -14,34 +12,40 @@ from urllib.parse import urlencode
 from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.options import get_content_type_for_model
-from django.core.exceptions import ImproperlyConfigured, PermissionDenied
-from django.db import Error, connections, router, transaction
+from django.core.exceptions import PermissionDenied
+from django.db import Error
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils import timezone
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
+from django.utils.translation import gettext_lazy
 
 from django_singletask import registry, timeline
+from django_singletask.answers import (
+    apart,
+    ask_the_store,
+    ask_who_starves,
+    find,
+    holder_row,
+    recorded,
+    why,
+)
 from django_singletask.conf import conf
 from django_singletask.durations import duration
 from django_singletask.facts import clock_time, hold_time
 from django_singletask.keys import QUEUED
 from django_singletask.liveness import proof_of_death
-from django_singletask.models import TaskLockEvent
 from django_singletask.past import unreadable
 from django_singletask.probe import without_secrets
-from django_singletask.registry import CannotList, HeldLock, NoHistory, UsualHold
+from django_singletask.registry import HeldLock, UsualHold
 from django_singletask.why import is_alive, started_at
 
-__all__ = ["OperatorPages", "apart", "holder_row"]
+__all__ = ["OperatorPages"]
 
 SHOWN = 200
 """Locks on one page; the command lists more."""
 STARVING = 20
-STARVING_AFTER = 3600
-"""Seconds without a completed run after which skipped calls are called starving."""
 
 WORDS = {
     "held": gettext_lazy("held"),
@@ -167,14 +171,14 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             raise PermissionDenied
         if request.GET:  # somebody's link to a search or filter of the list
             return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
-        locks, trouble = _ask_the_store()
-        starving, unknown = _ask_who_starves()
+        locks, trouble = ask_the_store()
+        starving, unknown = ask_who_starves()
         return self.render(
             request,
             "changelist",
             title=_("Held now"),
             rows=self._held_rows(locks[:SHOWN]),
-            recorded=_recorded(locks[:SHOWN]),
+            recorded=recorded(locks[:SHOWN]),
             left_out=max(0, len(locks) - SHOWN),
             trouble=trouble,
             starving=starving[:STARVING],
@@ -225,12 +229,12 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             return HttpResponseRedirect(self.url("changelist"))
         try:
             with apart():
-                lock = _find(key, token)
+                lock = find(key, token)
             if lock is not None and request.method == "POST":
                 # The holder can have changed again by now: the store decides.
                 freed = registry.clear(lock, actor=request.user.get_username())
         except Exception as error:  # each client has errors of its own
-            self.message_user(request, _why(error), messages.ERROR)
+            self.message_user(request, why(error), messages.ERROR)
             return HttpResponseRedirect(self.url("changelist"))
         if lock is not None and freed:
             self._report_cleared(request, lock)
@@ -324,84 +328,6 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             all_url=self.url("timeline", range=asked),
             range=asked,
         )
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Keep a statement to the history that fails from spoiling the transaction of the request."""
-    alias, done = router.db_for_read(TaskLockEvent), False
-    in_transaction = connections[alias].in_atomic_block
-    try:
-        with transaction.atomic(using=alias) if in_transaction else nullcontext():
-            yield
-            done = True
-    except Error:
-        # The savepoint is gone back to. Who swallowed the error of a statement has told it.
-        if not done:
-            raise
-
-
-def holder_row(token: str) -> TaskLockEvent | None:
-    """Return the row of the run that has, or had, this token."""
-    # The kind is looked at here: SQLite would rather read all that were acquired.
-    rows = TaskLockEvent.objects.filter(token=token).order_by() if token else []
-    return next((row for row in rows if row.kind == "acquired"), None)
-
-
-def _recorded(locks: list[HeldLock]) -> set[str]:
-    """Return the tokens of those that the history knows: a search for their task finds them."""
-    tokens = [lock.holder.token for lock in locks if lock.holder.token]
-    rows = TaskLockEvent.objects.filter(token__in=tokens).order_by()
-    try:
-        with apart():
-            return set(rows.values_list("token", flat=True))
-    except Error:
-        return set()
-
-
-def _ask_the_store() -> tuple[list[HeldLock], str]:
-    try:
-        with apart():
-            return registry.held(), ""
-    except Exception as error:  # each client has errors of its own
-        return [], _why(error)
-
-
-def _ask_who_starves() -> tuple[list[tuple[str, str]], str]:
-    try:
-        with apart():
-            states = registry.starving(STARVING_AFTER)
-        return [(state.name, _describe(state)) for state in states], ""
-    except NoHistory as error:
-        return [], without_secrets(str(error))
-
-
-def _describe(state: registry.Starving) -> str:
-    calls = ngettext(
-        "{} call came to nothing in {}, the last {} ago.",
-        "{} calls came to nothing in {}, the last {} ago.",
-        state.skipped,
-    )
-    text = calls.format(state.skipped, duration(state.unmet), duration(state.last_skip))
-    if state.since_completed is None:
-        return f"{text} " + _("No completed run is known.")
-    return f"{text} " + _("Last completed {} ago.").format(duration(state.since_completed))
-
-
-def _find(key: str, token: str) -> HeldLock | None:
-    """Return the lock if the store still has it for this token."""
-    states = ("held", "dead", "queued")
-    found = [lock for lock in registry.look(key) if lock.state in states]
-    return next((lock for lock in found if (lock.key, lock.holder.token) == (key, token)), None)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, (CannotList, ImproperlyConfigured)):
-        return without_secrets(str(error))
-    first = without_secrets(str(error).partition("\n")[0]).rstrip(".")
-    return _("The cache {} (SINGLETASK_CACHE) cannot be asked: {}.").format(
-        repr(conf.cache), f"{type(error).__name__}: {first}"
-    )
 
 
 def _clock(seconds: float) -> str:

@@ -17,18 +17,24 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
 from django_singletask import calls, past, probe, registry
-from django_singletask.calls import without_defaults
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
-from django_singletask.durations import compact, in_words
+from django_singletask.durations import compact
 from django_singletask.history import old_rows, prune
 from django_singletask.management import listings
+from django_singletask.management.alarms import (
+    held_over,
+    is_among,
+    must_be_known,
+    starving,
+    unknown,
+)
 from django_singletask.management.arguments import add_actions
 from django_singletask.management.sentences import explain
-from django_singletask.management.tables import few, plural, printable
+from django_singletask.management.tables import plural, printable
 from django_singletask.registry import HeldLock
 from django_singletask.stores.base import PREFIX
-from django_singletask.why import UnknownLock, nearest, why
+from django_singletask.why import UnknownLock, why
 
 __all__ = ["Command"]
 
@@ -89,15 +95,15 @@ class Command(BaseCommand):
         names, task = options.get("names") or (), options.get("task")
         locks = registry.held(names, task=task)
         if options.get("fail_if_held_over") or options.get("fail_if_starving"):
-            _must_be_known(names, task, locks)
+            must_be_known(names, task, locks)
         if options["json"]:
             self.print_json([listings.as_dict(lock) for lock in locks])
         elif locks:
             self.print_table(listings.held(locks))
         else:
             self.stdout.write("None of these is held." if names or task else NOTHING)
-        alarms = _held_over(locks, options.get("fail_if_held_over"))
-        alarms += _starving(names, task, options.get("fail_if_starving"))
+        alarms = held_over(locks, options.get("fail_if_held_over"))
+        alarms += starving(names, task, options.get("fail_if_starving"))
         if alarms:
             raise CommandError(" ".join(alarms))
 
@@ -106,7 +112,7 @@ class Command(BaseCommand):
         try:
             told = why(options["name"])
         except UnknownLock as error:
-            raise CommandError(_unknown("lock", error.name, error.matches)) from error
+            raise CommandError(unknown("lock", error.name, error.matches)) from error
         if options["json"]:
             self.print_json(listings.why_as_dict(told))
         else:
@@ -132,7 +138,7 @@ class Command(BaseCommand):
             registry.must_list()
         found = registry.held(names, task=task)
         locks = [lock for lock in found if _is_chosen(lock, **options)]
-        missing = [name for name in names if not _is_among(name, locks)]
+        missing = [name for name in names if not is_among(name, locks)]
         if missing or not locks:
             told = _not_there(missing, found, **options)
             if names or task or options["token"]:
@@ -278,26 +284,6 @@ def _must_be_shared() -> None:
             raise CommandError(f"{message.msg} Those of others cannot be seen. {message.hint}")
 
 
-def _must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLock]) -> None:
-    """Raise if what a monitor watches is not there to be watched: a slip of the pen, perhaps."""
-    try:
-        for name in names:
-            if not _is_among(name, locks):
-                why(name)
-    except UnknownLock as error:
-        raise CommandError(_unknown("lock", error.name, error.matches), returncode=2) from error
-    if task is None or any(lock.holder.task == task for lock in locks) or calls.is_task(task):
-        return
-    tasks = [call.partition("(")[0] for call in calls.patterns()]
-    raise CommandError(_unknown("task", task, nearest(task, tasks)), returncode=2)
-
-
-def _unknown(noun: str, name: str, matches: Sequence[str]) -> str:
-    like = ", or ".join(f'"{printable(without_defaults(match))}"' for match in matches)
-    hint = f"Did you mean {like}?" if like else "'manage.py locks' lists what is held."
-    return f"No {noun} is known as '{printable(name)}'. {hint}"
-
-
 @contextmanager
 def _told_once() -> Iterator[None]:
     """Keep what the command says itself from being logged to stderr too.
@@ -316,35 +302,6 @@ def _told_once() -> Iterator[None]:
         resort.removeFilter(is_untold)
 
 
-def _held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
-    if limit is None:
-        return []
-    over = [lock for lock in locks if lock.state in {"held", "dead"} and lock.held_for > limit]
-    told = [f"{without_defaults(lock.name)} ({in_words(lock.held_for)})" for lock in over]
-    return [f"Held for over {compact(limit)}: {few(told)}."] if told else []
-
-
-def _starving(
-    names: Sequence[str], task: str | None, limits: tuple[float, int | None] | None
-) -> list[str]:
-    if limits is None:
-        return []
-    longer_than, times = limits
-    try:
-        found = registry.starving(longer_than, times=times)
-    except registry.NoHistory as error:
-        raise CommandError(f"--fail-if-starving needs the history. {error}") from error
-    shown = {lock.name for name in names for lock in calls.locks_of(name)}
-    told = [
-        f"{without_defaults(state.name)} ({plural(state.skipped, 'call')} "
-        f"in {in_words(state.unmet)})"
-        for state in found
-        if (not names or state.name in shown) and task in (None, state.task)
-    ]
-    how = f"for {compact(longer_than)}" if times is None else f"{plural(times, 'time')} in a row"
-    return [f"Starving {how} or more: {few(told)}."] if told else []
-
-
 def _is_chosen(lock: HeldLock, **options: Any) -> bool:
     return (
         (options["token"] is None or lock.holder.token == options["token"])
@@ -352,11 +309,6 @@ def _is_chosen(lock: HeldLock, **options: Any) -> bool:
         and lock.state != "expired"
         and (lock.state == "dead" or not options["dead"])
     )
-
-
-def _is_among(name: str, locks: Sequence[HeldLock]) -> bool:
-    keys = calls.keys_of(name)
-    return any(lock.name == name or lock.key in keys for lock in locks)
 
 
 def _not_there(missing: Sequence[str], found: Sequence[HeldLock], **options: Any) -> str:

@@ -1,0 +1,74 @@
+"""Watch for a monitor: what must be known, held too long, or starving."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from django.core.management.base import CommandError
+
+from django_singletask import calls, registry
+from django_singletask.calls import without_defaults
+from django_singletask.durations import compact, in_words
+from django_singletask.management.tables import few, plural, printable
+from django_singletask.registry import HeldLock
+from django_singletask.why import UnknownLock, nearest, why
+
+__all__ = ["held_over", "is_among", "must_be_known", "starving", "unknown"]
+
+
+def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLock]) -> None:
+    """Raise if what a monitor watches is not there to be watched: a slip of the pen, perhaps."""
+    try:
+        for name in names:
+            if not is_among(name, locks):
+                why(name)
+    except UnknownLock as error:
+        raise CommandError(unknown("lock", error.name, error.matches), returncode=2) from error
+    if task is None or any(lock.holder.task == task for lock in locks) or calls.is_task(task):
+        return
+    tasks = [call.partition("(")[0] for call in calls.patterns()]
+    raise CommandError(unknown("task", task, nearest(task, tasks)), returncode=2)
+
+
+def unknown(noun: str, name: str, matches: Sequence[str]) -> str:
+    """Say that there is no lock or task of a name, and which are like it."""
+    like = ", or ".join(f'"{printable(without_defaults(match))}"' for match in matches)
+    hint = f"Did you mean {like}?" if like else "'manage.py locks' lists what is held."
+    return f"No {noun} is known as '{printable(name)}'. {hint}"
+
+
+def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
+    """Name the locks that are held for longer than ``limit`` seconds, in a sentence if any is."""
+    if limit is None:
+        return []
+    over = [lock for lock in locks if lock.state in {"held", "dead"} and lock.held_for > limit]
+    told = [f"{without_defaults(lock.name)} ({in_words(lock.held_for)})" for lock in over]
+    return [f"Held for over {compact(limit)}: {few(told)}."] if told else []
+
+
+def starving(
+    names: Sequence[str], task: str | None, limits: tuple[float, int | None] | None
+) -> list[str]:
+    """Name those that starve for so long, or so many times in a row, in a sentence if any does."""
+    if limits is None:
+        return []
+    longer_than, times = limits
+    try:
+        found = registry.starving(longer_than, times=times)
+    except registry.NoHistory as error:
+        raise CommandError(f"--fail-if-starving needs the history. {error}") from error
+    shown = {lock.name for name in names for lock in calls.locks_of(name)}
+    told = [
+        f"{without_defaults(state.name)} ({plural(state.skipped, 'call')} "
+        f"in {in_words(state.unmet)})"
+        for state in found
+        if (not names or state.name in shown) and task in (None, state.task)
+    ]
+    how = f"for {compact(longer_than)}" if times is None else f"{plural(times, 'time')} in a row"
+    return [f"Starving {how} or more: {few(told)}."] if told else []
+
+
+def is_among(name: str, locks: Sequence[HeldLock]) -> bool:
+    """Say whether a name, as an operator writes it, is that of one of the locks."""
+    keys = calls.keys_of(name)
+    return any(lock.name == name or lock.key in keys for lock in locks)
