@@ -15,7 +15,7 @@ from django_singletask import renewal
 from django_singletask.conf import MAX_LEASE, conf
 from django_singletask.keys import QUEUED, LockKey, key_beside
 from django_singletask.liveness import Holder, proof_of_death
-from django_singletask.locks import TaskLock
+from django_singletask.locks import CORPSES, TaskLock
 from django_singletask.renewal import clock
 from django_singletask.stores import Outcome, get_store
 
@@ -82,7 +82,7 @@ class QueuedCall:
         self.value = value = holder.encode()
         store = get_store(self.entry._alias)
         try:
-            while True:
+            for _ in range(CORPSES):
                 entry = store.add(self.entry.key, value, lease)
                 if entry is None or entry.value == value:
                     return None

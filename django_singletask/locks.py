@@ -29,6 +29,8 @@ logger = logging.getLogger("django_singletask")
 
 POLL = 0.05
 MAX_POLL = 0.5
+CORPSES = 3
+"""Locks of dead holders that are freed for one that is to be taken."""
 
 _current: ContextVar[TaskLock | None] = ContextVar("current_lock", default=None)
 
@@ -148,7 +150,7 @@ class TaskLock:
         #   here:    sent --------------------------- reply (late) ---- sent + lease: no trust
         #   server:        granted ------------------------------------------- ends: free
         try:
-            while True:
+            for _ in range(CORPSES):
                 sent = clock()
                 entry = store.add(self.key, value, lease)
                 if entry is None or entry.value == value:
@@ -156,6 +158,8 @@ class TaskLock:
                 self.blocker, self._remaining = Holder.decode(entry.value), entry.remaining
                 if not self._bury(store, entry, self.blocker):
                     return False
+            else:
+                return False
             self._begin(holder, value, lease, sent)
         except BaseException:
             # The request may have been carried out all the same: an error on the way back, a soft

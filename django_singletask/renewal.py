@@ -72,6 +72,9 @@ class Keeper:
     def keep(self, lock: TaskLock) -> None:
         assert lock.token is not None
         self.locks[lock.token, lock.key] = lock
+        self.wake_for(lock)
+
+    def wake_for(self, lock: TaskLock) -> None:
         # A thread that wakes early enough anyway is left asleep: the hot path costs no switch.
         if lock.renew and due(lock) < self.wakes_at:
             self.wake(due(lock))
@@ -85,14 +88,15 @@ class Keeper:
         self.wake(self.pays_at)
 
     def wake(self, at: float) -> None:
+        # The hour last: if no thread can start now, or a signal strikes, the next lock tries again.
         with self.changed:
-            self.wakes_at = min(self.wakes_at, at)
             if self.thread is None or not self.thread.is_alive():
                 has_threads()
                 thread = threading.Thread(target=self.run, name="singletask-renewal", daemon=True)
                 thread.start()
                 self.thread = thread
             self.changed.notify()
+            self.wakes_at = min(self.wakes_at, at)
 
     def run(self) -> None:
         while True:
@@ -238,6 +242,7 @@ def settle(lock: TaskLock, token: str | None, sent: float, lease: float, outcome
             lock._lose(Outcome.GONE)
     lock._leased = lease
     lock._trust(sent)
+    _keeper.wake_for(lock)
 
 
 @cache

@@ -41,7 +41,7 @@ AT_ONCE = 1000
 
 RETRY = 1.0
 PAUSE = 0.005
-"""Seconds for which events gather at least: many small writes take the processor from the tasks."""
+"""Seconds for which few events gather: many small writes take the processor from the tasks."""
 
 SHARE = 10
 """A pause is so many times as long as the last write took, so that much gathers under load."""
@@ -269,8 +269,8 @@ class Writer:
 
     def flush(self, timeout: float) -> bool:
         until = time.monotonic() + timeout
-        self.in_a_hurry.set()
         try:
+            self.in_a_hurry.set()
             with self.written:
                 while self.events or self.unwritten:
                     left = until - time.monotonic()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pickle
@@ -7,6 +8,7 @@ import threading
 import time
 
 import pytest
+from django.conf import settings as django_settings
 from django.db import connections
 
 from django_singletask import (
@@ -19,7 +21,7 @@ from django_singletask import (
     only_one,
 )
 from django_singletask.liveness import Holder
-from django_singletask.signals import lock_event
+from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
 
 pytestmark = [
@@ -343,10 +345,33 @@ class TestOptions:
         with lock:
             assert lock.holder().timeout == 7
 
+    def test_a_setting_that_is_only_assigned_counts_too(self):
+        lock = TaskLock("nightly")
+        with lock:
+            pass
+        django_settings.SINGLETASK_LOCK_TIMEOUT = 7
+        try:
+            with lock:
+                assert lock.holder().timeout == 7
+        finally:
+            del django_settings.SINGLETASK_LOCK_TIMEOUT
+
     def test_a_bad_setting_is_named(self, settings):
         settings.SINGLETASK_LOCK_TIMEOUT = 0
         with pytest.raises(ValueError, match="SINGLETASK_LOCK_TIMEOUT"):
             TaskLock("nightly").acquire()
+
+
+def test_an_event_has_the_fields_of_its_class(events):
+    """It is not made by the dataclass's own way, which would refuse others."""
+    fields = {field.name for field in dataclasses.fields(LockEvent)}
+    with TaskLock("nightly"), TaskLock("nightly", on_conflict="skip"):
+        pass
+    TaskLock("nightly").clear(actor="nobody")
+    assert len(events) == 3
+    for event in events:
+        assert vars(event).keys() <= fields
+        assert dataclasses.replace(event) == event
 
 
 class TestCurrentLock:

@@ -61,6 +61,33 @@ def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch):
     assert 1 <= len(woken) <= 5
 
 
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(monkeypatch, wait_for):
+    """Each lock after it was lost when the hour of waking was noted before there was a thread."""
+    monkeypatch.setattr(renewal, "_keeper", renewal.Keeper())
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            TaskLock("first", timeout=0.6).acquire()
+    with TaskLock("second", timeout=0.6) as lock:
+        began = lock._renewed
+        wait_for(lambda: lock._renewed > began + 0.6, "renewals")
+        assert lock.owned()
+
+
+def test_a_lease_that_was_made_shorter_is_renewed_in_time(monkeypatch, wait_for):
+    monkeypatch.setattr(renewal, "_keeper", renewal.Keeper())
+    with TaskLock("nightly", timeout=600) as lock:
+        wait_for(lambda: renewal._keeper.changed._waiters, "the thread sleeps, for 200 s")
+        lock.extend(0.6)
+        began = lock._renewed
+        wait_for(lambda: lock.lost or lock._renewed > began + 0.6, "renewals")
+        assert not lock.lost
+
+
 def test_the_thread_is_not_upset_by_another_that_takes_locks():
     """It failed, and slept for a second, when the locks changed while it looked through them."""
     keeper, locks, ended = renewal.Keeper(), [], threading.Event()

@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError
 from redis.retry import Retry
 
-from django_singletask import TaskLock
+from django_singletask import TaskLock, stores
 from django_singletask.stores import Outcome, Store, get_store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
@@ -113,17 +113,70 @@ def test_the_client_and_its_connection_are_kept(redis, client, settings) -> None
         assert client.info("stats")["total_connections_received"] <= before + 1
 
 
+@pytest.fixture
+def always_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a store take its connection for one that was not used for long."""
+    monkeypatch.setattr(stores.redis, "IDLE", -1)
+
+
 @on_both_clients
-def test_a_connection_that_the_server_closed_costs_no_error_and_no_pause(
-    alias, redis, client, settings
+def test_an_idle_connection_that_the_server_closed_costs_no_error_and_no_pause(
+    alias, redis, client, settings, always_idle
 ) -> None:
     with private_store(settings, alias, redis.url) as store:
+        store.shared_calls = 0
         for _ in range(2):
             assert store.add(KEY, A, 60) is None
             client.client_kill_filter(_type="normal", skipme=True)
             began = time.monotonic()
             assert store.release(KEY, A) is Outcome.OK
             assert time.monotonic() - began < 0.5
+
+
+def test_control_one_that_is_not_looked_at_costs_an_error(redis, client, settings) -> None:
+    with private_store(settings, "redis", redis.url) as store:
+        assert store.add(KEY, A, 60) is None
+        client.client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises(ConnectionError):
+            store.release(KEY, A)
+        assert store.release(KEY, A) is Outcome.OK
+
+
+def test_threads_that_make_few_calls_share_the_pool_of_django_redis(
+    redis, client, settings
+) -> None:
+    """Such as greenlets, of which each runs one task."""
+
+    def work() -> None:
+        store = get_store("django_redis")
+        store.add(KEY, A, 60)
+        store.release(KEY, A)
+
+    with private_store(settings, "django_redis", redis.url):
+        work()
+        before = client.info("stats")["total_connections_received"]
+        for _ in range(20):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        assert client.info("stats")["total_connections_received"] == before
+
+
+def test_a_signals_handler_may_take_a_lock_in_the_middle_of_a_call(redis, settings) -> None:
+    with private_store(settings, "redis", redis.url) as store:
+        assert store.add(KEY, A, 60) is None
+        read_response, answers = store.connection.read_response, []
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            if not answers:
+                answers.append(store.add(key_of("other"), B, 60))
+            return read_response(*args, **kwargs)
+
+        store.connection.read_response = interrupted
+        entry = store.read(KEY)
+        assert entry is not None
+        assert entry.value == A
+        assert answers == [None]
 
 
 class Signal(BaseException):
@@ -263,6 +316,26 @@ def test_a_take_whose_reply_was_lost_is_an_acquisition(redis, settings) -> None:
             assert proxy.lost == 1
             assert lock.owned()
             assert lock.release()
+
+
+def test_a_release_whose_reply_was_lost_is_an_error_and_no_lost_lock(
+    redis, settings, caplog
+) -> None:
+    """Sent once more on our own it would find nothing, and call the lock lost."""
+    with Proxy(redis.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        with private_store(settings, "redis", url) as store:
+            store.add(KEY, A, 60)
+            store.release(KEY, A)  # the scripts are there
+            lock = TaskLock("nightly", cache="redis")
+            assert lock.acquire()
+            proxy.lose_reply_to(b"nightly")
+            with pytest.raises(ConnectionError):
+                lock.release()
+            assert proxy.lost == 1
+            assert not lock.lost
+            assert "lost by the run" not in caplog.text
+            assert store.read(KEY) is None
 
 
 def test_control_the_cache_calls_a_lost_reply_held(redis, settings) -> None:

@@ -59,7 +59,6 @@ class Store(ABC):
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self._last = "", ""  # a key, and what was made of it
         excess = len(cache.make_key(LONGEST).encode()) - MAX_KEY
         if excess > 0:
             raise ImproperlyConfigured(
@@ -69,10 +68,8 @@ class Store(ABC):
 
     def make_key(self, key: str) -> str:
         """Pass a lock's key through the cache's own prefix, version and key function."""
-        # What is taken is mostly given back next. One tuple, as a signal can strike in between.
-        if key != self._last[0]:
-            self._last = key, str(self.cache.make_and_validate_key(key))
-        return self._last[1]
+        made: str = self.cache.make_and_validate_key(key)
+        return made
 
     @abstractmethod
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:

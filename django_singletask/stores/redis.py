@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from time import monotonic as clock
 from typing import Any
 
 from redis.exceptions import ConnectionError, NoScriptError, TimeoutError
@@ -55,6 +56,9 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
 return redis.call('DEL', KEYS[1])
 """
+IDLE = 1.0
+"""Seconds after which a server may have closed a connection that was not used."""
+
 AT_ONCE = 1000
 """Keys that are looked at in one trip."""
 
@@ -85,12 +89,17 @@ class RedisStore(Store):
     with False, which would look held. The bare client does neither.
     """
 
+    shared_calls = 0
+    """Calls through the client's pool before those on a connection of the store's own."""
+
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
         self.client = self._client()
         pool = self.client.connection_pool
         self.connection = pool.connection_class(**pool.connection_kwargs)
-        self._answered = False
+        self._answered = self._busy = False
+        self._used = 0.0
+        self._calls = 0
         self._add = self.client.register_script(ADD)
         self._release = self.client.register_script(RELEASE)
         self._renew = self.client.register_script(RENEW)
@@ -103,31 +112,51 @@ class RedisStore(Store):
         return self.cache._cache.get_client(None, write=True)
 
     def _call(self, script: Any, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
-        """Call a script on this store's own connection.
+        """Call a script on this store's own connection, the same as ``script(keys, args)``.
 
-        The same as ``script(keys, args)`` in half the time: the client takes a connection from
-        its pool for each command and asks the system whether it still is good. Here that shows by
-        the error, upon which the client sends the command again in its own way, with its retries.
+        In half the time: the client takes a connection from its pool for each command, and asks
+        the system each time whether it still is good.
         """
+        if self._calls < self.shared_calls or self._busy:
+            # Who calls in between is a signal's handler, in the middle of a call of this thread.
+            self._calls += 1
+            return script(keys, args)
+        self._busy = True
+        try:
+            return self._call_here(script, keys, args)
+        finally:
+            self._busy = False
+
+    def _call_here(self, script: Any, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
         connection = self.connection
-        if not self._answered:
-            # First use, or an error or a signal tore the last call off. Its reply may be on its
-            # way, and would be taken for that of this call:
+        if not self._answered or (clock() - self._used > IDLE and self._is_stale()):
+            # First use; the server closed it; or an error or a signal tore the last call off, whose
+            # reply may be on its way, and would be taken for that of this call:
             #
             #   here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
             #   server:             "a is yours" ->               "b is held" ->
             connection.disconnect()
             connection.connect()
         self._answered = False
-        try:
+
+        def ask() -> Any:
             connection.send_command("EVALSHA", script.sha, len(keys), *keys, *args)
-            reply = connection.read_response()
-        except (ConnectionError, TimeoutError):  # as if the server closed it since the last call
-            return script(keys, args)
+            return connection.read_response()
+
+        try:
+            # As the client does it: not once more, unless the options of the cache say so.
+            reply = connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
         except NoScriptError:  # the server is new, or was emptied
             reply = script(keys, args)
         self._answered = True
+        self._used = clock()
         return reply
+
+    def _is_stale(self) -> bool:
+        try:
+            return bool(self.connection.can_read())  # a reply that nobody asked for, or the end
+        except (ConnectionError, TimeoutError, OSError):
+            return True
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         return _entry(self._call(self._add, [self.make_key(key)], [value, _milliseconds(lease)]))
@@ -176,6 +205,9 @@ class RedisStore(Store):
 
 class DjangoRedisStore(RedisStore):
     """The same on django-redis, with its default or Sentinel client."""
+
+    # Its pool serves the whole process: a greenlet that runs one task and ends opens nothing.
+    shared_calls = 10
 
     def _client(self) -> Any:
         return self.cache.client.get_client(write=True)
