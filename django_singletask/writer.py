@@ -46,7 +46,7 @@ PAUSE = 0.005
 SHARE = 10
 """A pause is so many times as long as the last write took, so that much gathers under load."""
 
-LONGEST = 0.1
+LONGEST = 0.05
 """Seconds of the longest pause."""
 
 IDLE = 5.0

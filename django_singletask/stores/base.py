@@ -68,7 +68,7 @@ class Store(ABC):
 
     def make_key(self, key: str) -> str:
         """Pass a lock's key through the cache's own prefix, version and key function."""
-        made: str = self.cache.make_and_validate_key(key)
+        made: str = self.cache.make_key(key)
         return made
 
     @abstractmethod

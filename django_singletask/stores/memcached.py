@@ -37,6 +37,11 @@ class MemcachedStore(Store):
     client: Any
     not_found: Any = ()
 
+    def make_key(self, key: str) -> str:
+        """Make the key; refuse one that the server cannot take, of a prefix with a space, say."""
+        made: str = self.cache.make_and_validate_key(key)
+        return made
+
     @abstractmethod
     def _client_add(self, key: str, value: bytes, expiry: int) -> bool: ...
 
