@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +20,11 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
-from django_singletask.answers import holder_row
+from django_singletask.answers import holder_row, recorded_tasks
+from django_singletask.calls import locks_of
 from django_singletask.checks import import_tasks
-from django_singletask.facts import clock_time, hold_time, status
+from django_singletask.conf import conf
+from django_singletask.facts import clock_time, hold_time, process, status
 from django_singletask.models import TaskLockEvent
 from django_singletask.pages import OperatorPages
 from django_singletask.past import of_task
@@ -66,16 +69,19 @@ class SinceFilter(admin.SimpleListFilter):
 
 
 class TaskFilter(admin.SimpleListFilter):
-    """The registered tasks; asking the table for its tasks would read all of it."""
+    """The registered tasks, and those that the history knows beside them."""
 
     title = _("task")
     parameter_name = "task"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:
-        """Offer the tasks that use this package."""
+        """Offer the tasks that take locks, or did."""
         import_tasks()
-        tasks = current_app.tasks.items()
-        return [(name, name) for name, task in sorted(tasks) if isinstance(task, SingletonTask)]
+        tasks = {
+            name for name, task in current_app.tasks.items() if isinstance(task, SingletonTask)
+        }
+        tasks.update(recorded_tasks(int(time.monotonic() // 60)))
+        return [(name, name) for name in sorted(tasks)]
 
     def queryset(self, request: HttpRequest, queryset: Rows) -> Rows:
         """Keep the events of one task."""
@@ -86,13 +92,15 @@ class UncountedPaginator(Paginator):  # type: ignore[type-arg]
     """Count the rows up to a limit only: counting millions takes seconds."""
 
     limit = 5000
+    has_more = False
 
     @cached_property
     def count(self) -> int:
-        """Return the number of rows, at most ``limit``."""
+        """Return the number of rows, at most ``limit``, and note whether there are more."""
         rows: Any = self.object_list
-        number: int = rows[: self.limit].count()
-        return number
+        number: int = rows[: self.limit + 1].count()
+        self.has_more = number > self.limit
+        return min(number, self.limit)
 
 
 class EventList(ChangeList):
@@ -101,8 +109,10 @@ class EventList(ChangeList):
     def get_results(self, request: HttpRequest) -> None:
         """Look up the holders of one page in one query, by their tokens."""
         super().get_results(request)
-        if not (self.query.strip() or self.get_filters_params()):
-            self.full_result_count = self.result_count  # or Django offers to show all
+        self.is_filtered = bool(self.query.strip() or self.get_filters_params())
+        if not self.is_filtered or self.paginator.has_more:
+            # Or Django offers to show all, or takes the limit for the number of results.
+            self.full_result_count = self.result_count
         events = self.result_list = list(self.result_list)
         tokens = {event.blocked_by for event in events} - {""}
         rows = self.root_queryset.filter(token__in=tokens).order_by() if tokens else []
@@ -121,7 +131,7 @@ class TaskLockEventAdmin(OperatorPages):
     list_display_links = ("lock",)
     list_filter = (SinceFilter, "kind", "outcome", TaskFilter)
     search_fields = ("^name", "=task_id")
-    search_help_text = _("The beginning of a lock's name, or a whole task id.")
+    search_help_text = _("The beginning of a lock's name, a whole call, or a whole task id.")
     frequent = 5000
     paginator = UncountedPaginator
     show_full_result_count = False
@@ -158,7 +168,12 @@ class TaskLockEventAdmin(OperatorPages):
         if any("\0" in value for _name, values in request.GET.lists() for value in values):
             return HttpResponseRedirect(self.url("events"))
         request.current_app = self.admin_site.name
-        context = {"title": _("History"), "tabs": self.tabs("events"), **(extra_context or {})}
+        context = {
+            "title": _("History"),
+            "tabs": self.tabs("events"),
+            "history_is_off": conf.history == "off",
+            **(extra_context or {}),
+        }
         return self.or_unreadable("events", super().changelist_view, request, context)
 
     def change_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
@@ -198,9 +213,12 @@ class TaskLockEventAdmin(OperatorPages):
         begins = _begins(connections[queryset.db].vendor, term)
         rows = TaskLockEvent.objects.using(queryset.db).order_by().values_list("pk", flat=True)
         found = list(rows.filter(begins)[: self.frequent + 1])
+        # A call as the command prints it, and as people write it, is short of its defaults.
+        if names := {lock.name for lock in locks_of(term)} - {term}:
+            found += rows.filter(name__in=names)[: self.frequent + 1]
         if len(found) > self.frequent:
             # To sort so many takes long: the newest are found sooner by reading from the newest on.
-            return queryset.filter(name__startswith=term), False
+            return queryset.filter(Q(name__startswith=term) | Q(name__in=names)), False
         # As a list: by the condition itself PostgreSQL would look for a few names in all rows.
         found += rows.filter(task_id=term)[: self.frequent]
         return queryset.filter(pk__in=found), False
@@ -276,8 +294,7 @@ class TaskLockEventAdmin(OperatorPages):
     @admin.display(description=_("run"))
     def run(self, event: TaskLockEvent) -> SafeString:
         """Say which run it was, and in which process."""
-        process = f"{event.host}:{event.pid}" if event.host else ""
-        return _lines(event.task_id, process) or SafeString("-")
+        return _lines(event.task_id, process(event)) or SafeString("-")
 
 
 def _begins(vendor: str, term: str) -> Q:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, router, transaction
@@ -14,11 +15,23 @@ from django_singletask import registry
 from django_singletask.conf import conf
 from django_singletask.durations import duration
 from django_singletask.models import TaskLockEvent
-from django_singletask.past import HOUR
 from django_singletask.probe import without_secrets
 from django_singletask.registry import CannotList, HeldLock, NoHistory
+from django_singletask.starvation import HOUR
 
-__all__ = ["apart", "ask_the_store", "ask_who_starves", "find", "holder_row", "recorded", "why"]
+__all__ = [
+    "apart",
+    "ask_the_store",
+    "ask_who_starves",
+    "find",
+    "holder_row",
+    "recorded",
+    "recorded_tasks",
+    "why",
+]
+
+TASKS = 100
+"""Tasks of the history that a page offers, each found by a query of its own."""
 
 
 @contextmanager
@@ -52,6 +65,18 @@ def recorded(locks: list[HeldLock]) -> set[str]:
             return set(rows.values_list("token", flat=True))
     except Error:
         return set()
+
+
+@lru_cache(maxsize=1)
+def recorded_tasks(minute: int) -> list[str]:
+    """Return the first tasks that the history knows; asked once a minute, which is a number.
+
+    Each is looked up by the one before it: DISTINCT would read the whole table, or its index.
+    """
+    rows, found = TaskLockEvent.objects.order_by("task").values_list("task", flat=True), [""]
+    while len(found) <= TASKS and (after := rows.filter(task__gt=found[-1]).first()):
+        found.append(after)
+    return found[1:]
 
 
 def ask_the_store() -> tuple[list[HeldLock], str]:

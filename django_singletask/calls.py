@@ -12,11 +12,19 @@ from django.db import Error
 
 from django_singletask.checks import import_tasks
 from django_singletask.keys import QUEUED, LockKey, key_beside, name_key, shown_key
-from django_singletask.past import NoHistory, of_task, rows
+from django_singletask.past import NoHistory, names_of_key, of_task, rows
 from django_singletask.stores.base import PREFIX
 from django_singletask.task import SingletonTask
 
-__all__ = ["is_call", "is_task", "keys_of", "locks_of", "patterns", "without_defaults"]
+__all__ = [
+    "is_call",
+    "is_task",
+    "keys_of",
+    "locks_of",
+    "names_of",
+    "patterns",
+    "without_defaults",
+]
 
 
 def keys_of(name: str) -> list[str]:
@@ -51,6 +59,15 @@ def locks_of(name: str) -> list[LockKey]:
     for lock in found:
         locks += [lock, LockKey(lock.name, key_beside(QUEUED, lock.key, task))]
     return locks
+
+
+def names_of(name: str) -> set[str]:
+    """Return the names that one, a key or a call can have in the history.
+
+    Raises :class:`NoHistory`.
+    """
+    found = names_of_key(name) if name.startswith(PREFIX) else []
+    return {*found} or {lock.name for lock in locks_of(name)}
 
 
 def is_call(name: str) -> bool:

@@ -19,7 +19,7 @@ from django_singletask.history import TROUBLE
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["TaskFacts", "clock_time", "hold_seconds", "hold_time", "status", "sum_up"]
+__all__ = ["TaskFacts", "clock_time", "hold_seconds", "hold_time", "process", "status", "sum_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,11 @@ def status(event: TaskLockEvent) -> tuple[str, str]:
     if event.outcome == "released" and event.result:
         return event.result, event.get_result_display()
     return event.outcome, event.get_outcome_display()
+
+
+def process(event: TaskLockEvent) -> str:
+    """Name the process; a queued call has none."""
+    return f"{event.host}:{event.pid}" if event.host and event.pid else ""
 
 
 def clock_time(at: datetime, *, dated: bool = False) -> str:
@@ -96,6 +101,8 @@ def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> TaskFa
         runs=len(runs),
         lease=duration(lease) if lease else "-",
         skipped=skipped,
-        trouble=sum(event.kind in TROUBLE for event in events),
+        # A run that is cleared learns that its lock is lost; and one that is unique until it has
+        # finished is cleared with its entry. All these rows have its token.
+        trouble=len({event.token or event.pk for event in events if event.kind in TROUBLE}),
         **facts,
     )

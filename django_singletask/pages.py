@@ -304,9 +304,9 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         asked, name = request.GET.get("range", "1h"), request.GET.get("name", "")
         task = "" if name else request.GET.get("task", "")
         if asked not in timeline.SPANS:
-            text = _("There is no range {}: these are the last 15 minutes.").format(repr(asked))
+            text = _("There is no range {}: this is the last hour.").format(repr(asked))
             self.message_user(request, text, messages.WARNING)
-            asked = "15m"
+            asked = "1h"
         only = {"name": name} if name else {"task": task} if task else {}
         # A NUL, which no name has, is an error to PostgreSQL.
         if "\0" in name + task:

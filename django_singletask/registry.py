@@ -20,14 +20,13 @@ from django_singletask.liveness import Holder, proof_of_death
 from django_singletask.locks import TaskLock
 from django_singletask.past import (
     NoHistory,
-    Starving,
     UsualHold,
     open_rows,
     rows,
-    starving,
     timestamp,
     usual_hold,
 )
+from django_singletask.starvation import Starving, starving
 from django_singletask.stores import CannotList, Entry, Store, get_store
 
 __all__ = [
@@ -55,8 +54,9 @@ class HeldLock:
 
     ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
     next call on that host; ``"queued"``, no lock but the entry of a call that stops its
-    duplicates; or ``"expired"``, an open row of the history whose lease is over and whose token
-    the store no longer has: the lock is free, or another's, and a worker's sweep closes the row.
+    duplicates; or ``"expired"``, an open row of the history whose first lease is over and whose
+    token the store no longer has: the lock is free, or another's. A worker's sweep closes the row,
+    unless its process lives and takes the lock again, which only a cache that forgot lets it.
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell;
     ``skipped`` counts the runs that this holder was in the way of (of a queued call: its

@@ -20,6 +20,7 @@ from django_singletask.facts import (
     clock_time,
     hold_seconds,
     hold_time,
+    process,
     status,
     sum_up,
 )
@@ -121,13 +122,16 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """All that the page shows. ``unread`` is the width of what lies before the rows read."""
+    """All that the page shows. ``unread`` is the width of what lies before the rows read.
+
+    ``legend`` has a mark of each shape that is drawn, grouped by their states.
+    """
 
     lanes: list[Lane]
     labels: list[tuple[str, str]]
     tasks: list[TaskFacts]
     marks: list[Mark]
-    legend: list[tuple[str, str]]
+    legend: list[list[Mark]]
     lanes_left_out: int
     read_back_to: str
     unread: str
@@ -157,7 +161,7 @@ def draw(
         labels=_labels(start, now, span),
         tasks=tasks,
         marks=drawn,
-        legend=list(dict.fromkeys((mark.state, mark.word) for mark in drawn)),
+        legend=_legend(drawn),
         lanes_left_out=left_out,
         read_back_to=clock_time(cut, dated=dated) if cut else "",
         unread=f"{_percent(cut, start, now):.2f}%" if cut else "",
@@ -271,6 +275,13 @@ def _merged(marks: list[Mark]) -> list[Mark]:
     return sorted(merged, key=lambda mark: (("bar", "tick", "sign").index(mark.shape), mark.begin))
 
 
+def _legend(marks: list[Mark]) -> list[list[Mark]]:
+    states: dict[str, dict[str, Mark]] = defaultdict(dict)
+    for mark in marks:
+        states[mark.state][mark.shape] = mark
+    return [[of_shape[shape] for shape in sorted(of_shape)] for of_shape in states.values()]
+
+
 # Words
 
 
@@ -306,8 +317,8 @@ def _text(mark: Mark) -> str:
             parts.append(_("by {}").format(row.actor))
         if row.task_id:
             parts.append(_("task {}").format(row.task_id))
-        if row.host:
-            parts.append(f"{row.host}:{row.pid}")
+        if process(row):
+            parts.append(process(row))
     return ", ".join(parts)
 
 

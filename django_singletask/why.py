@@ -14,21 +14,21 @@ from django.db import Error
 
 from django_singletask import calls, registry
 from django_singletask.history import COUNTED, TROUBLE
+from django_singletask.keys import QUEUED, key_beside
 from django_singletask.liveness import Holder, proof_of_death, this_process
 from django_singletask.past import (
     NoHistory,
-    Starving,
     UsualHold,
     ago,
     is_completed,
     last_rows,
-    names_of,
+    names_of_key,
     rows,
-    starvation,
     timestamp,
     usual_hold,
 )
 from django_singletask.registry import CannotList, HeldLock
+from django_singletask.starvation import Starving, starvation
 from django_singletask.stores.base import PREFIX
 
 if TYPE_CHECKING:
@@ -70,10 +70,11 @@ class Why:
     """What is known of one lock now.
 
     ``lock`` has it (``held`` or ``dead``), ``queued`` is a call that waits for it, ``expired`` are
-    holds whose end nobody told. ``alive`` says whether the holder's process is there: None if that
-    cannot be told from this host; ``death`` is the proof that it is not. ``others`` are the locks
-    that the task of a free one holds with other arguments. ``no_history`` says why nothing is
-    known of what was; else the rest does.
+    holds whose end nobody told. ``duplicates`` counts those among the calls that came to nothing
+    because of ``lock``. ``alive`` says whether the holder's process is there: None if that cannot
+    be told from this host; ``death`` is the proof that it is not. ``others`` are the locks that the
+    task of a free one holds with other arguments, ``same_name`` the keys of those that have this
+    name as well. ``no_history`` says why nothing is known of what was; else the rest does.
     """
 
     name: str
@@ -89,6 +90,8 @@ class Why:
     troubles: list[Past]
     starving: Starving | None
     others: list[str]
+    same_name: list[str]
+    duplicates: int
     no_history: str
 
 
@@ -98,17 +101,20 @@ def why(name: str) -> Why:
     Raises :class:`UnknownLock` if there is nothing, and the errors of the cache's client.
     """
     found = registry.look(name)
-    lock = next((lock for lock in found if lock.state in {"held", "dead"}), None)
-    queued = next((lock for lock in found if lock.queued), None)
-    expired = [lock for lock in found if lock.state == "expired"]
     past: list[TaskLockEvent] = []
     no_history = ""
     try:
-        past = _past(name, [lock.name for lock in found], [lock.key for lock in found])
+        past = _past(name, [lock.name for lock in found])
     except NoHistory as error:
         no_history = str(error)
     if not (found or past or no_history or calls.is_call(name)):
         raise UnknownLock(name, _like(name))
+    keys, same_name = _keys(name, found, past)
+    found = [lock for lock in found if lock.key in keys]
+    past = [row for row in past if row.key in keys]
+    lock = next((lock for lock in found if lock.state in {"held", "dead"}), None)
+    queued = next((lock for lock in found if lock.queued), None)
+    expired = [lock for lock in found if lock.state == "expired"]
     first = lock or queued or next(iter(expired), None)
     shown = first.name if first else past[0].name if past else name
     task = (first.holder.task or "") if first else past[0].task if past else name.partition("(")[0]
@@ -130,23 +136,43 @@ def why(name: str) -> Why:
         troubles=[_told(row, kind) for kind, row in newest.items() if row is not None],
         starving=starvation(shown, past),
         others=[] if lock else _others(task),
+        same_name=same_name,
+        duplicates=sum(
+            row.count
+            for row in past
+            if lock and row.kind == "duplicate" and row.blocked_by == lock.holder.token
+        ),
         no_history=no_history,
     )
 
 
-def _past(name: str, names: list[str], keys: list[str]) -> list[TaskLockEvent]:
-    """Return the newest rows of a lock, the newest first."""
-    keys = [*keys, *calls.keys_of(name)]
+def _past(name: str, names: list[str]) -> list[TaskLockEvent]:
+    """Return the newest rows of a name, the newest first."""
     if name.startswith(PREFIX):
-        names = [*names, *names_of(name)]
+        names = [*names, *names_of_key(name)]
     else:
-        names = [*names, *(lock.name for lock in calls.locks_of(name)), name]
-    for known in dict.fromkeys(names):
-        # Of two long names the parts that are shown may be the same.
-        found = last_rows(known)
-        if found:
-            return [row for row in found if row.key in keys] or found
-    return []
+        names = [*names, *(lock.name for lock in calls.locks_of(name))]
+    return next(filter(None, map(last_rows, dict.fromkeys([*names, name]))), [])
+
+
+def _keys(
+    name: str, found: list[HeldLock], past: list[TaskLockEvent]
+) -> tuple[set[str], list[str]]:
+    """Return the keys of the lock that is meant, and those of others that have its name.
+
+    Of two long names the parts that are shown may be the same: then the one held is meant, or else
+    the one that was seen last.
+    """
+    held_first = sorted(found, key=lambda lock: lock.state not in {"held", "dead"})
+    tasks = {lock.key: lock.holder.task or "" for lock in held_first}
+    tasks = {**tasks, **{row.key: row.task for row in past if row.key not in tasks}}
+    locks = [key for key in tasks if not key.startswith(QUEUED)]
+    meant, same_name = {*calls.keys_of(name)}, []
+    if not (name.startswith(PREFIX) or meant.intersection(tasks)):
+        meant, same_name = {*locks[:1]}, locks[1:]
+    if meant.issuperset(locks):
+        return {*tasks}, []
+    return meant | {key_beside(QUEUED, key, tasks[key]) for key in meant & {*tasks}}, same_name
 
 
 def _told(row: TaskLockEvent, what: str) -> Past:

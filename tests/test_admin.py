@@ -8,13 +8,15 @@ import pytest
 from django.contrib.admin.sites import AdminSite
 from django.contrib.auth.models import Permission, User
 from django.contrib.staticfiles import finders
-from django.db import InterfaceError, connection
+from django.db import InterfaceError, connection, connections
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
+from django_singletask import SingletonTask, answers
 from django_singletask.admin import TaskLockEventAdmin, UncountedPaginator
 from django_singletask.models import TaskLockEvent
+from tests.testapp.celery import app
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -25,6 +27,11 @@ BASE = "/admin/django_singletask/tasklockevent/"
 LIST = f"{BASE}history/"
 TABLE = TaskLockEvent._meta.db_table
 TASK = "feeds.tasks.import_feed"
+
+
+@pytest.fixture(autouse=True)
+def another_minute():
+    answers.recorded_tasks.cache_clear()
 
 
 @pytest.fixture
@@ -151,6 +158,12 @@ def test_list_names_task_process_and_second(admin, settings):
     assert row == f"2026-01-02 03:04:05 {TASK}(feed_id=7) held the-id web-3:8121"
 
 
+def test_queued_call_that_was_forgotten_has_no_process(admin):
+    make(kind="cleared", task_id="the-id", host="vm")
+    [row] = shown(admin)
+    assert row.endswith(" cleared the-id")
+
+
 def test_list_shows_the_latest_first(admin):
     for name in ("first", "second", "third"):
         make(name=name)
@@ -227,6 +240,29 @@ def test_task_filter_offers_the_registered_tasks(admin):
     assert "celery.backend_cleanup" not in content
 
 
+def test_task_filter_offers_what_the_history_knows(admin):
+    for task in ("an.only_one", "removed.task", "", "removed.task"):
+        make(task=task)
+    choices = admin.get(LIST).content.decode().partition('id="changelist-filter"')[2]
+    for task in ("an.only_one", "removed.task", "tests.testapp.tasks.hold"):
+        assert choices.count(f">{task}</a>") == 1
+    assert 'href="?task="' not in choices
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_tasks_of_the_history_are_bounded_and_in_order(alias, settings, monkeypatch):
+    monkeypatch.setattr(answers, "TASKS", 3)
+    settings.DATABASE_ROUTERS = []
+    rows = TaskLockEvent.objects.using(alias)
+    monkeypatch.setattr(TaskLockEvent, "objects", rows)
+    for task in ("d", "b", "", "c", "a", "a"):
+        rows.create(name="n", key="k", at=timezone.now(), task=task)
+    with CaptureQueriesContext(connections[alias]) as queries:
+        assert answers.recorded_tasks(1) == ["a", "b", "c"]
+        assert answers.recorded_tasks(1) == ["a", "b", "c"]
+    assert len(queries) == 3
+
+
 def test_task_filter(admin):
     make(task="tests.testapp.tasks.hold", name="one")
     make(task=TASK, name="two")
@@ -262,6 +298,28 @@ def test_search_finds_beginnings_of_names_and_whole_task_ids(admin, term, found)
     make(name=f"{TASK}(feed_url='https://x', page=2)", task_id="5d1c-1")
     make(name="nightly", task_id="5d1c-2")
     assert len(shown(admin, q=term)) == found
+
+
+@pytest.fixture
+def import_feed():
+    @app.task(name=TASK, base=SingletonTask, shared=False)
+    def import_feed(feed_url, secs=0, full=False): ...
+
+    yield import_feed
+    app.tasks.unregister(TASK)
+
+
+@pytest.mark.parametrize("frequent", [5000, 1])
+@pytest.mark.parametrize("arguments", ["feed_url='https://a/1', secs=2", "'https://a/1', 2"])
+def test_search_finds_a_call_without_its_defaults(
+    admin, import_feed, monkeypatch, frequent, arguments
+):
+    monkeypatch.setattr(TaskLockEventAdmin, "frequent", frequent)
+    whole = import_feed.lock("https://a/1", 2).name
+    assert whole == f"{TASK}(feed_url='https://a/1', secs=2, full=False)"
+    for name in (whole, whole, f"{whole} and more", "nightly"):
+        make(name=name)
+    assert len(shown(admin, q=f"{TASK}({arguments})")) == 2
 
 
 @pytest.mark.parametrize("kind", ["", "acquired"])
@@ -307,6 +365,7 @@ def test_search_works_on_other_databases(alias, rf):
 
 def test_number_of_queries_does_not_grow_with_the_rows(admin):
     def count():
+        answers.recorded_tasks.cache_clear()
         with CaptureQueriesContext(connection) as queries:
             admin.get(LIST)
         return len(queries)
@@ -317,6 +376,7 @@ def test_number_of_queries_does_not_grow_with_the_rows(admin):
     for _ in range(20):
         make()
     assert count() == few
+    assert few < 12
 
 
 @pytest.fixture
@@ -363,6 +423,7 @@ def test_every_query_uses_an_index(large, admin):
             {"task": "tests.testapp.tasks.hold"},
             {"q": "feeds.tasks.import_feed(feed_id=7)"},
             {"q": "feeds.tasks.import_feed(feed_id=77"},
+            {"q": "tests.testapp.tasks.hold('x')"},
             {"q": "c4ca4238a0b923820dcc509a6f75849b"},
         ):
             assert admin.get(LIST, query).status_code == 200
@@ -370,7 +431,7 @@ def test_every_query_uses_an_index(large, admin):
     for sql, plan in found:
         assert "Seq Scan" not in plan, sql
         assert "DISTINCT" not in sql
-        assert "COUNT(" not in sql or f"LIMIT {UncountedPaginator.limit}" in sql
+        assert "COUNT(" not in sql or f"LIMIT {UncountedPaginator.limit + 1}" in sql
 
 
 def test_list_knows_no_facets_that_would_count_the_table(admin):
@@ -389,11 +450,35 @@ def test_all_are_offered_only_where_not_all_are_shown(admin, query, offered):
     assert admin.get(LIST, query).content.decode().count("Show all") == offered
 
 
-def test_rows_are_counted_up_to_a_limit(monkeypatch):
+@pytest.mark.parametrize(
+    ("query", "offered"), [({}, 0), ({"q": TASK}, 1), ({"kind__exact": "acquired"}, 1)]
+)
+def test_rows_are_counted_up_to_a_limit_and_that_is_said(admin, monkeypatch, query, offered):
     monkeypatch.setattr(UncountedPaginator, "limit", 3)
-    for _ in range(5):
+    monkeypatch.setattr(TaskLockEventAdmin, "list_per_page", 2)
+
+    def content():
+        return text_of(admin.get(LIST, {**query, "p": 2}).content.decode())
+
+    for _ in range(3):
         make()
-    assert UncountedPaginator(TaskLockEvent.objects.all(), 2).num_pages == 2
+    assert "More than 3 results" not in content()
+    assert "There are more than 3" not in content()
+    make()
+    assert len(shown(admin, **query, p=2)) == 1
+    assert content().count("More than 3 results ( Show all )") == offered
+    assert "There are more than 3: these are the newest. Older ones are found by" in content()
+    assert " 3 results" not in content().replace("More than 3 results", "")
+
+
+def test_history_that_is_off_is_told_above_its_old_rows(admin, settings):
+    settings.SINGLETASK_HISTORY = "off"
+    make()
+    said = "nothing is being recorded, and what is told of the past is old."
+    for page in ("", "history/", "timeline/"):
+        assert admin.get(BASE + page).content.decode().count(said) == 1
+    settings.SINGLETASK_HISTORY = "inline"
+    assert said not in admin.get(LIST).content.decode()
 
 
 @pytest.mark.parametrize("name", ["q", "task", "kind__exact", "outcome__exact", "task_id", "since"])

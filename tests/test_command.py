@@ -18,7 +18,7 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from django_singletask import SingletonTask, TaskLock, calls, registry
+from django_singletask import SingletonTask, TaskLock, calls, registry, starvation
 from django_singletask.conflicts import HEADER
 from django_singletask.history import prune
 from django_singletask.keys import name_key
@@ -26,7 +26,7 @@ from django_singletask.liveness import Holder, this_process
 from django_singletask.management.commands import locks as command
 from django_singletask.management.tables import columns, printable
 from django_singletask.models import TaskLockEvent
-from django_singletask.past import starving
+from django_singletask.starvation import starving
 from django_singletask.stores import get_store
 from tests.past_rows import before_now, ran, row, skipped
 from tests.test_conflicts import receive
@@ -195,6 +195,8 @@ def test_json_is_valid_and_alone(take):
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "timeout": 30.0,
+        "usual": None,
+        "slow": False,
     }
 
 
@@ -440,6 +442,16 @@ def test_memcached_without_history_says_plainly_that_it_cannot(settings, take, a
         locks(*arguments)
 
 
+def test_other_errors_are_not_told_as_those_of_the_cache(take, monkeypatch):
+    def broken(locks):
+        raise LookupError("of a table")
+
+    take("nightly")
+    monkeypatch.setattr(command.listings, "held", broken)
+    with pytest.raises(LookupError, match="of a table"):
+        locks()
+
+
 @pytest.mark.parametrize("arguments", [[], ["clear", "--all", "--yes"]])
 def test_store_that_is_down_is_one_message(settings, dead_redis, arguments):
     settings.SINGLETASK_CACHE = dead_redis
@@ -490,9 +502,21 @@ def test_slow_hold_on_a_long_host_fits_eighty_columns():
     for _ in range(5):
         ran(60, 5, task="t")
     hold(task="t", name="x" * 200, host="h" * 200, since=time.time() - 500)
-    [_head, line] = locks().splitlines()
-    assert re.search(r"  hhhhh…h:8121 \(slow: usual 5s\)$", line)
+    [_head, line, note] = locks().splitlines()
+    assert re.search(r"^x+…x+ .*  hhh.*…h+:8121$", line)
     assert len(line) <= 80
+    assert note == "    (slow: usual 5s)"
+
+
+def test_slow_hold_takes_no_room_from_names():
+    """Two names that differ in the middle would look alike."""
+    hold(task="t", name=f"imports.feed('{'x' * 20}', 1)", host="web-3", since=time.time() - 500)
+    before = locks().splitlines()[1]
+    for _ in range(5):
+        ran(60, 5, task="t")
+    line, *note = locks().splitlines()[1:]
+    assert line.split()[:2] == before.split()[:2]
+    assert note == ["    (slow: usual 5s)"]
 
 
 def test_dead_and_expired_are_marked_by_a_word(ended_process):
@@ -501,6 +525,16 @@ def test_dead_and_expired_are_marked_by_a_word(ended_process):
     assert re.search(rf"  dead web-3:{ended_process['pid']}$", locks(), re.M)
     assert re.search(r"^old +2h 00m +- +0  expired web-1:7$", locks(), re.M)
     assert {lock["state"] for lock in json.loads(locks("--json"))} == {"dead", "expired"}
+
+
+def test_json_of_a_slow_hold_says_what_is_usual():
+    for _ in range(5):
+        ran(60, 5, task="t")
+    hold(task="t", since=time.time() - 500)
+    row("acquired", 7200, name="old", timeout=60)
+    old, slow = json.loads(locks("--json"))
+    assert slow["usual"] == {"median": 5.0, "longest": 5.0, "runs": 5}
+    assert (slow["slow"], old["slow"], old["usual"]) == (True, False, None)
 
 
 def test_clear_dead_leaves_the_living(take, ended_process):
@@ -517,7 +551,7 @@ def test_clear_dead_leaves_the_living(take, ended_process):
 def test_clear_of_an_expired_lock_says_that_there_is_nothing_to_free():
     open_row = row("acquired", 7200, name="old", timeout=60)
     with pytest.raises(
-        CommandError, match=r"^Not held: old\. Expired is not held: the lock is free"
+        CommandError, match=r"^Not held: old\. Expired is not held: there is nothing"
     ):
         locks("clear", "--yes", "old")
     assert locks("clear", "--yes", "--all").startswith("No lock is held. Expired is not held")
@@ -611,6 +645,25 @@ def test_alarm_comes_after_the_json():
     assert json.loads(alarm("--fail-if-held-over", "1h", "--json")[0])
 
 
+def test_more_suspects_than_are_looked_at_are_said(monkeypatch, capsys):
+    monkeypatch.setattr(starvation, "SUSPECTS", 2)
+    for number in range(5):
+        skipped(60, name=f"lock {number}", task="t" if number else "u")
+    locks("list", "--fail-if-starving", "1h")
+    assert capsys.readouterr().err == (
+        "Not looked at, and perhaps starving: 3 more locks whose calls were skipped lately. "
+        "Name them, or a --task.\n"
+    )
+    locks("list", "--fail-if-starving", "1h", "lock 1", "lock 2", "lock 3")
+    locks("list", "--fail-if-starving", "1h", "--task", "u")
+    assert capsys.readouterr().err == ""
+
+
+def test_lock_that_starves_is_watched_by_its_key():
+    skipped(8000, 60, 40)
+    assert "nightly" in alarm("--fail-if-starving", "1h", name_key("nightly").key)[1]
+
+
 def test_starving_without_history_is_an_error(settings):
     settings.SINGLETASK_HISTORY = "off"
     message = alarm("--fail-if-starving", "1h")[1]
@@ -622,6 +675,8 @@ def test_starving_without_history_is_an_error(settings):
     [
         (["list", "--fail-if-held-over", "60"], "--fail-if-held-over: '60' is no duration: write"),
         (["list", "--fail-if-starving", "60"], "--fail-if-starving: '60' is no duration"),
+        (["list", "--fail-if-starving", "x"], "'x' is no duration: write it as 90s, 15m, 2h or 7d"),
+        (["list", "--fail-if-starving", "x"], "7d. Or a number of calls: 50x."),
         (["list", "--fail-if-starving", "0s"], "--fail-if-starving: '0s': a duration must be pos"),
         (["list", "--fail-if-starving", "0x"], "--fail-if-starving: '0' is no positive number"),
         (["probe", "--processes", "1"], "--processes: one process alone is no race: at least 2"),
@@ -663,6 +718,7 @@ def test_why_as_json(take):
     assert found["usual"]["runs"] == 1
     assert found["completed"]["what"] == "returned"
     assert found["starving"]["skipped"] == 2
+    assert found["completed"]["ago"] == round(found["completed"]["ago"], 3)
 
 
 def test_why_of_a_free_lock_as_json():
@@ -724,6 +780,23 @@ def test_history_of_a_call_is_found_by_its_arguments():
     assert "returned" in locks("history", "tests.testapp.tasks.unique('a')")
 
 
+def test_history_of_a_task_id_is_found_if_no_lock_is_named_so():
+    ran(60, name="one", task_id="3f0c")
+    ran(60, name="two", task_id="5d1c")
+    ran(60, name="5d1c")
+    assert [found["name"] for found in json.loads(locks("history", "3f0c", "--json"))] == ["one"]
+    assert [found["name"] for found in json.loads(locks("history", "5d1c", "--json"))] == ["5d1c"]
+
+
+def test_history_names_who_used_the_command_without_host():
+    row("cleared", 1, actor="root on a-very-long-host-name.example.org (manage.py locks)")
+    row("cleared", 1, actor="ada on call")
+    assert [line.split("  ")[-1] for line in locks("history").splitlines()[1:]] == [
+        "ada on call",
+        "root",
+    ]
+
+
 def test_history_as_json_has_unix_times():
     made = ran(60, 5, host="web-1", pid=7)
     [found] = json.loads(locks("history", "--json"))
@@ -744,10 +817,12 @@ def test_history_of_what_can_be_no_name_is_empty(name):
     assert "nightly" in locks("history", name, "nightly")
 
 
-def test_history_that_is_off_is_said(settings):
+def test_history_that_is_off_still_shows_old_rows(settings, capsys):
     settings.SINGLETASK_HISTORY = "off"
-    with pytest.raises(CommandError, match=r"^SINGLETASK_HISTORY = 'off': nothing is known"):
-        locks("history")
+    ran(60)
+    for name in ("nightly", name_key("nightly").key):
+        assert "returned" in locks("history", name)
+    assert capsys.readouterr().err == 2 * "SINGLETASK_HISTORY = 'off': only old rows are there.\n"
 
 
 # prune
@@ -886,6 +961,33 @@ def test_process_exits_with_one_on_an_alarm(take):
     assert run("list", "--fail-if-held-over", "2h").returncode == 0
 
 
+def test_process_whose_reader_is_gone_says_nothing(take):
+    take("nightly")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        done = run(stdout=closed)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is of Linux")
+def test_process_on_a_full_disk_says_so(take):
+    take("nightly")
+    with open("/dev/full", "w") as full:
+        done = run(stdout=full)
+    assert done.returncode == 1
+    assert re.match(r"CommandError: The output cannot be written: .*No space left", done.stderr)
+    assert done.stderr.count("\n") == 1
+
+
+def test_process_on_a_terminal_of_few_characters_replaces_the_others(take, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    take("x" * 200)
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "xx?xx" in done.stdout
+
+
 def test_process_that_prunes_tells_how_far_it_is_on_a_terminal():
     parent, child = pty.openpty()
     try:
@@ -1000,10 +1102,17 @@ def test_queued_calls_are_listed(queued):
 def test_clear_queued_lets_an_equal_call_be_sent(queued, take):
     take("nightly")
     first = queued("a")
-    assert locks("clear", "--queued", "--yes").endswith("Freed 1 queued call.\n")
+    assert locks("clear", "--queued", "--yes").endswith("Forgot 1 queued call.\n")
     assert queued("a") != first
     assert "nightly" in locks()
     assert TaskLockEvent.objects.filter(kind="cleared").count() == 1
+
+
+def test_dry_run_of_clear_queued_forgets_nothing(queued):
+    first = queued("a")
+    told = locks("clear", "--queued", "--dry-run")
+    assert told.endswith("\nWould forget 1 queued call.\n")
+    assert queued("a") == first
 
 
 def test_clear_queued_asks_what_it_is_about(queued, monkeypatch):
@@ -1036,7 +1145,7 @@ def test_on_memcached_a_queued_call_is_named(settings, empty_cache, queued, name
     with pytest.raises(CommandError, match=r"cannot list its entries.*Name them"):
         locks("clear", "--queued", "--yes")
     assert "queued" in locks("list", name)
-    assert "Freed 1 queued call" in locks("clear", "--queued", "--yes", name)
+    assert "Forgot 1 queued call" in locks("clear", "--queued", "--yes", name)
     assert queued("a") != first
 
 
@@ -1069,6 +1178,21 @@ def test_clear_of_a_queued_call_says_how(queued):
     queued("a")
     with pytest.raises(CommandError, match=r"Not held: .*A call is queued: --queued"):
         locks("clear", "--yes", NAME)
+
+
+def test_clear_by_a_token_says_nothing_of_others(queued):
+    queued("a")
+    row("acquired", 7200, name="old", timeout=60, token="o")
+    with pytest.raises(CommandError, match=r"^Not held: --token zzz\.$"):
+        locks("clear", "--yes", "--token", "zzz")
+    with pytest.raises(CommandError, match=r"^Not held: --token o\. Expired is not held: "):
+        locks("clear", "--yes", "--token", "o")
+
+
+def test_clear_of_an_unknown_name_says_what_is_like_it(take):
+    take("nightly")
+    with pytest.raises(CommandError, match=r"^Not held: nigthly\. .*Did you mean \"nightly\"\?$"):
+        locks("clear", "--yes", "nigthly")
 
 
 def test_clear_frees_the_entry_of_a_run_that_hangs(monkeypatch):

@@ -7,10 +7,11 @@ import pytest
 from django.db import InterfaceError, connection, connections
 from django.test.utils import CaptureQueriesContext
 
-from django_singletask import past, registry
+from django_singletask import past, registry, starvation
 from django_singletask.history import SWEEPER
 from django_singletask.models import TaskLockEvent
-from django_singletask.past import NoHistory, find, starving, usual_hold
+from django_singletask.past import NoHistory, find, usual_hold
+from django_singletask.starvation import starving
 from tests.past_rows import ran, row, skipped
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -56,6 +57,14 @@ def test_runs_that_did_not_give_it_back_are_not_usual():
     row("acquired", 5000)
     skipped(30)
     assert usual_hold("nightly") is None
+
+
+@pytest.mark.parametrize("result", ["raised", "retried", "ignored", "put_off"])
+def test_run_that_did_not_return_is_not_usual(result):
+    """One that hung until it was stopped would hide the next that hangs."""
+    ran(60, 5000, result=result)
+    ran(60, 5)
+    assert usual_hold("nightly") == (pytest.approx(5, abs=0.01), pytest.approx(5, abs=0.01), 1)
 
 
 @pytest.mark.parametrize(("runs", "held_for", "slow"), [(4, 60, 0), (5, 60, 1), (5, 6, 0)])
@@ -185,8 +194,9 @@ def test_hold_of_days_is_found_below_newer_skips(monkeypatch):
 
 def test_lock_that_dies_again_and_again_is_found_below_newer_skips(monkeypatch):
     monkeypatch.setattr(past, "NEWEST", 5)
-    skipped(8000, 60)
-    row("expired", 50)
+    ran(50, 8000, token="dead", outcome="expired", result="")
+    skipped(8000, 60, blocked_by="dead")
+    row("expired", 50, token="dead")
     for number in range(10):
         skipped(20, name=f"other {number}")
     assert names() == ["nightly"]
@@ -194,7 +204,7 @@ def test_lock_that_dies_again_and_again_is_found_below_newer_skips(monkeypatch):
 
 def test_last_completed_run_is_looked_for_far_back():
     ran(7000)
-    for number in range(past.FEW):
+    for number in range(starvation.FEW):
         skipped(6000 - number, 60)
     assert starving(3600)[0].since_completed == pytest.approx(7000, abs=10)
 
@@ -207,8 +217,75 @@ def test_sweep_does_not_starve():
 def test_starving_takes_a_query_a_name_and_few_more(django_assert_num_queries):
     for number in range(10):
         skipped(8000, 60, name=f"lock {number}")
-    with django_assert_num_queries(7 + 10):
+    with django_assert_num_queries(8 + 10):
         assert len(starving(3600)) == 10
+
+
+def test_trouble_without_skips_takes_no_place(monkeypatch):
+    monkeypatch.setattr(starvation, "SUSPECTS", 3)
+    for number in range(9):
+        row("acquired", 100, name=f"held {number}", token=f"h{number}")
+        row("cleared", 50, name=f"cleared {number}", token=f"c{number}")
+    skipped(8000, 60)
+    assert starvation.who_starves(3600) == (starving(3600), 0)
+    assert names() == ["nightly"]
+
+
+def test_completed_names_take_no_place(monkeypatch, django_assert_num_queries):
+    monkeypatch.setattr(starvation, "SUSPECTS", 3)
+    skipped(8000, 60)
+    for number in range(9):
+        skipped(70, name=f"other {number}")
+        ran(30, name=f"other {number}")
+    with django_assert_num_queries(8 + 1):
+        assert names() == ["nightly"]
+
+
+def test_calls_that_met_completed_runs_take_no_place(monkeypatch):
+    monkeypatch.setattr(starvation, "SUSPECTS", 3)
+    monkeypatch.setattr(starvation, "NEAR", 1)
+    for number in range(9):
+        ran(30, 60, name=f"other {number}", token=f"t{number}")
+        skipped(50, 20, name=f"other {number}", blocked_by=f"t{number}")  # by a clock ahead
+    skipped(8000, 60)
+    assert starvation.who_starves(3600) == (starving(3600), 0)
+    assert names() == ["nightly"]
+
+
+def test_completed_run_below_the_nearest_rows_is_found_all_the_same(monkeypatch):
+    monkeypatch.setattr(starvation, "NEAR", 1)
+    ran(30, 8000)
+    skipped(7000, 60)
+    skipped(20, name="other")
+    assert names() == []
+
+
+def test_more_suspects_than_are_looked_at_are_counted(monkeypatch):
+    monkeypatch.setattr(starvation, "SUSPECTS", 3)
+    for number in range(9):
+        skipped(8000, 60, name=f"lock {number}", task="t")
+    states, more = starvation.who_starves(3600)
+    assert (len(states), more) == (3, 6)
+
+
+def test_names_that_are_asked_for_are_always_looked_at(monkeypatch):
+    monkeypatch.setattr(starvation, "SUSPECTS", 0)
+    monkeypatch.setattr(past, "NEWEST", 1)
+    skipped(8000, 60)
+    skipped(20, name="other")
+    [state], more = starvation.who_starves(3600, names=["nightly", "other", "none"])
+    assert (state.name, more) == ("nightly", 0)
+    assert starvation.who_starves(3600, names=["nightly"], task="t") == ([], 0)
+
+
+def test_names_of_a_task_are_found_below_those_of_others(monkeypatch):
+    monkeypatch.setattr(starvation, "SUSPECTS", 1)
+    monkeypatch.setattr(past, "NEWEST", 2)
+    skipped(8000, 60, task="t")
+    for number in range(9):
+        skipped(20, name=f"other {number}", task="u")
+    [state], more = starvation.who_starves(3600, task="t")
+    assert (state.name, more) == ("nightly", 0)
 
 
 @pytest.mark.parametrize("kind", ["skipped", "duplicate"])
@@ -234,7 +311,9 @@ def test_skips_against_open_holds_are_read_by_the_index_of_their_holders(monkeyp
     facts = {"kind": "acquired", "key": "k", "at": "2026-01-01T00:00Z"}
     for number in range(100):
         TaskLockEvent.objects.using("sqlite").create(name="nightly", token=f"t{number}", **facts)
-    plans = sqlite_plans(lambda: list(past._skips()))
+    plans = sqlite_plans(lambda: list(starvation._skips(starvation.django_now(), None)))
+    plans += sqlite_plans(lambda: starvation._last_completed(["nightly", "weekly"]))
+    assert "singletask_name" in plans[-1][1]
     [plan] = [plan for sql, plan in plans if '"blocked_by" IN' in sql]
     assert "singletask_blocked_by" in plan
 
@@ -242,7 +321,7 @@ def test_skips_against_open_holds_are_read_by_the_index_of_their_holders(monkeyp
 def on_sqlite(monkeypatch):
     rows = TaskLockEvent.objects.using("sqlite")
     rows.all().delete()
-    for module in (past, registry):
+    for module in (past, registry, starvation):
         monkeypatch.setattr(module, "rows", lambda: rows.order_by("-id"))
 
 
@@ -321,7 +400,7 @@ def test_database_that_is_away_is_an_error_that_says_so(monkeypatch):
         raise InterfaceError("connection already closed")
 
     with connection.execute_wrapper(away):
-        for ask in (find, lambda: past.last_rows("a"), lambda: past.names_of("k"), names):
+        for ask in (find, lambda: past.last_rows("a"), lambda: past.names_of_key("k"), names):
             with pytest.raises(NoHistory, match="cannot be read: connection already closed"):
                 ask()
         assert usual_hold("nightly") is None
@@ -336,7 +415,7 @@ def test_no_name_has_no_rows():
 def test_rows_of_a_task_are_read_in_the_order_of_their_index():
     ran(60, task="a", name="one", key="singletask:a:1")
     with CaptureQueriesContext(connection) as queries:
-        assert past.names_of("singletask:a:1") == ["one"]
+        assert past.names_of_key("singletask:a:1") == ["one"]
         assert [found.name for found in find(task="a")] == ["one"]
     assert len(queries) == 2
     for query in queries:

@@ -264,6 +264,7 @@ def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only
         ({"reason": "skip", "blocked_by": "t"}, "skipped, blocked by t"),
         ({"kind": "cleared", "actor": "ada"}, "cleared, by ada, task x, web-1:40"),
         ({"kind": "expired", "reason": "gone"}, "expired, gone, task x, web-1:40"),
+        ({"kind": "cleared", "pid": 0}, "cleared, task x"),
     ],
 )
 def test_text_of_a_mark(facts, text):
@@ -317,6 +318,20 @@ def test_facts_of_a_task():
     assert (facts.runs, facts.median, facts.longest) == (3, "2m 00s", "6m 00s")
     assert (facts.lease, facts.of_lease) == ("1m 00s", "6.0 ×")
     assert (facts.skipped, facts.skip_rate, facts.trouble) == (9, "75 %", 1)
+
+
+def test_trouble_of_one_run_counts_once():
+    for kind, token, key in (
+        ("cleared", "a", "k"),
+        ("cleared", "a", "k, queued"),
+        ("lost", "a", "k"),
+        ("lost", "b", "k"),
+        ("cleared", "", "k"),
+        ("cleared", "", "k"),
+    ):
+        event(20, kind=kind, token=token, key=key)
+    [facts] = drawn().tasks
+    assert facts.trouble == 4
 
 
 @pytest.mark.parametrize(("timeout", "of_lease"), [(60, "0.1 ×"), (61, "")])

@@ -122,6 +122,22 @@ def test_few_skips_are_grammatical(count, words):
     assert words in told()
 
 
+@pytest.mark.parametrize(
+    ("skips", "words"),
+    [
+        (0, "2 duplicates were stopped meanwhile, the last 3 s ago."),
+        (1, "1 run was skipped and 2 duplicates were stopped meanwhile, the last 3 s ago."),
+    ],
+)
+def test_duplicates_are_no_skipped_runs(skips, words):
+    hold()
+    if skips:
+        skipped(9, 5, skips, name=NAME, key=KEY, blocked_by="9ab2")
+    key = key_beside(QUEUED, KEY, TASK)
+    skipped(9, 3, 2, kind="duplicate", name=NAME, key=key, task=TASK, blocked_by="9ab2")
+    assert words in told().replace("\n", " ")
+
+
 def test_no_skip_and_no_completed_run_are_said():
     hold()
     assert "No run was skipped meanwhile. No completed run is in its history." in told()
@@ -206,6 +222,43 @@ def test_rows_of_a_name_that_shows_less_than_the_key_holds_are_kept_apart():
     assert "Last completed: 6m 40s ago." in told()
 
 
+LONG = "feeds.import_feed('https://…xml')"
+
+
+def test_held_locks_of_one_name_are_told_apart():
+    hold(LONG, "singletask:feeds:1", token="1", ago=500)
+    hold(LONG, "singletask:feeds:2", token="2")
+    ran(90, name=LONG, key="singletask:feeds:2")
+    ran(400, name=LONG, key="singletask:feeds:1")
+    text = told(LONG).replace("\n", " ")
+    assert text.startswith(
+        "2 locks have this name, and this is about the one with the key singletask:feeds:1. "
+        "The others: singletask:feeds:2. Held for 8m "
+    )
+    assert "clear --token 1" in text
+    assert "Last completed: 6m 40s ago." in text
+    assert "have this name" not in told("singletask:feeds:2")
+    assert why(LONG).same_name == ["singletask:feeds:2"]
+
+
+def test_free_locks_of_one_name_are_told_apart():
+    ran(400, name=LONG, key="singletask:feeds:1")
+    ran(90, name=LONG, key="singletask:feeds:2")
+    ran(60, name=LONG, key="singletask:feeds:1")
+    skipped(50, name=LONG, key="singletask:feeds:2")
+    assert (why(LONG).key, why(LONG).same_name) == ("singletask:feeds:2", ["singletask:feeds:1"])
+    assert round(why(LONG).completed.ago) == 90
+
+
+def test_lock_and_its_queued_call_are_no_two_locks():
+    hold(LONG, "singletask:feeds:1")
+    key = key_beside(QUEUED, "singletask:feeds:1", TASK)
+    queued = Holder.from_dict({"name": LONG, "task": TASK, "token": "q", "timeout": 60})
+    get_store("redis").add(key, queued.encode(), 30)
+    assert why(LONG).same_name == []
+    assert why(LONG).queued.holder.token == "q"
+
+
 def test_task_that_never_ran_is_free():
     name = "tests.testapp.tasks.unique('a')"
     assert told(name).startswith(f"Free: {name}.\nNo completed run")
@@ -235,7 +288,15 @@ def test_expired_hold_says_that_there_is_nothing_to_free():
     assert text.startswith(
         f"Free: {NAME}. An open row of the history: task x on web-1, process 7 took it "
     )
-    assert "its lease of 60 s has ended unreleased. There is nothing to free" in text
+    assert "for 60 s unless renewed, and the cache has it no more. There is nothing to" in text
+    assert "If its process lives, that may take the lock again at its next renewal; else" in text
+
+
+def test_expired_hold_of_a_process_that_may_be_here_says_so():
+    here = {"host": this_process().host, "pid": this_process().pid}
+    row("acquired", 100, name=NAME, key=KEY, timeout=60, **here)
+    text = told().replace("\n", " ")
+    assert "A process of this number runs on this host: if it is that one, it may take" in text
 
 
 def test_history_off_is_said(settings):

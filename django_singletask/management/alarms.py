@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from django.core.management.base import CommandError
 
-from django_singletask import calls, registry
+from django_singletask import calls, past, starvation
 from django_singletask.calls import without_defaults
 from django_singletask.durations import compact, in_words
 from django_singletask.management.tables import few, plural, printable
@@ -48,24 +48,26 @@ def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
 
 def starving(
     names: Sequence[str], task: str | None, limits: tuple[float, int | None] | None
-) -> list[str]:
-    """Name those that starve for so long, or so many times in a row, in a sentence if any does."""
+) -> tuple[list[str], int]:
+    """Name those that starve for so long, or so many times in a row, in a sentence if any does.
+
+    And count the others that were not looked at, which can be only where none is named.
+    """
     if limits is None:
-        return []
+        return [], 0
     longer_than, times = limits
     try:
-        found = registry.starving(longer_than, times=times)
-    except registry.NoHistory as error:
+        shown = {known for name in names for known in calls.names_of(name)}
+        found, more = starvation.who_starves(longer_than, times=times, names=shown, task=task)
+    except past.NoHistory as error:
         raise CommandError(f"--fail-if-starving needs the history. {error}") from error
-    shown = {lock.name for name in names for lock in calls.locks_of(name)}
     told = [
         f"{without_defaults(state.name)} ({plural(state.skipped, 'call')} "
         f"in {in_words(state.unmet)})"
         for state in found
-        if (not names or state.name in shown) and task in (None, state.task)
     ]
     how = f"for {compact(longer_than)}" if times is None else f"{plural(times, 'time')} in a row"
-    return [f"Starving {how} or more: {few(told)}."] if told else []
+    return [f"Starving {how} or more: {few(told)}."] if told else [], more
 
 
 def is_among(name: str, locks: Sequence[HeldLock]) -> bool:

@@ -34,8 +34,9 @@ def add_actions(actions: Any) -> None:
     pruning = add("prune", help="delete old history, in small batches")
 
     name = "name or key of a lock, or a call: feeds.tasks.import_feed(7)"
-    for action in (listing, clearing, history):
+    for action in (listing, clearing):
         action.add_argument("names", nargs="*", metavar="LOCK", help=name)
+    history.add_argument("names", nargs="*", metavar="LOCK", help=f"{name}; or a task id")
     explaining.add_argument("name", metavar="LOCK", help=name)
 
     listing.add_argument("--task", help="list the locks of this task")
@@ -97,9 +98,12 @@ def span(text: str) -> float:
 
 def span_or_times(text: str) -> tuple[float, int | None]:
     """Read a duration, or a number of times such as ``50x``."""
-    if text.endswith("x"):
+    if text.endswith("x") and text[:-1].isdigit():
         return math.inf, count(text[:-1])
-    return span(text), None
+    try:
+        return span(text), None
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error} Or a number of calls: 50x.") from None
 
 
 def count(text: str) -> int:

@@ -22,13 +22,13 @@ from django_singletask.management.tables import (
 )
 from django_singletask.past import timestamp
 from django_singletask.probe import Probe
-from django_singletask.registry import HeldLock, usual_holds, whose
+from django_singletask.registry import HeldLock, UsualHold, usual_holds, whose
 from django_singletask.why import Why
 
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["as_dict", "findings", "held", "history", "row_as_dict", "why_as_dict"]
+__all__ = ["as_dict", "as_dicts", "findings", "held", "history", "row_as_dict", "why_as_dict"]
 
 
 ID = 12
@@ -65,20 +65,30 @@ def _who(lock: HeldLock) -> str:
     return process if lock.state == "held" else f"{lock.state} {process}"
 
 
+def _slow(locks: Sequence[HeldLock]) -> list[tuple[UsualHold | None, bool]]:
+    """Return how long each is held usually, and whether that is exceeded."""
+    usual = usual_holds(locks)
+    known = [usual.get(whose(lock)) if lock.state == "held" else None for lock in locks]
+    return [
+        (each, each is not None and each.is_exceeded_by(lock.held_for))
+        for lock, each in zip(locks, known, strict=True)
+    ]
+
+
 def _notes(locks: Sequence[HeldLock]) -> list[str]:
     """Mark the holds that last longer than the longest of the usual ones."""
-    usual, notes = usual_holds(locks), []
-    for lock in locks:
-        known = usual.get(whose(lock)) if lock.state == "held" else None
-        is_slow = known is not None and known.is_exceeded_by(lock.held_for)
-        notes.append(f" (slow: usual {_largest_unit(known.median)})" if is_slow and known else "")
-    return notes
+    return [
+        f"(slow: usual {_largest_unit(usual.median)})" if usual and slow else ""
+        for usual, slow in _slow(locks)
+    ]
 
 
 def _largest_unit(seconds: float) -> str:
     return duration(max(1, round(seconds))).partition(" ")[0]
 
 
+COMMAND = " (manage.py locks)"
+"""End of the name of who used the command: there is no room for the host as well."""
 WORDS = {"put_off": "put off"}
 
 
@@ -93,11 +103,17 @@ def history(rows: Sequence[TaskLockEvent]) -> list[str]:
                 without_defaults(row.name),
                 _what(row),
                 _lasted(row),
-                row.actor or (f"{row.host}:{row.pid}" if row.host else "unknown"),
+                _by(row),
             )
             for row in rows
         ],
     )
+
+
+def _by(row: TaskLockEvent) -> str:
+    if row.actor.endswith(COMMAND):
+        return row.actor.rpartition(" on ")[0]
+    return row.actor or (f"{row.host}:{row.pid}" if row.host else "unknown")
 
 
 def _what(row: TaskLockEvent) -> str:
@@ -147,9 +163,21 @@ def as_dict(lock: HeldLock) -> dict[str, Any]:
         "task_id": holder.task_id,
         "host": holder.host,
         "pid": holder.pid,
-        "since": holder.since,
+        "since": round(holder.since, 3),
         "timeout": holder.timeout,
     }
+
+
+def as_dicts(locks: Sequence[HeldLock]) -> list[dict[str, Any]]:
+    """Return the facts of locks for JSON, with how long they are held usually, where known."""
+    return [
+        {**as_dict(lock), "usual": usual and _rounded(usual._asdict()), "slow": slow}
+        for lock, (usual, slow) in zip(locks, _slow(locks), strict=True)
+    ]
+
+
+def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
+    return {n: round(fact, 3) if isinstance(fact, float) else fact for n, fact in facts.items()}
 
 
 def why_as_dict(why: Why) -> dict[str, Any]:
@@ -164,12 +192,14 @@ def why_as_dict(why: Why) -> dict[str, Any]:
         "expired": [as_dict(expired) for expired in why.expired],
         "alive": why.alive,
         "death": why.death,
-        "usual": why.usual and why.usual._asdict(),
-        "completed": why.completed and dataclasses.asdict(why.completed),
-        "skipped": why.skipped and dataclasses.asdict(why.skipped),
-        "troubles": [dataclasses.asdict(trouble) for trouble in why.troubles],
-        "starving": why.starving and dataclasses.asdict(why.starving),
+        "usual": why.usual and _rounded(why.usual._asdict()),
+        "completed": why.completed and _rounded(dataclasses.asdict(why.completed)),
+        "skipped": why.skipped and _rounded(dataclasses.asdict(why.skipped)),
+        "duplicates": why.duplicates,
+        "troubles": [_rounded(dataclasses.asdict(trouble)) for trouble in why.troubles],
+        "starving": why.starving and _rounded(dataclasses.asdict(why.starving)),
         "others": why.others,
+        "same_name": why.same_name,
         "no_history": why.no_history,
     }
 

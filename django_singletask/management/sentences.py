@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 from django_singletask.calls import without_defaults
 from django_singletask.durations import in_words
+from django_singletask.liveness import is_gone, this_process
 from django_singletask.management.tables import columns, few, plural, printable, width
-from django_singletask.past import HOUR
 from django_singletask.registry import HeldLock
+from django_singletask.starvation import HOUR
 from django_singletask.why import Past, Why, started_at
 
 __all__ = ["explain"]
@@ -39,6 +40,12 @@ def explain(why: Why) -> list[str]:
 
 def _sentences(why: Why) -> Iterator[tuple[str, str]]:
     """Yield sentences, each with a command that belongs behind it, or an empty one."""
+    if why.same_name:
+        yield (
+            f"{len(why.same_name) + 1} locks have this name, and this is about the one with the "
+            f"key {why.key}. The others: {few(why.same_name)}.",
+            "",
+        )
     if why.lock is not None:
         yield from _held(why, why.lock)
     elif why.queued is None:
@@ -50,8 +57,8 @@ def _sentences(why: Why) -> Iterator[tuple[str, str]]:
     for lock in why.expired:
         yield (
             f"An open row of the history: {_whose(lock)} took it {_whole(lock.held_for)} ago, "
-            f"and its lease of {in_words(lock.holder.timeout)} has ended unreleased. There is "
-            "nothing to free; a worker's next sweep closes the row.",
+            f"for {in_words(lock.holder.timeout)} unless renewed, and the cache has it no more. "
+            f"There is nothing to free. {_if_it_lives(lock)}",
             "",
         )
     if why.lock is None:
@@ -97,6 +104,19 @@ def _whose(lock: HeldLock) -> str:
     return f"{who} on {holder.host or 'an unknown host'}, process {holder.pid or 'unknown'}"
 
 
+def _if_it_lives(lock: HeldLock) -> str:
+    # The history knows the host's name and a number, which another process may have by now.
+    there = lock.holder.pid > 0 and not is_gone(lock.holder.pid, "")
+    if lock.holder.host == this_process().host and there:
+        lives = "A process of this number runs on this host: if it is that one, it"
+    else:
+        lives = "If its process lives, that"
+    return (
+        f"{lives} may take the lock again at its next renewal; else a worker's sweep closes "
+        "the row."
+    )
+
+
 def _started(lock: HeldLock) -> str:
     started = started_at(lock.holder)
     if started is None:
@@ -132,13 +152,19 @@ def _usual(why: Why) -> str:
 def _skipped(why: Why, lock: HeldLock) -> str:
     if not lock.skipped:
         return "" if lock.skipped is None else "No run was skipped meanwhile."
+    told = []
+    for count, noun, verb in (
+        (lock.skipped - why.duplicates, "run", "skipped"),
+        (why.duplicates, "duplicate", "stopped"),
+    ):
+        if count > 0:
+            told.append(f"{plural(count, noun)} {'was' if count == 1 else 'were'} {verb}")
     last = (
         f", {'the last ' if lock.skipped > 1 else ''}{_whole(why.skipped.ago)} ago"
         if (why.skipped)
         else ""
     )
-    were = "runs were" if lock.skipped > 1 else "run was"
-    return f"{lock.skipped} {were} skipped meanwhile{last}."
+    return f"{' and '.join(told)} meanwhile{last}."
 
 
 def _completed(why: Why) -> str:

@@ -13,8 +13,6 @@ SHOWN = 5
 """Locks that a sentence names."""
 
 LEFT, RIGHT, LONG = "left", "right", "long"
-LEAST = 12
-"""Columns of a last cell that has a note behind it."""
 
 
 def width() -> int:
@@ -32,34 +30,30 @@ def table(
 
     A column is ``"left"`` or ``"right"`` and as wide as its texts, or ``"long"``: of these two the
     last has up to a third of what is left, and the other, of names, the rest. A row's note stands
-    whole behind its last cell.
+    behind its last cell, or below where it does not fit: names need the room more.
     """
     first, last = kinds.index(LONG), len(kinds) - 1
     cells = [[printable(cell) for cell in row] for row in (heads, *rows)]
-    behind = ["", *(notes or [""] * len(rows))]
     widths = [max(columns(row[n]) for row in cells) for n in range(len(heads))]
-    widths[last] = max(
-        columns(row[last]) + columns(note) for row, note in zip(cells, behind, strict=True)
-    )
     fixed = sum(widths[n] for n in range(last) if n != first)
     left = width() - fixed - 2 * last
     # Room that the first does not need is the last one's.
     widths[last] = min(widths[last], max(left // 3, left - widths[first]))
-    needed = [min(columns(row[last]), LEAST) + len(n) for row, n in zip(cells, behind, strict=True)]
-    widths[last] = max(widths[last], *needed)
     widths[first] = min(widths[first], left - widths[last])
     lines = []
-    for row, note in zip(cells, behind, strict=True):
+    for row, note in zip(cells, ["", *(notes or [""] * len(rows))], strict=True):
         # Of two names that begin alike the ends differ, and so do those of pods: cut the middle.
-        fitted = [printable(cell, widths[n]) for n, cell in enumerate(row[:last])]
+        fitted = [printable(cell, widths[n]) for n, cell in enumerate(row)]
         fitted[first] = _name(row[first], widths[first])
-        fitted.append(printable(row[last], widths[last] - len(note)) + note)
         gaps = [" " * (widths[n] - columns(cell)) for n, cell in enumerate(fitted)]
         padded = [
             gap + cell if kind == RIGHT else cell + gap
             for cell, gap, kind in zip(fitted, gaps, kinds, strict=True)
         ]
-        lines.append("  ".join(padded).rstrip())
+        line = "  ".join(padded).rstrip()
+        if note and columns(f"{line} {note}") <= width():
+            line, note = f"{line} {note}", ""
+        lines += [line, f"    {note}"] if note else [line]
     return lines
 
 

@@ -129,6 +129,8 @@ def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
     browser.open("timeline/")
     assert len(browser.all(".singletask-lane")) == 5
     browser.size(1200, 640)
+    dead = ".singletask-dead.singletask-mark rect"  # apart from an expired one in more than words
+    assert browser.colour(dead, "fill") != browser.colour(dead, "stroke")
     light = browser.colour(".singletask-held rect", "fill")
     browser.picture("timeline")
     browser.prefer("dark")

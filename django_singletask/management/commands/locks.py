@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import getpass
 import json
 import logging
+import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -33,7 +36,6 @@ from django_singletask.management.arguments import add_actions
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import plural, printable
 from django_singletask.registry import HeldLock
-from django_singletask.stores.base import PREFIX
 from django_singletask.why import UnknownLock, why
 
 __all__ = ["Command"]
@@ -62,6 +64,25 @@ class Command(BaseCommand):
                 "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
             )
 
+    def run_from_argv(self, argv: list[str]) -> None:
+        """Run as a process of its own, whose output may end early or lack characters."""
+        with suppress(AttributeError):  # closed, or replaced by something simpler
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        try:
+            try:
+                super().run_from_argv(argv)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in {errno.EPIPE, errno.ENOSPC}:
+                raise
+            # What is left is not written again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if error.errno == errno.EPIPE:
+                sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
+            sys.stderr.write(f"CommandError: The output cannot be written: {error}\n")
+            sys.exit(1)
+
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the action."""
         action = options["action"] or "list"
@@ -69,15 +90,8 @@ class Command(BaseCommand):
             if action in ("list", "why", "clear"):
                 _must_be_shared()
             getattr(self, action)(**options)
-        except CommandError:
-            raise
         except (ImproperlyConfigured, registry.CannotList, registry.NoHistory) as error:
             raise CommandError(printable(str(error))) from error
-        except Exception as error:
-            raise CommandError(
-                f"The cache {conf.cache!r} (SINGLETASK_CACHE) cannot be asked: "
-                f"{type(error).__name__}: {printable(probe.without_secrets(str(error)))}"
-            ) from error
 
     def print_json(self, data: Any) -> None:
         """Print data as JSON."""
@@ -93,24 +107,33 @@ class Command(BaseCommand):
     def list(self, **options: Any) -> None:
         """Print the locks that are held now; exit with 1 if one is what must not be."""
         names, task = options.get("names") or (), options.get("task")
-        locks = registry.held(names, task=task)
+        with asking_the_cache():
+            locks = registry.held(names, task=task)
         if options.get("fail_if_held_over") or options.get("fail_if_starving"):
-            must_be_known(names, task, locks)
+            with asking_the_cache():
+                must_be_known(names, task, locks)
         if options["json"]:
-            self.print_json([listings.as_dict(lock) for lock in locks])
+            self.print_json(listings.as_dicts(locks))
         elif locks:
             self.print_table(listings.held(locks))
         else:
             self.stdout.write("None of these is held." if names or task else NOTHING)
         alarms = held_over(locks, options.get("fail_if_held_over"))
-        alarms += starving(names, task, options.get("fail_if_starving"))
+        hungry, more = starving(names, task, options.get("fail_if_starving"))
+        if more:
+            self.stderr.write(
+                f"Not looked at, and perhaps starving: {plural(more, 'more lock')} whose calls "
+                "were skipped lately. Name them, or a --task."
+            )
+        alarms += hungry
         if alarms:
             raise CommandError(" ".join(alarms))
 
     def why(self, **options: Any) -> None:
         """Print what is known of one lock."""
         try:
-            told = why(options["name"])
+            with asking_the_cache():
+                told = why(options["name"])
         except UnknownLock as error:
             raise CommandError(unknown("lock", error.name, error.matches)) from error
         if options["json"]:
@@ -134,13 +157,15 @@ class Command(BaseCommand):
             raise CommandError(
                 "--all does not go together with a name, --token, --task or --dead.", returncode=2
             )
-        if queued and not names:
-            registry.must_list()
-        found = registry.held(names, task=task)
+        with asking_the_cache():
+            if queued and not names:
+                registry.must_list()
+            found = registry.held(names, task=task)
         locks = [lock for lock in found if _is_chosen(lock, **options)]
         missing = [name for name in names if not is_among(name, locks)]
         if missing or not locks:
-            told = _not_there(missing, found, **options)
+            with asking_the_cache():
+                told = _not_there(missing, found, **options)
             if names or task or options["token"]:
                 raise CommandError(told)
             # Who names nothing has it as he wants it.
@@ -153,7 +178,7 @@ class Command(BaseCommand):
         else:
             if not options["yes"]:
                 self.confirm(locks, queued)
-            with _told_once():
+            with _told_once(), asking_the_cache():
                 freed = [lock for lock in locks if registry.clear(lock, actor=actor())]
         self.report(locks, freed, **options)
 
@@ -181,7 +206,9 @@ class Command(BaseCommand):
         self, locks: Sequence[HeldLock], freed: Sequence[HeldLock] | None, **options: Any
     ) -> None:
         """Say what was freed; exit with 1 if a lock was not."""
-        noun = "queued call" if options["queued"] else "lock"
+        noun, would, done = "lock", "Would free", "Freed"
+        if options["queued"]:
+            noun, would, done = "queued call", "Would forget", "Forgot"
         kept = [] if freed is None else [lock for lock in locks if lock not in freed]
         if options["json"]:
             self.print_json(
@@ -191,9 +218,9 @@ class Command(BaseCommand):
                 ]
             )
         elif freed is None:
-            self.stdout.write(f"Would free {plural(len(locks), noun)}.")
+            self.stdout.write(f"{would} {plural(len(locks), noun)}.")
         elif freed:
-            self.stdout.write(self.style.SUCCESS(f"Freed {plural(len(freed), noun)}."))
+            self.stdout.write(self.style.SUCCESS(f"{done} {plural(len(freed), noun)}."))
         if kept:
             names = ", ".join(printable(lock.name) for lock in kept)
             raise CommandError(
@@ -202,14 +229,18 @@ class Command(BaseCommand):
 
     def history(self, **options: Any) -> None:
         """Print what happened to the locks, the latest first."""
-        names: set[str] = set()
-        for given in options["names"]:
-            found = past.names_of(given) if given.startswith(PREFIX) else []
-            names.update(found or (lock.name for lock in calls.locks_of(given)))
+        names = {name for given in options["names"] for name in calls.names_of(given)}
         facts = ("task", "kind", "outcome", "since", "limit")
         # A name that can be no lock's finds nothing, and not all that no name was given for.
         only = sorted(names) if options["names"] else None
-        rows = past.find(names=only, **{fact: options[fact] for fact in facts})
+        narrowed = {fact: options[fact] for fact in facts}
+        rows = past.find(names=only, **narrowed)
+        if only is not None and not rows:
+            # A lock that is no task's has no id, which is empty in its rows.
+            ids = [given for given in options["names"] if given and given.isprintable()]
+            rows = past.find(task_ids=ids, **narrowed)
+        if conf.history == "off":
+            self.stderr.write("SINGLETASK_HISTORY = 'off': only old rows are there.")
         if options["json"]:
             self.print_json([listings.row_as_dict(row) for row in rows])
         elif rows:
@@ -219,7 +250,8 @@ class Command(BaseCommand):
 
     def probe(self, **options: Any) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
-        told = probe.probe(conf.cache, processes=options["processes"], keys=options["keys"])
+        with asking_the_cache():
+            told = probe.probe(conf.cache, processes=options["processes"], keys=options["keys"])
         if options["json"]:
             self.print_json(dataclasses.asdict(told) | {"fit": told.fit})
         else:
@@ -231,7 +263,10 @@ class Command(BaseCommand):
         """Delete old history, with a word on how far it is."""
         older_than, limit = options["older_than"], options["limit"]
         if options["dry_run"]:
-            count = old_rows(older_than).count()
+            try:
+                count = old_rows(older_than).count()
+            except Error as error:
+                raise past.unreadable(error) from error
             count = count if limit is None else min(count, limit)
             self.told_pruned(count, "Would delete", dry=True, **options)
             return
@@ -268,13 +303,33 @@ class Command(BaseCommand):
             self.stdout.write(f"{verb} {plural(count, 'row')} older than {older}.")
 
 
+@contextmanager
+def asking_the_cache() -> Iterator[None]:
+    """Tell any error, since each client has errors of its own, as one of asking the cache."""
+    try:
+        yield
+    except (
+        CommandError,
+        ImproperlyConfigured,
+        UnknownLock,
+        registry.CannotList,
+        registry.NoHistory,
+    ):
+        raise
+    except Exception as error:
+        raise CommandError(
+            f"The cache {conf.cache!r} (SINGLETASK_CACHE) cannot be asked: "
+            f"{type(error).__name__}: {printable(probe.without_secrets(str(error)))}"
+        ) from error
+
+
 def actor() -> str:
     """Name who runs the command."""
     try:
         user = getpass.getuser()
     except (ImportError, KeyError, OSError):  # a container may run under a user that has no name
         user = "unknown user"
-    return f"{user} on {socket.gethostname()} (manage.py locks)"
+    return f"{user} on {socket.gethostname()}{listings.COMMAND}"
 
 
 def _must_be_shared() -> None:
@@ -314,12 +369,7 @@ def _is_chosen(lock: HeldLock, **options: Any) -> bool:
 def _not_there(missing: Sequence[str], found: Sequence[HeldLock], **options: Any) -> str:
     """Say that what was asked for is not there, and why if that can be told."""
     token, task = options["token"], options["task"]
-    expired = [lock for lock in found if lock.state == "expired"]
-    over = (
-        " Expired is not held: the lock is free, and a worker's next sweep closes its row."
-        if expired
-        else ""
-    )
+    found = [lock for lock in found if token in (None, lock.holder.token)]
     asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
     if options["queued"]:
         what = "Not queued" if asked else "No call is queued"
@@ -329,6 +379,15 @@ def _not_there(missing: Sequence[str], found: Sequence[HeldLock], **options: Any
         what = "Not held" if asked else NOTHING.rstrip(".")
     by = " by that token" if token and missing else ""
     names = f"{by}: {', '.join(map(printable, asked))}" if asked else ""
+    told = [f"{what}{names}."]
+    if any(lock.state == "expired" for lock in found):
+        told.append("Expired is not held: there is nothing to free.")
     if any(lock.queued for lock in found) and not (options["queued"] or options["dead"]):
-        over += " A call is queued: --queued lets an equal one be sent."
-    return f"{what}{names}.{over}"
+        told.append("A call is queued: --queued lets an equal one be sent.")
+    if missing:
+        try:
+            why(missing[0])
+        except UnknownLock as error:
+            if error.matches:
+                told.append(unknown("lock", error.name, error.matches))
+    return " ".join(told)
