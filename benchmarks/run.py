@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,8 @@ def main() -> None:
         found = {}
         for part in arguments.only or PARTS:
             print(f"{part} …", file=sys.stderr, flush=True)
-            found[part] = measure(part, arguments.quick)
+            with nullcontext() if part == "worker" else kept_apart():
+                found[part] = measure(part, arguments.quick)
     from benchmarks import picture, report
 
     loads, minutes = (load, os.getloadavg()[0]), (time.monotonic() - began) / 60
@@ -83,6 +84,33 @@ def running() -> Iterator[str]:
             yield ", ".join(map(version_of, (redis, memcached, postgres)))
         finally:
             writer.stop()
+
+
+@contextmanager
+def kept_apart() -> Iterator[None]:
+    """Give this process one core, and the servers another.
+
+    Else it is luck, and different for each connection, whether both ends of a trip share a core: on
+    a small machine one trip then takes three times as long as another.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # macOS
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        place(cores[-1:], cores[:1])
+        yield
+    finally:
+        place(cores, cores)
+
+
+def place(ours: list[int], theirs: list[int]) -> None:
+    started = servers.children(os.getpid())
+    started += [grandchild for child in started for grandchild in servers.children(child)]
+    for pid, cores in [(os.getpid(), ours), *((pid, theirs) for pid in started)]:
+        with suppress(OSError):  # a process that has ended meanwhile
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 def version_of(server: servers.Server) -> str:
