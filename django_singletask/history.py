@@ -120,7 +120,8 @@ def _fitted(event: LockEvent, model: type[models.Model]) -> LockEvent:
     changed: dict[str, Any] = {}
     for name, length in _lengths(model):
         text = getattr(event, name)
-        if len(text) > length or _UNSTORABLE.search(text):
+        # What is printable holds none of these, and that is quick to say.
+        if len(text) > length or not text.isprintable():
             changed[name] = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)[:length]
     if not settings.USE_TZ:
         changed["at"] = make_naive(event.at, get_default_timezone())
