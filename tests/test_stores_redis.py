@@ -133,7 +133,18 @@ def test_an_idle_connection_that_the_server_closed_costs_no_error_and_no_pause(
             assert time.monotonic() - began < 0.5
 
 
-def test_control_one_that_is_not_looked_at_costs_an_error(redis, client, settings) -> None:
+def test_what_can_be_sent_twice_is_if_the_connection_was_closed(redis, client, settings) -> None:
+    """By a server that was restarted, say."""
+    with private_store(settings, "redis", redis.url) as store:
+        store.read(KEY)
+        client.client_kill_filter(_type="normal", skipme=True)
+        assert store.add(KEY, A, 60) is None
+        store.read(KEY)
+        client.client_kill_filter(_type="normal", skipme=True)
+        assert store.renew(KEY, A, 60) is Outcome.OK
+
+
+def test_what_would_say_something_else_the_second_time_is_not(redis, client, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         assert store.add(KEY, A, 60) is None
         client.client_kill_filter(_type="normal", skipme=True)

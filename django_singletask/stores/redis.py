@@ -97,7 +97,7 @@ class RedisStore(Store):
         self.client = self._client()
         pool = self.client.connection_pool
         self.connection = pool.connection_class(**pool.connection_kwargs)
-        self._answered = self._busy = False
+        self._answered = self._busy = self._was_open = False
         self._used = 0.0
         self._calls = 0
         self._add = self.client.register_script(ADD)
@@ -111,11 +111,19 @@ class RedisStore(Store):
     def _client(self) -> Any:
         return self.cache._cache.get_client(None, write=True)
 
-    def _call(self, script: Any, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
+    def _call(
+        self,
+        script: Any,
+        keys: Sequence[str | bytes],
+        args: Sequence[Any],
+        *,
+        repeatable: bool = True,
+    ) -> Any:
         """Call a script on this store's own connection, the same as ``script(keys, args)``.
 
         In half the time: the client takes a connection from its pool for each command, and asks
-        the system each time whether it still is good.
+        the system each time whether it still is good. Here the error shows that it is not: what is
+        ``repeatable``, and says the same if the server did it already, is then sent once more.
         """
         if self._calls < self.shared_calls or self._busy:
             # Who calls in between is a signal's handler, in the middle of a call of this thread.
@@ -124,6 +132,10 @@ class RedisStore(Store):
         self._busy = True
         try:
             return self._call_here(script, keys, args)
+        except ConnectionError:
+            if not (repeatable and self._was_open):
+                raise
+            return script(keys, args)
         finally:
             self._busy = False
 
@@ -135,16 +147,17 @@ class RedisStore(Store):
             #
             #   here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
             #   server:             "a is yours" ->               "b is held" ->
+            self._was_open = False
             connection.disconnect()
             connection.connect()
-        self._answered = False
+        self._answered, self._was_open = False, True
 
         def ask() -> Any:
             connection.send_command("EVALSHA", script.sha, len(keys), *keys, *args)
             return connection.read_response()
 
         try:
-            # As the client does it: not once more, unless the options of the cache say so.
+            # As the client does it, with the retries that the options of the cache ask for.
             reply = connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
         except NoScriptError:  # the server is new, or was emptied
             reply = script(keys, args)
@@ -162,7 +175,8 @@ class RedisStore(Store):
         return _entry(self._call(self._add, [self.make_key(key)], [value, _milliseconds(lease)]))
 
     def release(self, key: str, value: bytes) -> Outcome:
-        return OUTCOMES[self._call(self._release, [self.make_key(key)], [value])]
+        made = [self.make_key(key)]
+        return OUTCOMES[self._call(self._release, made, [value], repeatable=False)]
 
     def renew(self, key: str, value: bytes, lease: float) -> Outcome:
         keys = [self.make_key(key), self.make_key(marker_key(key, value))]
@@ -184,7 +198,8 @@ class RedisStore(Store):
 
     def clear(self, key: str, value: bytes, lease: float) -> bool:
         keys = [self.make_key(key), self.make_key(marker_key(key, value))]
-        return bool(self._call(self._clear, keys, [value, _milliseconds(lease)]))
+        args = [value, _milliseconds(lease)]
+        return bool(self._call(self._clear, keys, args, repeatable=False))
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         pattern = f"{_glob_escape(self.prefix())}*"
