@@ -138,6 +138,7 @@ class World(RuleBasedStateMachine):
         keeper = SimpleNamespace(
             locks={},
             keep=lambda lock: None,
+            wake_for=lambda lock: None,
             owe=lambda debt: self.debts.append(debt[1:]),
             renewing=nullcontext(),
         )
