@@ -195,6 +195,12 @@ class TaskLock:
     def _trust(self, sent: float) -> None:
         self._deadline = sent + self._leased - _margin(self._leased)
 
+    def _shorten(self, sent: float, lease: float) -> None:
+        until = self._deadline
+        self._leased = lease
+        self._trust(sent)
+        self._deadline = min(self._deadline, until)
+
     def _bury(self, store: Store, entry: Entry, holder: Holder) -> bool:
         """Free a lock whose holder is proven dead; say whether to try to take it again.
 

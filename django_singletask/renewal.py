@@ -210,7 +210,14 @@ def renew(lock: TaskLock, lease: float) -> None:
         # The new deadline is counted from before the request, like that of the acquisition: the
         # server may have handled it long before the reply is here.
         sent = clock()
-        outcome = get_store(lock._alias).renew(lock.key, lock._value, lease)
+        try:
+            outcome = get_store(lock._alias).renew(lock.key, lock._value, lease)
+        except BaseException:
+            if lock.token == token is not None and lease < lock._leased:
+                # It may have been carried out all the same: of the two leases trust the shorter.
+                lock._shorten(sent, lease)
+                _keeper.wake_for(lock)
+            raise
         settle(lock, token, sent, lease, outcome)
 
 

@@ -88,6 +88,28 @@ def test_a_lease_that_was_made_shorter_is_renewed_in_time(monkeypatch, wait_for)
         assert not lock.lost
 
 
+def test_a_lease_that_may_have_been_made_shorter_is_taken_for_short(monkeypatch, wait_for):
+    """The reply to extend() is lost: the entry ends soon, and nobody would know."""
+    monkeypatch.setattr(renewal, "_keeper", renewal.Keeper())
+    with TaskLock("nightly", timeout=600) as lock:
+        wait_for(lambda: renewal._keeper.changed._waiters, "the thread sleeps, for 200 s")
+        store = get_store("redis")
+        renew = store.renew
+
+        def lose_the_reply(*args):
+            renew(*args)
+            raise ConnectionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "renew", lose_the_reply)
+            with pytest.raises(ConnectionError):
+                lock.extend(0.6)
+        began = lock._renewed
+        wait_for(lambda: lock.lost or lock._renewed > began + 0.6, "renewals")
+        assert not lock.lost
+        assert lock.owned()
+
+
 def test_the_thread_is_not_upset_by_another_that_takes_locks():
     """It failed, and slept for a second, when the locks changed while it looked through them."""
     keeper, locks, ended = renewal.Keeper(), [], threading.Event()
