@@ -125,9 +125,9 @@ _losses = Losses()
 
 # Group commit
 #
-# The thread writes in one transaction what has gathered since its last write, and for some
-# milliseconds at least, in which a short run ends: one row is then inserted, and none changed. No
-# task waits.
+# The thread writes in one transaction what has gathered since its last write, and unless that is
+# much already, for some milliseconds more, in which a short run ends: one row is then inserted, and
+# none changed. No task waits.
 #
 #   tasks:    a        b c d                e
 #   thread:    .. write a   .. write b c d    .. write e

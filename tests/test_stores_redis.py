@@ -141,7 +141,22 @@ def test_what_can_be_sent_twice_is_if_the_connection_was_closed(redis, client, s
         assert store.add(KEY, A, 60) is None
         store.read(KEY)
         client.client_kill_filter(_type="normal", skipme=True)
-        assert store.renew(KEY, A, 60) is Outcome.OK
+        assert store.replace(KEY, A, B, 60)
+
+
+def test_a_renewal_whose_reply_was_lost_does_not_hide_that_the_lock_was_gone(
+    redis, settings
+) -> None:
+    with Proxy(redis.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        with private_store(settings, "redis", url) as store:
+            for _ in range(2):
+                store.renew(KEY, A, 60)  # the script is there
+            store.release(KEY, A)
+            proxy.lose_reply_to(b"nightly")
+            with pytest.raises(ConnectionError):
+                store.renew(KEY, A, 60)
+            assert proxy.lost == 1
 
 
 def test_what_would_say_something_else_the_second_time_is_not(redis, client, settings) -> None:

@@ -180,7 +180,12 @@ class RedisStore(Store):
 
     def renew(self, key: str, value: bytes, lease: float) -> Outcome:
         keys = [self.make_key(key), self.make_key(marker_key(key, value))]
-        return OUTCOMES[self._call(self._renew, keys, [value, _milliseconds(lease)])]
+        args = [value, _milliseconds(lease)]
+        # Sent again, it would find what the first has taken again, and hide that it was gone:
+        #
+        #   here:    renew ->                          renew ->        "yours": as if it always was
+        #   server:         gone: taken again -> lost         yours ->
+        return OUTCOMES[self._call(self._renew, keys, args, repeatable=False)]
 
     def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
         with self.client.pipeline(transaction=False) as pipeline:
