@@ -5,6 +5,7 @@ A program, which prints what happened as JSON, so that it forks from a process w
     python -m tests.racers race <alias> <store or django> <free or expired> <rounds>
     python -m tests.racers turns <alias> <seconds>
     python -m tests.racers fork <alias> <own or inherited> <reads>
+    python -m tests.racers threads <alias> <bytes or str> <cycles>
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -178,6 +180,45 @@ def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
     return {"wrong": wrong, "kept": way == "own" and connection_id(store) == connection}
 
 
+def take_in_threads(alias: str, keys: str, cycles: int) -> dict[str, Any]:
+    """Take, read and give back in eight threads at once, each locks of its own.
+
+    Count the cycles that went as if another thread had touched the lock. ``str`` hands the keys to
+    a pylibmc client as they are.
+    """
+    from django_singletask.stores import Outcome, get_store
+    from tests.entries import holder, key_of
+
+    wrong = []
+
+    def work(number: int) -> None:
+        store, mine = get_store(alias), holder(f"thread {number}")
+        if keys == "str":
+            gets = store.client.gets
+            store.client.gets = lambda key: gets(key.decode())
+        for cycle in range(cycles):
+            key = key_of(f"threads {os.getpid()} {number} {cycle}")
+            try:
+                fine = (
+                    store.add(key, mine, 60) is None
+                    and (entry := store.read(key)) is not None
+                    and entry.value == mine
+                    and store.renew(key, mine, 60) is Outcome.OK
+                    and store.release(key, mine) is Outcome.OK
+                )
+            except Exception:
+                fine = False
+            if not fine:
+                wrong.append(cycle)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"wrong": len(wrong)}
+
+
 def connection_id(store: Any) -> Any:
     """Return what tells one connection of a store from the next, as the server sees it."""
     if hasattr(store, "_call"):  # Redis
@@ -198,6 +239,8 @@ if __name__ == "__main__":
         told = race(alias, rest[0], rest[1], int(rest[2]))
     elif command == "turns":
         told = turns(alias, float(rest[0]))
+    elif command == "threads":
+        told = take_in_threads(alias, rest[0], int(rest[1]))
     else:
         told = fork_and_read(alias, rest[0], int(rest[1]))
     print(json.dumps(told))

@@ -31,6 +31,8 @@ def racers(*arguments: object) -> Any:
     done = subprocess.run(
         command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100
     )
+    if done.returncode < 0:
+        return {"wrong": "crashed"}
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -74,6 +76,26 @@ def test_control_an_inherited_client_reads_the_replies_of_others(cache_alias: st
         if racers("fork", cache_alias, "inherited", 1000)["wrong"]:
             return
     pytest.fail("no reply went astray: the test of own clients shows nothing")
+
+
+@pytest.mark.parametrize(
+    "cache_alias",
+    ["redis", "pylibmc", "pylibmc_binary", "pymemcache", "db_postgres"],
+    indirect=True,
+)
+def test_threads_read_no_entry_of_each_other(cache_alias: str) -> None:
+    assert racers("threads", cache_alias, "bytes", 500) == {"wrong": 0}
+
+
+@pytest.mark.parametrize("cache_alias", ["pylibmc"], indirect=True)
+def test_control_threads_of_pylibmc_with_str_keys_read_entries_of_each_other(
+    cache_alias: str,
+) -> None:
+    for _ in range(10):
+        # The memory that pylibmc has freed can also make it crash.
+        if racers("threads", cache_alias, "str", 500)["wrong"]:
+            return
+    pytest.fail("no read went astray: the test with bytes keys shows nothing")
 
 
 @pytest.mark.parametrize("cache_alias", ["locmem"], indirect=True)

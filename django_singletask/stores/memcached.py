@@ -154,30 +154,29 @@ class PyLibMCStore(MemcachedStore):
         self.client.behaviors.update(
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
         )
-        self.not_found, self.error = pylibmc.NotFound, pylibmc.Error
+        self.not_found = pylibmc.NotFound
+
+    # Keys go to the client as bytes. Of a str, gets() of pylibmc 1.6.3 makes bytes of its own and
+    # frees them before it sends them, without the GIL. By then another thread may have put its
+    # own key there:
+    #
+    #   thread 1: gets("a") -> frees b"a" .............. sends b"b" -> reads the entry of b
+    #   thread 2:                          b"b" ...
 
     def _client_add(self, key: str, value: bytes, expiry: int) -> bool:
-        return bool(self._ask(self.client.add, key, value, time=expiry))
+        return bool(self._ask(self.client.add, key.encode(), value, time=expiry))
 
     def _gets(self, key: str) -> tuple[bytes | None, Any]:
-        # Of threads that open their connections at the same moment one in hundreds finds its own
-        # broken at the second request. To look twice does no harm; a server that is down fails
-        # the second look as well.
-        try:
-            return self._look(key)
-        except self.error:
-            return self._look(key)
-
-    def _look(self, key: str) -> tuple[bytes | None, Any]:
         # gets says "no entry" too when the server does not answer, or has closed the connection;
         # get raises then. If get finds an entry, gets has to be asked again for its cas.
+        raw = key.encode()
         while True:
-            value, cas = self._ask(self.client.gets, key) or (None, None)
-            if value is not None or self._ask(self.client.get, key) is None:
+            value, cas = self._ask(self.client.gets, raw) or (None, None)
+            if value is not None or self._ask(self.client.get, raw) is None:
                 return value, cas
 
     def _cas(self, key: str, value: bytes, cas: Any, expiry: int) -> bool:
-        return bool(self._ask(self.client.cas, key, value, cas, time=expiry))
+        return bool(self._ask(self.client.cas, key.encode(), value, cas, time=expiry))
 
 
 class _Raw:
