@@ -94,6 +94,8 @@ class TaskLock:
         self._lost = False
         self._token: str | None = None
         self._context: Token[TaskLock | None] | None = None
+        self._in_use = threading.Lock()
+        self._in_block = False
 
     def __repr__(self) -> str:
         state = f"held, token {self.token}" if self.token else "not held"
@@ -111,15 +113,36 @@ class TaskLock:
         """Take the lock, waiting up to ``wait`` seconds for it, and say whether it was taken.
 
         When it was not, ``blocker`` is the holder that was in the way. Raises
-        :class:`LockConflict` instead of waiting for a lock that this very thread holds, and the
-        errors of the cache's client.
+        :class:`LockConflict` instead of waiting for a lock that this very thread holds,
+        :class:`LockError` if this object is in use already, and the errors of the cache's client.
         """
         if wait is not None:
             check_seconds("wait", wait, zero=True)
-        taken = self._acquire(self.wait if wait is None else wait)
-        if not taken:
-            self._report_conflict("skip")
-        return taken
+        self._begin_use()
+        try:
+            taken = self._acquire(self.wait if wait is None else wait)
+            if not taken:
+                self._report_conflict("skip")
+            return taken
+        finally:
+            if self.token is None:
+                self._in_use.release()
+
+    # One object, two threads
+    #
+    # The object is in use from before the take until after the release, and for as long as a block
+    # runs, also one that is skipped. Without that, the acquisition of one thread would let the
+    # other thread in:
+    #
+    #   thread 1: with LOCK as lock: (taken)  body ...................... exit: frees it
+    #   thread 2:     with LOCK as lock: (held by another)   if lock: True, by thread 1 -> body
+
+    def _begin_use(self) -> None:
+        if not self._in_use.acquire(blocking=False):
+            raise LockError(
+                f"This TaskLock of {self.name} is in use: one object serves one acquisition at a "
+                "time. Make one for each use: with TaskLock(…):"
+            )
 
     def _acquire(self, wait: float = 0) -> bool:
         until = clock() + wait
@@ -254,7 +277,12 @@ class TaskLock:
         """
         if self.token is None:
             raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
-        return self._release("returned")
+        try:
+            return self._release("returned")
+        finally:
+            # A worker's sweep takes its lock without occupying the object.
+            if not self._in_block and self._in_use.locked():
+                self._in_use.release()
 
     def _release(self, result: str) -> bool:
         renewal.drop(self)
@@ -376,22 +404,24 @@ class TaskLock:
     # With
 
     def __enter__(self) -> TaskLock:
+        self._begin_use()
+        self._in_block = True
         try:
             if self._acquire(self.wait):
                 self._context = _current.set(self)
-                return self
+            elif self.on_conflict == "raise":
+                self._report_conflict("wait" if self.wait else "raise")
+                raise self._conflict()
+            elif self.on_conflict == "skip":
+                self._report_conflict("skip")
+            # Else it is for the caller to see to.
+            return self
         except BaseException:
             if self.token is not None:  # a signal struck here, and no __exit__ follows
                 self._give_back("raised")
+            self._in_block = False
+            self._in_use.release()
             raise
-        if self.on_conflict is None:
-            return self  # for the caller to see to
-        if self.on_conflict == "raise":
-            self._report_conflict("wait" if self.wait else "raise")
-            raise self._conflict()
-        else:
-            self._report_conflict("skip")
-        return self
 
     def __exit__(
         self,
@@ -404,6 +434,8 @@ class TaskLock:
             if self.token is not None:
                 self._give_back(_result(exc))
         finally:
+            self._in_block = False
+            self._in_use.release()
             if context is not None:
                 _current.reset(context)
 

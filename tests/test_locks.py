@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.conf import settings as django_settings
@@ -141,13 +142,62 @@ class TestAcquireAndRelease:
                 pytest.fail("entered")
             assert time.monotonic() - began < 5
 
-    def test_a_held_lock_object_cannot_take_it_twice(self):
+
+class TestOneObjectServesOneAcquisition:
+    def test_it_cannot_be_acquired_while_it_holds(self):
         lock = TaskLock("nightly")
         lock.acquire()
         token = lock.token
-        assert not lock.acquire()
+        with pytest.raises(LockError, match="Make one for each use"):
+            lock.acquire()
         assert lock.token == token
         assert lock.release()
+        assert lock.acquire()
+        assert lock.release()
+
+    def test_it_cannot_be_entered_inside_its_own_block(self):
+        with TaskLock("nightly", on_conflict="skip") as lock:
+            with pytest.raises(LockError, match="in use"), lock:
+                pytest.fail("entered")
+            assert lock.owned()
+
+    def test_a_second_thread_does_not_enter(self):
+        """The second found the object true, went in, and freed the lock of the first."""
+        shared = TaskLock("nightly", on_conflict="skip")
+        with shared, ThreadPoolExecutor(1) as pool:
+            with pytest.raises(LockError, match="in use"):
+                pool.submit(shared.__enter__).result()
+            assert shared.owned()
+
+    def test_a_skipped_block_keeps_the_object_until_its_end(self):
+        """Else it would turn true under the thread that is about to look at it."""
+        shared = TaskLock("nightly", on_conflict="skip")
+        with held_elsewhere("nightly"):
+            shared.__enter__()
+        with ThreadPoolExecutor(1) as pool, pytest.raises(LockError, match="in use"):
+            pool.submit(shared.acquire).result()
+        assert not shared
+        shared.__exit__(None, None, None)
+        with shared:
+            assert shared.owned()
+
+    def test_another_thread_may_release(self):
+        lock = TaskLock("nightly")
+        lock.acquire()
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lock.release).result()
+            pool.submit(connections.close_all).result()
+        assert lock.acquire()
+        assert lock.release()
+
+    def test_after_a_conflict_it_can_be_used_again(self):
+        lock = TaskLock("nightly")
+        with held_elsewhere("nightly"):
+            with pytest.raises(LockConflict), lock:
+                pytest.fail("entered")
+            assert not lock.acquire()
+        with lock:
+            assert lock.owned()
 
 
 class TestHolding:
