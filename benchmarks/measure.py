@@ -10,7 +10,7 @@ from statistics import median
 
 from django.test.utils import override_settings
 
-from django_singletask import writer
+from django_singletask.history import recorder as writer
 
 Step = Callable[[], object]
 

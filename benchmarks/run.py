@@ -75,7 +75,7 @@ def running() -> Iterator[str]:
         import django
         from django.core.management import call_command
 
-        from django_singletask import writer
+        from django_singletask.history import recorder as writer
 
         django.setup()
         call_command("migrate", verbosity=0)

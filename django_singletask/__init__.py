@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from django_singletask.decorators import only_one
 from django_singletask.exceptions import DuplicateTask, LockConflict, LockError, LockLost
-from django_singletask.locks import TaskLock, current_lock
-from django_singletask.task import SingletonTask
+from django_singletask.locks.lock import TaskLock, current_lock
+from django_singletask.locks.only_one import only_one
+from django_singletask.task.base import SingletonTask
 
 __all__ = [
     "DuplicateTask",

@@ -16,7 +16,9 @@ class SingletaskConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from django_singletask import checks, worker, writer
+        from django_singletask import checks
+        from django_singletask.history import recorder as writer
+        from django_singletask.worker import watcher as worker
 
         checks.register()
         writer.connect()

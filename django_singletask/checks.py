@@ -16,12 +16,12 @@ from django.db import connections, router
 from django.utils.module_loading import autodiscover_modules
 
 from django_singletask.conf import HISTORY_MODES, check_seconds, conf
-from django_singletask.keys import has_literal_text
-from django_singletask.locations import backend_is, servers_of
-from django_singletask.options import CHOICES, SECONDS
+from django_singletask.locks.keys import has_literal_text
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
-from django_singletask.task import SingletonTask
+from django_singletask.stores.places import backend_is, servers_of
+from django_singletask.task.base import SingletonTask
+from django_singletask.task.options import CHOICES, SECONDS
 
 __all__ = ["check_cache", "check_deployment", "check_settings", "check_tasks", "register", "run"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from celery.exceptions import Ignore
 
-from django_singletask.liveness import Holder
+from django_singletask.holder import Holder
 
 __all__ = ["DuplicateTask", "LockConflict", "LockError", "LockLost"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from django.dispatch import Signal
 
-from django_singletask.liveness import Holder, this_process
+from django_singletask.holder import Holder, this_process
 
 __all__ = ["LockEvent", "lock_event"]
 

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple, TypeVar
 from django.core.cache.backends.locmem import LocMemCache
 from django.test.utils import TestContextDecorator
 
-from django_singletask import renewal, writer
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict
-from django_singletask.liveness import Holder
-from django_singletask.locks import TaskLock
+from django_singletask.history import recorder as writer
+from django_singletask.holder import Holder
+from django_singletask.locks import renewal
+from django_singletask.locks.lock import TaskLock
 from django_singletask.stores import Entry, Outcome, Store, open_with
 from django_singletask.stores.locmem import LocMemStore
-from django_singletask.task import SingletonTask
+from django_singletask.task.base import SingletonTask
 
 __all__ = ["hold", "no_locks"]
 

@@ -13,8 +13,8 @@ from django.db import DatabaseError, InterfaceError
 from pymemcache.exceptions import MemcacheError
 from redis.exceptions import RedisError
 
-from django_singletask.keys import name_key
-from django_singletask.liveness import Holder
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import name_key
 from django_singletask.stores import Store, close_stores, get_store
 
 T = TypeVar("T")

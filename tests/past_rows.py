@@ -10,7 +10,7 @@ from django.conf import settings
 from django.utils.timezone import get_default_timezone, make_naive
 
 from django_singletask.conf import conf
-from django_singletask.keys import name_key
+from django_singletask.locks.keys import name_key
 from django_singletask.models import TaskLockEvent
 
 __all__ = ["ran", "row", "skipped"]

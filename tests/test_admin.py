@@ -13,9 +13,10 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from django_singletask import SingletonTask, answers
-from django_singletask.admin import TaskLockEventAdmin, UncountedPaginator
+from django_singletask import SingletonTask
+from django_singletask.admin.history import TaskLockEventAdmin, UncountedPaginator
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators import answers
 from tests.testapp.celery import app
 
 pytestmark = [

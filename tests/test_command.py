@@ -18,16 +18,19 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from django_singletask import SingletonTask, TaskLock, calls, registry, starvation
-from django_singletask.conflicts import HEADER
-from django_singletask.history import prune
-from django_singletask.keys import name_key
-from django_singletask.liveness import Holder, this_process
+from django_singletask import SingletonTask, TaskLock
+from django_singletask.history.writing import prune
+from django_singletask.holder import Holder, this_process
+from django_singletask.locks.keys import name_key
 from django_singletask.management.commands import locks as command
 from django_singletask.management.tables import columns, printable
 from django_singletask.models import TaskLockEvent
-from django_singletask.starvation import starving
+from django_singletask.operators import held as registry
+from django_singletask.operators import names as calls
+from django_singletask.operators import starving as starvation
+from django_singletask.operators.starving import starving
 from django_singletask.stores import get_store
+from django_singletask.task.delivery import HEADER
 from tests.past_rows import before_now, ran, row, skipped
 from tests.test_conflicts import receive
 from tests.testapp import tasks
@@ -84,7 +87,7 @@ def test_nothing_held_is_said():
 
 
 def test_list_has_the_columns_of_the_design(monkeypatch):
-    monkeypatch.setattr("django_singletask.registry.time.time", lambda: 1_000_134.0)
+    monkeypatch.setattr("django_singletask.operators.held.time.time", lambda: 1_000_134.0)
     hold(name="feeds.tasks.import_feed(feed_id=7)", since=1_000_000, token="a")
     TaskLockEvent.objects.create(
         kind="skipped", name="x", key="x", blocked_by="a", count=31, at="2026-01-01T00:00Z"

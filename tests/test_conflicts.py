@@ -11,13 +11,15 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from django.db import connections
 from kombu import Queue
 
-from django_singletask import LockConflict, conflicts, latest
-from django_singletask.conflicts import HEADER, LOOKS, WAITS, _hop
+from django_singletask import LockConflict
 from django_singletask.exceptions import PutOff
-from django_singletask.keys import LATEST, key_beside
-from django_singletask.liveness import Holder
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import LATEST, key_beside
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
+from django_singletask.task import delivery as conflicts
+from django_singletask.task import rerun as latest
+from django_singletask.task.delivery import HEADER, LOOKS, WAITS, _hop
 from tests.testapp import tasks
 
 pytestmark = [

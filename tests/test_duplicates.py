@@ -14,13 +14,13 @@ from celery.exceptions import Ignore, Reject, Retry
 from django.db import connections, transaction
 
 from django_singletask import DuplicateTask, TaskLock
-from django_singletask.conflicts import HEADER, LOOKS
-from django_singletask.duplicates import QueuedCall, delay_of, discard
 from django_singletask.exceptions import PutOff
-from django_singletask.keys import QUEUED, LockKey, key_beside
-from django_singletask.liveness import Holder
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import QUEUED, LockKey, key_beside
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
+from django_singletask.task.delivery import HEADER, LOOKS
+from django_singletask.task.unique import QueuedCall, delay_of, discard
 from tests.entries import eventually
 from tests.test_conflicts import held_by, receive
 from tests.testapp import tasks

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from django_singletask.durations import compact, duration, in_words, parse_duration
+from django_singletask.operators.words import compact, duration, in_words, parse_duration
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ from django.core.management import call_command
 from django.db import connection, connections, models, transaction
 from django.utils.functional import Promise
 
-from django_singletask import LockConflict, SingletonTask, TaskLock, history, writer
+from django_singletask import LockConflict, SingletonTask, TaskLock
+from django_singletask.history import recorder as writer
+from django_singletask.history import writing as history
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from tests.servers import free_port

@@ -23,7 +23,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from django_singletask.keys import MAX_NAME, LockKey, call_key, name_key
+from django_singletask.locks.keys import MAX_NAME, LockKey, call_key, name_key
 
 TASK = "feeds.tasks.import_feed"
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from django_singletask import TaskLock, liveness
-from django_singletask.liveness import Holder, is_gone, proof_of_death, start_time, this_process
+from django_singletask import TaskLock
+from django_singletask.holder import Holder, start_time, this_process
+from django_singletask.locks.liveness import is_gone, proof_of_death
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc, as only Linux has it"
@@ -68,7 +69,7 @@ def test_of_another_user(child, monkeypatch):
 
 def test_hidden_processes_are_no_proof(child, monkeypatch):
     holder = held_by(child.pid)
-    monkeypatch.setattr(liveness, "_read", lambda path: "")
+    monkeypatch.setattr("django_singletask.holder._read", lambda path: "")
     assert is_gone(holder.pid, holder.start) is None
 
 
@@ -165,7 +166,7 @@ input()
 
     def test_without_proof_there_is_no_takeover(self, holder, monkeypatch):
         """Negative control: the same death, on what looks like another host."""
-        monkeypatch.setattr(liveness, "_boot_id", lambda: "another machine")
+        monkeypatch.setattr("django_singletask.holder._boot_id", lambda: "another machine")
         this_process.cache_clear()
         try:
             holder.kill()

@@ -21,7 +21,7 @@ from django_singletask import (
     current_lock,
     only_one,
 )
-from django_singletask.liveness import Holder
+from django_singletask.holder import Holder
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
 
@@ -221,7 +221,9 @@ class TestHolding:
     def test_a_lock_past_its_lease_is_lost_without_a_request(self, monkeypatch):
         with TaskLock("nightly", timeout=30, renew=False) as lock:
             assert not lock.lost
-            monkeypatch.setattr("django_singletask.locks.clock", lambda: time.monotonic() + 1e9)
+            monkeypatch.setattr(
+                "django_singletask.locks.lock.clock", lambda: time.monotonic() + 1e9
+            )
             assert lock.lost
 
     def test_trust_is_counted_from_before_the_request(self, monkeypatch):
@@ -235,7 +237,7 @@ class TestHolding:
             now += 10
             return add(*arguments)
 
-        monkeypatch.setattr("django_singletask.locks.clock", lambda: now)
+        monkeypatch.setattr("django_singletask.locks.lock.clock", lambda: now)
         monkeypatch.setattr(store, "add", slow)
         lock = TaskLock("nightly", timeout=30, renew=False)
         lock.acquire()
@@ -339,7 +341,7 @@ class TestFailures:
 
 class TestRenewalMeetsRelease:
     def test_a_renewal_overtaken_by_a_release_leaves_nothing_behind(self, monkeypatch, wait_for):
-        from django_singletask import renewal
+        from django_singletask.locks import renewal
 
         store = get_store("redis")
         renew = store.renew

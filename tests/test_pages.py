@@ -17,12 +17,15 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import path, reverse
 from django.utils import timezone, translation
 
-from django_singletask import TaskLock, pages, registry, timeline
-from django_singletask.admin import TaskLockEventAdmin
-from django_singletask.keys import QUEUED, key_beside, name_key
-from django_singletask.liveness import Holder
+from django_singletask import TaskLock
+from django_singletask.admin import pages
+from django_singletask.admin.history import TaskLockEventAdmin
+from django_singletask.history.queries import ENOUGH
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import QUEUED, key_beside, name_key
 from django_singletask.models import TaskLockEvent
-from django_singletask.past import ENOUGH
+from django_singletask.operators import held as registry
+from django_singletask.operators import timeline
 from django_singletask.stores import get_store
 from tests.test_admin import BASE, LIST, TABLE, away, drop_table, make, plans, text_of
 

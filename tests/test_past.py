@@ -7,11 +7,13 @@ import pytest
 from django.db import InterfaceError, connection, connections
 from django.test.utils import CaptureQueriesContext
 
-from django_singletask import past, registry, starvation
-from django_singletask.history import SWEEPER
+from django_singletask.history import queries as past
+from django_singletask.history.queries import NoHistory, find, usual_hold
+from django_singletask.history.writing import SWEEPER
 from django_singletask.models import TaskLockEvent
-from django_singletask.past import NoHistory, find, usual_hold
-from django_singletask.starvation import starving
+from django_singletask.operators import held as registry
+from django_singletask.operators import starving as starvation
+from django_singletask.operators.starving import starving
 from tests.past_rows import ran, row, skipped
 
 pytestmark = pytest.mark.django_db(databases="__all__")

@@ -8,9 +8,10 @@ import sys
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask import TaskLock, probe, server
-from django_singletask.probe import latency, race, without_secrets
-from django_singletask.server import Finding, look_at
+from django_singletask import TaskLock
+from django_singletask.operators import probe, server
+from django_singletask.operators.probe import latency, race, without_secrets
+from django_singletask.operators.server import Finding, look_at
 from django_singletask.stores import CannotList, Entry, close_stores, get_store
 from tests import servers
 from tests.entries import private_store

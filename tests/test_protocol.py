@@ -23,8 +23,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from django_singletask import TaskLock, locks, renewal
-from django_singletask.liveness import Holder
+from django_singletask import TaskLock
+from django_singletask.holder import Holder
+from django_singletask.locks import lock as locks
+from django_singletask.locks import renewal
 from django_singletask.stores.base import Entry, Outcome
 
 LEASE = 9.0

@@ -11,11 +11,13 @@ from celery import Celery
 from django.core.cache import caches
 from django.db import DatabaseError, InterfaceError, connection
 
-from django_singletask import SingletonTask, TaskLock, calls, registry
-from django_singletask.keys import QUEUED, key_beside, name_key
-from django_singletask.liveness import Holder, this_process
+from django_singletask import SingletonTask, TaskLock
+from django_singletask.holder import Holder, this_process
+from django_singletask.locks.keys import QUEUED, key_beside, name_key
 from django_singletask.models import TaskLockEvent
-from django_singletask.registry import CannotList, clear, held
+from django_singletask.operators import held as registry
+from django_singletask.operators import names as calls
+from django_singletask.operators.held import CannotList, clear, held
 from django_singletask.stores import get_store
 from tests.past_rows import row
 
@@ -127,7 +129,7 @@ def test_entry_beside_that_cannot_be_freed_does_not_hide_that_the_lock_was(on_re
 def test_longest_held_is_first(on_redis, take, monkeypatch):
     now = time.time()
     for name, ago in (("young", 1), ("old", 100), ("middle", 50)):
-        monkeypatch.setattr("django_singletask.locks.time.time", lambda ago=ago: now - ago)
+        monkeypatch.setattr("django_singletask.locks.lock.time.time", lambda ago=ago: now - ago)
         take(name)
     monkeypatch.undo()
     assert names() == ["old", "middle", "young"]
@@ -444,8 +446,8 @@ def test_what_is_no_call_of_a_task(name):
 
 
 def test_tasks_are_imported_where_no_worker_has_done_so():
-    program = "import django; django.setup()\nfrom django_singletask import calls\n"
-    program += "print(calls.is_call('tests.testapp.tasks.unique(1)'))"
+    program = "import django; django.setup()\nfrom django_singletask.operators import names\n"
+    program += "print(names.is_call('tests.testapp.tasks.unique(1)'))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -11,7 +11,8 @@ import types
 
 import pytest
 
-from django_singletask import TaskLock, renewal
+from django_singletask import TaskLock
+from django_singletask.locks import renewal
 from django_singletask.stores import get_store
 
 pytestmark = pytest.mark.django_db

@@ -12,7 +12,7 @@ from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import TaskLock
-from django_singletask.keys import name_key
+from django_singletask.locks.keys import name_key
 from django_singletask.stores import CannotList, Entry, Outcome, Store, close_stores, get_store
 from django_singletask.stores.base import LONGEST, marker_key
 from tests.conftest import LOCK_CACHES

@@ -5,11 +5,12 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from django_singletask import TaskLock, history
+from django_singletask import TaskLock
+from django_singletask.history import writing as history
 from django_singletask.models import TaskLockEvent
-from django_singletask.registry import held
+from django_singletask.operators.held import held
 from django_singletask.stores import get_store
-from django_singletask.worker import Watcher, sweep
+from django_singletask.worker.watcher import Watcher, sweep
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -133,7 +134,7 @@ def test_prune_deletes_what_is_too_old_in_batches(settings):
 def test_one_worker_sweeps(monkeypatch):
     swept = []
     monkeypatch.setattr(history, "sweep", lambda: swept.append(1))
-    monkeypatch.setattr("django_singletask.worker.connections.close_all", lambda: None)
+    monkeypatch.setattr("django_singletask.worker.watcher.connections.close_all", lambda: None)
     one, two = Watcher().leader, Watcher().leader
     sweep(one)
     sweep(two)
@@ -150,7 +151,7 @@ def test_one_worker_sweeps(monkeypatch):
 def test_a_watcher_gives_up_on_what_has_no_lock(monkeypatch):
     from types import SimpleNamespace
 
-    from django_singletask import worker
+    from django_singletask.worker import watcher as worker
     from tests.testapp.tasks import hold
 
     request = SimpleNamespace(task=hold, request_dict={}, id="i", _payload=((), {"x": 1}, {}))
@@ -165,10 +166,10 @@ def test_a_watcher_gives_up_on_what_has_no_lock(monkeypatch):
 def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     settings, dead_redis, monkeypatch, caplog
 ):
-    from django_singletask import worker
+    from django_singletask.worker import watcher as worker
 
     settings.SINGLETASK_CACHE = dead_redis
-    monkeypatch.setattr("django_singletask.worker.connections.close_all", lambda: None)
+    monkeypatch.setattr("django_singletask.worker.watcher.connections.close_all", lambda: None)
     watcher = Watcher()
     now = worker.time.monotonic()
     corpse = worker.Corpse(TaskLock("nightly"), "token", "gone", now + 100, run=None)

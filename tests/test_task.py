@@ -10,8 +10,8 @@ from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
-from django_singletask.conflicts import HEADER
 from django_singletask.models import TaskLockEvent
+from django_singletask.task.delivery import HEADER
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 

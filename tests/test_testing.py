@@ -11,10 +11,11 @@ from django.conf import settings as django_settings
 from django.core.management import call_command
 from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
 
-from django_singletask import LockConflict, SingletonTask, TaskLock, only_one, renewal, testing
+from django_singletask import LockConflict, SingletonTask, TaskLock, only_one, testing
 from django_singletask.conf import conf
-from django_singletask.liveness import proof_of_death
-from django_singletask.locks import current_lock
+from django_singletask.locks import renewal
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.lock import current_lock
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import lock_event
 from django_singletask.stores import Outcome, get_store

@@ -5,10 +5,10 @@ import datetime
 import pytest
 from django.utils import timezone, translation
 
-from django_singletask import timeline
-from django_singletask.history import SWEEPER
+from django_singletask.history.writing import SWEEPER
 from django_singletask.models import TaskLockEvent
-from django_singletask.timeline import SPANS, draw
+from django_singletask.operators import timeline
+from django_singletask.operators.timeline import SPANS, draw
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 

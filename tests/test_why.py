@@ -11,12 +11,12 @@ import pytest
 from django.db import InterfaceError, connection
 
 from django_singletask import TaskLock
-from django_singletask.keys import QUEUED, key_beside, name_key, shown_key
-from django_singletask.liveness import Holder, this_process
+from django_singletask.holder import Holder, this_process
+from django_singletask.locks.keys import QUEUED, key_beside, name_key, shown_key
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
+from django_singletask.operators.explain import UnknownLock, _like, nearest, started_at, why
 from django_singletask.stores import get_store
-from django_singletask.why import UnknownLock, _like, nearest, started_at, why
 from tests.past_rows import ran, row, skipped
 
 pytestmark = [

@@ -19,8 +19,9 @@ import pytest
 from django.db import InternalError, OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_singletask import TaskLock, conf, writer
-from django_singletask.history import write
+from django_singletask import TaskLock, conf
+from django_singletask.history import recorder as writer
+from django_singletask.history.writing import write
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from tests import servers
@@ -391,7 +392,8 @@ CHILD = """
 import os, sys
 import django
 django.setup()
-from django_singletask import TaskLock, writer
+from django_singletask import TaskLock
+from django_singletask.history import recorder as writer
 from django.db import connection
 
 with TaskLock("before"):
@@ -477,7 +479,8 @@ import django
 django.setup()
 from django.core.management import call_command
 from django.db import connection
-from django_singletask import TaskLock, writer
+from django_singletask import TaskLock
+from django_singletask.history import recorder as writer
 from django_singletask.models import TaskLockEvent
 
 call_command("migrate", verbosity=0)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from django.core.management.base import CommandError
 
-from django_singletask import calls, past, starvation
-from django_singletask.calls import without_defaults
-from django_singletask.durations import compact, in_words
+from django_singletask.history import queries as past
 from django_singletask.management.tables import few, plural, printable
-from django_singletask.registry import HeldLock
-from django_singletask.why import UnknownLock, nearest, why
+from django_singletask.operators import names as calls
+from django_singletask.operators import starving as starvation
+from django_singletask.operators.explain import UnknownLock, nearest, why
+from django_singletask.operators.held import HeldLock
+from django_singletask.operators.names import without_defaults
+from django_singletask.operators.words import compact, in_words
 
 __all__ = ["held_over", "is_among", "must_be_known", "starving", "unknown"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from django_singletask.durations import parse_duration
 from django_singletask.management.tables import printable
 from django_singletask.models import Kind, Outcome
+from django_singletask.operators.words import parse_duration
 
 __all__ = ["add_actions"]
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from django_singletask.calls import without_defaults
-from django_singletask.durations import duration
+from django_singletask.history.queries import timestamp
 from django_singletask.management.tables import (
     LEFT,
     LONG,
@@ -20,10 +19,11 @@ from django_singletask.management.tables import (
     table,
     width,
 )
-from django_singletask.past import timestamp
-from django_singletask.probe import Probe
-from django_singletask.registry import HeldLock, UsualHold, usual_holds, whose
-from django_singletask.why import Why
+from django_singletask.operators.explain import Why
+from django_singletask.operators.held import HeldLock, UsualHold, usual_holds, whose
+from django_singletask.operators.names import without_defaults
+from django_singletask.operators.probe import Probe
+from django_singletask.operators.words import duration
 
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent

@@ -9,13 +9,14 @@ import textwrap
 import time
 from collections.abc import Iterator
 
-from django_singletask.calls import without_defaults
-from django_singletask.durations import in_words
-from django_singletask.liveness import is_gone, this_process
+from django_singletask.holder import this_process
+from django_singletask.locks.liveness import is_gone
 from django_singletask.management.tables import columns, few, plural, printable, width
-from django_singletask.registry import HeldLock
-from django_singletask.starvation import HOUR
-from django_singletask.why import Past, Why, started_at
+from django_singletask.operators.explain import Past, Why, started_at
+from django_singletask.operators.held import HeldLock
+from django_singletask.operators.names import without_defaults
+from django_singletask.operators.starving import HOUR
+from django_singletask.operators.words import in_words
 
 __all__ = ["explain"]
 

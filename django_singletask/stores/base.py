@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask.liveness import Holder
+from django_singletask.holder import Holder
 
 __all__ = ["CannotList", "Entry", "Outcome", "Store"]
 

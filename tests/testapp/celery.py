@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 
 from celery import Celery
 
-from django_singletask import liveness
+from django_singletask import holder
 from tests.testapp import log
 
 REDIS = urlsplit(os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")).netloc
 
 # A worker that is to look as if it ran on another machine.
 if "SINGLETASK_TEST_BOOT_ID" in os.environ:
-    liveness._boot_id = lambda: os.environ["SINGLETASK_TEST_BOOT_ID"]
+    holder._boot_id = lambda: os.environ["SINGLETASK_TEST_BOOT_ID"]
 
 
 class ImportsOfThreads:

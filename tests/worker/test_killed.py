@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from django_singletask.liveness import is_gone
+from django_singletask.locks.liveness import is_gone
 from django_singletask.models import TaskLockEvent
 from tests.deadline import wait_for
 from tests.testapp import log, tasks

@@ -9,9 +9,9 @@ from celery.result import AsyncResult
 from django.db import connections
 
 from django_singletask.conf import conf
-from django_singletask.keys import LATEST, key_beside
-from django_singletask.latest import State
+from django_singletask.locks.keys import LATEST, key_beside
 from django_singletask.stores import close_stores, get_store
+from django_singletask.task.rerun import State
 from tests.deadline import wait_for
 from tests.testapp import log, tasks
 

@@ -18,9 +18,9 @@ from celery.exceptions import TimeoutError as NotInTime
 from celery.result import AsyncResult
 
 from django_singletask import DuplicateTask, TaskLock
-from django_singletask.history import SWEEPER
-from django_singletask.keys import LATEST, QUEUED, key_beside
-from django_singletask.liveness import Holder
+from django_singletask.history.writing import SWEEPER
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import LATEST, QUEUED, key_beside
 from django_singletask.stores import CannotList, get_store
 from tests import canvases
 from tests.deadline import wait_for

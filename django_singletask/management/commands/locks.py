@@ -19,11 +19,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
-from django_singletask import calls, past, probe, registry
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
-from django_singletask.durations import compact
-from django_singletask.history import old_rows, prune
+from django_singletask.history import queries as past
+from django_singletask.history.writing import old_rows, prune
 from django_singletask.management import listings
 from django_singletask.management.alarms import (
     held_over,
@@ -35,8 +34,12 @@ from django_singletask.management.alarms import (
 from django_singletask.management.arguments import add_actions
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import plural, printable
-from django_singletask.registry import HeldLock
-from django_singletask.why import UnknownLock, why
+from django_singletask.operators import held as registry
+from django_singletask.operators import names as calls
+from django_singletask.operators import probe
+from django_singletask.operators.explain import UnknownLock, why
+from django_singletask.operators.held import HeldLock
+from django_singletask.operators.words import compact
 
 __all__ = ["Command"]
 
@@ -347,7 +350,7 @@ def _told_once() -> Iterator[None]:
     """
 
     def is_untold(record: logging.LogRecord) -> bool:
-        return record.name != "django_singletask" or record.module != "locks"
+        return record.name != "django_singletask" or record.module != "lock"
 
     resort = logging.lastResort or logging.NullHandler()
     resort.addFilter(is_untold)

@@ -13,8 +13,8 @@ from django.utils import timezone
 from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 
-from django_singletask.durations import duration
-from django_singletask.history import TROUBLE
+from django_singletask.history.writing import TROUBLE
+from django_singletask.operators.words import duration
 
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent

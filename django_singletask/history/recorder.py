@@ -23,9 +23,9 @@ from django.db import (
 )
 
 from django_singletask.conf import conf
-from django_singletask.history import TROUBLE, write
-from django_singletask.locks import TaskLock
-from django_singletask.renewal import has_threads
+from django_singletask.history.writing import TROUBLE, write
+from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.renewal import has_threads
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import asks_again
 

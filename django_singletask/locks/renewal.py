@@ -19,7 +19,7 @@ from django.db import connections
 from django_singletask.stores import Outcome, close_stores, get_store
 
 if TYPE_CHECKING:
-    from django_singletask.locks import TaskLock
+    from django_singletask.locks.lock import TaskLock
 
 __all__ = ["clock", "drop", "held_by_this_thread", "keep", "owe", "renew"]
 

@@ -17,7 +17,7 @@ from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
-from django_singletask.history import only_open
+from django_singletask.history.writing import only_open
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet

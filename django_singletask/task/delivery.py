@@ -16,15 +16,15 @@ try:
 except ImportError:  # Celery 5.4
     detect_quorum_queues = None  # type: ignore[assignment]
 
-from django_singletask.duplicates import QueuedCall
 from django_singletask.exceptions import Done, PutOff
-from django_singletask.keys import LATEST, LockKey, key_beside
-from django_singletask.latest import Ticket, is_superseded, take_ticket
-from django_singletask.locks import TaskLock
+from django_singletask.locks.keys import LATEST, LockKey, key_beside
+from django_singletask.locks.lock import TaskLock
 from django_singletask.stores import Store
+from django_singletask.task.rerun import Ticket, is_superseded, take_ticket
+from django_singletask.task.unique import QueuedCall
 
 if TYPE_CHECKING:
-    from django_singletask.task import SingletonTask
+    from django_singletask.task.base import SingletonTask
 
 __all__ = ["HEADER", "POLICIES", "own_header", "run"]
 

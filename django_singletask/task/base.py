@@ -14,15 +14,14 @@ from celery.utils import uuid
 from celery.utils.saferepr import saferepr
 from django.db import transaction
 
-from django_singletask import conflicts
-from django_singletask.conflicts import HEADER, POLICIES, QUEUED_AGAIN, own_header
-from django_singletask.decorators import refuse_deferred
-from django_singletask.duplicates import QueuedCall, delay_of
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.keys import LockKey, call_key
-from django_singletask.liveness import Holder
-from django_singletask.locks import TaskLock, current_lock
-from django_singletask.options import (
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import LockKey, call_key
+from django_singletask.locks.lock import TaskLock, current_lock
+from django_singletask.locks.only_one import refuse_deferred
+from django_singletask.task import delivery as conflicts
+from django_singletask.task.delivery import HEADER, POLICIES, QUEUED_AGAIN, own_header
+from django_singletask.task.options import (
     OPTIONS,
     check_lock_options,
     check_types,
@@ -30,6 +29,7 @@ from django_singletask.options import (
     refuse_misspelt,
     refuse_unwrapped,
 )
+from django_singletask.task.unique import QueuedCall, delay_of
 
 __all__ = ["SingletonTask"]
 

@@ -21,8 +21,13 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from django_singletask import registry, timeline
-from django_singletask.answers import (
+from django_singletask.conf import conf
+from django_singletask.history.queries import unreadable
+from django_singletask.locks.keys import QUEUED
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.operators import held as registry
+from django_singletask.operators import timeline
+from django_singletask.operators.answers import (
     apart,
     ask_the_store,
     ask_who_starves,
@@ -31,15 +36,11 @@ from django_singletask.answers import (
     recorded,
     why,
 )
-from django_singletask.conf import conf
-from django_singletask.durations import duration
-from django_singletask.facts import clock_time, hold_time
-from django_singletask.keys import QUEUED
-from django_singletask.liveness import proof_of_death
-from django_singletask.past import unreadable
-from django_singletask.probe import without_secrets
-from django_singletask.registry import HeldLock, UsualHold
-from django_singletask.why import is_alive, started_at
+from django_singletask.operators.explain import is_alive, started_at
+from django_singletask.operators.facts import clock_time, hold_time
+from django_singletask.operators.held import HeldLock, UsualHold
+from django_singletask.operators.probe import without_secrets
+from django_singletask.operators.words import duration
 
 __all__ = ["OperatorPages"]
 

@@ -13,12 +13,13 @@ from typing import Any
 from celery import current_task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
-from django_singletask import renewal
 from django_singletask.conf import check_seconds, conf
 from django_singletask.exceptions import LockConflict, LockError, LockLost, PutOff
-from django_singletask.keys import LockKey, name_key
-from django_singletask.liveness import Holder, proof_of_death, this_process
-from django_singletask.renewal import clock
+from django_singletask.holder import Holder, this_process
+from django_singletask.locks import renewal
+from django_singletask.locks.keys import LockKey, name_key
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.renewal import clock
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Entry, Outcome, Store, get_store
 from django_singletask.stores.base import marker_key

@@ -24,17 +24,18 @@ from celery.signals import (
 )
 from django.db import connections, router
 
-from django_singletask import history
 from django_singletask.checks import run
 from django_singletask.conf import conf
-from django_singletask.conflicts import HEADER, own_header
-from django_singletask.duplicates import QueuedCall, discard
-from django_singletask.keys import LockKey
-from django_singletask.liveness import is_gone, start_time
-from django_singletask.locks import TaskLock
+from django_singletask.history import writing as history
+from django_singletask.history.recorder import flush
+from django_singletask.holder import start_time
+from django_singletask.locks.keys import LockKey
+from django_singletask.locks.liveness import is_gone
+from django_singletask.locks.lock import TaskLock
 from django_singletask.stores import CannotList, close_stores, get_store
-from django_singletask.task import SingletonTask
-from django_singletask.writer import flush
+from django_singletask.task.base import SingletonTask
+from django_singletask.task.delivery import HEADER, own_header
+from django_singletask.task.unique import QueuedCall, discard
 
 __all__ = ["connect"]
 

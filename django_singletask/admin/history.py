@@ -20,15 +20,15 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
-from django_singletask.answers import holder_row, recorded_tasks
-from django_singletask.calls import locks_of
+from django_singletask.admin.pages import OperatorPages
 from django_singletask.checks import import_tasks
 from django_singletask.conf import conf
-from django_singletask.facts import clock_time, hold_time, process, status
+from django_singletask.history.queries import of_task
 from django_singletask.models import TaskLockEvent
-from django_singletask.pages import OperatorPages
-from django_singletask.past import of_task
-from django_singletask.task import SingletonTask
+from django_singletask.operators.answers import holder_row, recorded_tasks
+from django_singletask.operators.facts import clock_time, hold_time, process, status
+from django_singletask.operators.names import locks_of
+from django_singletask.task.base import SingletonTask
 
 __all__ = ["TaskLockEventAdmin"]
 

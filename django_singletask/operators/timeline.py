@@ -15,7 +15,9 @@ from django.utils.functional import Promise
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
-from django_singletask.facts import (
+from django_singletask.history.queries import OPEN, of_task
+from django_singletask.history.writing import COUNTED, SWEEPER, TROUBLE, only_open
+from django_singletask.operators.facts import (
     TaskFacts,
     clock_time,
     hold_seconds,
@@ -24,8 +26,6 @@ from django_singletask.facts import (
     status,
     sum_up,
 )
-from django_singletask.history import COUNTED, SWEEPER, TROUBLE, only_open
-from django_singletask.past import OPEN, of_task
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import Error
 
-from django_singletask import calls, registry
-from django_singletask.history import COUNTED, TROUBLE
-from django_singletask.keys import QUEUED, key_beside
-from django_singletask.liveness import Holder, proof_of_death, this_process
-from django_singletask.past import (
+from django_singletask.history.queries import (
     NoHistory,
     UsualHold,
     ago,
@@ -27,8 +23,14 @@ from django_singletask.past import (
     timestamp,
     usual_hold,
 )
-from django_singletask.registry import CannotList, HeldLock
-from django_singletask.starvation import Starving, starvation
+from django_singletask.history.writing import COUNTED, TROUBLE
+from django_singletask.holder import Holder, this_process
+from django_singletask.locks.keys import QUEUED, key_beside
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.operators import held as registry
+from django_singletask.operators import names as calls
+from django_singletask.operators.held import CannotList, HeldLock
+from django_singletask.operators.starving import Starving, starvation
 from django_singletask.stores.base import PREFIX
 
 if TYPE_CHECKING:

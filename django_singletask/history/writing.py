@@ -17,10 +17,11 @@ from django.utils.timezone import get_default_timezone, make_aware, make_naive
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
-from django_singletask.keys import LockKey
-from django_singletask.liveness import Holder, proof_of_death
-from django_singletask.locks import TaskLock
-from django_singletask.renewal import clock
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import LockKey
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.renewal import clock
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
 

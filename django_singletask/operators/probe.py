@@ -2,7 +2,7 @@
 
 A child of the race, which prints what it won as JSON:
 
-    python -m django_singletask.probe <alias> <name of the race> <number> <keys>
+    python -m django_singletask.operators.probe <alias> <name of the race> <number> <keys>
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import django
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask.keys import name_key
-from django_singletask.liveness import Holder
-from django_singletask.locations import servers_of
-from django_singletask.server import Finding, look_at
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import name_key
+from django_singletask.operators.server import Finding, look_at
 from django_singletask.stores import Outcome, Store, close_stores, get_store
+from django_singletask.stores.places import servers_of
 
 __all__ = ["Finding", "Probe", "probe", "without_secrets"]
 
@@ -192,7 +192,7 @@ def _children(alias: str, name: str, processes: int, keys: int) -> Iterator[list
     with ExitStack() as logs:
         try:
             for number in range(processes):
-                command = [sys.executable, "-m", "django_singletask.probe"]
+                command = [sys.executable, "-m", "django_singletask.operators.probe"]
                 log = logs.enter_context(tempfile.TemporaryFile())
                 process = subprocess.Popen(
                     [*command, alias, name, str(number), str(keys)],
@@ -304,7 +304,7 @@ def _secrets(value: Any, name: str = "") -> Iterator[str]:
 
 if __name__ == "__main__":
     django.setup()
-    from django_singletask import probe as module
+    from django_singletask.operators import probe as module
 
     alias, name, number, count = sys.argv[1:]
     module.compete(alias, name, number, int(count), sys.stdin, sys.stdout)

@@ -11,10 +11,10 @@ from celery import current_app
 from django.db import Error
 
 from django_singletask.checks import import_tasks
-from django_singletask.keys import QUEUED, LockKey, key_beside, name_key, shown_key
-from django_singletask.past import NoHistory, names_of_key, of_task, rows
+from django_singletask.history.queries import NoHistory, names_of_key, of_task, rows
+from django_singletask.locks.keys import QUEUED, LockKey, key_beside, name_key, shown_key
 from django_singletask.stores.base import PREFIX
-from django_singletask.task import SingletonTask
+from django_singletask.task.base import SingletonTask
 
 __all__ = [
     "is_call",

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from django_singletask import renewal
 from django_singletask.conf import MAX_LEASE, conf
-from django_singletask.keys import QUEUED, LockKey, key_beside
-from django_singletask.liveness import Holder, proof_of_death
-from django_singletask.locks import CORPSES, TaskLock
-from django_singletask.renewal import clock
+from django_singletask.holder import Holder
+from django_singletask.locks import renewal
+from django_singletask.locks.keys import QUEUED, LockKey, key_beside
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.lock import CORPSES, TaskLock
+from django_singletask.locks.renewal import clock
 from django_singletask.stores import Outcome, get_store
 
 if TYPE_CHECKING:
-    from django_singletask.task import SingletonTask
+    from django_singletask.task.base import SingletonTask
 
 __all__ = ["ON_DUPLICATE", "UNIQUE_UNTIL", "QueuedCall", "delay_of", "discard"]
 

@@ -1,4 +1,4 @@
-"""Say which process holds a lock, and prove that it is gone."""
+"""Say which process holds a lock: the record that is stored as its value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from functools import cache
 from typing import Any
 
-__all__ = ["Holder", "Process", "is_gone", "proof_of_death", "start_time", "this_process"]
+__all__ = ["Holder", "Process", "read_stat", "start_time", "this_process"]
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -143,53 +143,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=this_process.cache_clear)
 
 
-def proof_of_death(holder: Holder) -> str | None:
-    """Say how it is known that a holder's process is gone; None if there is no proof.
-
-    Only a process of this boot of this machine, in this pid namespace, can be judged: elsewhere
-    the same number is another process, or none. No proof is not a proof of life.
-    """
-    process = this_process()
-    known = process.boot_id and (process.pid_ns or not sys.platform.startswith("linux"))
-    if not known or holder.pid <= 0:
-        return None
-    if (holder.boot_id, holder.pid_ns) != (process.boot_id, process.pid_ns):
-        return None
-    if (holder.pid, holder.start) == (process.pid, process.start):
-        return None
-    return is_gone(holder.pid, holder.start)
-
-
-def is_gone(pid: int, start: str) -> str | None:
-    """Say how it is known that a process of this machine is gone; None if there is no proof."""
-    if os.name == "nt":
-        return None  # kill(pid, 0) would end the process there
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return f"process {pid} is gone"
-    except OverflowError:
-        return None  # no pid at all
-    except OSError:
-        pass  # it is somebody else's: it lives
-    # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
-    fields = _stat(pid)
-    if not fields:
-        return None
-    if fields[0] in {"Z", "X", "x"}:
-        return f"process {pid} has ended"
-    if start and fields[19] != start:
-        return f"process {pid} is another one by now"
-    return None
-
-
 def start_time(pid: int) -> str:
     """Return when a process started, in clock ticks since the boot; empty where unknown."""
-    fields = _stat(pid)
+    fields = read_stat(pid)
     return fields[19] if fields else ""
 
 
-def _stat(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
+    """Return the fields of ``/proc/<pid>/stat`` from the state on; none if it cannot be read."""
     # The name of the program stands in parentheses and may hold spaces and parentheses itself:
     # count the fields from the last one. The first is then the state, the 20th the start time.
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
-from django_singletask.locks import TaskLock
+from django_singletask.locks.lock import TaskLock
 
 __all__ = ["only_one", "refuse_deferred"]
 

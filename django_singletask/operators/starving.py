@@ -12,8 +12,7 @@ from django.db import Error
 from django.db.models import Max, Q
 from django.utils.timezone import now as django_now
 
-from django_singletask.history import BATCH, COUNTED, SWEEPER, TROUBLE
-from django_singletask.past import (
+from django_singletask.history.queries import (
     DONE,
     NEWEST,
     ago,
@@ -24,6 +23,7 @@ from django_singletask.past import (
     rows,
     unreadable,
 )
+from django_singletask.history.writing import BATCH, COUNTED, SWEEPER, TROUBLE
 
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent

@@ -11,13 +11,13 @@ from django.db import Error, connections, router, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from django_singletask import registry
 from django_singletask.conf import conf
-from django_singletask.durations import duration
 from django_singletask.models import TaskLockEvent
-from django_singletask.probe import without_secrets
-from django_singletask.registry import CannotList, HeldLock, NoHistory
-from django_singletask.starvation import HOUR
+from django_singletask.operators import held as registry
+from django_singletask.operators.held import CannotList, HeldLock, NoHistory
+from django_singletask.operators.probe import without_secrets
+from django_singletask.operators.starving import HOUR
+from django_singletask.operators.words import duration
 
 __all__ = [
     "apart",

@@ -12,13 +12,8 @@ from typing import Any
 from django.db import Error
 from django.db.models import Sum
 
-from django_singletask.calls import keys_of
 from django_singletask.conf import conf
-from django_singletask.history import _UNSTORABLE, COUNTED, SWEEPER
-from django_singletask.keys import LATEST, QUEUED, LockKey, key_beside
-from django_singletask.liveness import Holder, proof_of_death
-from django_singletask.locks import TaskLock
-from django_singletask.past import (
+from django_singletask.history.queries import (
     NoHistory,
     UsualHold,
     open_rows,
@@ -26,7 +21,13 @@ from django_singletask.past import (
     timestamp,
     usual_hold,
 )
-from django_singletask.starvation import Starving, starving
+from django_singletask.history.writing import _UNSTORABLE, COUNTED, SWEEPER
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import LATEST, QUEUED, LockKey, key_beside
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.lock import TaskLock
+from django_singletask.operators.names import keys_of
+from django_singletask.operators.starving import Starving, starving
 from django_singletask.stores import CannotList, Entry, Store, get_store
 
 __all__ = [

@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from django_singletask.conf import check_seconds
-from django_singletask.conflicts import POLICIES
-from django_singletask.duplicates import ON_DUPLICATE, UNIQUE_UNTIL
+from django_singletask.task.delivery import POLICIES
+from django_singletask.task.unique import ON_DUPLICATE, UNIQUE_UNTIL
 
 if TYPE_CHECKING:
-    from django_singletask.task import SingletonTask
+    from django_singletask.task.base import SingletonTask
 
 __all__ = [
     "CHOICES",

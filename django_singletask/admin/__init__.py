@@ -1,0 +1,7 @@
+"""The locks in the admin; Django registers them by importing this package."""
+
+from __future__ import annotations
+
+from django_singletask.admin.history import TaskLockEventAdmin
+
+__all__ = ["TaskLockEventAdmin"]

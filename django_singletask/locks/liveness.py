@@ -1,0 +1,50 @@
+"""Prove that the process of a holder is gone, and say how that is known."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from django_singletask.holder import Holder, read_stat, this_process
+
+__all__ = ["is_gone", "proof_of_death"]
+
+
+def proof_of_death(holder: Holder) -> str | None:
+    """Say how it is known that a holder's process is gone; None if there is no proof.
+
+    Only a process of this boot of this machine, in this pid namespace, can be judged: elsewhere
+    the same number is another process, or none. No proof is not a proof of life.
+    """
+    process = this_process()
+    known = process.boot_id and (process.pid_ns or not sys.platform.startswith("linux"))
+    if not known or holder.pid <= 0:
+        return None
+    if (holder.boot_id, holder.pid_ns) != (process.boot_id, process.pid_ns):
+        return None
+    if (holder.pid, holder.start) == (process.pid, process.start):
+        return None
+    return is_gone(holder.pid, holder.start)
+
+
+def is_gone(pid: int, start: str) -> str | None:
+    """Say how it is known that a process of this machine is gone; None if there is no proof."""
+    if os.name == "nt":
+        return None  # kill(pid, 0) would end the process there
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return f"process {pid} is gone"
+    except OverflowError:
+        return None  # no pid at all
+    except OSError:
+        pass  # it is somebody else's: it lives
+    # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
+    fields = read_stat(pid)
+    if not fields:
+        return None
+    if fields[0] in {"Z", "X", "x"}:
+        return f"process {pid} has ended"
+    if start and fields[19] != start:
+        return f"process {pid} is another one by now"
+    return None
