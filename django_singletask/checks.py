@@ -13,7 +13,6 @@ from django.conf import settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
-from django.utils.module_loading import autodiscover_modules
 
 from django_singletask.conf import HISTORY_MODES, check_seconds, conf
 from django_singletask.locks.keys import has_literal_text
@@ -22,6 +21,7 @@ from django_singletask.stores.database import DIALECTS
 from django_singletask.stores.places import backend_is, servers_of
 from django_singletask.task.base import SingletonTask
 from django_singletask.task.options import CHOICES, SECONDS
+from django_singletask.task.registered import import_tasks, singleton_tasks
 
 __all__ = ["check_cache", "check_deployment", "check_settings", "check_tasks", "register", "run"]
 
@@ -184,20 +184,9 @@ def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
     """Check the lock options of every registered :class:`SingletonTask`."""
     import_tasks()
     found: list[checks.CheckMessage] = []
-    for _name, task in sorted(current_app.tasks.items()):
-        if isinstance(task, SingletonTask):
-            found += _task(task)
+    for task in singleton_tasks().values():
+        found += _task(task)
     return found
-
-
-def import_tasks() -> None:
-    """Import the modules of tasks that a worker imports: only a worker does so by itself.
-
-    Not by the loader's own ``import_default_modules()``, which makes Celery run the checks.
-    """
-    autodiscover_modules("tasks")
-    for module in (*current_app.conf.imports, *current_app.conf.include):
-        current_app.loader.import_task_module(module)
 
 
 def _task(task: SingletonTask) -> Iterator[checks.CheckMessage]:

@@ -27,6 +27,7 @@ from django.db import connections
 from django_redis.cache import RedisCache as DjangoRedisCache
 
 from django_singletask import SingletonTask, checks
+from django_singletask.task import registered
 from tests.settings import cache as configured
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +104,7 @@ def app(monkeypatch):
     """Give a Celery application of the test's own, whose tasks alone are checked."""
     app = Celery("checked", set_as_current=False, broker="memory://")
     monkeypatch.setattr(checks, "current_app", app)
+    monkeypatch.setattr(registered, "current_app", app)
     return app
 
 

@@ -13,9 +13,10 @@ from django.db import InterfaceError, connection
 from django_singletask import TaskLock
 from django_singletask.holder import Holder, this_process
 from django_singletask.locks.keys import QUEUED, key_beside, name_key, shown_key
+from django_singletask.locks.liveness import started_at
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
-from django_singletask.operators.explain import UnknownLock, _like, nearest, started_at, why
+from django_singletask.operators.explain import UnknownLock, _like, nearest, why
 from django_singletask.stores import get_store
 from tests.past_rows import ran, row, skipped
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from celery import current_app
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
@@ -21,14 +20,13 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.admin.pages import OperatorPages
-from django_singletask.checks import import_tasks
 from django_singletask.conf import conf
 from django_singletask.history.queries import of_task
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.answers import holder_row, recorded_tasks
 from django_singletask.operators.facts import clock_time, hold_time, process, status
 from django_singletask.operators.names import locks_of
-from django_singletask.task.base import SingletonTask
+from django_singletask.task.registered import import_tasks, singleton_tasks
 
 __all__ = ["TaskLockEventAdmin"]
 
@@ -77,9 +75,7 @@ class TaskFilter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:
         """Offer the tasks that take locks, or did."""
         import_tasks()
-        tasks = {
-            name for name, task in current_app.tasks.items() if isinstance(task, SingletonTask)
-        }
+        tasks = set(singleton_tasks())
         tasks.update(recorded_tasks(int(time.monotonic() // 60)))
         return [(name, name) for name in sorted(tasks)]
 

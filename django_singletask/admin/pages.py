@@ -24,7 +24,7 @@ from django.utils.translation import gettext_lazy
 from django_singletask.conf import conf
 from django_singletask.history.queries import unreadable
 from django_singletask.locks.keys import QUEUED
-from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.liveness import is_alive, proof_of_death, started_at
 from django_singletask.operators import held as registry
 from django_singletask.operators import timeline
 from django_singletask.operators.answers import (
@@ -36,7 +36,6 @@ from django_singletask.operators.answers import (
     recorded,
     why,
 )
-from django_singletask.operators.explain import is_alive, started_at
 from django_singletask.operators.facts import clock_time, hold_time
 from django_singletask.operators.held import HeldLock, UsualHold
 from django_singletask.operators.probe import without_secrets

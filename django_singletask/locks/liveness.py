@@ -7,7 +7,7 @@ import sys
 
 from django_singletask.holder import Holder, read_stat, this_process
 
-__all__ = ["is_gone", "proof_of_death"]
+__all__ = ["is_alive", "is_gone", "proof_of_death", "started_at"]
 
 
 def proof_of_death(holder: Holder) -> str | None:
@@ -48,3 +48,22 @@ def is_gone(pid: int, start: str) -> str | None:
     if start and fields[19] != start:
         return f"process {pid} is another one by now"
     return None
+
+
+def is_alive(holder: Holder) -> bool | None:
+    """Say whether a holder's process is there; None if that cannot be told from this host."""
+    process = this_process()
+    same = (holder.boot_id, holder.pid_ns) == (process.boot_id, process.pid_ns)
+    if not (process.boot_id and same and holder.pid > 0) or os.name == "nt":
+        return None
+    return proof_of_death(holder) is None
+
+
+def started_at(holder: Holder) -> float | None:
+    """Return the Unix time at which a holder's process on this host started, if it is known."""
+    try:
+        with open("/proc/stat") as file:
+            boot = next(float(line.split()[1]) for line in file if line.startswith("btime"))
+        return boot + int(holder.start) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, StopIteration):
+        return None

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 
 from django_singletask.holder import this_process
-from django_singletask.locks.liveness import is_gone
+from django_singletask.locks.liveness import is_gone, started_at
 from django_singletask.management.tables import columns, few, plural, printable, width
-from django_singletask.operators.explain import Past, Why, started_at
+from django_singletask.operators.explain import Past, Why
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.names import without_defaults
 from django_singletask.operators.starving import HOUR

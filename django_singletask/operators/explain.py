@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import Error
 
@@ -24,9 +23,8 @@ from django_singletask.history.queries import (
     usual_hold,
 )
 from django_singletask.history.writing import COUNTED, TROUBLE
-from django_singletask.holder import Holder, this_process
 from django_singletask.locks.keys import QUEUED, key_beside
-from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.operators import held as registry
 from django_singletask.operators import names as calls
 from django_singletask.operators.held import CannotList, HeldLock
@@ -36,7 +34,7 @@ from django_singletask.stores.base import PREFIX
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["Past", "UnknownLock", "Why", "is_alive", "nearest", "started_at", "why"]
+__all__ = ["Past", "UnknownLock", "Why", "nearest", "why"]
 
 MATCHES = 500
 """Names among which those like an unknown one are looked for."""
@@ -232,22 +230,3 @@ def nearest(asked: str, names: Iterable[str]) -> list[str]:
 
 def _ratio(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
-
-
-def is_alive(holder: Holder) -> bool | None:
-    """Say whether a holder's process is there; None if that cannot be told from this host."""
-    process: Any = this_process()
-    same = (holder.boot_id, holder.pid_ns) == (process.boot_id, process.pid_ns)
-    if not (process.boot_id and same and holder.pid > 0) or os.name == "nt":
-        return None
-    return proof_of_death(holder) is None
-
-
-def started_at(holder: Holder) -> float | None:
-    """Return the Unix time at which a holder's process on this host started, if it is known."""
-    try:
-        with open("/proc/stat") as file:
-            boot = next(float(line.split()[1]) for line in file if line.startswith("btime"))
-        return boot + int(holder.start) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, StopIteration):
-        return None

@@ -10,11 +10,11 @@ from typing import Any
 from celery import current_app
 from django.db import Error
 
-from django_singletask.checks import import_tasks
 from django_singletask.history.queries import NoHistory, names_of_key, of_task, rows
 from django_singletask.locks.keys import QUEUED, LockKey, key_beside, name_key, shown_key
 from django_singletask.stores.base import PREFIX
 from django_singletask.task.base import SingletonTask
+from django_singletask.task.registered import import_tasks, singleton_tasks
 
 __all__ = [
     "is_call",
@@ -115,11 +115,10 @@ def patterns() -> list[str]:
     """Return a pattern of a call of each task of this project that takes a lock."""
     _import_tasks()
     found = []
-    for name, task in sorted(current_app.tasks.items()):
-        if isinstance(task, SingletonTask):
-            needed = (each for each in task.run_signature.parameters.values())
-            given = [f"{each.name}=…" for each in needed if each.default is each.empty]
-            found.append(f"{name}({', '.join(given)})")
+    for name, task in singleton_tasks().items():
+        needed = (each for each in task.run_signature.parameters.values())
+        given = [f"{each.name}=…" for each in needed if each.default is each.empty]
+        found.append(f"{name}({', '.join(given)})")
     return found
 
 
