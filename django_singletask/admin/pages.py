@@ -31,7 +31,6 @@ from django_singletask.operators.answers import (
     apart,
     ask_the_store,
     ask_who_starves,
-    find,
     holder_row,
     recorded,
     why,
@@ -229,7 +228,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             return HttpResponseRedirect(self.url("changelist"))
         try:
             with apart():
-                lock = find(key, token)
+                lock = registry.still_held(key, token)
             if lock is not None and request.method == "POST":
                 # The holder can have changed again by now: the store decides.
                 freed = registry.clear(lock, actor=request.user.get_username())

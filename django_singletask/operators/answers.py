@@ -23,7 +23,6 @@ __all__ = [
     "apart",
     "ask_the_store",
     "ask_who_starves",
-    "find",
     "holder_row",
     "recorded",
     "recorded_tasks",
@@ -108,13 +107,6 @@ def _describe(state: registry.Starving) -> str:
     if state.since_completed is None:
         return f"{text} " + _("No completed run is known.")
     return f"{text} " + _("Last completed {} ago.").format(duration(state.since_completed))
-
-
-def find(key: str, token: str) -> HeldLock | None:
-    """Return the lock if the store still has it for this token."""
-    states = ("held", "dead", "queued")
-    found = [lock for lock in registry.look(key) if lock.state in states]
-    return next((lock for lock in found if (lock.key, lock.holder.token) == (key, token)), None)
 
 
 def why(error: Exception) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "clear",
     "held",
     "starving",
+    "still_held",
     "usual_holds",
     "whose",
 ]
@@ -194,6 +195,15 @@ def look(name: str) -> list[HeldLock]:
     expired = _expired({lock.holder.token for lock in found})
     locks = [*found, *(lock for lock in expired if lock.key in keys or lock.name == name)]
     return _with_skips([lock for lock in locks if not (lock.queued and lock.holder.pid)])
+
+
+def still_held(key: str, token: str) -> HeldLock | None:
+    """Return the lock that has this key, or None if this token no longer has it.
+
+    Raises the errors of the cache's client.
+    """
+    locks = (lock for lock in look(key) if lock.state != "expired")
+    return next((lock for lock in locks if (lock.key, lock.holder.token) == (key, token)), None)
 
 
 def _read(store: Store, keys: Iterable[str]) -> list[HeldLock]:
