@@ -13,7 +13,7 @@ import time
 from functools import cache
 from typing import Any
 
-__all__ = ["Holder", "Process", "read_stat", "start_time", "this_process"]
+__all__ = ["Holder", "Process", "describe_run", "read_stat", "start_time", "this_process"]
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -113,8 +113,13 @@ class Holder:
         )
 
     def __str__(self) -> str:
-        who = f"task {self.task_id}" if self.task_id else "a lock in code"
-        return f"{who} on {self.host or 'an unknown host'}, process {self.pid or 'unknown'}"
+        return describe_run(self.task_id, self.host, self.pid)
+
+
+def describe_run(task_id: str | None, host: str, pid: int) -> str:
+    """Name a run and its process: ``task 3f0c on web-3, process 8121``."""
+    run = f"task {task_id}" if task_id else "a lock in code"
+    return f"{run} on {host or 'an unknown host'}, process {pid or 'unknown'}"
 
 
 def _finite(value: Any) -> float:

@@ -23,7 +23,7 @@ class Outcome(models.TextChoices):
     """How a hold ended; empty while it lasts."""
 
     RELEASED = "released", _("released")
-    DEAD = "dead", _("process dead")
+    DEAD = "dead", _("dead")
     EXPIRED = "expired", _("expired")
     LOST = "lost", _("lost")
     CLEARED = "cleared", _("cleared")

@@ -134,7 +134,7 @@ def test_deleter_deletes_those_that_are_selected(log_in):
         ({"outcome": "released", "result": "returned"}, "returned after 1m 05s"),
         ({"outcome": "released", "result": "raised"}, "raised after 1m 05s"),
         ({"outcome": "released"}, "released after 1m 05s"),
-        ({"outcome": "dead"}, "process dead after 1m 05s"),
+        ({"outcome": "dead"}, "dead after 1m 05s"),
         ({"outcome": "lost", "result": "returned"}, "lost after 1m 05s"),
         ({"kind": "skipped", "reason": "skip", "blocked_by_task_id": "x"}, "skipped blocked by x"),
         ({"kind": "skipped", "reason": "wait", "count": 31}, "skipped × 31 wait"),

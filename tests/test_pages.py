@@ -143,7 +143,7 @@ def test_dead_holder_is_not_slow(operator):
 def test_dead_holder_is_called_dead(operator):
     put("nightly", pid=end_process())
     [row] = held(operator)
-    assert row.startswith("nightly process dead ")
+    assert row.startswith("nightly dead ")
 
 
 def test_expired_row_is_shown_without_a_button(operator):

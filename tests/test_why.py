@@ -16,7 +16,8 @@ from django_singletask.locks.keys import QUEUED, key_beside, name_key, shown_key
 from django_singletask.locks.liveness import started_at
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
-from django_singletask.operators.explain import UnknownLock, _like, nearest, why
+from django_singletask.operators.explain import UnknownLock, _like, why
+from django_singletask.operators.names import nearest
 from django_singletask.stores import get_store
 from tests.past_rows import ran, row, skipped
 

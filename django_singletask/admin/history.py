@@ -24,8 +24,14 @@ from django_singletask.conf import conf
 from django_singletask.history.queries import of_task
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.answers import holder_row, recorded_tasks
-from django_singletask.operators.facts import clock_time, hold_time, process, status
 from django_singletask.operators.names import locks_of
+from django_singletask.operators.words import (
+    clock_time,
+    hold_seconds,
+    hold_time,
+    process,
+    status,
+)
 from django_singletask.task.registered import import_tasks, singleton_tasks
 
 __all__ = ["TaskLockEventAdmin"]
@@ -284,13 +290,13 @@ class TaskLockEventAdmin(OperatorPages):
         """Say how long the run had the lock."""
         if event.kind != "acquired" or event.ended_at is None:
             return "-"
-        text = hold_time(max(0, (event.ended_at - event.at).total_seconds()))
+        text = hold_time(hold_seconds(event))
         return text.replace(" ", "\N{NO-BREAK SPACE}")
 
     @admin.display(description=_("run"))
     def run(self, event: TaskLockEvent) -> SafeString:
         """Say which run it was, and in which process."""
-        return _lines(event.task_id, process(event)) or SafeString("-")
+        return _lines(event.task_id, process(event.host, event.pid)) or SafeString("-")
 
 
 def _begins(vendor: str, term: str) -> Q:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from datetime import datetime
-from datetime import timezone as dt_timezone
 from typing import Any
 from urllib.parse import urlencode
 
@@ -35,10 +33,15 @@ from django_singletask.operators.answers import (
     recorded,
     why,
 )
-from django_singletask.operators.facts import clock_time, hold_time
 from django_singletask.operators.held import HeldLock, UsualHold
 from django_singletask.operators.probe import without_secrets
-from django_singletask.operators.words import duration
+from django_singletask.operators.words import (
+    clock_time,
+    duration,
+    hold_time,
+    lock_state,
+    process,
+)
 
 __all__ = ["OperatorPages"]
 
@@ -46,20 +49,13 @@ SHOWN = 200
 """Locks on one page; the command lists more."""
 STARVING = 20
 
-WORDS = {
-    "held": gettext_lazy("held"),
-    "dead": gettext_lazy("process dead"),
-    "expired": gettext_lazy("expired"),
-    "queued": gettext_lazy("queued"),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class HeldRow:
     """A lock as the page shows it: texts."""
 
     lock: HeldLock
-    word: Any
+    word: str
     held_for: str
     slow: bool
     usual: UsualHold | None
@@ -73,7 +69,7 @@ class HeldRow:
         holder = self.lock.holder
         if self.lock.queued:
             return _("queued {}…").format((holder.task_id or "")[:8])
-        return f"{holder.host}:{holder.pid}" if holder.host and holder.pid else holder.host or "-"
+        return process(holder.host, holder.pid) or holder.host or "-"
 
     @property
     def usual_text(self) -> str:
@@ -198,7 +194,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             rows.append(
                 HeldRow(
                     lock=lock,
-                    word=WORDS[lock.state],
+                    word=lock_state(lock.state),
                     held_for=duration(lock.held_for) if lock.holder.since else "-",
                     slow=lock.state == "held"
                     and known is not None
@@ -332,7 +328,6 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 def _clock(seconds: float) -> str:
     """Write a Unix time; nothing for what something else wrote into the entry."""
     try:
-        at = datetime.fromtimestamp(seconds, tz=dt_timezone.utc)
+        return clock_time(seconds, dated=True) if seconds else ""
     except (OverflowError, ValueError, OSError):
         return ""
-    return clock_time(at, dated=True) if seconds else ""

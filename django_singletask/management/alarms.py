@@ -10,7 +10,7 @@ from django_singletask.history import queries as past
 from django_singletask.management.tables import few, plural, printable
 from django_singletask.operators import names as calls
 from django_singletask.operators import starving as starvation
-from django_singletask.operators.explain import UnknownLock, nearest, why
+from django_singletask.operators.explain import UnknownLock, why
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.names import without_defaults
 from django_singletask.operators.words import compact, in_words
@@ -29,7 +29,7 @@ def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLo
     if task is None or any(lock.holder.task == task for lock in locks) or calls.is_task(task):
         return
     tasks = [call.partition("(")[0] for call in calls.patterns()]
-    raise CommandError(unknown("task", task, nearest(task, tasks)), returncode=2)
+    raise CommandError(unknown("task", task, calls.nearest(task, tasks)), returncode=2)
 
 
 def unknown(noun: str, name: str, matches: Sequence[str]) -> str:

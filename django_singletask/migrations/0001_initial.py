@@ -36,7 +36,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         choices=[
                             ("released", "released"),
-                            ("dead", "process dead"),
+                            ("dead", "dead"),
                             ("expired", "expired"),
                             ("lost", "lost"),
                             ("cleared", "cleared"),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from django.db import Error
@@ -34,12 +31,10 @@ from django_singletask.stores.base import PREFIX
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["Past", "UnknownLock", "Why", "nearest", "why"]
+__all__ = ["Past", "UnknownLock", "Why", "why"]
 
 MATCHES = 500
 """Names among which those like an unknown one are looked for."""
-ALIKE = 0.75
-"""How like two names are at least, from 0 to 1, that somebody may have taken for each other."""
 
 
 class UnknownLock(Exception):
@@ -204,29 +199,4 @@ def _like(name: str) -> list[str]:
         names += (lock.name for lock in registry.held())
     with suppress(NoHistory, Error):
         names += rows().values_list("name", flat=True)[: 4 * MATCHES]
-    return nearest(name, names) or nearest(name, calls.patterns())
-
-
-def nearest(asked: str, names: Iterable[str]) -> list[str]:
-    """Return up to three names that are like the one asked for, the likeliest first.
-
-    First counts how like the tasks are, in as many parts of their dotted names as were given:
-    ``import_fed`` is like ``feeds.tasks.import_feed(feed_id=7)``. Then the arguments do.
-    """
-    asked = asked.strip().lower()
-    head = asked.partition("(")[0]
-    likeness: dict[str, float] = {}
-    found = []
-    for name in islice(dict.fromkeys(names), MATCHES):
-        task = name.lower().partition("(")[0]
-        if task not in likeness:
-            tail = ".".join(task.split(".")[-head.count(".") - 1 :])
-            likeness[task] = max(_ratio(head, task), _ratio(head, tail))
-        like = 1.0 if asked and asked in name.lower() else likeness[task]
-        if like >= ALIKE:
-            found.append((-like, -_ratio(asked, name.lower()), name))
-    return [name for _like, _ratio, name in sorted(found)[:3]]
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
+    return calls.nearest(name, names) or calls.nearest(name, calls.patterns())

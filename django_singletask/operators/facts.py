@@ -1,4 +1,4 @@
-"""Say what events of the history mean: one by one, and all those of a task."""
+"""Sum up the events of each task."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from django.utils import timezone
-from django.utils.formats import date_format
-from django.utils.translation import gettext as _
-
 from django_singletask.history.writing import TROUBLE
-from django_singletask.operators.words import duration
+from django_singletask.operators.words import duration, hold_seconds, hold_time
 
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["TaskFacts", "clock_time", "hold_seconds", "hold_time", "process", "status", "sum_up"]
+__all__ = ["TaskFacts", "sum_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,39 +35,6 @@ class TaskFacts:
     skipped: int
     skip_rate: str
     trouble: int
-
-
-def status(event: TaskLockEvent) -> tuple[str, str]:
-    """Say how a hold ended, or what else happened: a code for its colour, and the word."""
-    if event.kind != "acquired":
-        return event.kind, event.get_kind_display()
-    if not event.outcome:
-        return "held", _("held")
-    if event.outcome == "released" and event.result:
-        return event.result, event.get_result_display()
-    return event.outcome, event.get_outcome_display()
-
-
-def process(event: TaskLockEvent) -> str:
-    """Name the process; a queued call has none."""
-    return f"{event.host}:{event.pid}" if event.host and event.pid else ""
-
-
-def clock_time(at: datetime, *, dated: bool = False) -> str:
-    """Write a time of the history to the second, in the time zone of the user."""
-    local = timezone.localtime(at) if timezone.is_aware(at) else at
-    return date_format(local, "Y-m-d H:i:s" if dated else "H:i:s")
-
-
-def hold_time(seconds: float) -> str:
-    """Write how long a lock was held; hundredths of a second count where it was short."""
-    return f"{seconds:.2f}s" if seconds < 10 else duration(seconds)
-
-
-def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
-    """Return how long a hold was, until ``now`` if it goes on; never less than nothing."""
-    end = row.ended_at or now or row.at
-    return max(0.0, (end - row.at).total_seconds())
 
 
 def sum_up(events: Sequence[TaskLockEvent], now: datetime) -> list[TaskFacts]:

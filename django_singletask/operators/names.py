@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -22,6 +24,7 @@ __all__ = [
     "keys_of",
     "locks_of",
     "names_of",
+    "nearest",
     "patterns",
     "without_defaults",
 ]
@@ -129,6 +132,24 @@ def is_task(name: str) -> bool:
         return name in current_app.tasks or bool(of_task(rows(), name)[:1])
     except (NoHistory, Error):
         return False
+
+
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """Return at most three of the candidates that are like a name, the most alike first.
+
+    The tasks are compared first, in as many parts of their dotted names as ``name`` has, then the
+    arguments: ``import_fed`` is like ``feeds.tasks.import_feed(feed_id=7)``.
+    """
+    typed = name.strip().lower()
+    task = typed.partition("(")[0]
+    alike: dict[str, list[str]] = {}
+    for candidate in dict.fromkeys(candidates):
+        parts = candidate.lower().partition("(")[0].split(".")[-task.count(".") - 1 :]
+        # A part of a name means that name.
+        part = task if typed and typed in candidate.lower() else ".".join(parts)
+        alike.setdefault(part, []).append(candidate)
+    tasks = get_close_matches(task, alike)
+    return [each for part in tasks for each in get_close_matches(typed, alike[part], cutoff=0)][:3]
 
 
 def without_defaults(name: str) -> str:

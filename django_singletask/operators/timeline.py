@@ -17,14 +17,13 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from django_singletask.history.queries import OPEN, of_task
 from django_singletask.history.writing import COUNTED, SWEEPER, TROUBLE, only_open
-from django_singletask.operators.facts import (
-    TaskFacts,
+from django_singletask.operators.facts import TaskFacts, sum_up
+from django_singletask.operators.words import (
     clock_time,
     hold_seconds,
     hold_time,
     process,
     status,
-    sum_up,
 )
 
 if TYPE_CHECKING:
@@ -317,8 +316,8 @@ def _text(mark: Mark) -> str:
             parts.append(_("by {}").format(row.actor))
         if row.task_id:
             parts.append(_("task {}").format(row.task_id))
-        if process(row):
-            parts.append(process(row))
+        if row.host and row.pid:
+            parts.append(process(row.host, row.pid))
     return ", ".join(parts)
 
 

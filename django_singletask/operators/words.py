@@ -1,14 +1,35 @@
-"""Read and write spans of time: one grammar for the command, the admin and its URLs."""
+"""Put times, processes and states into words: the same ones for the command and the admin."""
 
 from __future__ import annotations
 
 import re
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
 
-__all__ = ["compact", "duration", "in_words", "parse_duration"]
+from django.utils.formats import date_format
+from django.utils.timezone import is_aware, localtime
+from django.utils.translation import gettext as _
+
+if TYPE_CHECKING:
+    from django_singletask.models import TaskLockEvent
+
+__all__ = [
+    "clock_time",
+    "compact",
+    "duration",
+    "hold_seconds",
+    "hold_time",
+    "in_words",
+    "lock_state",
+    "parse_duration",
+    "plural",
+    "process",
+    "status",
+]
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 LONGEST = 100 * 365 * 86_400
-"""Seconds; a time that lies further back than the calendar of a database is no use."""
+"""Seconds: no database has a time that lies further back."""
 
 
 def parse_duration(text: str) -> float:
@@ -17,10 +38,10 @@ def parse_duration(text: str) -> float:
     Raises ``ValueError``, with a message that says what is expected, for anything else.
     """
     parts = re.findall(r"([0-9]+)([smhd])", text) if len(text) < 50 else []
-    given = [unit for _number, unit in parts]
+    units = [unit for _number, unit in parts]
     seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
     # Each unit once, the largest first: 1h30m, not 30m1h.
-    ordered = given == [unit for unit in "dhms" if unit in given]
+    ordered = units == [unit for unit in "dhms" if unit in units]
     whole = "".join(number + unit for number, unit in parts) == text
     if not (parts and ordered and whole):
         raise ValueError(f"{text!r} is no duration: write it as 90s, 15m, 2h or 7d.")
@@ -40,8 +61,7 @@ def compact(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h 02m``, ``3d 04h``."""
-    total = int(seconds)
-    minutes, secs = divmod(total, 60)
+    minutes, secs = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
@@ -58,3 +78,60 @@ def in_words(seconds: float) -> str:
     if 0 < seconds < 0.995:
         return f"{seconds:.2f} s" if seconds >= 0.005 else "less than 0.01 s"
     return f"{seconds:.0f} s" if seconds < 60.5 else duration(seconds)
+
+
+def hold_time(seconds: float) -> str:
+    """Write how long a lock was held, to the hundredth of a second if that was short."""
+    return f"{seconds:.2f}s" if seconds < 10 else duration(seconds)
+
+
+def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
+    """Return how long a hold lasted, or until ``now`` if it goes on; never less than 0.
+
+    The clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
+    """
+    end = row.ended_at or now or row.at
+    return max(0.0, (end - row.at).total_seconds())
+
+
+def clock_time(at: datetime | float, *, dated: bool = False) -> str:
+    """Write a time, or a Unix time in seconds, to the second, in the time zone of the user.
+
+    Raises ``OverflowError``, ``OSError`` or ``ValueError`` for a Unix time that is no date.
+    """
+    if not isinstance(at, datetime):
+        at = datetime.fromtimestamp(at, tz=timezone.utc)
+    local = localtime(at) if is_aware(at) else at
+    return date_format(local, "Y-m-d H:i:s" if dated else "H:i:s")
+
+
+def process(host: str, pid: int) -> str:
+    """Name a process, as in ``web-1:8121``; empty if it is not known, or there is none."""
+    return f"{host}:{pid}" if host and pid else ""
+
+
+def lock_state(state: str) -> str:
+    """Return the word for the state of a lock: ``held``, ``dead``, ``expired`` or ``queued``."""
+    words = {
+        "held": _("held"),
+        "dead": _("dead"),
+        "expired": _("expired"),
+        "queued": _("queued"),
+    }
+    return words[state]
+
+
+def status(event: TaskLockEvent) -> tuple[str, str]:
+    """Return how a hold ended, or what else happened: a code, for its colour, and the word."""
+    if event.kind != "acquired":
+        return event.kind, event.get_kind_display()
+    if not event.outcome:
+        return "held", lock_state("held")
+    if event.outcome == "released" and event.result:
+        return event.result, event.get_result_display()
+    return event.outcome, event.get_outcome_display()
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a count with its noun: ``1 lock``, ``2 locks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -59,7 +59,7 @@ def test_who_may_clear_does_and_the_run_goes_on(browser, operator, locks):
     wait_for(lambda: TaskLockEvent.objects.filter(blocked_by=holder.token, count=3), "3 skips")
     die_holding("billing.tasks.bill(customer=4711)")
     browser.open()
-    assert browser.texts(".singletask-dead.singletask-state") == ["process dead"]
+    assert browser.texts(".singletask-dead.singletask-state") == ["dead"]
     browser.size(1200, 600)
     browser.picture("held")
     [row] = [row for row in browser.all(".singletask-held tbody tr") if NAME in row.text]
