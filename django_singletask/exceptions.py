@@ -8,7 +8,7 @@ from celery.exceptions import Ignore
 
 from django_singletask.holder import Holder
 
-__all__ = ["DuplicateTask", "LockConflict", "LockError", "LockLost"]
+__all__ = ["Dropped", "DuplicateTask", "LockConflict", "LockError", "LockLost", "Postponed"]
 
 
 class LockError(Exception):
@@ -18,9 +18,9 @@ class LockError(Exception):
 class LockConflict(LockError):
     """The lock is held by somebody else.
 
-    ``name`` is the lock's name, ``holder`` the :class:`Holder` that was seen (None if it went
-    away at that moment) and ``remaining`` the seconds left of its lease (None where the store
-    cannot tell).
+    ``name`` is the lock's name. ``holder`` is the :class:`Holder` that was seen, None if it gave
+    the lock back at that moment. ``remaining`` is the rest of its lease in seconds, None where
+    the store cannot tell.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class LockConflict(LockError):
     ) -> None:
         if isinstance(holder, dict):
             holder = Holder.from_dict(holder)
-        # Plain values only: Celery's JSON results keep these and call the class with them.
+        # Plain values only: Celery stores these as JSON and calls the class with them again.
         super().__init__(name, holder and dict(vars(holder)), remaining)
         self.name = name
         self.holder = holder
@@ -47,11 +47,11 @@ class LockConflict(LockError):
 
 
 class LockLost(LockError):
-    """The lock of a running body is no longer its own: its lease ended or it was cleared."""
+    """The running body no longer has its lock: the lease ended, or an operator cleared it."""
 
 
 class DuplicateTask(LockError):
-    """An equal call is queued already; ``task_id`` is that call's."""
+    """An equal call is queued already; ``task_id`` is the id of that call."""
 
     def __init__(self, name: str, task_id: str) -> None:
         super().__init__(name, task_id)
@@ -62,9 +62,9 @@ class DuplicateTask(LockError):
         return f"{self.name} is queued already, as task {self.task_id}"
 
 
-class PutOff(Ignore):
-    """This delivery of a message ends here; the next one is published."""
+class Postponed(Ignore):
+    """End this delivery of a message: the message is published again, for a little later."""
 
 
-class Done(Ignore):
-    """This delivery of a message ends here; another one has done the work, or goes on with it."""
+class Dropped(Ignore):
+    """End this delivery of a message: another delivery did the work, or goes on with it."""

@@ -12,7 +12,7 @@ from django.db import connections
 from kombu import Queue
 
 from django_singletask import LockConflict
-from django_singletask.exceptions import PutOff
+from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, key_beside
 from django_singletask.models import TaskLockEvent
@@ -79,7 +79,7 @@ def header_of(message):
 
 
 def test_a_redelivery_is_put_off_not_skipped(sent):
-    with held_by("mine"), pytest.raises(PutOff):
+    with held_by("mine"), pytest.raises(Postponed):
         receive(tasks.hold, "a")
     (message,) = sent
     assert message["task_id"] == "mine"
@@ -97,7 +97,7 @@ def test_another_task_id_is_skipped(sent):
 
 
 def test_a_retry_that_meets_its_earlier_run_is_put_off_for_a_moment(sent):
-    with held_by("mine", retries=0), pytest.raises(PutOff):
+    with held_by("mine", retries=0), pytest.raises(Postponed):
         receive(tasks.hold, "a", retries=1)
     assert sent[0]["countdown"] <= 0.05
     assert "redelivered" not in header_of(sent[0])
@@ -105,25 +105,25 @@ def test_a_retry_that_meets_its_earlier_run_is_put_off_for_a_moment(sent):
 
 
 def test_the_first_link_of_a_replacement_is_put_off(sent):
-    with held_by("parent"), pytest.raises(PutOff):
+    with held_by("parent"), pytest.raises(Postponed):
         receive(tasks.hold, "a", parent_id="parent", replaced_task_nesting=1)
     assert sent[0]["countdown"] <= 0.05
 
 
 def test_a_raising_task_does_not_raise(sent):
-    with held_by("mine", task=tasks.insist), pytest.raises(PutOff):
+    with held_by("mine", task=tasks.insist), pytest.raises(Postponed):
         receive(tasks.insist, "a")
 
 
 def test_a_waiting_task_does_not_wait(sent):
     header = {"options": {"on_conflict": "wait", "lock_wait": 60}}
-    with held_by("mine"), pytest.raises(PutOff):
+    with held_by("mine"), pytest.raises(Postponed):
         receive(tasks.hold, "a", header=header)
     assert header_of(sent[0])["options"] == header["options"]
 
 
 def test_when_it_is_free_there_is_one_more_hop(sent):
-    with pytest.raises(PutOff):
+    with pytest.raises(Postponed):
         receive(tasks.hold, "a", header={"redelivered": WAITS, "hops": 5})
     assert header_of(sent[0])["redelivered"] == LOOKS
     assert not tasks.hold.lock("a").locked()
@@ -150,11 +150,11 @@ def test_behind_a_stranger_it_is_dropped_if_it_is_done(sent, result):
     result.state = "SUCCESS"
     with held_by("another"), pytest.raises(Ignore) as caught:
         receive(tasks.hold, "a", header={"redelivered": LOOKS})
-    assert not isinstance(caught.value, PutOff)
+    assert not isinstance(caught.value, Postponed)
 
 
 def test_behind_a_stranger_it_hops_on_if_it_is_not(sent, result):
-    with held_by("another"), pytest.raises(PutOff):
+    with held_by("another"), pytest.raises(Postponed):
         receive(tasks.hold, "a", header={"redelivered": WAITS})
     assert header_of(sent[0])["redelivered"] == LOOKS
 
@@ -172,13 +172,13 @@ def test_a_failing_publish_gives_the_message_back(monkeypatch, caplog):
 
 def test_what_is_hidden_stays_hidden(sent):
     header = {"key": tasks.hold.lock("a").key, "name": "hold(…)"}
-    with held_by("mine"), pytest.raises(PutOff):
+    with held_by("mine"), pytest.raises(Postponed):
         receive(tasks.hold, "a", header=header, argsrepr="(…)", kwargsrepr="{}")
     assert (sent[0]["argsrepr"], header_of(sent[0])["name"]) == ("(…)", "hold(…)")
 
 
 def test_an_ignored_result_stays_ignored(sent):
-    with held_by("mine"), pytest.raises(PutOff):
+    with held_by("mine"), pytest.raises(Postponed):
         receive(tasks.hold, "a", ignore_result=True)
     assert sent[0]["ignore_result"]
 
@@ -236,7 +236,7 @@ def test_hops_on_quorum_queues_are_of_a_second_at_least():
 
 class TestRequeue:
     def test_is_put_off(self, sent):
-        with held_by("another", task=tasks.requeue), pytest.raises(PutOff):
+        with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
             receive(tasks.requeue, "a", retries=3)
         (message,) = sent
         assert (message["task_id"], message["retries"]) == ("mine", 3)
@@ -246,13 +246,13 @@ class TestRequeue:
     def test_is_told_once_however_often_it_hops(self, sent):
         with held_by("another", task=tasks.requeue):
             for hops in range(3):
-                with pytest.raises(PutOff):
+                with pytest.raises(Postponed):
                     receive(tasks.requeue, "a", header={"hops": hops})
         row = TaskLockEvent.objects.get()
         assert (row.kind, row.reason, row.count) == ("skipped", "requeue", 1)
 
     def test_its_expiry_is_kept(self, sent):
-        with held_by("another", task=tasks.requeue), pytest.raises(PutOff):
+        with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
             receive(tasks.requeue, "a", expires="2030-01-01T00:00:00+00:00")
         assert sent[0]["expires"] == "2030-01-01T00:00:00+00:00"
 
@@ -288,7 +288,7 @@ class TestRerun:
     def conflict(self, sent, *ids):
         with held_by("holder", task=tasks.rerun):
             for task_id in ids:
-                with pytest.raises(PutOff):
+                with pytest.raises(Postponed):
                     receive(tasks.rerun, "a", task_id=task_id)
         return sent[-len(ids) :]
 
@@ -319,7 +319,7 @@ class TestRerun:
         b, c = self.conflict(sent, "B", "C")
         with held_by("holder", task=tasks.rerun):
             assert back(b) == "superseded"
-            with pytest.raises(PutOff):
+            with pytest.raises(Postponed):
                 back(c)
         assert header_of(sent[-1])["ticket"] == header_of(c)["ticket"]
         assert header_of(sent[-1])["hops"] == 2
@@ -342,7 +342,7 @@ class TestRerun:
         with unnoted():
             (c,) = self.conflict(sent, "C")
         assert state() == (2, 1)
-        with held_by("holder", task=tasks.rerun), pytest.raises(PutOff):
+        with held_by("holder", task=tasks.rerun), pytest.raises(Postponed):
             back(c)
         assert state() == (2, 2)
         assert back(b) == "superseded"
@@ -402,13 +402,13 @@ class TestRerun:
             send(*args, **options)
 
         def meet():
-            with pytest.raises(PutOff):
+            with pytest.raises(Postponed):
                 receive(tasks.rerun, "a", task_id="C")
             connections.close_all()
             close_stores()
 
         monkeypatch.setattr(tasks.rerun.app, "send_task", slow)
-        with held_by("holder", task=tasks.rerun), pytest.raises(PutOff):
+        with held_by("holder", task=tasks.rerun), pytest.raises(Postponed):
             receive(tasks.rerun, "a", task_id="B")
         c, b = sent
         assert (c["task_id"], b["task_id"]) == ("C", "B")
@@ -421,7 +421,7 @@ class TestRerun:
             raise SoftTimeLimitExceeded
 
         monkeypatch.setattr(conflicts, "is_superseded", interrupt)
-        with held_by("holder", task=tasks.rerun), pytest.raises(PutOff):
+        with held_by("holder", task=tasks.rerun), pytest.raises(Postponed):
             receive(tasks.rerun, "a", task_id="B")
 
     def test_a_cache_that_forgets_lets_each_run(self, sent, ran, empty_cache):
@@ -465,7 +465,7 @@ class TestRerun:
         lock = tasks.rerun.lock("a")
         assert lock.acquire()
         for task_id in ("B", "C"):
-            with pytest.raises(PutOff):
+            with pytest.raises(Postponed):
                 receive(tasks.rerun, "a", task_id=task_id)
         lock.release()
         assert back(sent[0]) == "superseded"

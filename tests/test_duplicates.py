@@ -14,7 +14,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from django.db import connections, transaction
 
 from django_singletask import DuplicateTask, TaskLock
-from django_singletask.exceptions import PutOff
+from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import QUEUED, LockKey, key_beside
 from django_singletask.models import TaskLockEvent
@@ -322,7 +322,7 @@ class TestStart:
     @pytest.mark.parametrize("policy", ["requeue", "rerun"])
     def test_one_that_is_put_off_is_still_queued(self, sent, policy):
         first = unique.apply_async(("a",), lock_options={"on_conflict": policy})
-        with held_by("another", task=unique), pytest.raises(PutOff):
+        with held_by("another", task=unique), pytest.raises(Postponed):
             deliver(sent[0])
         assert unique.queued("a").id == first.id
         assert unique.delay("a").id == first.id

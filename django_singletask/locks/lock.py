@@ -14,7 +14,7 @@ from celery import current_task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from django_singletask.conf import check_seconds, conf
-from django_singletask.exceptions import LockConflict, LockError, LockLost, PutOff
+from django_singletask.exceptions import LockConflict, LockError, LockLost, Postponed
 from django_singletask.holder import Holder, this_process
 from django_singletask.locks import renewal
 from django_singletask.locks.keys import LockKey, name_key
@@ -476,7 +476,7 @@ class TaskLock:
 def _result(exc: BaseException | None) -> str:
     if isinstance(exc, Retry):
         return "retried"
-    if isinstance(exc, PutOff):
+    if isinstance(exc, Postponed):
         return "put_off"
     if isinstance(exc, (Ignore, Reject)):
         return "ignored"

@@ -16,7 +16,7 @@ try:
 except ImportError:  # Celery 5.4
     detect_quorum_queues = None  # type: ignore[assignment]
 
-from django_singletask.exceptions import Done, PutOff
+from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.locks.keys import LATEST, LockKey, key_beside
 from django_singletask.locks.lock import TaskLock
 from django_singletask.stores import Store
@@ -84,7 +84,7 @@ def _delivered(task: SingletonTask, call: QueuedCall) -> Iterator[None]:
     """Give the entry of a queued call back at the end, unless the call goes on elsewhere."""
     try:
         yield
-    except (PutOff, Done):
+    except (Postponed, Dropped):
         raise  # the message is queued again, or was: the entry is that of the other delivery
     except BaseException as error:
         if not _comes_again(task, error):
@@ -169,7 +169,7 @@ def _put_off_as_the_latest(
         put_off(task, lock, request, header, "rerun", FIRST_HOP)
     try:
         put_off(task, lock, request, header, "rerun", FIRST_HOP, ticket=list(ticket))
-    except PutOff:
+    except Postponed:
         # From here on it is queued, and this delivery must not fail.
         with suppress(SoftTimeLimitExceeded):
             _gives_way(task, lock, ticket)
@@ -220,7 +220,7 @@ def _put_off_behind_itself(
     if header.get("redelivered"):
         # Somebody else has the lock by now. The result of the first run may be on its way.
         if header["redelivered"] == LOOKS and _is_done(task, request):
-            raise Done
+            raise Dropped
         put_off(task, lock, request, header, "redelivery", FIRST_HOP, redelivered=LOOKS)
 
 
@@ -230,7 +230,7 @@ def _leave_to_the_first_run(
     if header["redelivered"] == WAITS:
         put_off(task, lock, request, {**header, "hops": 0}, None, FIRST_HOP, redelivered=LOOKS)
     if _is_done(task, request):
-        raise Done
+        raise Dropped
 
 
 def _is_done(task: SingletonTask, request: Any) -> bool:
@@ -294,7 +294,7 @@ def put_off(
         # Not a failure of the task: back to the broker. Of a redelivery that it has forgotten,
         # the other run is there.
         raise Reject(error, requeue=True) from error
-    raise PutOff
+    raise Postponed
 
 
 def _hop(task: SingletonTask, lock: TaskLock, first: float, hops: int) -> float:
