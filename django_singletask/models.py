@@ -5,7 +5,9 @@ from __future__ import annotations
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
-__all__ = ["TaskLockEvent"]
+from django_singletask.history.queries import TaskLockEventQuerySet
+
+__all__ = ["COUNTED", "TROUBLE", "HoldOutcome", "Kind", "Result", "TaskLockEvent"]
 
 
 class Kind(models.TextChoices):
@@ -19,7 +21,14 @@ class Kind(models.TextChoices):
     CLEARED = "cleared", _("cleared")
 
 
-class Outcome(models.TextChoices):
+COUNTED = frozenset({"skipped", "duplicate"})
+"""Calls that came to nothing: their repeats against one holder are counted in one row."""
+
+TROUBLE = frozenset({"expired", "lost", "cleared"})
+"""Ways in which a run loses its lock: they are recorded for quiet tasks, too."""
+
+
+class HoldOutcome(models.TextChoices):
     """How a hold ended; empty while it lasts."""
 
     RELEASED = "released", _("released")
@@ -36,7 +45,7 @@ class Result(models.TextChoices):
     RAISED = "raised", _("raised")
     RETRIED = "retried", _("retried")
     IGNORED = "ignored", _("ignored")
-    PUT_OFF = "put_off", _("put off")
+    POSTPONED = "postponed", _("postponed")
 
 
 class TaskLockEvent(models.Model):
@@ -49,7 +58,7 @@ class TaskLockEvent(models.Model):
 
     id = models.BigAutoField(primary_key=True, verbose_name=_("ID"))
     kind = models.CharField(_("kind"), max_length=10, choices=Kind)
-    outcome = models.CharField(_("outcome"), max_length=10, choices=Outcome, blank=True)
+    outcome = models.CharField(_("outcome"), max_length=10, choices=HoldOutcome, blank=True)
     result = models.CharField(_("result"), max_length=10, choices=Result, blank=True)
     name = models.CharField(_("lock"), max_length=255)
     key = models.CharField(_("cache key"), max_length=255)
@@ -73,6 +82,8 @@ class TaskLockEvent(models.Model):
     longest_renewal_gap = models.FloatField(
         _("longest renewal gap"), null=True, blank=True, help_text=_("Seconds.")
     )
+
+    objects = TaskLockEventQuerySet.as_manager()
 
     class Meta:
         verbose_name = _("lock event")
@@ -112,3 +123,14 @@ class TaskLockEvent(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.outcome or self.kind}"
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether these are calls that came to nothing."""
+        return self.kind in COUNTED
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether this run had the lock and came to its end, perhaps by an error of its own."""
+        ended = (self.kind, self.outcome) == ("acquired", "released")
+        return ended and self.result in ("returned", "raised")

@@ -738,14 +738,14 @@ def test_history_is_a_table_newest_first():
     skipped(60, 5, 31, name="reports.tasks.nightly()", host="web-1", pid=40)
     row("cleared", 1, name="nightly", actor="ada")
     row("acquired", 1, name="held", host="web-1", pid=40)
-    row("acquired", 1, name="off", outcome="released", result="put_off", ended_at=before_now(0))
+    row("acquired", 1, name="off", outcome="released", result="postponed", ended_at=before_now(0))
     lines = [
         re.sub(r"\d\d-\d\d \d\d:\d\d:\d\d", "##-## ##:##:##", line)
         for line in (locks("history").splitlines())
     ]
     assert lines[0].split() == ["AT", "LOCK", "WHAT", "HELD", "BY"]
     assert [re.split(r"  +", line)[1:] for line in lines[1:]] == [
-        ["off", "put off", "1.00s", "unknown"],
+        ["off", "postponed", "1.00s", "unknown"],
         ["held", "held", "-", "web-1:40"],
         ["nightly", "cleared", "-", "ada"],
         ["reports.tasks.nightly()", "skipped ×31", "-", "web-1:40"],

@@ -127,7 +127,7 @@ def test_when_it_is_free_there_is_one_more_hop(sent):
         receive(tasks.hold, "a", header={"redelivered": WAITS, "hops": 5})
     assert header_of(sent[0])["redelivered"] == LOOKS
     assert not tasks.hold.lock("a").locked()
-    assert TaskLockEvent.objects.get(kind="acquired").result == "put_off"
+    assert TaskLockEvent.objects.get(kind="acquired").result == "postponed"
 
 
 @pytest.mark.parametrize("known", ["SUCCESS", "RETRY"])

@@ -61,7 +61,7 @@ def test_runs_that_did_not_give_it_back_are_not_usual():
     assert usual_hold("nightly") is None
 
 
-@pytest.mark.parametrize("result", ["raised", "retried", "ignored", "put_off"])
+@pytest.mark.parametrize("result", ["raised", "retried", "ignored", "postponed"])
 def test_run_that_did_not_return_is_not_usual(result):
     """One that hung until it was stopped would hide the next that hangs."""
     ran(60, 5000, result=result)
@@ -164,7 +164,7 @@ def test_run_that_raised_came_to_an_end():
     assert starving(3600) == []
 
 
-@pytest.mark.parametrize("result", ["retried", "put_off", "ignored"])
+@pytest.mark.parametrize("result", ["retried", "postponed", "ignored"])
 def test_run_that_is_to_come_again_has_not_completed(result):
     skipped(8000, 60)
     ran(30, result=result)

@@ -1,49 +1,83 @@
 """Ask the history: how long a lock is held, what happened to it, what is open.
 
 Every question reads at most so many of the newest rows, by an index whose order is that of the
-ids: with ten million rows an answer takes as long as with ten thousand.
+ids: with ten million rows an answer takes as long as with ten thousand. What the planner of a
+database must be told for that is said here, beside the query that needs it, and nowhere else.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django.db import Error
+from django.db import Error, connections, models, router
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
-from django_singletask.history.writing import only_open
 
 if TYPE_CHECKING:
-    from django.db.models import QuerySet
-
     from django_singletask.models import TaskLockEvent
 
 __all__ = [
+    "OPEN",
+    "SWEEPER",
     "NoHistory",
+    "TaskLockEventQuerySet",
     "UsualHold",
-    "find",
-    "usual_hold",
+    "ago",
+    "reading",
+    "timestamp",
 ]
 
-RUNS = 100
-"""Runs whose length counts as usual."""
+SWEEPER = "django_singletask.sweep"
+"""Name of the lock of the worker that sweeps; it is no lock of the project."""
+
 NEWEST = 1000
 """Rows of a task or of a name that are looked at."""
 OPEN = 5000
-"""Open rows that are looked at: holds that go on, or of which nobody knows the end."""
+"""Open rows that are looked at: holds that go on, or whose end nobody reported."""
+RUNS = 100
+"""Runs whose length counts as usual."""
 ENOUGH = 5
-"""Runs that say what is usual: fewer make none slow."""
+"""Runs that are enough to say what is usual: with fewer, no run is slow."""
+FREQUENT = 5000
+"""Rows that a search sorts at most; of more, it reads the newest."""
+FIRST = 1000
+"""First rows of a time window among which is the lowest id."""
+LATE = timedelta(hours=1)
+"""How late a row may be written: a process keeps its events while the database is away."""
 DONE = ("returned", "raised")
+BATCH = 500
+"""Values in one condition: SQLite takes so many parameters."""
 
 
 class NoHistory(Exception):
     """The history is off, or cannot be read."""
+
+
+@contextmanager
+def reading(*, even_if_off: bool = False) -> Iterator[None]:
+    """Raise :class:`NoHistory` if the history is off, or if the block finds it unreadable.
+
+    ``even_if_off`` lets the block read the rows that were written before it was switched off.
+    """
+    if conf.history == "off" and not even_if_off:
+        raise NoHistory("SINGLETASK_HISTORY = 'off': nothing is known of what was.")
+    try:
+        yield
+    except Error as error:
+        raise unreadable(error) from error
+
+
+def unreadable(error: Error) -> NoHistory:
+    """Return the error that says why the history cannot be read."""
+    reason = str(error).partition("\n")[0]
+    return NoHistory(f"The history cannot be read: {reason}. Has 'manage.py migrate' run?")
 
 
 class UsualHold(NamedTuple):
@@ -55,119 +89,197 @@ class UsualHold(NamedTuple):
 
     def is_exceeded_by(self, held_for: float) -> bool:
         """Say whether a hold is slow, as far as these runs are enough to tell."""
-        # What is shorter than a second reads as 0s, and is not worth a look.
+        # What is shorter than a second is shown as 0s, and is not worth a look.
         return self.runs >= ENOUGH and held_for > max(self.longest, 1)
 
 
-def rows() -> QuerySet[TaskLockEvent]:
-    """Return the rows of the history; raises :class:`NoHistory` if it is off."""
-    if conf.history == "off":
-        raise NoHistory("SINGLETASK_HISTORY = 'off': nothing is known of what was.")
-    return stored()
+class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
+    """The rows of the history, narrowed in ways that an index serves.
 
-
-def stored() -> QuerySet[TaskLockEvent]:
-    """Return the rows of the history, those too that were written before it was switched off."""
-    from django_singletask.models import TaskLockEvent
-
-    found: QuerySet[TaskLockEvent] = TaskLockEvent.objects.order_by("-id")
-    return found
-
-
-def unreadable(error: Error) -> NoHistory:
-    """Return the error that says why the history cannot be read."""
-    reason = str(error).partition("\n")[0]
-    return NoHistory(f"The history cannot be read: {reason}. Has 'manage.py migrate' run?")
-
-
-def last_rows(name: str, limit: int = NEWEST) -> list[TaskLockEvent]:
-    """Return the newest rows of a name, the newest first; raises :class:`NoHistory`."""
-    try:
-        return list(rows().filter(name=name)[:limit])
-    except Error as error:
-        raise unreadable(error) from error
-
-
-def usual_hold(name: str, task: str = "") -> UsualHold | None:
-    """Say how long the last hundred runs of a task had their lock, or those of a name without one.
-
-    Only runs that returned count: one that hung until it was stopped has raised, and the next to
-    hang would not be slow beside it. None if there are none or no history.
+    Methods that return a list ask the database; they raise its errors, but for those that say
+    otherwise.
     """
-    try:
-        newest = of_task(rows(), task) if task else rows().filter(name=name)
-        fields = newest.values_list("outcome", "result", "at", "ended_at")[:NEWEST]
-        holds = [
-            max(0.0, (ended_at - at).total_seconds())
-            for outcome, result, at, ended_at in fields
-            if (outcome, result) == ("released", "returned") and ended_at is not None
-        ][:RUNS]
-    except (NoHistory, Error):
-        return None
-    return UsualHold(statistics.median(holds), max(holds), len(holds)) if holds else None
 
+    def primary(self) -> TaskLockEventQuerySet:
+        """Read where the rows are written: a replica may not have them yet."""
+        return self.using(router.db_for_write(self.model))
 
-def find(
-    *,
-    names: Sequence[str] | None = None,
-    task_ids: Sequence[str] | None = None,
-    task: str | None = None,
-    kind: str | None = None,
-    outcome: str | None = None,
-    since: float | None = None,
-    limit: int = 50,
-) -> list[TaskLockEvent]:
-    """Return the newest rows that fit, the newest first; ``since`` is in seconds before now.
+    def newest(self) -> TaskLockEventQuerySet:
+        """Put the newest rows first."""
+        return self.order_by("-id")
 
-    Of no name at all (``()``) there is none. Old rows are found with the history off, too. Raises
-    :class:`NoHistory` if it cannot be read.
-    """
-    found = stored() if task is None else of_task(stored(), task)
-    for field, among in (("name", names), ("task_id", task_ids)):
-        if among is not None:
-            found = found.filter(**{f"{field}__in": set(among)})
-    for field, value in (("kind", kind), ("outcome", outcome)):
-        if value is not None:
-            found = found.filter(**{field: value})
-    if since is not None:
-        found = found.filter(at__gte=django_now() - timedelta(seconds=since))
-    try:
-        return list(found[:limit])
-    except Error as error:
-        raise unreadable(error) from error
+    def open(self) -> TaskLockEventQuerySet:
+        """Keep the rows of holds that have not ended, as far as is known.
 
+        They are in the order of their keys, which is that of the index of the open rows. With any
+        other order PostgreSQL may read the whole table, since it takes "acquired" and "no outcome"
+        for independent conditions.
+        """
+        rows = self.filter(kind="acquired", outcome="")
+        if connections[self.db].vendor == "sqlite":
+            # SQLite must find the condition of the index in the statement, without parameters, and
+            # be told that many rows meet it: else an index of one column looks better.
+            rows = self.extra(where=["likely(kind = 'acquired') AND likely(outcome = '')"])
+        return rows.order_by("key")
 
-def names_of_key(key: str) -> list[str]:
-    """Return the name that belongs to a key, from the newest rows of its task.
+    def of_task(self, task: str) -> TaskLockEventQuerySet:
+        """Keep the rows of a task, the newest first.
 
-    No index holds the keys, but a key begins with the task, or with the name of the lock. Raises
-    :class:`NoHistory`.
-    """
-    slug = key.rpartition(":")[0].removeprefix("singletask:").removeprefix("@queued:")
-    try:
-        for found in (of_task(stored(), slug), stored().filter(name=slug)):
-            for name, other in found.values_list("name", "key")[:NEWEST]:
+        In the order of the index of the tasks, and as a range: for ``task = …`` PostgreSQL may go
+        back through the ids instead, and does not know that a task which has made many rows may
+        have made none of the last millions.
+        """
+        return self.filter(task__gte=task, task__lte=task).order_by("task", "-id")
+
+    def named(self, *names: str) -> TaskLockEventQuerySet:
+        """Keep the rows of locks with one of these names, the newest first."""
+        return self.filter(name__in=set(names)).newest()
+
+    def named_like(self, beginning: str) -> TaskLockEventQuerySet:
+        """Keep the rows whose name begins with a text."""
+        vendor = connections[self.db].vendor
+        if vendor == "mysql":
+            # Its case-sensitive comparison uses no index.
+            return self.filter(name__istartswith=beginning)
+        if vendor == "sqlite":
+            # Its LIKE uses no index either. No character of a name comes after this one.
+            return self.filter(name__gte=beginning, name__lt=f"{beginning}\U0010ffff")
+        return self.filter(name__startswith=beginning)
+
+    def of_kind(self, kind: str) -> TaskLockEventQuerySet:
+        """Keep the rows of one kind, the newest first: of one, the index has them in this order."""
+        return self.filter(kind=kind).newest()
+
+    def since(self, start: datetime) -> TaskLockEventQuerySet:
+        """Keep what began at ``start`` or later; this asks for the first id of that time.
+
+        Rows are written nearly in the order of their times, and all indexes end with the id. The
+        first id is looked for among many rows, and from an hour earlier on, since "nearly" is not
+        "always": what a process kept while the database was away comes late.
+        """
+        later = self.model.objects.using(self.db).filter(at__gte=start - LATE)
+        first = later.order_by("at").values("pk")[:FIRST].aggregate(first=models.Min("pk"))["first"]
+        return self.filter(at__gte=start, pk__gte=first or 0)
+
+    def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
+        """Keep what a prune deletes (default: ``SINGLETASK_HISTORY_DAYS``), but for open rows."""
+        seconds = conf.history_days * 86_400 if seconds is None else seconds
+        since = django_now() - timedelta(seconds=seconds)
+        old = self.filter(at__lt=since).exclude(kind="acquired", outcome="")
+        # What began earlier, but went on until later, is not that old.
+        return old.exclude(ended_at__gte=since).exclude(last_at__gte=since)
+
+    def search(self, text: str, names: Collection[str] = ()) -> TaskLockEventQuerySet:
+        """Keep rows whose name begins with a text or is in ``names``, or whose task id it is.
+
+        This asks for their ids.
+        """
+        rows = self.model.objects.using(self.db).order_by()
+        ids = list(rows.named_like(text).values_list("pk", flat=True)[: FREQUENT + 1])
+        if names:
+            exact = rows.filter(name__in=names)
+            ids += exact.values_list("pk", flat=True)[: FREQUENT + 1]
+        if len(ids) > FREQUENT:
+            # To sort so many takes long: the newest are found sooner by reading from the newest on.
+            return self.filter(models.Q(name__startswith=text) | models.Q(name__in=names))
+        # A list of ids: with the condition itself PostgreSQL would look for few names in all rows.
+        ids += rows.filter(task_id=text).values_list("pk", flat=True)[:FREQUENT]
+        return self.filter(pk__in=ids)
+
+    def of_tokens(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
+        """Return the rows of holders with these tokens.
+
+        Here as below, rows are looked up by one indexed column, and the rest is looked at in
+        Python: with two conditions SQLite and MySQL may use the index of the other column, which
+        half of all rows meet.
+        """
+        return self._among("token", tokens)
+
+    def runs(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
+        """Return the rows of the runs that have, or had, these tokens."""
+        return [row for row in self.of_tokens(tokens) if row.kind == "acquired"]
+
+    def blocked_by(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
+        """Return the skips, and the duplicates, that holders with these tokens caused."""
+        return [row for row in self._among("blocked_by", tokens) if row.is_counted]
+
+    def still_open(self, rows: Iterable[TaskLockEvent]) -> list[TaskLockEvent]:
+        """Read open rows anew, and return those that nobody has closed meanwhile."""
+        return [row for row in self._among("pk", (row.pk for row in rows)) if not row.outcome]
+
+    def _among(self, field: str, values: Iterable[Any]) -> list[TaskLockEvent]:
+        wanted = [value for value in dict.fromkeys(values) if value]
+        rows: list[TaskLockEvent] = []
+        for start in range(0, len(wanted), BATCH):
+            rows += self.filter(**{f"{field}__in": wanted[start : start + BATCH]}).order_by()
+        return rows
+
+    def name_of_key(self, key: str) -> str:
+        """Return the name that belongs to a key, among the newest rows of its task, or "".
+
+        No index has the keys, but a key begins with the task, or with the name of the lock.
+        """
+        slug = key.rpartition(":")[0].removeprefix("singletask:").removeprefix("@queued:")
+        for rows in (self.of_task(slug), self.named(slug)):
+            for name, other in rows.values_list("name", "key")[:NEWEST]:
                 if other == key:
-                    return [name]
-    except Error as error:
-        raise unreadable(error) from error
-    return []
+                    return str(name)
+        return ""
 
+    def task_names(self, limit: int) -> list[str]:
+        """Return the first tasks that have rows, in alphabetical order.
 
-def of_task(rows: QuerySet[TaskLockEvent], task: str) -> QuerySet[TaskLockEvent]:
-    """Return those of a task among these rows, the newest first, in the order of its index alone.
+        Each is looked up by the one before it: DISTINCT would read the whole table, or its index.
+        """
+        rows, tasks = self.order_by("task").values_list("task", flat=True), [""]
+        while len(tasks) <= limit and (after := rows.filter(task__gt=tasks[-1]).first()):
+            tasks.append(after)
+        return tasks[1:]
 
-    For ``task = …`` PostgreSQL may go back through the ids instead, and does not know that a task
-    which made many rows made none of the last millions.
-    """
-    found = rows.filter(task__gte=task, task__lte=task)
-    ordered: QuerySet[TaskLockEvent] = found.order_by("task", "-id")
-    return ordered
+    def usual_hold(self, name: str, task: str = "") -> UsualHold | None:
+        """Say how long the last hundred runs of a task had their lock, or of a name without a task.
 
+        Only runs that returned count: one that hung until it was stopped has raised, and the next
+        to hang would not be slow beside it. None if there are none, or no history.
+        """
+        rows = self.of_task(task) if task else self.named(name)
+        fields = rows.values_list("outcome", "result", "at", "ended_at")
+        try:
+            with reading():
+                holds = [
+                    max(0.0, (ended_at - at).total_seconds())
+                    for outcome, result, at, ended_at in fields[:NEWEST]
+                    if (outcome, result) == ("released", "returned") and ended_at is not None
+                ][:RUNS]
+        except NoHistory:
+            return None
+        return UsualHold(statistics.median(holds), max(holds), len(holds)) if holds else None
 
-def is_completed(row: TaskLockEvent) -> bool:
-    """Say whether a run had the lock and came to its end, be that an error of its own."""
-    return row.kind == "acquired" and row.outcome == "released" and row.result in DONE
+    def find(
+        self,
+        *,
+        names: Collection[str] | None = None,
+        task_ids: Collection[str] | None = None,
+        task: str | None = None,
+        kind: str | None = None,
+        outcome: str | None = None,
+        since: float | None = None,
+        limit: int = 50,
+    ) -> list[TaskLockEvent]:
+        """Return the newest rows that fit, the newest first; ``since`` is in seconds before now.
+
+        An empty collection of names finds nothing. Old rows are found with the history off, too.
+        Raises :class:`NoHistory` if it cannot be read.
+        """
+        conditions: dict[str, Any] = {"kind": kind, "outcome": outcome}
+        conditions["name__in"] = None if names is None else set(names)
+        conditions["task_id__in"] = None if task_ids is None else set(task_ids)
+        rows = self.newest() if task is None else self.of_task(task)
+        rows = rows.filter(**{key: each for key, each in conditions.items() if each is not None})
+        with reading(even_if_off=True):
+            if since is not None:
+                rows = rows.since(django_now() - timedelta(seconds=since))
+            return list(rows[:limit])
 
 
 def ago(at: datetime | None) -> float:
@@ -180,11 +292,45 @@ def timestamp(at: datetime) -> float:
     return (make_aware(at, get_default_timezone()) if is_naive(at) else at).timestamp()
 
 
-def open_rows() -> QuerySet[TaskLockEvent]:
-    """Return the rows of holds that have not ended, as far as is known.
+# The loose functions of before, until their last caller uses the methods.
 
-    Ordered by the key: that is the order of the index that holds only these. Any other order lets
-    PostgreSQL read the whole table, since it takes "acquired" and "no outcome" for independent.
-    """
-    first: QuerySet[TaskLockEvent] = only_open(rows())[:OPEN]
-    return first
+
+def stored() -> TaskLockEventQuerySet:
+    from django_singletask.models import TaskLockEvent
+
+    return TaskLockEvent.objects.newest()
+
+
+def rows() -> TaskLockEventQuerySet:
+    with reading():
+        return stored()
+
+
+def last_rows(name: str, limit: int = NEWEST) -> list[TaskLockEvent]:
+    with reading():
+        return list(stored().named(name)[:limit])
+
+
+def usual_hold(name: str, task: str = "") -> UsualHold | None:
+    return stored().usual_hold(name, task)
+
+
+def find(**facts: Any) -> list[TaskLockEvent]:
+    return stored().find(**facts)
+
+
+def names_of_key(key: str) -> list[str]:
+    with reading(even_if_off=True):
+        return [name for name in [stored().name_of_key(key)] if name]
+
+
+def of_task(rows: Any, task: str) -> TaskLockEventQuerySet:
+    return rows.of_task(task)
+
+
+def open_rows() -> TaskLockEventQuerySet:
+    return rows().open()[:OPEN]
+
+
+def is_completed(row: TaskLockEvent) -> bool:
+    return row.is_completed

@@ -11,12 +11,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
-from django.db import IntegrityError, connections, models, router, transaction
+from django.db import IntegrityError, models, router, transaction
 from django.db.models import Case, F, Value, When
 from django.utils.timezone import get_default_timezone, make_aware, make_naive
-from django.utils.timezone import now as django_now
 
-from django_singletask.conf import conf
+from django_singletask.history.queries import SWEEPER, TaskLockEventQuerySet
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.liveness import proof_of_death
@@ -28,15 +27,12 @@ from django_singletask.stores import get_store
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
-__all__ = ["old_rows", "only_open", "prune", "sweep", "write"]
+__all__ = ["SWEEPER", "old_rows", "only_open", "prune", "sweep", "write"]
 
 logger = logging.getLogger("django_singletask")
 
 TROUBLE = frozenset({"expired", "lost", "cleared"})
 COUNTED = frozenset({"skipped", "duplicate"})
-
-SWEEPER = "django_singletask.sweep"
-"""Name of the lock of the worker that sweeps."""
 
 BATCH = 500
 """Rows a statement: SQLite takes so many parameters."""
@@ -107,10 +103,8 @@ class Batch:
             _count(repeats, self.again)
 
 
-def _objects() -> models.QuerySet[TaskLockEvent]:
-    """Return the rows where they are written: a replica may not have them yet."""
-    rows: models.QuerySet[TaskLockEvent] = _model().objects.using(router.db_for_write(_model()))
-    return rows
+def _objects() -> TaskLockEventQuerySet:
+    return _model().objects.primary()
 
 
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")  # PostgreSQL's text holds neither
@@ -243,15 +237,9 @@ def _raise_count(repeats: list[LockEvent], again: bool) -> bool:
     return False
 
 
-def only_open(rows: models.QuerySet[TaskLockEvent]) -> models.QuerySet[TaskLockEvent]:
-    """Return those of these rows whose hold goes on, in the order of their index."""
-    found: models.QuerySet[TaskLockEvent] = rows.filter(kind="acquired", outcome="")
-    if connections[rows.db].vendor == "sqlite":
-        # It has to read the condition of the index in the statement, and to be told that many
-        # rows meet it: else an index of one column looks better.
-        found = rows.extra(where=["likely(kind = 'acquired') AND likely(outcome = '')"])
-    ordered: models.QuerySet[TaskLockEvent] = found.order_by("key")
-    return ordered
+def only_open(rows: Any) -> TaskLockEventQuerySet:
+    # Of before, until its last caller uses the method.
+    return rows.open()
 
 
 def sweep() -> None:
@@ -263,7 +251,7 @@ def sweep() -> None:
     """
     now = datetime.now(timezone.utc)
     still_open, down = set(), {}
-    for row in only_open(_objects()).iterator():
+    for row in _objects().open().iterator():
         still_open.add(row.pk)
         over = _aware(row.at) + timedelta(seconds=row.timeout) <= now
         if over and row.cache in settings.CACHES and row.cache not in down:
@@ -322,16 +310,9 @@ def _aware(at: datetime) -> datetime:
     return at if settings.USE_TZ else make_aware(at, get_default_timezone())
 
 
-def old_rows(older_than: float | None = None) -> models.QuerySet[TaskLockEvent]:
-    """Return the rows that :func:`prune` deletes; open ones stay, however old."""
-    seconds = conf.history_days * 86_400 if older_than is None else older_than
-    since = django_now() - timedelta(seconds=seconds)
-    old = _objects().filter(at__lt=since).exclude(kind="acquired", outcome="")
-    # What began before, and went on until later, is not that old.
-    rows: models.QuerySet[TaskLockEvent] = old.exclude(ended_at__gte=since).exclude(
-        last_at__gte=since
-    )
-    return rows
+def old_rows(older_than: float | None = None) -> TaskLockEventQuerySet:
+    # Of before, until its last caller uses the method.
+    return _objects().older_than(older_than)
 
 
 def prune(
@@ -346,7 +327,7 @@ def prune(
     In small batches, each a transaction of its own; at most ``limit`` rows. ``progress`` is
     called after each with the number of rows deleted so far, which is what is returned.
     """
-    old, deleted = old_rows(older_than).order_by("at"), 0
+    old, deleted = _objects().older_than(older_than).order_by("at"), 0
     rest = old
     while batch := batch if limit is None else min(batch, limit - deleted):
         rows = list(rest.values_list("pk", "at", "token")[:batch])

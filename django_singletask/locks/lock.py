@@ -477,7 +477,7 @@ def _result(exc: BaseException | None) -> str:
     if isinstance(exc, Retry):
         return "retried"
     if isinstance(exc, Postponed):
-        return "put_off"
+        return "postponed"
     if isinstance(exc, (Ignore, Reject)):
         return "ignored"
     return "raised" if exc else "returned"

@@ -10,7 +10,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from django_singletask.management.tables import printable
-from django_singletask.models import Kind, Outcome
+from django_singletask.models import HoldOutcome, Kind
 from django_singletask.operators.words import parse_duration
 
 __all__ = ["add_actions"]
@@ -68,7 +68,7 @@ def add_actions(actions: Any) -> None:
 
     history.add_argument("--task", help="only what happened to locks of this task")
     history.add_argument("--kind", choices=Kind.values, help="only what is of this kind")
-    history.add_argument("--outcome", choices=Outcome.values, help="only holds that ended so")
+    history.add_argument("--outcome", choices=HoldOutcome.values, help="only holds that ended so")
     history.add_argument("--since", type=span, metavar="2h", help="only what is no older")
     history.add_argument(
         "--limit", type=count, default=50, metavar="50", help="at most so many rows (50)"

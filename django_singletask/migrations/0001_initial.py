@@ -54,7 +54,7 @@ class Migration(migrations.Migration):
                             ("raised", "raised"),
                             ("retried", "retried"),
                             ("ignored", "ignored"),
-                            ("put_off", "put off"),
+                            ("postponed", "postponed"),
                         ],
                         max_length=10,
                         verbose_name="result",
