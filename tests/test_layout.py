@@ -46,7 +46,6 @@ NOT_YET: set[str] = {
     "django_singletask.admin.history",
     "django_singletask.admin.pages",
     "django_singletask.conf",
-    "django_singletask.exceptions",
     "django_singletask.history.queries",
     "django_singletask.history.recorder",
     "django_singletask.history.writing",
@@ -64,6 +63,7 @@ NOT_YET: set[str] = {
     "django_singletask.operators.server",
     "django_singletask.operators.starving",
     "django_singletask.operators.timeline",
+    "django_singletask.operators.words",
     "django_singletask.stores",
     "django_singletask.stores.base",
     "django_singletask.stores.database",
@@ -200,11 +200,11 @@ class Uses(ast.NodeVisitor):
         text = node.value
         if not isinstance(text, str):
             return
-        for path in (text, f"{self._folder}.{text}"):
-            parts = path.split(".")
+        parts = text.split(".")
+        if all(map(str.isidentifier, parts)):
             for end in range(len(parts) - 1, 0, -1):
-                module = ".".join(parts[:end])
-                if module in MODULES and parts[end].isidentifier():
+                path = ".".join(parts[:end])
+                for module in {path, f"{self._folder}.{path}"} & set(MODULES):
                     self.strings.add((module, parts[end]))
                     return
         if "import" in text and PACKAGE in text:
