@@ -11,7 +11,7 @@ from benchmarks import app
 from benchmarks.measure import in_turns
 from benchmarks.report import Check, Table, at_most, compared, figure
 from benchmarks.settings import REDIS
-from django_singletask.locks.keys import call_key
+from django_singletask.locks.keys import Parameters, call_key
 
 OURS = "django-singletask"
 
@@ -19,13 +19,13 @@ OURS = "django-singletask"
 def keys(rounds: int) -> Table:
     def import_feed(feed_id: int, force: bool = False) -> None: ...
 
-    name, signature = "feeds.tasks.import_feed", inspect.signature(import_feed)
+    name, parameters = "feeds.tasks.import_feed", Parameters(inspect.signature(import_feed))
     once = app.app.task(import_feed, name=name, base=app.QueueOnce)
     singleton = app.app.task(import_feed, name=f"{name}_", base=app.Singleton)
     series = in_turns(
         {
             "celery-once": lambda: once.get_key((7, True), {}),
-            OURS: lambda: call_key(name, signature, (7, True), {}),
+            OURS: lambda: call_key(name, parameters, (7, True), {}),
             "celery-singleton": lambda: singleton.generate_lock(name, (7, True), {}),
         },
         rounds,

@@ -230,7 +230,7 @@ def _task(task: SingletonTask) -> Iterator[checks.CheckMessage]:
 
 
 def _lock_on(task: SingletonTask) -> Iterator[checks.CheckMessage]:
-    parameters = task.run_signature.parameters
+    parameters = task.parameters.signature.parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for argument in task.lock_on or ():
@@ -248,7 +248,7 @@ def _lock_name(task: SingletonTask) -> Iterator[checks.CheckMessage]:
     template = task.lock_name
     if not isinstance(template, str):
         return
-    parameters = task.run_signature.parameters
+    parameters = task.parameters.signature.parameters
     extra = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(template)]

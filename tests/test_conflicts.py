@@ -14,7 +14,7 @@ from kombu import Queue
 from django_singletask import LockConflict
 from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import LATEST, key_beside
+from django_singletask.locks.keys import LATEST, LockKey
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task import delivery as conflicts
@@ -267,7 +267,7 @@ class TestRequeue:
 
 def state(task=tasks.rerun):
     """Return the highest number taken and noted."""
-    entry = get_store("redis").read(key_beside(LATEST, task.lock("a").key, task.name))
+    entry = get_store("redis").read(task.lock_key("a", {}, {}).beside(LATEST, task.name).key)
     return None if entry is None else latest.State.decode(entry.value)[1:]
 
 
@@ -440,7 +440,7 @@ class TestRerun:
         assert ran == ["D"]
 
     def test_what_something_else_wrote_there_is_replaced(self, sent, ran):
-        key = key_beside(LATEST, tasks.rerun.lock("a").key, tasks.rerun.name)
+        key = tasks.rerun.lock_key("a", {}, {}).beside(LATEST, tasks.rerun.name).key
         get_store("redis").add(key, b"\xff nonsense", 60)
         back(*self.conflict(sent, "B"))
         assert ran == ["B"]
@@ -457,7 +457,9 @@ class TestRerun:
         assert not {"ticket", "hops"} & retried.options["headers"][HEADER].keys()
 
     def test_each_task_on_a_shared_lock_has_its_own_last(self):
-        keys = {key_beside(LATEST, "singletask:shared:0", task) for task in ("a", "b")}
+        keys = {
+            LockKey("shared", "singletask:shared:0").beside(LATEST, task) for task in ("a", "b")
+        }
         assert len(keys) == 2
 
     @pytest.mark.usefixtures("ran")
@@ -472,7 +474,7 @@ class TestRerun:
         assert back(sent[1]) is None
 
     def test_threads_never_take_the_same_number(self, cache_alias):
-        key = key_beside(LATEST, "singletask:shared:0", "a")
+        key = LockKey("shared", "singletask:shared:0").beside(LATEST, "a").key
         barrier, numbers = threading.Barrier(8), []
 
         def take():

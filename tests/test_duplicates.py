@@ -16,7 +16,7 @@ from django.db import connections, transaction
 from django_singletask import DuplicateTask, TaskLock
 from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import QUEUED, LockKey, key_beside
+from django_singletask.locks.keys import QUEUED, LockKey, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task.delivery import HEADER, LOOKS
@@ -522,11 +522,10 @@ class TestDiscard:
 
 
 def test_keys_beside_a_lock_are_no_lock_of_any_name():
-    key = unique.lock("a").key
-    beside = key_beside(QUEUED, key, unique.name)
+    beside = unique.lock_key(("a",), {}, {}).beside(QUEUED, unique.name).key
     assert beside.startswith("singletask:@queued:tests.testapp.tasks.unique:")
     assert not TaskLock("@queued:x").key.startswith(QUEUED)
-    assert len(key_beside(QUEUED, TaskLock("x" * 255).key, "t" * 500)) <= len("singletask:") + 133
+    assert len(name_key("x" * 255).beside(QUEUED, "t" * 500).key) <= len("singletask:") + 133
 
 
 class TestTrips:

@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
-from django.utils.functional import lazystr
+from django.core.exceptions import AppRegistryNotReady
+from django.utils.functional import lazy, lazystr
 from django.utils.safestring import mark_safe
 from django.utils.translation import gettext_lazy
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from django_singletask.locks.keys import MAX_NAME, LockKey, call_key, name_key
+from django_singletask.locks.keys import AS_SHOWN, MAX_NAME, LockKey, Parameters, call_key, name_key
 
 TASK = "feeds.tasks.import_feed"
 
@@ -38,6 +39,10 @@ class Level(enum.IntEnum):
 
 class Name(str, enum.Enum):
     FIRST = "first"
+
+
+class Zero(enum.IntEnum):
+    NONE = 0
 
 
 Point = namedtuple("Point", "x y")
@@ -56,15 +61,17 @@ def positional_only(a: Any, /, **kwargs: Any) -> None: ...
 
 
 def key_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    return call_key(TASK, inspect.signature(function), args, kwargs).key
+    return call_key(TASK, Parameters(inspect.signature(function)), args, kwargs).key
 
 
 def name_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    return call_key(TASK, inspect.signature(function), args, kwargs).name
+    return call_key(TASK, Parameters(inspect.signature(function)), args, kwargs).name
 
 
 def named(lock_name: Any, *args: Any, shown: str | None = None, **kwargs: Any) -> LockKey:
-    return call_key(TASK, inspect.signature(f), args, kwargs, lock_name=lock_name, shown=shown)
+    return call_key(
+        TASK, Parameters(inspect.signature(f)), args, kwargs, lock_name=lock_name, shown=shown
+    )
 
 
 def sent(value: Any, serializer: str = "json") -> Any:
@@ -188,10 +195,10 @@ values = st.recursive(
 @settings(deadline=None)
 @given(values)
 def test_any_json_message_keeps_name_and_key(value):
-    signature = inspect.signature(f)
+    parameters = Parameters(inspect.signature(f))
     assume(not has_equal_names(value))
-    before = call_key(TASK, signature, [value], {})
-    assert call_key(TASK, signature, sent([value]), {}) == before
+    before = call_key(TASK, parameters, [value], {})
+    assert call_key(TASK, parameters, sent([value]), {}) == before
 
 
 def has_equal_names(value: Any) -> bool:
@@ -205,8 +212,115 @@ def has_equal_names(value: Any) -> bool:
 @settings(deadline=None)
 @given(st.lists(values, max_size=3), st.dictionaries(st.text(), values, max_size=3))
 def test_calls_of_any_signature_have_a_safe_key_and_name(args, kwargs):
-    made = call_key(TASK, inspect.signature(anything), args, kwargs)
+    made = call_key(TASK, Parameters(inspect.signature(anything)), args, kwargs)
     assert_safe(made)
+
+
+# Arguments that equal their defaults
+
+
+def test_name_leaves_out_what_equals_its_default():
+    assert name_of(f, 1, 2, c=None) == name_of(f, 1) == f"{TASK}(a=1)"
+
+
+def test_argument_that_is_added_with_a_default_changes_no_key():
+    def first(a: Any) -> None: ...
+
+    def second(a: Any, b: Any = 2) -> None: ...
+
+    assert key_of(first, 1) == key_of(second, 1) == key_of(second, 1, b=2)
+
+
+@pytest.mark.parametrize("added", [anything, lambda a, *args, b=2, **kwargs: None])
+def test_added_variable_arguments_change_no_key(added):
+    def first(a: Any) -> None: ...
+
+    assert key_of(added, a=1) == key_of(first, 1)
+
+
+@pytest.mark.parametrize(
+    ("default", "equal", "others"),
+    [
+        (0, [Zero.NONE], [False, None, 0.0, -0.0, "0", ""]),
+        (False, [], [0, None, ""]),
+        (1, [], [True, 1.0, "1", Decimal(1)]),
+        (1.0, [], [1, True]),
+        (0.0, [], [-0.0, 0]),
+        (float("nan"), [float("nan")], [None]),
+        (None, [], [0, False, "", [], "None"]),
+        ("red", [Color.RED, mark_safe("red"), lazystr("red")], [b"red"]),
+        ((), [[], ()], [None, {}, set("a")]),
+        ([1, [0]], [(1, (0,))], [[True, [0]], [1, [False]], [1.0, [0]]]),
+        ({"x": 1, "y": {1: 2}}, [{"y": {"1": 2}, "x": 1}], [{"x": True, "y": {1: 2}}, {"x": 1}]),
+        (Decimal("1.10"), ["1.10"], [1.1, Decimal("1.1")]),
+        (datetime.date(2026, 1, 2), ["2026-01-02"], [datetime.datetime(2026, 1, 2)]),
+        (10**300, [10**300], [10**300 + 1]),
+    ],
+    ids=repr,
+)
+def test_only_the_canonical_form_of_the_default_equals_it(default, equal, others):
+    parameters = Parameters(inspect.signature(lambda b=default: None))
+    left_out = call_key(TASK, parameters, (), {})
+    assert {call_key(TASK, parameters, (value,), {}) for value in [default, *equal]} == {left_out}
+    assert left_out not in {call_key(TASK, parameters, (value,), {}) for value in others}
+
+
+@settings(deadline=None)
+@given(values)
+def test_any_json_message_of_a_default_equals_it(value):
+    assume(not has_equal_names(value))
+    parameters = Parameters(inspect.signature(lambda b=value: None))
+    assert call_key(TASK, parameters, sent([value]), {}) == call_key(TASK, parameters, (), {})
+
+
+@settings(deadline=None)
+@given(values, values)
+def test_values_of_two_keys_do_not_equal_each_other_as_defaults(default, value):
+    parameters = Parameters(inspect.signature(lambda b=default: None))
+    left_out = call_key(TASK, parameters, (), {}) == call_key(TASK, parameters, (value,), {})
+    assert left_out == (key_of(f, default) == key_of(f, value))
+
+
+def test_default_that_the_body_changes_is_compared_as_it_was_at_first():
+    def body(a: Any, seen: list[Any] = []) -> None:  # noqa: B006 - the mistake that is tested
+        seen.append(a)
+
+    parameters = Parameters(inspect.signature(body))
+    before = call_key(TASK, parameters, (1, []), {})
+    body(1)
+    assert call_key(TASK, parameters, (1,), {}) == call_key(TASK, parameters, (1, []), {}) == before
+    assert call_key(TASK, parameters, (1, [1]), {}) != before
+
+
+@pytest.mark.parametrize(
+    "default",
+    [object(), [object()], User(pk=1), 10**5000, [10**5000]],
+    ids=["object", "list", "model", "number", "numbers"],
+)
+def test_default_without_stable_form_equals_only_itself(default):
+    parameters = Parameters(inspect.signature(lambda a, b=default: None))
+    left_out = call_key(TASK, parameters, (1,), {})
+    assert left_out.name == f"{TASK}(a=1)"
+    assert call_key(TASK, parameters, (1, default), {}) == left_out
+    assert call_key(TASK, parameters, (1, [0]), {}) != left_out
+    with pytest.raises(TypeError, match=f"argument 'b' of {TASK} holds a builtins.object"):
+        call_key(TASK, parameters, (1, object()), {})
+
+
+def test_default_that_cannot_be_read_yet_equals_only_itself():
+    def unready() -> str:
+        raise AppRegistryNotReady("Apps aren't loaded yet.")
+
+    default = lazy(unready, str)()
+    parameters = Parameters(inspect.signature(lambda b=default: None))
+    left_out = call_key(TASK, parameters, (), {})
+    assert call_key(TASK, parameters, (default,), {}) == left_out
+    assert call_key(TASK, parameters, ("x",), {}) != left_out
+
+
+def test_arguments_as_a_name_shows_them_give_the_key_of_the_call():
+    call = call_key(TASK, Parameters(inspect.signature(f)), (1, 2), {"c": [3]})
+    assert call_key(TASK, AS_SHOWN, (), {"a": 1, "c": [3]}) == call
 
 
 # Distinct calls, distinct keys
@@ -244,12 +358,12 @@ def test_the_same_value_in_another_argument_is_another_call():
 
 
 def test_tasks_do_not_share_keys():
-    signature = inspect.signature(no_arguments)
-    assert call_key("one", signature, (), {}).key != call_key("two", signature, (), {}).key
+    parameters = Parameters(inspect.signature(no_arguments))
+    assert call_key("one", parameters, (), {}).key != call_key("two", parameters, (), {}).key
 
 
 def test_calls_and_names_do_not_share_keys():
-    made = call_key(TASK, inspect.signature(no_arguments), (), {})
+    made = call_key(TASK, Parameters(inspect.signature(no_arguments)), (), {})
     assert name_key(made.name).name == made.name
     assert name_key(made.name).key != made.key
     assert name_key(TASK).key != made.key
@@ -265,9 +379,9 @@ def test_extra_arguments_count_each(call):
 
 
 def test_order_of_extra_keyword_arguments_does_not_matter():
-    signature = inspect.signature(anything)
-    one = call_key(TASK, signature, (), {"x": 1, "y": 2})
-    assert call_key(TASK, signature, (), {"y": 2, "x": 1}) == one
+    parameters = Parameters(inspect.signature(anything))
+    one = call_key(TASK, parameters, (), {"x": 1, "y": 2})
+    assert call_key(TASK, parameters, (), {"y": 2, "x": 1}) == one
 
 
 @pytest.mark.parametrize("function", [anything, positional_only])
@@ -290,32 +404,44 @@ def test_arguments_that_do_not_fit_name_the_task():
 
 
 def test_lock_on_counts_only_its_arguments():
-    key = partial(call_key, TASK, inspect.signature(f), lock_on=["a"])
+    key = partial(call_key, TASK, Parameters(inspect.signature(f)), lock_on=["a"])
     assert key((1, 2), {"c": 3}) == key((1,), {"b": 9})
     assert key((1,), {}).key != key((2,), {}).key
     assert key((1, 2), {"c": 3}).name == f"{TASK}(a=1)"
 
 
+def test_lock_on_leaves_out_what_equals_its_default():
+    key = partial(call_key, TASK, Parameters(inspect.signature(f)), lock_on=["a", "b"])
+    assert key((1,), {}) == key((1, 2), {"c": 3}) == key((1,), {"b": 2})
+    assert key((1,), {}).name == f"{TASK}(a=1)"
+
+
 def test_lock_on_knows_defaults_and_extra_arguments():
-    made = call_key(TASK, inspect.signature(f), (1,), {}, lock_on=["b"])
-    assert made == call_key(TASK, inspect.signature(f), (5, 2), {}, lock_on=["b"])
-    made = call_key(TASK, inspect.signature(anything), (1,), {"x": 1}, lock_on=["x"])
+    made = call_key(TASK, Parameters(inspect.signature(f)), (1,), {}, lock_on=["b"])
+    assert made == call_key(TASK, Parameters(inspect.signature(f)), (5, 2), {}, lock_on=["b"])
+    made = call_key(TASK, Parameters(inspect.signature(anything)), (1,), {"x": 1}, lock_on=["x"])
     assert made.name == f"{TASK}(x=1)"
 
 
 def test_empty_lock_on_is_one_lock_for_the_task():
-    key = partial(call_key, TASK, inspect.signature(f), lock_on=[])
+    key = partial(call_key, TASK, Parameters(inspect.signature(f)), lock_on=[])
     assert key((1,), {}) == key((2, 3), {"c": 4})
     assert key((1,), {}).name == f"{TASK}()"
 
 
 def test_lock_on_may_leave_out_what_has_no_stable_form():
-    call_key(TASK, inspect.signature(f), (1, object()), {}, lock_on=["a"])
+    call_key(TASK, Parameters(inspect.signature(f)), (1, object()), {}, lock_on=["a"])
 
 
 def test_lock_on_of_a_missing_argument_names_it():
     with pytest.raises(TypeError, match=rf"lock_on of {TASK} names 'x'.*it has a, b, c"):
-        call_key(TASK, inspect.signature(f), (1,), {}, lock_on=["a", "x"])
+        call_key(TASK, Parameters(inspect.signature(f)), (1,), {}, lock_on=["a", "x"])
+
+
+@pytest.mark.parametrize("argument", ["x", "kwargs"])
+def test_lock_on_of_an_extra_argument_that_is_not_passed_names_it(argument):
+    with pytest.raises(TypeError, match=rf"lock_on of {TASK} names '{argument}'.*it has args\."):
+        call_key(TASK, Parameters(inspect.signature(anything)), (1,), {}, lock_on=[argument])
 
 
 # lock_name
@@ -325,10 +451,17 @@ def test_format_string_is_filled_from_the_bound_arguments():
     assert named("customer:{a}:{b}", 7) == name_key("customer:7:2")
 
 
+def test_format_string_sees_a_default_without_stable_form():
+    default = Plain()
+    parameters = Parameters(inspect.signature(lambda a, b=default: None))
+    made = call_key(TASK, parameters, (7,), {}, lock_name="customer:{b.number}")
+    assert made == name_key("customer:9")
+
+
 def test_two_tasks_share_a_lock_by_its_name():
-    signature = inspect.signature(f)
-    one = call_key("one", signature, (7,), {}, lock_name="customer:{a}")
-    assert call_key("two", signature, (), {"a": 7}, lock_name="customer:{a}") == one
+    parameters = Parameters(inspect.signature(f))
+    one = call_key("one", parameters, (7,), {}, lock_name="customer:{a}")
+    assert call_key("two", parameters, (), {"a": 7}, lock_name="customer:{a}") == one
 
 
 def test_callable_takes_the_arguments_of_the_call():
@@ -400,7 +533,8 @@ def test_name_too_long_for_a_lock_names_the_option():
 # Without a stable form
 
 
-class Plain: ...
+class Plain:
+    number = 9
 
 
 @dataclasses.dataclass
@@ -485,7 +619,7 @@ def test_pydantic_like_model_is_its_values():
 
 
 def test_name_shows_the_arguments():
-    assert name_of(f, 1, "x") == f"{TASK}(a=1, b='x', c=None)"
+    assert name_of(f, 1, "x") == f"{TASK}(a=1, b='x')"
 
 
 def test_name_of_a_long_call_is_cut():
@@ -496,7 +630,7 @@ def test_name_of_a_long_call_is_cut():
 
 def test_hidden_arguments_are_in_neither_name_nor_key(settings):
     settings.SINGLETASK_RECORD_ARGUMENTS = False
-    made = call_key(TASK, inspect.signature(f), ("secret",), {})
+    made = call_key(TASK, Parameters(inspect.signature(f)), ("secret",), {})
     assert re.fullmatch(rf"{re.escape(TASK)}\(#[0-9a-f]{{8}}\)", made.name)
     assert "secret" not in made.key
 
@@ -523,14 +657,14 @@ def test_hiding_keeps_the_keys_of_calls(settings):
 
 
 def test_own_representation_of_a_call_replaces_its_arguments():
-    signature = inspect.signature(f)
-    made = call_key(TASK, signature, ("secret",), {}, shown="***")
+    parameters = Parameters(inspect.signature(f))
+    made = call_key(TASK, parameters, ("secret",), {}, shown="***")
     assert made == (f"{TASK}(***)", key_of(f, "secret"))
 
 
 def test_own_representation_wins_over_hidden_arguments(settings):
     settings.SINGLETASK_RECORD_ARGUMENTS = False
-    made = call_key(TASK, inspect.signature(f), ("secret",), {}, shown="***")
+    made = call_key(TASK, Parameters(inspect.signature(f)), ("secret",), {}, shown="***")
     assert made.name == f"{TASK}(***)"
 
 
@@ -541,7 +675,9 @@ def test_own_representation_hides_a_formatted_name():
 
 
 def test_own_representation_may_hold_anything():
-    made = call_key(TASK, inspect.signature(f), (1,), {}, shown="x\n\x00\x1b[31m\ud800" + "y" * 300)
+    made = call_key(
+        TASK, Parameters(inspect.signature(f)), (1,), {}, shown="x\n\x00\x1b[31m\ud800" + "y" * 300
+    )
     assert_safe(made)
 
 
@@ -569,7 +705,7 @@ def test_any_name_without_control_characters_gives_a_safe_key(name):
 @settings(deadline=None)
 @given(st.text(st.characters(), max_size=300))
 def test_any_task_name_gives_a_safe_key(task):
-    assert_safe(call_key(task, inspect.signature(no_arguments), (), {}))
+    assert_safe(call_key(task, Parameters(inspect.signature(no_arguments)), (), {}))
 
 
 @pytest.mark.parametrize(
@@ -614,6 +750,6 @@ def test_keys_need_no_md5(monkeypatch):
 def test_keys_stay_the_same_from_release_to_release():
     # A changed key splits the locks of old and new workers while a deployment goes on.
     assert key_of(f, 7, [b"x", {"y": Decimal("1.1")}]) == (
-        "singletask:feeds.tasks.import_feed:dd75f54b30f50f8fbcd02ea22731d94e"
+        "singletask:feeds.tasks.import_feed:2c2f991a7b7a34f3c5c090a1ec7fb765"
     )
     assert name_key("customer:7").key == "singletask:customer:7:e38968b6c8064af128e98ea29efc197d"

@@ -50,7 +50,6 @@ NOT_YET: set[str] = {
     "django_singletask.history.recorder",
     "django_singletask.history.writing",
     "django_singletask.holder",
-    "django_singletask.locks.keys",
     "django_singletask.locks.lock",
     "django_singletask.locks.renewal",
     "django_singletask.management.commands.locks",

@@ -22,7 +22,7 @@ from django_singletask.admin import pages
 from django_singletask.admin.history import TaskLockEventAdmin
 from django_singletask.history.queries import ENOUGH
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import QUEUED, key_beside, name_key
+from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
 from django_singletask.operators import timeline
@@ -156,7 +156,7 @@ def test_expired_row_is_shown_without_a_button(operator):
 
 
 def test_queued_call_is_shown(operator):
-    key = key_beside(QUEUED, name_key("nightly").key, "nightly")
+    key = name_key("nightly").beside(QUEUED, "nightly").key
     holder = put("nightly", key, pid=0, task_id="5d1cb1f6-9f3c")
     [row] = held(operator)
     assert row.startswith("nightly queued ")
@@ -526,7 +526,7 @@ def test_lock_that_memcached_without_history_no_longer_has(operator, settings, e
 
 
 def test_queued_call_is_forgotten(operator):
-    key = key_beside(QUEUED, name_key("nightly").key, "nightly")
+    key = name_key("nightly").beside(QUEUED, "nightly").key
     sent = time.time() - 95
     holder = put("nightly", key, pid=0, task="t", task_id="5d1c", since=sent)
     make(kind="duplicate", count=3, blocked_by=holder.token)

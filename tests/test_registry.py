@@ -13,7 +13,7 @@ from django.db import DatabaseError, InterfaceError, connection
 
 from django_singletask import SingletonTask, TaskLock
 from django_singletask.holder import Holder, this_process
-from django_singletask.locks.keys import QUEUED, key_beside, name_key
+from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
 from django_singletask.operators import names as calls
@@ -115,7 +115,7 @@ def test_entry_beside_that_cannot_be_freed_does_not_hide_that_the_lock_was(on_re
     store = get_store("redis")
     store.add(key, holder.encode(), 30)
     # Of another type: the server refuses to read it.
-    beside = key_beside(QUEUED, key, "t")
+    beside = name_key("nightly").beside(QUEUED, "t").key
     store.client.rpush(store.make_key(beside), "x")
     [shown] = registry._read(store, [key])
     assert clear(shown, actor="ada")

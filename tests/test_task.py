@@ -264,9 +264,26 @@ class TestSending:
             "id": result.id,
             "task": task.name,
             "key": task.lock(1).key,
-            "name": f"{task.name}(a=1, b=2)",
+            "name": f"{task.name}(a=1)",
             "options": {},
         }
+
+    def test_a_default_that_the_body_changes_keeps_the_key(self, app, sent):
+        class Collect(SingletonTask):
+            name = "collect"
+
+            def __init__(self, *numbers):
+                pass  # as a task class may: nothing of the base is called
+
+            def run(self, a, seen=[]):  # noqa: B006 - the mistake that is tested
+                seen.append(a)
+
+        task = app.register_task(Collect(7))
+        before = task.lock(1, []).key
+        task.run(1)
+        task.delay(1)
+        assert sent[0]["headers"][HEADER]["key"] == before
+        assert sent[0]["headers"][HEADER]["name"] == "collect(a=1)"
 
     def test_the_callers_headers_stay(self, task, sent):
         headers = {"trace": "7"}

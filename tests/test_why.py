@@ -12,7 +12,7 @@ from django.db import InterfaceError, connection
 
 from django_singletask import TaskLock
 from django_singletask.holder import Holder, this_process
-from django_singletask.locks.keys import QUEUED, key_beside, name_key, shown_key
+from django_singletask.locks.keys import AS_SHOWN, QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.liveness import started_at
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
@@ -28,7 +28,8 @@ pytestmark = [
 
 TASK = "feeds.tasks.import_feed"
 NAME = f"{TASK}(feed_id=7)"
-KEY = shown_key(TASK, {"feed_id": 7})
+KEY = call_key(TASK, AS_SHOWN, (), {"feed_id": 7}).key
+BESIDE = LockKey(NAME, KEY).beside(QUEUED, TASK).key
 
 
 def hold(name=NAME, key=KEY, *, left=30, ago=134, alias="redis", **facts):
@@ -135,7 +136,7 @@ def test_duplicates_are_no_skipped_runs(skips, words):
     hold()
     if skips:
         skipped(9, 5, skips, name=NAME, key=KEY, blocked_by="9ab2")
-    key = key_beside(QUEUED, KEY, TASK)
+    key = BESIDE
     skipped(9, 3, 2, kind="duplicate", name=NAME, key=key, task=TASK, blocked_by="9ab2")
     assert words in told().replace("\n", " ")
 
@@ -254,7 +255,7 @@ def test_free_locks_of_one_name_are_told_apart():
 
 def test_lock_and_its_queued_call_are_no_two_locks():
     hold(LONG, "singletask:feeds:1")
-    key = key_beside(QUEUED, "singletask:feeds:1", TASK)
+    key = LockKey(LONG, "singletask:feeds:1").beside(QUEUED, TASK).key
     queued = Holder.from_dict({"name": LONG, "task": TASK, "token": "q", "timeout": 60})
     get_store("redis").add(key, queued.encode(), 30)
     assert why(LONG).same_name == []
@@ -268,10 +269,15 @@ def test_task_that_never_ran_is_free():
 
 def test_free_lock_names_those_of_its_task_that_are_held(empty_cache):
     for feed in range(7):
-        key = shown_key(TASK, {"feed_id": feed})
+        key = call_key(TASK, AS_SHOWN, (), {"feed_id": feed}).key
         hold(f"{TASK}(feed_id={feed})", key, token=str(feed), ago=100 - feed)
     hold("other", name_key("other").key, task="other", token="other")
-    ran(90, name=f"{TASK}(feed_id=8)", task=TASK, key=shown_key(TASK, {"feed_id": 8}))
+    ran(
+        90,
+        name=f"{TASK}(feed_id=8)",
+        task=TASK,
+        key=call_key(TASK, AS_SHOWN, (), {"feed_id": 8}).key,
+    )
     others = ", ".join(f"(feed_id={feed})" for feed in range(5))
     text = told(f"{TASK}(feed_id=8)").replace("\n", " ")
     assert f"(feed_id=8). Held with other arguments: {others} and 2 more. Last" in text
@@ -320,7 +326,7 @@ def test_history_off_on_memcached_still_explains_what_is_held(settings, empty_ca
 
 
 def test_queued_call_is_explained():
-    key = key_beside(QUEUED, KEY, TASK)
+    key = BESIDE
     holder = Holder.new(NAME, 3600, task=TASK, task_id="5d1c", retries=0, token="t")
     holder = dataclasses.replace(holder, pid=0, start="", since=time.time() - 3, host="web-1")
     get_store("redis").add(key, holder.encode(), 3597)
@@ -340,11 +346,11 @@ def test_queued_call_is_explained():
 def test_queued_call_behind_a_held_lock_is_explained_too():
     hold_elsewhere()
     queued = Holder.from_dict({"name": "a$b", "token": "q", "task_id": "5d1c", "timeout": 60})
-    get_store("redis").add(key_beside(QUEUED, KEY, TASK), queued.encode(), 30)
+    get_store("redis").add(BESIDE, queued.encode(), 30)
     text = told()
     assert text.startswith("Held for")
     # A shell would read the name otherwise.
-    assert f"clear --queued {key_beside(QUEUED, KEY, TASK)}" in text.replace("'", "")
+    assert f"clear --queued {BESIDE}" in text.replace("'", "")
 
 
 # Unknown

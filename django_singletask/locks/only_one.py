@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
+from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.locks.lock import TaskLock
 
-__all__ = ["only_one", "refuse_deferred"]
+__all__ = ["only_one"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,17 +74,3 @@ def only_one(
             return function(*args, **kwargs) if lock else skip_result
 
     return wrapper
-
-
-def refuse_deferred(function: Any, what: str) -> None:
-    """Raise ``TypeError`` for a function whose call returns before its body has run."""
-    for test, kind in (
-        (inspect.iscoroutinefunction, "a coroutine function"),
-        (inspect.isasyncgenfunction, "an asynchronous generator function"),
-        (inspect.isgeneratorfunction, "a generator function"),
-    ):
-        if test(function):
-            raise TypeError(
-                f"{what}: {function.__qualname__} is {kind}: its lock would be free before its "
-                "body runs. Take a TaskLock inside the body of a plain function instead."
-            )

@@ -20,7 +20,7 @@ from django_singletask.history.queries import (
     usual_hold,
 )
 from django_singletask.history.writing import COUNTED, TROUBLE
-from django_singletask.locks.keys import QUEUED, key_beside
+from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.operators import held as registry
 from django_singletask.operators import names as calls
@@ -167,7 +167,9 @@ def _keys(
         meant, same_name = {*locks[:1]}, locks[1:]
     if meant.issuperset(locks):
         return {*tasks}, []
-    return meant | {key_beside(QUEUED, key, tasks[key]) for key in meant & {*tasks}}, same_name
+    return meant | {
+        LockKey(name, key).beside(QUEUED, tasks[key]).key for key in meant & {*tasks}
+    }, same_name
 
 
 def _told(row: TaskLockEvent, what: str) -> Past:

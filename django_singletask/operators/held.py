@@ -23,7 +23,7 @@ from django_singletask.history.queries import (
 )
 from django_singletask.history.writing import _UNSTORABLE, COUNTED, SWEEPER
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import LATEST, QUEUED, LockKey, key_beside
+from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.lock import TaskLock
 from django_singletask.operators.names import keys_of
@@ -308,7 +308,7 @@ def clear(lock: HeldLock, *, actor: str) -> bool:
 
 
 def _clear_beside(lock: HeldLock, task: str, actor: str) -> None:
-    beside = key_beside(QUEUED, lock.key, task)
+    beside = LockKey(lock.name, lock.key).beside(QUEUED, task).key
     for entry in _read(get_store(conf.cache), [beside]):
         # Of a call that is queued behind this one it stays.
         if entry.holder.task_id == lock.holder.task_id:

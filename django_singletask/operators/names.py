@@ -13,7 +13,7 @@ from celery import current_app
 from django.db import Error
 
 from django_singletask.history.queries import NoHistory, names_of_key, of_task, rows
-from django_singletask.locks.keys import QUEUED, LockKey, key_beside, name_key, shown_key
+from django_singletask.locks.keys import AS_SHOWN, QUEUED, LockKey, call_key, name_key
 from django_singletask.stores.base import PREFIX
 from django_singletask.task.base import SingletonTask
 from django_singletask.task.registered import import_tasks, singleton_tasks
@@ -55,12 +55,12 @@ def locks_of(name: str) -> list[LockKey]:
     if not args:
         with suppress(TypeError, ValueError):
             # As names are shown: all arguments that make the lock, and only those.
-            found.append(LockKey(name, shown_key(task, kwargs)))
+            found.append(call_key(task, AS_SHOWN, (), kwargs))
     with suppress(Exception):  # a callable lock_name may raise anything
         if known := _task(task):
             found.append(known.lock_key(args, kwargs, {}))
     for lock in found:
-        locks += [lock, LockKey(lock.name, key_beside(QUEUED, lock.key, task))]
+        locks += [lock, lock.beside(QUEUED, task)]
     return locks
 
 
@@ -119,7 +119,7 @@ def patterns() -> list[str]:
     _import_tasks()
     found = []
     for name, task in singleton_tasks().items():
-        needed = (each for each in task.run_signature.parameters.values())
+        needed = (each for each in task.parameters.signature.parameters.values())
         given = [f"{each.name}=…" for each in needed if each.default is each.empty]
         found.append(f"{name}({', '.join(given)})")
     return found
@@ -160,7 +160,7 @@ def without_defaults(name: str) -> str:
     task = _task(name.partition("(")[0])
     if task is None:
         return name
-    parameters = task.run_signature.parameters.values()
+    parameters = task.parameters.signature.parameters.values()
     default = {each.name: each.default for each in parameters if each.default is not each.empty}
     call = _call(name) if default else None
     if call is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from celery.contrib.django.task import DjangoTask
@@ -16,9 +16,9 @@ from django.db import transaction
 
 from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import LockKey, call_key
+from django_singletask.locks.deferred import refuse_deferred
+from django_singletask.locks.keys import LockKey, Parameters, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
-from django_singletask.locks.only_one import refuse_deferred
 from django_singletask.task import delivery as conflicts
 from django_singletask.task.delivery import HEADER, POLICIES, QUEUED_AGAIN, own_header
 from django_singletask.task.options import (
@@ -101,6 +101,15 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         if "_decorated" in cls.__dict__ and inspect.isfunction(cls.__dict__.get("lock_name")):
             # A function given in the decorator takes the task's arguments, not the task.
             cls.lock_name = staticmethod(cls.__dict__["lock_name"])
+
+    parameters: Parameters
+    """Of the body: what calls are bound to."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SingletonTask:
+        # Not in __init__: a task class may have one that does not call this one.
+        task: SingletonTask = super().__new__(cls)
+        task.parameters = Parameters(inspect.signature(task.run))
+        return task
 
     # Asking
 
@@ -321,18 +330,13 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         )
         return call_key(
             self.name,
-            self.run_signature,
+            self.parameters,
             args or (),
             kwargs or {},
             lock_on=own.get("lock_on"),
             lock_name=own.get("lock_name"),
             shown=shown,
         )
-
-    @cached_property
-    def run_signature(self) -> inspect.Signature:
-        """The arguments of the body, that calls are bound to."""
-        return inspect.signature(self.run)
 
     def _shown_by(self, request: Any, args: Any, kwargs: Any) -> str | None:
         # Celery always sends a representation of the arguments. One that is not what it would

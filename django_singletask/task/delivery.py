@@ -17,7 +17,7 @@ except ImportError:  # Celery 5.4
     detect_quorum_queues = None  # type: ignore[assignment]
 
 from django_singletask.exceptions import Dropped, Postponed
-from django_singletask.locks.keys import LATEST, LockKey, key_beside
+from django_singletask.locks.keys import LATEST, LockKey
 from django_singletask.locks.lock import TaskLock
 from django_singletask.stores import Store
 from django_singletask.task.rerun import Ticket, is_superseded, take_ticket
@@ -155,7 +155,7 @@ def _run(
 
 
 def _latest(task: SingletonTask, lock: TaskLock) -> tuple[Store, str]:
-    return lock._store(), key_beside(LATEST, lock.key, task.name)
+    return lock._store(), LockKey(lock.name, lock.key).beside(LATEST, task.name).key
 
 
 def _put_off_as_the_latest(

@@ -14,7 +14,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django_singletask.conf import MAX_LEASE, conf
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
-from django_singletask.locks.keys import QUEUED, LockKey, key_beside
+from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.lock import CORPSES, TaskLock
 from django_singletask.locks.renewal import clock
@@ -61,7 +61,7 @@ class QueuedCall:
         self.task = task
         self.until = task.option("unique_until", options)
         self.unique_for: float = task.option("unique_for", options)
-        beside = LockKey(key.name, key_beside(QUEUED, key.key, task.name))
+        beside = key.beside(QUEUED, task.name)
         self.entry = Entry(beside, timeout=task.option("lock_timeout", options))
         self.entry._alias = conf.cache
         self.value: bytes | None = None
@@ -199,8 +199,9 @@ def discard(task: str, header: Mapping[str, Any]) -> None:
     key, queued = header.get("key"), header.get("queued")
     if key and queued:
         value = str(queued).encode()
+        beside = LockKey(header["name"], key).beside(QUEUED, task)
         lease = Holder.decode(value).timeout
-        renewal.owe(conf.cache, key_beside(QUEUED, key, task), value, lease)
+        renewal.owe(conf.cache, beside.key, value, lease)
 
 
 def delay_of(when: Any) -> float:

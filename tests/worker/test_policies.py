@@ -9,7 +9,7 @@ from celery.result import AsyncResult
 from django.db import connections
 
 from django_singletask.conf import conf
-from django_singletask.locks.keys import LATEST, key_beside
+from django_singletask.locks.keys import LATEST
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task.rerun import State
 from tests.deadline import wait_for
@@ -26,7 +26,7 @@ def values(worker):
 
 def noted(key):
     """Return how many messages that met a conflict are noted."""
-    beside = key_beside(LATEST, tasks.rerun.lock(key).key, tasks.rerun.name)
+    beside = tasks.rerun.lock_key((key,), {}, {}).beside(LATEST, tasks.rerun.name).key
     entry = get_store(conf.cache).read(beside)
     return 0 if entry is None else State.decode(entry.value).noted
 

@@ -20,7 +20,7 @@ from celery.result import AsyncResult
 from django_singletask import DuplicateTask, TaskLock
 from django_singletask.history.writing import SWEEPER
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import LATEST, QUEUED, key_beside
+from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.stores import CannotList, get_store
 from tests import canvases
 from tests.deadline import wait_for
@@ -154,7 +154,9 @@ class Flow:
         except CannotList:
             locks = [lock_of(key).key for key in self.keys]
             names = [f"workflow.{task}.{kind}" for task in ("add", "total") for kind in DROPPING]
-            beside = [key_beside(QUEUED, lock, name) for lock in locks for name in names]
+            beside = [
+                LockKey("", lock).beside(QUEUED, name).key for lock in locks for name in names
+            ]
             return [key for key in locks + beside if store.read(key)]
         holders = [Holder.decode(entry.value) for key, entry in entries if LATEST not in key]
         return [str(holder) for holder in holders if holder.name != SWEEPER]
@@ -393,7 +395,7 @@ def queued():
     def leave(flow, task, *args):
         result = task.apply_async(args, queue=queue)
         assert task.queued(*args).id == result.id
-        beside = key_beside(QUEUED, task.lock(*args).key, task.name)
+        beside = task.lock_key(args, {}, {}).beside(QUEUED, task.name).key
         store = get_store(flow.cache)
         value = store.read(beside).value
         yield result
