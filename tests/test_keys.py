@@ -385,10 +385,16 @@ def test_order_of_extra_keyword_arguments_does_not_matter():
 
 
 @pytest.mark.parametrize("function", [anything, positional_only])
-@pytest.mark.parametrize("name", ["a", "args", "kwargs", "**kwargs"])
+@pytest.mark.parametrize("name", ["a", "args", "kwargs", "**a"])
 def test_keyword_argument_that_is_called_as_a_parameter_counts(function, name):
     calls = [{}, {name: 1}, {name: 2}, {name: {"a": 1}}]
     assert len({key_of(function, 1, **kwargs) for kwargs in calls}) == len(calls)
+
+
+def test_keyword_argument_that_is_called_as_another_is_shown_counts():
+    calls: list[dict[str, Any]] = [{"a": 2}, {"**a": 2}, {"****a": 2}, {"a": 2, "**a": 2}]
+    assert len({key_of(positional_only, 1, **kwargs) for kwargs in calls}) == len(calls)
+    assert name_of(positional_only, 1, a=2) == f"{TASK}(a=1, **a=2)"
 
 
 def test_keyword_only_arguments_count():

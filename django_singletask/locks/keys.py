@@ -7,7 +7,7 @@ import inspect
 import re
 import reprlib
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -63,17 +63,19 @@ class Parameters:
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
-        self.extra: str | None = None
-        """The name of ``**kwargs``, if there is one."""
+        self.names = [*signature.parameters]
+        """Of the arguments; those in ``**kwargs`` have any other."""
+        self._extra: str | None = None
         self._defaults: dict[str, Any] = {}
         self._unstable: dict[str, Any] = {}
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                self.extra = name
+                self._extra = name
+                self.names.remove(name)
             elif parameter.default is not parameter.empty:
                 try:
                     self._defaults[name] = canonical(parameter.default)
-                except Exception:  # a translation, for one, may not be made before Django is ready
+                except Exception:  # a translation, for one, cannot be read before Django is ready
                     self._unstable[name] = parameter.default
 
     def bind(
@@ -91,15 +93,11 @@ class Parameters:
         if defaults:
             bound.apply_defaults()
         arguments = bound.arguments
-        if self.extra in arguments:
-            # f(1, a=2) of def f(a, /, **kwargs) has two arguments called a.
-            marker = f"**{self.extra}"
-            twice: dict[str, Any] = {}
-            for name, value in sorted(arguments.pop(self.extra).items()):
-                taken = name in self or name == marker
-                (twice if taken else arguments)[name] = value
-            if twice:
-                arguments[marker] = twice
+        if self._extra in arguments:
+            for name, value in sorted(arguments.pop(self._extra).items()):
+                # f(1, a=2) of def f(a, /, **kwargs) has two arguments called a: a and **a.
+                twice = name in self.names or name.startswith("**")
+                arguments[f"**{name}" if twice else name] = value
         return arguments
 
     def forms(self, task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,9 +117,6 @@ class Parameters:
             if name not in self._defaults or not same(form, self._defaults[name]):
                 forms[name] = form
         return forms
-
-    def __contains__(self, name: str) -> bool:
-        return name != self.extra and name in self.signature.parameters
 
 
 # Binds the arguments that the name of a lock shows, of any task: they have no defaults.
@@ -170,13 +165,12 @@ def call_key(
         return _made_key(f"lock_name={lock_name!r} of {task}", name, lock_name, shown)
     arguments = parameters.bind(task, args, kwargs)
     if lock_on is not None:
-        for name in lock_on:
-            if name not in arguments and name not in parameters:
-                known = parameters.bind(task, args, kwargs, defaults=True)
-                raise TypeError(
-                    f"lock_on of {task} names {name!r}, which is no argument of it; "
-                    f"it has {_listed(known)}."
-                )
+        missing = [name for name in lock_on if name not in {*arguments, *parameters.names}]
+        if missing:
+            raise TypeError(
+                f"lock_on of {task} names {missing[0]!r}, which is no argument of it; "
+                f"it has {', '.join(parameters.names) or 'none'}."
+            )
         arguments = {name: arguments[name] for name in lock_on if name in arguments}
     forms = parameters.forms(task, arguments)
     key = _key(task, "call", task, forms)
@@ -218,12 +212,8 @@ def _format(task: str, template: str, arguments: Mapping[str, Any]) -> str:
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"lock_name={template!r} of {task} cannot be filled from its arguments "
-            f"({_listed(arguments)}): {type(error).__name__}: {error}"
+            f"({', '.join(arguments) or 'none'}): {type(error).__name__}: {error}"
         ) from error
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _made_key(source: str, name: object, public: str, shown: str | None) -> LockKey:
@@ -237,8 +227,8 @@ def _made_key(source: str, name: object, public: str, shown: str | None) -> Lock
     key = name_key(str(name))
     if conf.record_arguments and shown is None:
         return key
-    tail = f"#{_tail(key.key)}"
-    return LockKey(f"{public[: MAX_NAME - len(tail)]}{tail}", key.key)
+    mark = _mark(key.key)
+    return LockKey(f"{public[: MAX_NAME - len(mark)]}{mark}", key.key)
 
 
 _repr = reprlib.Repr()
@@ -248,7 +238,7 @@ _repr.maxdict = _repr.maxlist = 10
 
 def _call_name(task: str, forms: Mapping[str, Any], key: str, shown: str | None) -> str:
     if shown is None and forms and not conf.record_arguments:
-        shown = f"#{_tail(key)}"
+        shown = _mark(key)
     if shown is None:
         shown = ", ".join(f"{name}={_repr.repr(form)}" for name, form in forms.items())
     # A task's name and a call's argsrepr are free text.
@@ -268,5 +258,6 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha256(encode(parts).encode("ascii")).hexdigest()[:32]
 
 
-def _tail(key: str) -> str:
-    return key.rpartition(":")[2][:8]
+def _mark(key: str) -> str:
+    """Return what stands in a name for arguments that must not be shown."""
+    return f"#{key.rpartition(':')[2][:8]}"

@@ -64,13 +64,14 @@ def only_one(
     refuse_deferred(function, "only_one")
     if key is None:
         key = f"{function.__module__}.{function.__qualname__}"
-    # Raises for unusable options now, at decoration.
-    options: dict[str, Any] = {"timeout": timeout, "renew": renew, "wait": wait}
-    TaskLock(key, on_conflict=on_conflict, **options)
+    make_lock = functools.partial(
+        TaskLock, key, timeout=timeout, renew=renew, wait=wait, on_conflict=on_conflict
+    )
+    make_lock()  # raises at decoration, and not at the first call, for options that cannot work
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-        with TaskLock(key, on_conflict=on_conflict, **options) as lock:
+        with make_lock() as lock:
             return function(*args, **kwargs) if lock else skip_result
 
     return wrapper
