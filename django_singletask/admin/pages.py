@@ -33,8 +33,8 @@ from django_singletask.operators.answers import (
     recorded,
     why,
 )
+from django_singletask.operators.errors import without_secrets
 from django_singletask.operators.held import HeldLock, UsualHold
-from django_singletask.operators.probe import without_secrets
 from django_singletask.operators.words import (
     clock_time,
     duration,

@@ -1,4 +1,4 @@
-"""Watch for a monitor: what must be known, held too long, or starving."""
+"""Watch for a monitor: what must be known, is held for too long, or starves."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections.abc import Sequence
 
 from django.core.management.base import CommandError
 
-from django_singletask.history import queries as past
-from django_singletask.management.tables import few, plural, printable
+from django_singletask.history.queries import NoHistory
+from django_singletask.management.tables import few, printable
 from django_singletask.operators import names as calls
-from django_singletask.operators import starving as starvation
 from django_singletask.operators.explain import UnknownLock, why
 from django_singletask.operators.held import HeldLock
-from django_singletask.operators.names import without_defaults
-from django_singletask.operators.words import compact, in_words
+from django_singletask.operators.starving import who_starves
+from django_singletask.operators.words import compact, in_words, plural
 
 __all__ = ["held_over", "is_among", "must_be_known", "starving", "unknown"]
 
 
 def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLock]) -> None:
-    """Raise if what a monitor watches is not there to be watched: a slip of the pen, perhaps."""
+    """Raise if nothing is known of what a monitor watches: its name may be misspelled."""
     try:
         for name in names:
             if not is_among(name, locks):
@@ -34,42 +33,44 @@ def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLo
 
 def unknown(noun: str, name: str, matches: Sequence[str]) -> str:
     """Say that there is no lock or task of a name, and which are like it."""
-    like = ", or ".join(f'"{printable(without_defaults(match))}"' for match in matches)
+    like = ", or ".join(f'"{printable(match)}"' for match in matches)
     hint = f"Did you mean {like}?" if like else "'manage.py locks' lists what is held."
     return f"No {noun} is known as '{printable(name)}'. {hint}"
 
 
 def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
-    """Name the locks that are held for longer than ``limit`` seconds, in a sentence if any is."""
+    """Return a sentence that names the locks held for longer than ``limit`` seconds, if any is."""
     if limit is None:
         return []
-    over = [lock for lock in locks if lock.state in {"held", "dead"} and lock.held_for > limit]
-    told = [f"{without_defaults(lock.name)} ({in_words(lock.held_for)})" for lock in over]
-    return [f"Held for over {compact(limit)}: {few(told)}."] if told else []
+    over = [
+        f"{lock.name} ({in_words(lock.held_for)})"
+        for lock in locks
+        if lock.state in {"held", "dead"} and lock.held_for > limit
+    ]
+    return [f"Held for over {compact(limit)}: {few(over)}."] if over else []
 
 
 def starving(
     names: Sequence[str], task: str | None, limits: tuple[float, int | None] | None
 ) -> tuple[list[str], int]:
-    """Name those that starve for so long, or so many times in a row, in a sentence if any does.
+    """Return a sentence that names the locks that starve, if any does.
 
-    And count the others that were not looked at, which can be only where none is named.
+    And the number of those that were not looked at, which can be only where none is named.
     """
     if limits is None:
         return [], 0
     longer_than, times = limits
     try:
-        shown = {known for name in names for known in calls.names_of(name)}
-        found, more = starvation.who_starves(longer_than, times=times, names=shown, task=task)
-    except past.NoHistory as error:
+        spelled = {each for name in names for each in calls.names_of(name)}
+        states, more = who_starves(longer_than, times=times, names=spelled, task=task)
+    except NoHistory as error:
         raise CommandError(f"--fail-if-starving needs the history. {error}") from error
-    told = [
-        f"{without_defaults(state.name)} ({plural(state.skipped, 'call')} "
-        f"in {in_words(state.unmet)})"
-        for state in found
+    starving = [
+        f"{state.name} ({plural(state.skipped, 'call')} in {in_words(state.unmet)})"
+        for state in states
     ]
     how = f"for {compact(longer_than)}" if times is None else f"{plural(times, 'time')} in a row"
-    return [f"Starving {how} or more: {few(told)}."] if told else [], more
+    return [f"Starving {how} or more: {few(starving)}."] if starving else [], more
 
 
 def is_among(name: str, locks: Sequence[HeldLock]) -> bool:

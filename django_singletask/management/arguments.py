@@ -4,88 +4,115 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from typing import Any
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from django_singletask.management.tables import printable
 from django_singletask.models import HoldOutcome, Kind
 from django_singletask.operators.words import parse_duration
 
-__all__ = ["add_actions"]
+__all__ = ["add_actions", "check_choice"]
+
+NAME = "name or key of a lock, or a call: feeds.tasks.import_feed(7)"
 
 
-def add_actions(actions: Any) -> None:
-    """Add the actions and their options."""
-    add: Callable[..., CommandParser] = actions.add_parser
-    listing = add("list", help="list the locks that are held now (the default)")
-    explaining = add("why", help="say why a lock is held, or is not")
-    clearing = add(
-        "clear",
-        help="free locks; the runs that hold them go on",
-        description="Free locks. The runs that hold them go on, and others can start beside "
-        "them. Each lock is freed only if the holder that was shown still has it.",
+def add_actions(parser: CommandParser) -> None:
+    """Add the actions and their options; without an action the locks are listed."""
+    actions = parser.add_subparsers(
+        dest="action", metavar="list | why | clear | history | probe | prune"
     )
-    history = add("history", help="list what happened to the locks, the latest first")
-    probing = add(
-        "probe", help="let processes race for locks in this cache, and look at its server"
+    parser.set_defaults(names=[], task=None, fail_if_held_over=None, fail_if_starving=None)
+    _add_list(actions.add_parser("list", help="list the locks that are held now (the default)"))
+    why = actions.add_parser("why", help="say why a lock is held, or is not")
+    why.add_argument("name", metavar="LOCK", help=NAME)
+    _add_clear(
+        actions.add_parser(
+            "clear",
+            help="free locks; the runs that hold them go on",
+            description="Free locks. The runs that hold them go on, and others can start beside "
+            "them. Each lock is freed only if the holder that was shown still has it.",
+        )
     )
-    pruning = add("prune", help="delete old history, in small batches")
-
-    name = "name or key of a lock, or a call: feeds.tasks.import_feed(7)"
-    for action in (listing, clearing):
-        action.add_argument("names", nargs="*", metavar="LOCK", help=name)
-    history.add_argument("names", nargs="*", metavar="LOCK", help=f"{name}; or a task id")
-    explaining.add_argument("name", metavar="LOCK", help=name)
-
-    listing.add_argument("--task", help="list the locks of this task")
-    over, hungry = "--fail-if-held-over", "--fail-if-starving"
-    listing.add_argument(
-        over, type=span, metavar="1h", help="exit with 1 if a lock is held for longer"
+    _add_history(
+        actions.add_parser("history", help="list what happened to the locks, the latest first")
     )
-    listing.add_argument(
-        hungry,
+    actions.add_parser("probe", help="find out whether this cache can hold locks")
+    _add_prune(actions.add_parser("prune", help="delete old history, in small batches"))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    for action in actions.choices.values():
+        # A default of the action's own would win over --json before the action.
+        action.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
+        )
+
+
+def _add_list(action: CommandParser) -> None:
+    action.add_argument("names", nargs="*", metavar="LOCK", help=NAME)
+    action.add_argument("--task", help="list the locks of this task")
+    action.add_argument(
+        "--fail-if-held-over",
+        type=span,
+        metavar="1h",
+        help="exit with 1 if a lock is held for longer",
+    )
+    action.add_argument(
+        "--fail-if-starving",
         type=span_or_times,
         metavar="1h|50x",
         help="exit with 1 if for so long, or so many times in a row, a lock's calls were skipped "
         "and none was completed, and the calls go on",
     )
 
-    clearing.add_argument("--token", help="free the lock of this holder only")
-    clearing.add_argument("--task", help="free the locks of this task")
-    clearing.add_argument(
-        "--dead", action="store_true", help="free the locks of processes that are proven dead"
-    )
-    clearing.add_argument("--all", action="store_true", help="free every lock")
-    clearing.add_argument(
-        "--queued",
-        action="store_true",
-        help="instead of locks, forget queued calls, so that equal ones can be sent again",
-    )
-    clearing.add_argument("--yes", action="store_true", help="do not ask")
-    clearing.add_argument("--dry-run", action="store_true", help="show what would be freed")
 
-    history.add_argument("--task", help="only what happened to locks of this task")
-    history.add_argument("--kind", choices=Kind.values, help="only what is of this kind")
-    history.add_argument("--outcome", choices=HoldOutcome.values, help="only holds that ended so")
-    history.add_argument("--since", type=span, metavar="2h", help="only what is no older")
-    history.add_argument(
+def _add_clear(action: CommandParser) -> None:
+    action.add_argument("names", nargs="*", metavar="LOCK", help=NAME)
+    action.add_argument("--token", help="free the lock of this holder only")
+    action.add_argument("--task", help="free the locks of this task")
+    for option, text in {
+        "--dead": "free the locks of processes that are proven dead",
+        "--all": "free every lock",
+        "--queued": "instead of locks, forget queued calls, so that equal ones can be sent again",
+        "--yes": "do not ask",
+        "--dry-run": "show what would be freed",
+    }.items():
+        action.add_argument(option, action="store_true", help=text)
+
+
+def _add_history(action: CommandParser) -> None:
+    action.add_argument("names", nargs="*", metavar="LOCK", help=f"{NAME}; or a task id")
+    action.add_argument("--task", help="only what happened to locks of this task")
+    action.add_argument("--kind", choices=Kind.values, help="only what is of this kind")
+    action.add_argument("--outcome", choices=HoldOutcome.values, help="only holds that ended so")
+    action.add_argument("--since", type=span, metavar="2h", help="only what is no older")
+    action.add_argument(
         "--limit", type=count, default=50, metavar="50", help="at most so many rows (50)"
     )
 
-    probing.add_argument(
-        "--processes", type=racers, default=8, metavar="8", help="processes that race (8)"
-    )
-    probing.add_argument(
-        "--keys", type=count, default=200, metavar="200", help="keys that they race for (200)"
-    )
 
-    pruning.add_argument(
+def _add_prune(action: CommandParser) -> None:
+    action.add_argument(
         "--older-than", type=span, metavar="7d", help="instead of SINGLETASK_HISTORY_DAYS"
     )
-    pruning.add_argument("--limit", type=count, metavar="N", help="delete at most so many rows")
-    pruning.add_argument("--dry-run", action="store_true", help="count what would be deleted")
+    action.add_argument("--limit", type=count, metavar="N", help="delete at most so many rows")
+    action.add_argument("--dry-run", action="store_true", help="count what would be deleted")
+
+
+def check_choice(options: dict[str, Any]) -> None:
+    """Raise if the options of ``clear`` do not say what to clear, or contradict each other."""
+    narrowed = any(options[option] for option in ("names", "token", "task", "dead"))
+    if options["json"] and not (options["yes"] or options["dry_run"]):
+        raise CommandError("--json cannot ask: add --yes or --dry-run.", returncode=2)
+    if not (narrowed or options["all"] or options["queued"]):
+        raise CommandError(
+            "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
+            "or --all. 'manage.py locks' lists what is held.",
+            returncode=2,
+        )
+    if narrowed and options["all"]:
+        raise CommandError(
+            "--all does not go together with a name, --token, --task or --dead.", returncode=2
+        )
 
 
 def span(text: str) -> float:
@@ -110,11 +137,4 @@ def count(text: str) -> int:
     """Read a positive number."""
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= 10**9):
         raise argparse.ArgumentTypeError(f"{printable(text)!r} is no positive number.")
-    return int(text)
-
-
-def racers(text: str) -> int:
-    """Read how many processes race."""
-    if count(text) < 2:
-        raise argparse.ArgumentTypeError("one process alone is no race: at least 2.")
     return int(text)

@@ -8,113 +8,95 @@ import shlex
 import textwrap
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from django_singletask.holder import this_process
-from django_singletask.locks.liveness import is_gone, started_at
-from django_singletask.management.tables import columns, few, plural, printable, width
-from django_singletask.operators.explain import Past, Why
+from django_singletask.holder import describe_run
+from django_singletask.locks.liveness import started_at
+from django_singletask.management.tables import columns, few, printable, width
+from django_singletask.operators.explain import Why
 from django_singletask.operators.held import HeldLock
-from django_singletask.operators.names import without_defaults
 from django_singletask.operators.starving import HOUR
-from django_singletask.operators.words import in_words
+from django_singletask.operators.words import clock_time, in_words, plural
 
 __all__ = ["explain"]
 
-CLOCK = "%H:%M:%S"
+
+class Sentence(NamedTuple):
+    """A sentence, or several, and the command that belongs behind it."""
+
+    text: str
+    command: str = ""
 
 
 def explain(why: Why) -> list[str]:
     """Write what is known of a lock as lines that fit the terminal."""
     lines = []
-    for sentence, command in _sentences(why):
-        whole = printable(f"{sentence} {command}{'.' if command.endswith(')') else ''}".strip())
-        if columns(whole) <= width() or not command:
-            lines += textwrap.wrap(
-                whole, width(), break_long_words=False, break_on_hyphens=False
-            ) or [""]
-        else:
-            # A line that is to be copied stays one.
-            lines += textwrap.wrap(printable(sentence), width(), break_on_hyphens=False)
-            lines.append(f"    {printable(command)}")
+    for text, command in _sentences(why):
+        # A command that is to be copied stays in one line.
+        whole = printable(f"{text} {command}{'.' if command.endswith(')') else ''}".rstrip())
+        fits = not command or columns(whole) <= width()
+        lines += textwrap.wrap(
+            whole if fits else printable(text),
+            width(),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [] if fits else [f"    {printable(command)}"]
     return lines
 
 
-def _sentences(why: Why) -> Iterator[tuple[str, str]]:
-    """Yield sentences, each with a command that belongs behind it, or an empty one."""
+def _sentences(why: Why) -> Iterator[Sentence]:
     if why.same_name:
-        yield (
+        yield Sentence(
             f"{len(why.same_name) + 1} locks have this name, and this is about the one with the "
-            f"key {why.key}. The others: {few(why.same_name)}.",
-            "",
+            f"key {why.key}. The others: {few(why.same_name)}."
         )
     if why.lock is not None:
         yield from _held(why, why.lock)
     elif why.queued is None:
-        yield f"Free: {without_defaults(why.name)}.", ""
+        yield Sentence(f"Free: {why.name}.")
     if why.queued is not None:
         yield from _queued(why.queued)
     if why.others:
-        yield f"Held with other arguments: {few([_arguments(name) for name in why.others])}.", ""
+        yield Sentence(f"Held with other arguments: {few(list(map(_arguments, why.others)))}.")
     for lock in why.expired:
-        yield (
-            f"An open row of the history: {_whose(lock)} took it {_whole(lock.held_for)} ago, "
-            f"for {in_words(lock.holder.timeout)} unless renewed, and the cache has it no more. "
-            f"There is nothing to free. {_if_it_lives(lock)}",
-            "",
-        )
+        yield _expired(lock)
     if why.lock is None:
         yield from _past(why)
     if why.no_history:
-        yield why.no_history, ""
+        yield Sentence(why.no_history)
 
 
-def _held(why: Why, lock: HeldLock) -> Iterator[tuple[str, str]]:
+def _arguments(name: str) -> str:
+    _task, parenthesis, arguments = name.partition("(")
+    return printable(f"{parenthesis}{arguments}" or name, 40)
+
+
+def _held(why: Why, lock: HeldLock) -> Iterator[Sentence]:
+    holder = lock.holder
     if why.death:
         alive = f"dead: {why.death}"
     elif why.alive:
         alive = f"alive: same host{_started(lock)}"
     else:
         alive = "on another host or in another container: it cannot be seen from here"
-    since = f"for {_whole(lock.held_for)} " if lock.holder.since else ""
-    yield f"Held {since}by {_whose(lock)} ({alive}).", ""
-    yield f"{_lease(lock)} {_usual(why)}", ""
-    yield " ".join(filter(None, (_skipped(why, lock), _completed(why)))), ""
+    since = f"for {_whole(lock.held_for)} " if holder.since else ""
+    yield Sentence(f"Held {since}by {holder} ({alive}).")
+    yield Sentence(f"{_lease(lock)} {_usual(why)}")
+    yield Sentence(" ".join(filter(None, (_skipped(why, lock), _completed(why)))))
     yield from _hungry(why, lock)
     if why.death:
-        yield "The next call on this host takes it over. To free it now:", _clear(lock)
+        yield Sentence("The next call on this host takes it over. To free it now:", _clear(lock))
         return
-    if lock.holder.task_id:
-        revoke = f"app.control.revoke({json.dumps(lock.holder.task_id)}, terminate=True)"
-        yield "It is freed when the task ends or its process dies. To stop the task:", revoke
+    if holder.task_id:
+        yield Sentence(
+            "It is freed when the task ends or its process dies. To stop the task:",
+            f"app.control.revoke({json.dumps(holder.task_id)}, terminate=True)",
+        )
     else:
-        yield "It is freed when its block of code ends or its process dies.", ""
-    yield (
-        "To free only the lock (a second run can then start beside this one):",
-        _clear(lock),
-    )
-
-
-def _arguments(name: str) -> str:
-    _task, bracket, arguments = without_defaults(name).partition("(")
-    return printable(f"{bracket}{arguments}" or name, 40)
-
-
-def _whose(lock: HeldLock) -> str:
-    holder = lock.holder
-    who = f"task {holder.task_id}" if holder.task_id else "a lock in code"
-    return f"{who} on {holder.host or 'an unknown host'}, process {holder.pid or 'unknown'}"
-
-
-def _if_it_lives(lock: HeldLock) -> str:
-    # The history knows the host's name and a number, which another process may have by now.
-    there = lock.holder.pid > 0 and not is_gone(lock.holder.pid, "")
-    if lock.holder.host == this_process().host and there:
-        lives = "A process of this number runs on this host: if it is that one, it"
-    else:
-        lives = "If its process lives, that"
-    return (
-        f"{lives} may take the lock again at its next renewal; else a worker's sweep closes "
-        "the row."
+        yield Sentence("It is freed when its block of code ends or its process dies.")
+    yield Sentence(
+        "To free only the lock (a second run can then start beside this one):", _clear(lock)
     )
 
 
@@ -122,9 +104,8 @@ def _started(lock: HeldLock) -> str:
     started = started_at(lock.holder)
     if started is None:
         return ""
-    there = time.localtime(started)
-    same_day = there[:3] == time.localtime()[:3]
-    return f", started {time.strftime(CLOCK if same_day else f'%Y-%m-%d {CLOCK}', there)}"
+    another_day = time.localtime(started)[:3] != time.localtime()[:3]
+    return f", started {clock_time(started, dated=another_day)}"
 
 
 def _lease(lock: HeldLock) -> str:
@@ -153,19 +134,18 @@ def _usual(why: Why) -> str:
 def _skipped(why: Why, lock: HeldLock) -> str:
     if not lock.skipped:
         return "" if lock.skipped is None else "No run was skipped meanwhile."
-    told = []
-    for count, noun, verb in (
-        (lock.skipped - why.duplicates, "run", "skipped"),
-        (why.duplicates, "duplicate", "stopped"),
-    ):
-        if count > 0:
-            told.append(f"{plural(count, noun)} {'was' if count == 1 else 'were'} {verb}")
-    last = (
-        f", {'the last ' if lock.skipped > 1 else ''}{_whole(why.skipped.ago)} ago"
-        if (why.skipped)
-        else ""
-    )
-    return f"{' and '.join(told)} meanwhile{last}."
+    counts = [
+        _counted(lock.skipped - why.duplicates, "run", "skipped"),
+        _counted(why.duplicates, "duplicate", "stopped"),
+    ]
+    last = ""
+    if why.skipped:
+        last = f", {'the last ' if lock.skipped > 1 else ''}{_whole(why.skipped.ago)} ago"
+    return f"{' and '.join(filter(None, counts))} meanwhile{last}."
+
+
+def _counted(count: int, noun: str, verb: str) -> str:
+    return f"{plural(count, noun)} {'was' if count == 1 else 'were'} {verb}" if count > 0 else ""
 
 
 def _completed(why: Why) -> str:
@@ -175,78 +155,79 @@ def _completed(why: Why) -> str:
     return "" if why.no_history else "No completed run is in its history."
 
 
-def _hungry(why: Why, lock: HeldLock | None) -> Iterator[tuple[str, str]]:
-    """Tell of calls that came to nothing, if they are more than is told already."""
+def _hungry(why: Why, lock: HeldLock | None) -> Iterator[Sentence]:
+    """Count the calls that came to nothing, if they are more than those already counted."""
     starving = why.starving
     if starving is not None and starving.skipped > max(1, (lock and lock.skipped) or 0):
         word = "Starving: " if starving.lasts(HOUR) else ""
-        calls, last = plural(starving.skipped, "call"), _whole(starving.last_skip)
-        yield (
-            f"{word}{calls} came to nothing in {_whole(starving.unmet)}, the last {last} ago.",
-            "",
+        yield Sentence(
+            f"{word}{plural(starving.skipped, 'call')} came to nothing in "
+            f"{_whole(starving.unmet)}, the last {_whole(starving.last_skip)} ago."
         )
 
 
-def _clear(lock: HeldLock) -> str:
-    if lock.queued:
-        # Where the cache cannot list, a queued call is found by its name or key alone.
-        return f"manage.py locks clear --queued {_quoted(lock)}"
-    if not lock.holder.token:
-        return f"manage.py locks clear {shlex.quote(lock.key)}"
-    return f"manage.py locks clear --token {shlex.quote(lock.holder.token)}"
-
-
-def _quoted(lock: HeldLock) -> str:
-    """Return the name as a shell takes it, if it can be read then, else the key."""
-    return shlex.quote(lock.key) if set('"$`\\!…') & set(lock.name) else f'"{lock.name}"'
-
-
-def _queued(lock: HeldLock) -> Iterator[tuple[str, str]]:
+def _queued(lock: HeldLock) -> Iterator[Sentence]:
     left = lock.remaining
     if left is None:
         left = max(0.0, lock.holder.timeout - lock.held_for)
-    duplicates = plural(lock.skipped, "duplicate") if lock.skipped else "No duplicate"
-    were = "was" if not lock.skipped or lock.skipped == 1 else "were"
-    told = f" {duplicates} {were} stopped." if lock.skipped is not None else ""
-    yield (
+    stopped = ""
+    if lock.skipped is not None:
+        stopped = (
+            f" {_counted(lock.skipped, 'duplicate', 'stopped') or 'No duplicate was stopped'}."
+        )
+    yield Sentence(
         f"Queued: task {lock.holder.task_id}, sent {_whole(lock.held_for)} ago from "
         f"{lock.holder.host or 'an unknown host'}. It stops equal calls until it has run, for "
-        f"{_whole(left)} more at most.{told}",
-        "",
+        f"{_whole(left)} more at most.{stopped}"
     )
-    yield "To forget it, so that an equal call can be sent beside it:", _clear(lock)
+    yield Sentence("To forget it, so that an equal call can be sent beside it:", _clear(lock))
 
 
-def _past(why: Why) -> Iterator[tuple[str, str]]:
-    facts = []
-    if why.completed is not None:
-        how = "it raised, " if why.completed.what == "raised" else ""
-        facts.append(
-            f"{_completed(why).partition(' (')[0].rstrip('.')}, by {_by(why.completed)} "
-            f"({how}held for {in_words(why.completed.lasted or 0)})."
+def _clear(lock: HeldLock) -> str:
+    """Return the command that frees a lock, or forgets a queued call, and no other one."""
+    if not lock.queued and lock.holder.token:
+        return f"manage.py locks clear --token {shlex.quote(lock.holder.token)}"
+    if not lock.queued:  # something else wrote this entry
+        return f"manage.py locks clear {shlex.quote(lock.key)}"
+    # Where the cache cannot list its entries, a queued call is found by its name or key alone; by
+    # its key if the name is shortened, or a shell would change it between the quotes.
+    unreadable = set('"$`\\!…') & set(lock.name)
+    quoted = shlex.quote(lock.key) if unreadable else f'"{lock.name}"'
+    return f"manage.py locks clear --queued {quoted}"
+
+
+def _expired(lock: HeldLock) -> Sentence:
+    return Sentence(
+        f"An open row of the history: {lock.holder} took it {_whole(lock.held_for)} ago, for "
+        f"{in_words(lock.holder.timeout)} unless renewed, and the cache has it no more. There is "
+        "nothing to free. If its process lives, that may take the lock again at its next renewal; "
+        "else a worker's sweep closes the row."
+    )
+
+
+def _past(why: Why) -> Iterator[Sentence]:
+    completed, skipped = why.completed, why.skipped
+    if completed is not None:
+        run = describe_run(completed.task_id, completed.host, completed.pid)
+        how = "it raised, " if completed.what == "raised" else ""
+        yield Sentence(
+            f"Last completed: {_whole(completed.ago)} ago, by {run} "
+            f"({how}held for {in_words(completed.lasted or 0)})."
         )
     elif not why.no_history:
-        facts.append(_completed(why))
+        yield Sentence(_completed(why))
     if why.usual:
-        facts.append(_usual(why))
-    if why.skipped is not None:
-        behind = f", behind task {why.skipped.task_id}" if why.skipped.task_id else ""
-        what = "found a duplicate" if why.skipped.what == "duplicate" else "skipped"
-        facts.append(f"Last {what}: {_whole(why.skipped.ago)} ago{behind}.")
+        yield Sentence(_usual(why))
+    if skipped is not None:
+        behind = f", behind task {skipped.task_id}" if skipped.task_id else ""
+        what = "found a duplicate" if skipped.what == "duplicate" else "skipped"
+        yield Sentence(f"Last {what}: {_whole(skipped.ago)} ago{behind}.")
     for trouble in sorted(why.troubles, key=lambda trouble: trouble.ago):
+        run = describe_run(trouble.task_id, trouble.host, trouble.pid)
         reason = f"by {trouble.actor}" if trouble.actor else trouble.reason
-        facts.append(
-            f"Last {trouble.what}: {_whole(trouble.ago)} ago, {_by(trouble)}"
-            f"{f' ({reason})' if reason else ''}."
-        )
+        because = f" ({reason})" if reason else ""
+        yield Sentence(f"Last {trouble.what}: {_whole(trouble.ago)} ago, {run}{because}.")
     if not (why.starving or why.no_history):
-        since = " since it was last completed" if why.completed else ""
-        facts.append(f"Not starving: no call was skipped{since}.")
-    for fact in facts:
-        yield fact, ""
+        since = " since it was last completed" if completed else ""
+        yield Sentence(f"Not starving: no call was skipped{since}.")
     yield from _hungry(why, why.queued)
-
-
-def _by(past: Past) -> str:
-    who = f"task {past.task_id}" if past.task_id else "a lock in code"
-    return f"{who} on {past.host or 'an unknown host'}, process {past.pid or 'unknown'}"

@@ -6,7 +6,7 @@ import shutil
 import unicodedata
 from collections.abc import Sequence
 
-__all__ = ["LEFT", "LONG", "RIGHT", "columns", "few", "plural", "printable", "table", "width"]
+__all__ = ["LEFT", "LONG", "RIGHT", "columns", "few", "printable", "table", "width"]
 
 WIDTH = 80
 SHOWN = 5
@@ -28,21 +28,20 @@ def table(
 ) -> list[str]:
     """Lay out rows below their heads.
 
-    A column is ``"left"`` or ``"right"`` and as wide as its texts, or ``"long"``: of these two the
-    last has up to a third of what is left, and the other, of names, the rest. A row's note stands
-    behind its last cell, or below where it does not fit: names need the room more.
+    A column is ``"left"`` or ``"right"`` and as wide as its texts, or ``"long"``. Of the two long
+    ones the last has up to a third of the room that is left, and the first, of names, the rest. A
+    row's note stands behind its last cell, or below where it does not fit.
     """
     first, last = kinds.index(LONG), len(kinds) - 1
     cells = [[printable(cell) for cell in row] for row in (heads, *rows)]
     widths = [max(columns(row[n]) for row in cells) for n in range(len(heads))]
-    fixed = sum(widths[n] for n in range(last) if n != first)
-    left = width() - fixed - 2 * last
-    # Room that the first does not need is the last one's.
+    left = width() - sum(widths[n] for n in range(last) if n != first) - 2 * last
+    # The last may have the room that the first does not need.
     widths[last] = min(widths[last], max(left // 3, left - widths[first]))
     widths[first] = min(widths[first], left - widths[last])
     lines = []
     for row, note in zip(cells, ["", *(notes or [""] * len(rows))], strict=True):
-        # Of two names that begin alike the ends differ, and so do those of pods: cut the middle.
+        # The names of two pods differ at their ends, as those of two locks do: cut the middle.
         fitted = [printable(cell, widths[n]) for n, cell in enumerate(row)]
         fitted[first] = _name(row[first], widths[first])
         gaps = [" " * (widths[n] - columns(cell)) for n, cell in enumerate(fitted)]
@@ -58,10 +57,13 @@ def table(
 
 
 def _name(text: str, width: int) -> str:
-    """Cut the name of a call: what tells it from others is the function and the last arguments."""
-    task, bracket, arguments = text.partition("(")
+    """Cut the name of a call so that the function and the last arguments stay: they tell it apart.
+
+    First the modules go, from the left, then the middle of the arguments.
+    """
+    task, parenthesis, arguments = text.partition("(")
     modules = len(task.rpartition(".")[0])
-    if not (bracket and modules) or columns(text) <= width:
+    if not (parenthesis and modules) or columns(text) <= width:
         return printable(text, width)
     task = f"…{task[min(modules, columns(text) - width) + 1 :]}("
     return printable(f"{task}{arguments}", width, columns(task))
@@ -70,8 +72,8 @@ def _name(text: str, width: int) -> str:
 def printable(text: str, width: int | None = None, beginning: int = 255) -> str:
     """Escape what could steer a terminal, and cut the middle out of what is wider than ``width``.
 
-    Format characters go too: they can turn the direction of what follows. Half of it, but not more
-    than ``beginning``, is of the beginning.
+    Format characters are escaped too: they can turn the direction of what follows. What stays of
+    the beginning is half of ``width``, but not more than ``beginning``.
     """
     if not text.isprintable():
         text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -97,12 +99,7 @@ def columns(text: str) -> int:
     )
 
 
-def few(told: Sequence[str]) -> str:
-    """Write the first of them, and how many more there are."""
-    more = f" and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    return ", ".join(map(printable, told[:SHOWN])) + more
-
-
-def plural(count: int, noun: str) -> str:
-    """Write a count with its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def few(names: Sequence[str]) -> str:
+    """Write the first few names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(printable, names[:SHOWN])) + more

@@ -14,8 +14,8 @@ from django.utils.translation import ngettext
 from django_singletask.conf import conf
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
+from django_singletask.operators.errors import without_secrets
 from django_singletask.operators.held import CannotList, HeldLock, NoHistory
-from django_singletask.operators.probe import without_secrets
 from django_singletask.operators.starving import HOUR
 from django_singletask.operators.words import duration
 

@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from django_singletask.operators.words import plural
 from django_singletask.stores import Store
 
-__all__ = ["Finding", "look_at"]
+__all__ = ["Finding", "compare_clocks", "look_at"]
 
 CLOCKS = 2.0
-"""Seconds that two clocks may be apart before it is worth a warning."""
+"""Seconds by which two clocks may differ before that is worth a warning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,30 +25,23 @@ class Finding:
 
 
 def look_at(store: Store) -> list[Finding]:
-    """Look at the server of a store; what it does not tell is a note."""
-    kind = type(store).__mro__
-    names = {cls.__name__ for cls in kind}
-    if "RedisStore" in names:
-        look = _redis
-    elif "MemcachedStore" in names:
-        look = _memcached
-    elif "DatabaseStore" in names:
-        look = _database
-    else:
-        return []  # in the memory of a process, as the race has shown
-    findings = []
+    """Return what the server of a store says; that it refuses to say more is a note."""
+    # By name, so that no client library is imported for a cache that is not configured.
+    looks = {"RedisStore": _redis, "MemcachedStore": _memcached, "DatabaseStore": _database}
+    classes = (cls.__name__ for cls in type(store).__mro__)
+    look = next((looks[name] for name in classes if name in looks), None)
+    findings: list[Finding] = []
     try:
-        for finding in look(store):
+        for finding in look(store) if look else ():
             findings.append(finding)
-    except Exception as error:  # a managed server may refuse to tell
+    except Exception as error:  # each client has errors of its own
         findings.append(Finding("note", f"the server tells no more: {type(error).__name__}"))
     return findings
 
 
-def _clock(there: float, before: float) -> Finding:
-    now = time.time()
-    # The server looked at its clock between the request and now.
-    apart = there - now if there > now else there - before if there < before else 0.0
+def compare_clocks(there: float, before: float) -> Finding:
+    """Compare the clock of a server, which was read after ``before``, with that of this host."""
+    apart = there - min(max(there, before), time.time())
     if abs(apart) < CLOCKS:
         return Finding("ok", "its clock agrees with that of this host")
     direction = "ahead of" if apart > 0 else "behind"
@@ -64,7 +58,7 @@ def _redis(store: Any) -> Iterator[Finding]:
     yield Finding("note", f"{info.get('server_name', 'redis')} {info.get('redis_version')}")
     before = time.time()
     seconds, micros = client.time()
-    yield _clock(seconds + micros / 1e6, before)
+    yield compare_clocks(seconds + micros / 1e6, before)
     yield _eviction(info)
     if info.get("aof_enabled"):
         yield Finding("ok", "locks survive its restart: AOF is on")
@@ -78,26 +72,25 @@ def _redis(store: Any) -> Iterator[Finding]:
     if replicas:
         yield Finding(
             "warning",
-            f"{replicas} replica{'s' if replicas > 1 else ''}, which lag: a failover can forget "
-            "the latest locks, and a second run can start beside their holders",
+            f"{plural(replicas, 'replica')}, which lag: a failover can forget the latest locks, "
+            "and a second run can start beside their holders",
         )
 
 
 def _eviction(info: dict[str, Any]) -> Finding:
-    policy, limit = info.get("maxmemory_policy"), int(info.get("maxmemory") or 0)
-    if policy == "noeviction":
-        return Finding("ok", "it evicts nothing: maxmemory-policy is noeviction")
+    policy = info.get("maxmemory_policy")
     if policy is None:
         return Finding("note", "it does not tell its maxmemory-policy")
-    if not limit:
-        return Finding(
-            "note", f"it evicts nothing as it has no maxmemory, but its policy is {policy}"
-        )
-    evicted = info.get("evicted_keys", 0)
+    if policy == "noeviction":
+        return Finding("ok", "it evicts nothing: maxmemory-policy is noeviction")
+    if not int(info.get("maxmemory") or 0):
+        text = f"it evicts nothing as it has no maxmemory, but its policy is {policy}"
+        return Finding("note", text)
     return Finding(
         "warning",
-        f"maxmemory-policy {policy} evicts locks too when the memory is full ({evicted} keys so "
-        "far): use noeviction, and a server for the locks alone",
+        f"maxmemory-policy {policy} evicts locks too when the memory is full "
+        f"({info.get('evicted_keys', 0)} keys so far): use noeviction, and a server for the locks "
+        "alone",
     )
 
 
@@ -110,14 +103,14 @@ def _saves(client: Any, info: dict[str, Any]) -> bool:
 
 def _memcached(store: Any) -> Iterator[Finding]:
     before = time.time()
-    servers = list(_stats(store.client))
-    for server, stats in servers:
+    servers = dict(_stats(store.client))
+    for server, stats in servers.items():
         if not stats:
             yield Finding("unfit", f"{server} does not answer")
             continue
-        yield Finding("note", f"memcached {_text(stats, 'version')}")
-        yield _clock(float(int(_text(stats, "time"))) + 0.5, before)
-        evictions = int(_text(stats, "evictions") or 0)
+        yield Finding("note", f"memcached {stats['version']}")
+        yield compare_clocks(int(stats["time"]) + 0.5, before)
+        evictions = int(stats.get("evictions", 0))
         if evictions:
             yield Finding(
                 "warning",
@@ -127,8 +120,6 @@ def _memcached(store: Any) -> Iterator[Finding]:
         else:
             yield Finding("ok", "it has evicted nothing yet; if its memory is full it evicts locks")
         yield Finding("note", "a restart forgets all locks, and it cannot list them")
-        if "oldest" in stats:
-            yield Finding("note", f"its oldest entry is {stats['oldest']} s old")
     if len(servers) > 1:
         yield Finding(
             "warning",
@@ -137,38 +128,23 @@ def _memcached(store: Any) -> Iterator[Finding]:
         )
 
 
-def _stats(client: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    if hasattr(client, "get_stats"):  # pylibmc, which cannot read the age of the entries
-        for server, found in client.get_stats():
-            # Of a server that does not answer it makes a table of zeros.
-            yield _str(server).partition(" ")[0], found if found.get("pid") != b"-1" else {}
+def _stats(client: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    if hasattr(client, "get_stats"):  # pylibmc
+        for server, stats in client.get_stats():
+            texts = _texts(stats)
+            # libmemcached makes such numbers up for a server that does not answer.
+            yield _text(server).partition(" ")[0], texts if texts.get("pid") != "-1" else {}
     else:
-        for server, one in client.clients.items():
-            yield str(server), _with_age(one.stats(), one.stats("items"))
+        for server, each in client.clients.items():
+            yield str(server), _texts(each.stats())
 
 
-def _with_age(stats: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    ages = [int(_str(value)) for name, value in items.items() if _str(name).endswith(":age")]
-    return {**stats, "oldest": max(ages)} if ages and stats else stats
+def _texts(stats: dict[Any, Any]) -> dict[str, str]:
+    return {_text(name): _text(value) for name, value in stats.items()}
 
 
-def _text(stats: dict[Any, Any], name: str) -> str:
-    return _str(stats.get(name.encode(), stats.get(name, "")))
-
-
-def _str(value: Any) -> str:
+def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-CLOCK = {
-    "postgresql": "SELECT extract(epoch FROM clock_timestamp())",
-    "mysql": "SELECT UNIX_TIMESTAMP(NOW(6))",
-    "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
-}
-ISOLATION = {
-    "postgresql": "SELECT current_setting('transaction_isolation')",
-    "mysql": "SELECT @@transaction_isolation",
-}
 
 
 def _database(store: Any) -> Iterator[Finding]:
@@ -179,8 +155,13 @@ def _database(store: Any) -> Iterator[Finding]:
 
     version = ".".join(map(str, connection.get_database_version()))
     yield Finding("note", f"{connection.display_name} {version}")
+    clocks = {
+        "postgresql": "SELECT extract(epoch FROM clock_timestamp())",
+        "mysql": "SELECT UNIX_TIMESTAMP(NOW(6))",
+        "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
+    }
     before = time.time()
-    yield _clock(float(ask(CLOCK[vendor])), before)
+    yield compare_clocks(float(ask(clocks[vendor])), before)
     if connection.get_autocommit():
         yield Finding("ok", "locks are written in autocommit, on a connection of their own")
     else:
@@ -188,6 +169,8 @@ def _database(store: Any) -> Iterator[Finding]:
     if vendor == "sqlite":
         yield Finding("note", "an SQLite file is shared by the processes of one host only")
         return
-    maria = getattr(connection, "mysql_is_mariadb", False)
-    isolation = ask("SELECT @@tx_isolation" if maria else ISOLATION[vendor])
-    yield Finding("note", f"isolation is {str(isolation).lower()}")
+    isolation = "SELECT current_setting('transaction_isolation')"
+    if vendor == "mysql":
+        maria = connection.mysql_is_mariadb
+        isolation = f"SELECT @@{'tx' if maria else 'transaction'}_isolation"
+    yield Finding("note", f"isolation is {str(ask(isolation)).lower()}")

@@ -1,13 +1,10 @@
-"""``manage.py locks``: everything about the locks that an operator asks, and what he can do."""
+"""``manage.py locks``: what an operator asks about the locks, and what an operator can do."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import errno
 import getpass
 import json
-import logging
 import os
 import socket
 import sys
@@ -17,33 +14,26 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import Error
 
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
-from django_singletask.history import queries as past
-from django_singletask.history.writing import old_rows, prune
-from django_singletask.management import listings
-from django_singletask.management.alarms import (
-    held_over,
-    is_among,
-    must_be_known,
-    starving,
-    unknown,
-)
-from django_singletask.management.arguments import add_actions
+from django_singletask.history.queries import reading
+from django_singletask.history.writing import prune
+from django_singletask.management import alarms, listings
+from django_singletask.management.arguments import add_actions, check_choice
 from django_singletask.management.sentences import explain
-from django_singletask.management.tables import plural, printable
+from django_singletask.management.tables import printable
+from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
 from django_singletask.operators import names as calls
-from django_singletask.operators import probe
+from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.explain import UnknownLock, why
 from django_singletask.operators.held import HeldLock
-from django_singletask.operators.words import compact
+from django_singletask.operators.probe import probe
+from django_singletask.operators.words import compact, plural
 
 __all__ = ["Command"]
 
-NOTHING = "No lock is held."
 LOCMEM = {"django_singletask.E004", "django_singletask.W001"}
 """Checks that say that each process has locks of its own."""
 
@@ -56,16 +46,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the actions; ``list`` is the default."""
-        actions = parser.add_subparsers(
-            dest="action", metavar="list | why | clear | history | probe | prune"
-        )
-        add_actions(actions)
-        parser.add_argument("--json", action="store_true", help="print JSON")
-        for action in actions.choices.values():
-            # Without a default, which would win over --json before the action.
-            action.add_argument(
-                "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
-            )
+        add_actions(parser)
 
     def run_from_argv(self, argv: list[str]) -> None:
         """Run as a process of its own, whose output may end early or lack characters."""
@@ -79,7 +60,7 @@ class Command(BaseCommand):
         except OSError as error:
             if error.errno not in {errno.EPIPE, errno.ENOSPC}:
                 raise
-            # What is left is not written again at exit.
+            # Python would write at exit what is left in the buffer, and fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.EPIPE:
                 sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
@@ -92,7 +73,7 @@ class Command(BaseCommand):
         try:
             if action in ("list", "why", "clear"):
                 _must_be_shared()
-            getattr(self, action)(**options)
+            getattr(self, action)(options)
         except (ImproperlyConfigured, registry.CannotList, registry.NoHistory) as error:
             raise CommandError(printable(str(error))) from error
 
@@ -102,98 +83,79 @@ class Command(BaseCommand):
 
     def print_table(self, lines: Sequence[str]) -> None:
         """Print a table, its head in colour on a terminal."""
-        head, *rows = lines
-        self.stdout.write(self.style.MIGRATE_HEADING(head))
-        for row in rows:
-            self.stdout.write(row)
+        self.stdout.write("\n".join([self.style.MIGRATE_HEADING(lines[0]), *lines[1:]]))
 
-    def list(self, **options: Any) -> None:
-        """Print the locks that are held now; exit with 1 if one is what must not be."""
-        names, task = options.get("names") or (), options.get("task")
+    def list(self, options: dict[str, Any]) -> None:
+        """Print the locks that are held now; exit with 1 on what a monitor must know."""
+        names, task = options["names"], options["task"]
+        held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
         with asking_the_cache():
             locks = registry.held(names, task=task)
-        if options.get("fail_if_held_over") or options.get("fail_if_starving"):
-            with asking_the_cache():
-                must_be_known(names, task, locks)
+            if held_over or starving:
+                alarms.must_be_known(names, task, locks)
         if options["json"]:
-            self.print_json(listings.as_dicts(locks))
+            self.print_json(listings.locks_as_json(locks))
         elif locks:
             self.print_table(listings.held(locks))
         else:
-            self.stdout.write("None of these is held." if names or task else NOTHING)
-        alarms = held_over(locks, options.get("fail_if_held_over"))
-        hungry, more = starving(names, task, options.get("fail_if_starving"))
+            self.stdout.write("None of these is held." if names or task else "No lock is held.")
+        hungry, more = alarms.starving(names, task, starving)
         if more:
             self.stderr.write(
                 f"Not looked at, and perhaps starving: {plural(more, 'more lock')} whose calls "
                 "were skipped lately. Name them, or a --task."
             )
-        alarms += hungry
-        if alarms:
-            raise CommandError(" ".join(alarms))
+        if messages := [*alarms.held_over(locks, held_over), *hungry]:
+            raise CommandError(" ".join(messages))
 
-    def why(self, **options: Any) -> None:
+    def why(self, options: dict[str, Any]) -> None:
         """Print what is known of one lock."""
         try:
             with asking_the_cache():
-                told = why(options["name"])
+                facts = why(options["name"])
         except UnknownLock as error:
-            raise CommandError(unknown("lock", error.name, error.matches)) from error
+            raise CommandError(alarms.unknown("lock", error.name, error.matches)) from error
         if options["json"]:
-            self.print_json(listings.why_as_dict(told))
+            self.print_json({**listings.as_json(facts), "free": facts.lock is None})
         else:
-            self.stdout.write("\n".join(explain(told)))
+            self.stdout.write("\n".join(explain(facts)))
 
-    def clear(self, **options: Any) -> None:
-        """Free the locks that were asked for, after showing them."""
-        names, task, queued = options["names"], options["task"], options["queued"]
-        if options["json"] and not (options["yes"] or options["dry_run"]):
-            raise CommandError("--json cannot ask: add --yes or --dry-run.", returncode=2)
-        narrowed = names or any(options[choice] for choice in ("token", "task", "dead"))
-        if not (narrowed or options["all"] or queued):
-            raise CommandError(
-                "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
-                "or --all. 'manage.py locks' lists what is held.",
-                returncode=2,
-            )
-        if narrowed and options["all"]:
-            raise CommandError(
-                "--all does not go together with a name, --token, --task or --dead.", returncode=2
-            )
+    def clear(self, options: dict[str, Any]) -> None:
+        """Show the locks that were asked for, ask, and free them."""
+        check_choice(options)
+        names, task = options["names"], options["task"]
         with asking_the_cache():
-            if queued and not names:
+            if options["queued"] and not names:
                 registry.must_list()
-            found = registry.held(names, task=task)
-        locks = [lock for lock in found if _is_chosen(lock, **options)]
-        missing = [name for name in names if not is_among(name, locks)]
-        if missing or not locks:
-            with asking_the_cache():
-                told = _not_there(missing, found, **options)
-            if names or task or options["token"]:
-                raise CommandError(told)
-            # Who names nothing has it as he wants it.
-            self.stdout.write("[]" if options["json"] else told)
-            return
+            locks = registry.held(names, task=task)
+            chosen = [lock for lock in locks if _is_chosen(lock, options)]
+            missing = [name for name in names if not alarms.is_among(name, chosen)]
+            if missing or not chosen:
+                text = _not_there(missing, locks, options)
+                if names or task or options["token"]:
+                    raise CommandError(text)
+                # Nothing was named, so finding nothing is not an error.
+                self.stdout.write("[]" if options["json"] else text)
+                return
         if not options["json"]:
-            self.print_table(listings.held(locks))
+            self.print_table(listings.held(chosen))
         if options["dry_run"]:
-            freed = None
-        else:
-            if not options["yes"]:
-                self.confirm(locks, queued)
-            with _told_once(), asking_the_cache():
-                freed = [lock for lock in locks if registry.clear(lock, actor=actor())]
-        self.report(locks, freed, **options)
+            self.report(chosen, None, options)
+            return
+        if not options["yes"]:
+            self.confirm(chosen, options)
+        with asking_the_cache():
+            freed = [lock for lock in chosen if registry.clear(lock, actor=actor())]
+        self.report(chosen, freed, options)
 
-    def confirm(self, locks: Sequence[HeldLock], queued: bool) -> None:
+    def confirm(self, locks: Sequence[HeldLock], options: dict[str, Any]) -> None:
         """Ask; anything but yes ends the command."""
-        question = (
-            f"Forget {plural(len(locks), 'queued call')}? Those that the broker has still run, "
-            "and equal ones can be sent beside them. [y/N] "
-            if queued
-            else f"Free {plural(len(locks), 'lock')}? The runs above go on, "
-            "and others can start beside them. [y/N] "
-        )
+        if options["queued"]:
+            question = f"Forget {plural(len(locks), 'queued call')}? Those that the broker has "
+            question += "still run, and equal ones can be sent beside them. [y/N] "
+        else:
+            question = f"Free {plural(len(locks), 'lock')}? The runs above go on, "
+            question += "and others can start beside them. [y/N] "
         try:
             answer = input(question)
         except EOFError:
@@ -206,109 +168,94 @@ class Command(BaseCommand):
             raise CommandError("Nothing was freed.")
 
     def report(
-        self, locks: Sequence[HeldLock], freed: Sequence[HeldLock] | None, **options: Any
+        self, locks: Sequence[HeldLock], freed: Sequence[HeldLock] | None, options: dict[str, Any]
     ) -> None:
-        """Say what was freed; exit with 1 if a lock was not."""
+        """Say what was freed, or would be (``freed`` is None); exit with 1 if a lock was not."""
         noun, would, done = "lock", "Would free", "Freed"
         if options["queued"]:
             noun, would, done = "queued call", "Would forget", "Forgot"
-        kept = [] if freed is None else [lock for lock in locks if lock not in freed]
         if options["json"]:
             self.print_json(
-                [
-                    {**listings.as_dict(lock), "freed": freed is not None and lock in freed}
-                    for lock in locks
-                ]
+                [{**listings.as_json(lock), "freed": lock in (freed or ())} for lock in locks]
             )
         elif freed is None:
             self.stdout.write(f"{would} {plural(len(locks), noun)}.")
         elif freed:
             self.stdout.write(self.style.SUCCESS(f"{done} {plural(len(freed), noun)}."))
+        kept = (
+            [] if freed is None else [printable(each.name) for each in locks if each not in freed]
+        )
         if kept:
-            names = ", ".join(printable(lock.name) for lock in kept)
             raise CommandError(
-                f"Not freed: {names}. Meanwhile given back, or taken by another holder."
+                f"Not freed: {', '.join(kept)}. The holder that was shown no longer has it."
             )
 
-    def history(self, **options: Any) -> None:
+    def history(self, options: dict[str, Any]) -> None:
         """Print what happened to the locks, the latest first."""
-        names = {name for given in options["names"] for name in calls.names_of(given)}
-        facts = ("task", "kind", "outcome", "since", "limit")
-        # A name that can be no lock's finds nothing, and not all that no name was given for.
-        only = sorted(names) if options["names"] else None
-        narrowed = {fact: options[fact] for fact in facts}
-        rows = past.find(names=only, **narrowed)
-        if only is not None and not rows:
-            # A lock that is no task's has no id, which is empty in its rows.
-            ids = [given for given in options["names"] if given and given.isprintable()]
-            rows = past.find(task_ids=ids, **narrowed)
+        names = options["names"]
+        narrowed = {name: options[name] for name in ("task", "kind", "outcome", "since", "limit")}
+        spelled = {each for name in names for each in calls.names_of(name)}
+        rows = TaskLockEvent.objects.find(names=sorted(spelled) if names else None, **narrowed)
+        if names and not rows:
+            # The id of a lock that is no task's is empty in its rows.
+            ids = [name for name in names if name and name.isprintable()]
+            rows = TaskLockEvent.objects.find(task_ids=ids, **narrowed)
         if conf.history == "off":
             self.stderr.write("SINGLETASK_HISTORY = 'off': only old rows are there.")
         if options["json"]:
-            self.print_json([listings.row_as_dict(row) for row in rows])
+            self.print_json(listings.rows_as_json(rows))
         elif rows:
             self.print_table(listings.history(rows))
         else:
             self.stdout.write("Nothing of this is in the history.")
 
-    def probe(self, **options: Any) -> None:
+    def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
         with asking_the_cache():
-            told = probe.probe(conf.cache, processes=options["processes"], keys=options["keys"])
+            result = probe(conf.cache)
         if options["json"]:
-            self.print_json(dataclasses.asdict(told) | {"fit": told.fit})
+            self.print_json({**listings.as_json(result), "fit": result.fit})
         else:
-            self.stdout.write("\n".join(listings.findings(told)))
-        if not told.fit:
+            self.stdout.write("\n".join(listings.findings(result)))
+        if not result.fit:
             raise CommandError(f"The cache {conf.cache!r} is unfit to hold locks.")
 
-    def prune(self, **options: Any) -> None:
-        """Delete old history, with a word on how far it is."""
-        older_than, limit = options["older_than"], options["limit"]
-        if options["dry_run"]:
-            try:
-                count = old_rows(older_than).count()
-            except Error as error:
-                raise past.unreadable(error) from error
-            count = count if limit is None else min(count, limit)
-            self.told_pruned(count, "Would delete", dry=True, **options)
-            return
-        gone = 0
+    def prune(self, options: dict[str, Any]) -> None:
+        """Delete old history, and say meanwhile how many rows are gone."""
+        older_than, limit, dry_run = options["older_than"], options["limit"], options["dry_run"]
+        shows_progress = self.stdout.isatty() and not options["json"]
+        count = 0
 
-        def tell(deleted: int) -> None:
-            nonlocal gone
-            gone = deleted
-            if self.stdout.isatty() and not options["json"]:
-                self.stdout.write(f"\r{gone} rows deleted …", ending="")
+        def show(deleted: int) -> None:
+            nonlocal count
+            count = deleted
+            if shows_progress:
+                self.stdout.write(f"\r{count} rows deleted …\r", ending="")
                 self.stdout.flush()
 
         try:
-            prune(older_than=older_than, limit=limit, progress=tell)
+            with reading(even_if_off=True):
+                if dry_run:
+                    count = TaskLockEvent.objects.primary().older_than(older_than)[:limit].count()
+                else:
+                    prune(older_than=older_than, limit=limit, progress=show)
         except KeyboardInterrupt:
             self.stdout.write("")
             raise CommandError(
-                f"Interrupted: {plural(gone, 'row')} of the history "
-                f"{'is' if gone == 1 else 'are'} gone. Run it again to go on."
+                f"Interrupted: {plural(count, 'row')} of the history "
+                f"{'is' if count == 1 else 'are'} gone. Run it again to go on."
             ) from None
-        except Error as error:
-            raise past.unreadable(error) from error
-        if self.stdout.isatty() and gone and not options["json"]:
-            self.stdout.write("\r", ending="")
-        self.told_pruned(gone, "Deleted", dry=False, **options)
-
-    def told_pruned(self, count: int, verb: str, *, dry: bool, **options: Any) -> None:
-        """Say how many rows are gone, or would be."""
-        seconds = options["older_than"] or conf.history_days * 86_400
+        seconds = older_than or conf.history_days * 86_400
         if options["json"]:
-            self.print_json({"deleted": count, "older_than": seconds, "dry_run": dry})
+            self.print_json({"deleted": count, "older_than": seconds, "dry_run": dry_run})
         else:
-            older = compact(seconds)
-            self.stdout.write(f"{verb} {plural(count, 'row')} older than {older}.")
+            verb = "Would delete" if dry_run else "Deleted"
+            self.stdout.write(f"{verb} {plural(count, 'row')} older than {compact(seconds)}.")
 
 
 @contextmanager
 def asking_the_cache() -> Iterator[None]:
-    """Tell any error, since each client has errors of its own, as one of asking the cache."""
+    """Turn any error of the cache's client, which has errors of its own, into one message."""
     try:
         yield
     except (
@@ -320,14 +267,11 @@ def asking_the_cache() -> Iterator[None]:
     ):
         raise
     except Exception as error:
-        raise CommandError(
-            f"The cache {conf.cache!r} (SINGLETASK_CACHE) cannot be asked: "
-            f"{type(error).__name__}: {printable(probe.without_secrets(str(error)))}"
-        ) from error
+        raise CommandError(printable(cannot_ask(error))) from error
 
 
 def actor() -> str:
-    """Name who runs the command."""
+    """Name the user who runs the command."""
     try:
         user = getpass.getuser()
     except (ImportError, KeyError, OSError):  # a container may run under a user that has no name
@@ -342,55 +286,34 @@ def _must_be_shared() -> None:
             raise CommandError(f"{message.msg} Those of others cannot be seen. {message.hint}")
 
 
-@contextmanager
-def _told_once() -> Iterator[None]:
-    """Keep what the command says itself from being logged to stderr too.
-
-    That is where Python writes warnings as its last resort, if the project logs them nowhere.
-    """
-
-    def is_untold(record: logging.LogRecord) -> bool:
-        return record.name != "django_singletask" or record.module != "lock"
-
-    resort = logging.lastResort or logging.NullHandler()
-    resort.addFilter(is_untold)
-    try:
-        yield
-    finally:
-        resort.removeFilter(is_untold)
-
-
-def _is_chosen(lock: HeldLock, **options: Any) -> bool:
+def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
     return (
-        (options["token"] is None or lock.holder.token == options["token"])
+        options["token"] in (None, lock.holder.token)
         and lock.queued == options["queued"]
         and lock.state != "expired"
         and (lock.state == "dead" or not options["dead"])
     )
 
 
-def _not_there(missing: Sequence[str], found: Sequence[HeldLock], **options: Any) -> str:
-    """Say that what was asked for is not there, and why if that can be told."""
-    token, task = options["token"], options["task"]
-    found = [lock for lock in found if token in (None, lock.holder.token)]
+def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
+    """Say that what was asked for is not there, and why, where that is known."""
+    token, task, queued, dead = (options[name] for name in ("token", "task", "queued", "dead"))
+    locks = [lock for lock in locks if token in (None, lock.holder.token)]
     asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
-    if options["queued"]:
-        what = "Not queued" if asked else "No call is queued"
-    elif options["dead"]:
-        what = "Not held by a dead process" if asked else "No lock is held by a dead process"
+    what = "queued" if queued else "held by a dead process" if dead else "held"
+    what += " by that token" if token and missing else ""
+    if asked:
+        sentences = [f"Not {what}: {', '.join(map(printable, asked))}."]
     else:
-        what = "Not held" if asked else NOTHING.rstrip(".")
-    by = " by that token" if token and missing else ""
-    names = f"{by}: {', '.join(map(printable, asked))}" if asked else ""
-    told = [f"{what}{names}."]
-    if any(lock.state == "expired" for lock in found):
-        told.append("Expired is not held: there is nothing to free.")
-    if any(lock.queued for lock in found) and not (options["queued"] or options["dead"]):
-        told.append("A call is queued: --queued lets an equal one be sent.")
+        sentences = [f"No {'call' if queued else 'lock'} is {what}."]
+    if any(lock.state == "expired" for lock in locks):
+        sentences.append("Expired is not held: there is nothing to free.")
+    if any(lock.queued for lock in locks) and not (queued or dead):
+        sentences.append("A call is queued: --queued lets an equal one be sent.")
     if missing:
         try:
             why(missing[0])
         except UnknownLock as error:
             if error.matches:
-                told.append(unknown("lock", error.name, error.matches))
-    return " ".join(told)
+                sentences.append(alarms.unknown("lock", error.name, error.matches))
+    return " ".join(sentences)
