@@ -13,11 +13,18 @@ from django_singletask.conf import conf
 from django_singletask.locks.keys import name_key
 from django_singletask.models import TaskLockEvent
 
-__all__ = ["ran", "row", "skipped"]
+__all__ = ["before_now", "keep_history_in", "ran", "row", "skipped"]
+
+
+def keep_history_in(settings: Any, alias: str) -> None:
+    """Let the history be written to one of the databases, and read from it; empty it."""
+    router = {"db_for_read": lambda *_, **__: alias, "db_for_write": lambda *_, **__: alias}
+    settings.DATABASE_ROUTERS = [type("Router", (), router)()]
+    TaskLockEvent.objects.all().delete()
 
 
 def before_now(seconds: float) -> datetime:
-    # By the clock that tests can stop.
+    """Return the time that was so many seconds ago, by the clock that tests can stop."""
     at = datetime.fromtimestamp(time.time(), timezone.utc) - timedelta(seconds=seconds)
     return at if settings.USE_TZ else make_naive(at, get_default_timezone())
 

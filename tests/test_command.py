@@ -26,7 +26,6 @@ from django_singletask.management.tables import columns, printable
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
 from django_singletask.operators import names as calls
-from django_singletask.operators import starving as starvation
 from django_singletask.operators.starving import starving
 from django_singletask.stores import get_store
 from django_singletask.task.delivery import HEADER
@@ -425,7 +424,7 @@ def test_clear_works_on_memcached(settings, take, empty_cache):
 def test_memcached_without_history_says_plainly_that_it_cannot(settings, take, arguments):
     settings.SINGLETASK_CACHE = "pymemcache"
     settings.SINGLETASK_HISTORY = "off"
-    with pytest.raises(CommandError, match="cannot list its entries, and with SINGLETASK_HISTORY"):
+    with pytest.raises(CommandError, match=r"cannot list its entries, .* SINGLETASK_HISTORY"):
         locks(*arguments)
 
 
@@ -630,20 +629,6 @@ def test_both_alarms_are_told_at_once():
 def test_alarm_comes_after_the_json():
     hold(since=time.time() - 8000)
     assert json.loads(alarm("--fail-if-held-over", "1h", "--json")[0])
-
-
-def test_more_suspects_than_are_looked_at_are_said(monkeypatch, capsys):
-    monkeypatch.setattr(starvation, "SUSPECTS", 2)
-    for number in range(5):
-        skipped(60, name=f"lock {number}", task="t" if number else "u")
-    locks("list", "--fail-if-starving", "1h")
-    assert capsys.readouterr().err == (
-        "Not looked at, and perhaps starving: 3 more locks whose calls were skipped lately. "
-        "Name them, or a --task.\n"
-    )
-    locks("list", "--fail-if-starving", "1h", "lock 1", "lock 2", "lock 3")
-    locks("list", "--fail-if-starving", "1h", "--task", "u")
-    assert capsys.readouterr().err == ""
 
 
 def test_lock_that_starves_is_watched_by_its_key():

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from django.db import Error
-
-from django_singletask.history.queries import (
-    NoHistory,
-    UsualHold,
-    ago,
-    is_completed,
-    last_rows,
-    names_of_key,
-    rows,
-    timestamp,
-    usual_hold,
-)
-from django_singletask.history.writing import COUNTED, TROUBLE
+from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading, timestamp
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.liveness import is_alive, proof_of_death
-from django_singletask.operators import held as registry
-from django_singletask.operators import names as calls
-from django_singletask.operators.held import CannotList, HeldLock
+from django_singletask.models import TROUBLE, TaskLockEvent
+from django_singletask.operators.held import CannotList, HeldLock, held, look
+from django_singletask.operators.names import is_call, keys_of, locks_of, nearest, patterns
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.stores.base import PREFIX
 
-if TYPE_CHECKING:
-    from django_singletask.models import TaskLockEvent
-
 __all__ = ["Past", "UnknownLock", "Why", "why"]
 
-MATCHES = 500
-"""Names among which those like an unknown one are looked for."""
+MATCHES = 2000
+"""Newest rows among whose names those like an unknown name are looked for."""
+HOLDING = frozenset({"held", "dead"})
+"""States of a lock that somebody has."""
 
 
 class UnknownLock(Exception):
@@ -64,12 +50,13 @@ class Past:
 class Why:
     """What is known of one lock now.
 
-    ``lock`` has it (``held`` or ``dead``), ``queued`` is a call that waits for it, ``expired`` are
-    holds whose end nobody told. ``duplicates`` counts those among the calls that came to nothing
-    because of ``lock``. ``alive`` says whether the holder's process is there: None if that cannot
-    be told from this host; ``death`` is the proof that it is not. ``others`` are the locks that the
-    task of a free one holds with other arguments, ``same_name`` the keys of those that have this
-    name as well. ``no_history`` says why nothing is known of what was; else the rest does.
+    ``lock`` is the held lock (``held`` or ``dead``), ``queued`` the call that waits for it,
+    ``expired`` are holds whose end nobody reported. ``alive`` says whether the holder's process is
+    there, None if that cannot be told from this host; ``death`` is the proof that it is gone.
+    ``duplicates`` counts the duplicates among the calls that ``lock`` was in the way of.
+    ``others`` are the locks that the task holds with other arguments if this one is free,
+    ``same_name`` the keys of other locks with the same name. ``no_history`` says why nothing is
+    known of the past, which the other fields are about; it is empty if the history was read.
     """
 
     name: str
@@ -95,90 +82,90 @@ def why(name: str) -> Why:
 
     Raises :class:`UnknownLock` if there is nothing, and the errors of the cache's client.
     """
-    found = registry.look(name)
-    past: list[TaskLockEvent] = []
-    no_history = ""
+    locks = look(name)
+    rows, no_history = [], ""
     try:
-        past = _past(name, [lock.name for lock in found])
+        rows = _newest_rows(name, locks)
     except NoHistory as error:
         no_history = str(error)
-    if not (found or past or no_history or calls.is_call(name)):
+    if not (locks or rows or no_history or is_call(name)):
         raise UnknownLock(name, _like(name))
-    keys, same_name = _keys(name, found, past)
-    found = [lock for lock in found if lock.key in keys]
-    past = [row for row in past if row.key in keys]
-    lock = next((lock for lock in found if lock.state in {"held", "dead"}), None)
-    queued = next((lock for lock in found if lock.queued), None)
-    expired = [lock for lock in found if lock.state == "expired"]
-    first = lock or queued or next(iter(expired), None)
-    shown = first.name if first else past[0].name if past else name
-    task = (first.holder.task or "") if first else past[0].task if past else name.partition("(")[0]
-    death = proof_of_death(lock.holder) if lock else None
-    completed = next((row for row in past if is_completed(row)), None)
-    skipped = next((row for row in past if row.kind in COUNTED), None)
-    newest = {kind: next((r for r in past if r.kind == kind), None) for kind in sorted(TROUBLE)}
+    keys, same_name = _keys(name, locks, rows)
+    locks = [lock for lock in locks if lock.key in keys]
+    rows = [row for row in rows if row.key in keys]
+    lock = next((lock for lock in locks if lock.state in HOLDING), None)
+    queued = next((lock for lock in locks if lock.queued), None)
+    expired = [lock for lock in locks if lock.state == "expired"]
+    shown, key, task = name, keys_of(name)[0], name.partition("(")[0]
+    if first := lock or queued or next(iter(expired), None):
+        shown, key, task = first.name, first.key, first.holder.task or ""
+    elif rows:
+        shown, key, task = rows[0].name, rows[0].key, rows[0].task
+    skips = [row for row in rows if row.is_counted]
+    behind = [row for row in skips if lock and row.blocked_by == lock.holder.token]
+    newest = {row.kind: row for row in reversed(rows)}
     return Why(
         name=shown,
-        key=first.key if first else past[0].key if past else calls.keys_of(name)[0],
+        key=key,
         lock=lock,
         queued=queued,
         expired=expired,
         alive=is_alive(lock.holder) if lock else None,
-        death=death,
-        usual=usual_hold(shown, task),
-        completed=_told(completed, completed.result) if completed else None,
-        skipped=_told(skipped, skipped.kind) if skipped else None,
-        troubles=[_told(row, kind) for kind, row in newest.items() if row is not None],
-        starving=starvation(shown, past),
+        death=proof_of_death(lock.holder) if lock else None,
+        usual=TaskLockEvent.objects.usual_hold(shown, task),
+        completed=next((_past(row, row.result) for row in rows if row.is_completed), None),
+        skipped=next((_past(row, row.kind) for row in skips), None),
+        troubles=[_past(newest[kind], kind) for kind in sorted(TROUBLE & newest.keys())],
+        starving=starvation(shown, rows),
         others=[] if lock else _others(task),
         same_name=same_name,
-        duplicates=sum(
-            row.count
-            for row in past
-            if lock and row.kind == "duplicate" and row.blocked_by == lock.holder.token
-        ),
+        duplicates=sum(row.count for row in behind if row.kind == "duplicate"),
         no_history=no_history,
     )
 
 
-def _past(name: str, names: list[str]) -> list[TaskLockEvent]:
-    """Return the newest rows of a name, the newest first."""
-    if name.startswith(PREFIX):
-        names = [*names, *names_of_key(name)]
-    else:
-        names = [*names, *(lock.name for lock in calls.locks_of(name))]
-    return next(filter(None, map(last_rows, dict.fromkeys([*names, name]))), [])
+def _newest_rows(name: str, locks: Sequence[HeldLock]) -> list[TaskLockEvent]:
+    """Return the newest rows of the first of these names that has any, the newest first."""
+    names = [lock.name for lock in locks]
+    with reading():
+        if name.startswith(PREFIX):
+            names.append(TaskLockEvent.objects.name_of_key(name))
+        else:
+            names += (lock.name for lock in locks_of(name))
+        for each in dict.fromkeys(filter(None, [*names, name])):
+            if rows := list(TaskLockEvent.objects.named(each)[:NEWEST]):
+                return rows
+    return []
 
 
 def _keys(
-    name: str, found: list[HeldLock], past: list[TaskLockEvent]
+    name: str, locks: Sequence[HeldLock], rows: Sequence[TaskLockEvent]
 ) -> tuple[set[str], list[str]]:
-    """Return the keys of the lock that is meant, and those of others that have its name.
+    """Return the keys of the lock that is meant, and those of other locks with its name.
 
-    Of two long names the parts that are shown may be the same: then the one held is meant, or else
-    the one that was seen last.
+    Two long names may be shown alike. Then the lock that is held is meant, or else the one that
+    was seen last.
     """
-    held_first = sorted(found, key=lambda lock: lock.state not in {"held", "dead"})
+    held_first = sorted(locks, key=lambda lock: lock.state not in HOLDING)
     tasks = {lock.key: lock.holder.task or "" for lock in held_first}
-    tasks = {**tasks, **{row.key: row.task for row in past if row.key not in tasks}}
-    locks = [key for key in tasks if not key.startswith(QUEUED)]
-    meant, same_name = {*calls.keys_of(name)}, []
+    tasks = {**tasks, **{row.key: row.task for row in rows if row.key not in tasks}}
+    lock_keys = [key for key in tasks if not key.startswith(QUEUED)]
+    meant, same_name = {*keys_of(name)}, []
     if not (name.startswith(PREFIX) or meant.intersection(tasks)):
-        meant, same_name = {*locks[:1]}, locks[1:]
-    if meant.issuperset(locks):
+        meant, same_name = {*lock_keys[:1]}, lock_keys[1:]
+    if meant.issuperset(lock_keys):
         return {*tasks}, []
     return meant | {
         LockKey(name, key).beside(QUEUED, tasks[key]).key for key in meant & {*tasks}
     }, same_name
 
 
-def _told(row: TaskLockEvent, what: str) -> Past:
+def _past(row: TaskLockEvent, what: str) -> Past:
     at = row.ended_at or row.last_at or row.at
-    whose = row.task_id if row.kind not in COUNTED else row.blocked_by_task_id
     return Past(
         what=what,
         ago=ago(at),
-        task_id=whose,
+        task_id=row.blocked_by_task_id if row.is_counted else row.task_id,
         host=row.host,
         pid=row.pid,
         reason=row.reason,
@@ -188,17 +175,18 @@ def _told(row: TaskLockEvent, what: str) -> Past:
 
 
 def _others(task: str) -> list[str]:
+    """Return the names of the locks that a task holds now, as far as they can be listed."""
     try:
-        locks = registry.held(task=task) if task else []
+        locks = held(task=task) if task else []
     except CannotList:
         return []
-    return [lock.name for lock in locks if lock.state in {"held", "dead"}]
+    return [lock.name for lock in locks if lock.state in HOLDING]
 
 
 def _like(name: str) -> list[str]:
     names: list[str] = []
     with suppress(CannotList):
-        names += (lock.name for lock in registry.held())
-    with suppress(NoHistory, Error):
-        names += rows().values_list("name", flat=True)[: 4 * MATCHES]
-    return calls.nearest(name, names) or calls.nearest(name, calls.patterns())
+        names += (lock.name for lock in held())
+    with reading():
+        names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
+    return nearest(name, names) or nearest(name, patterns())

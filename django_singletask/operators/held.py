@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
-
-from django.db import Error
-from django.db.models import Sum
 
 from django_singletask.conf import conf
 from django_singletask.history.queries import (
+    OPEN,
+    SWEEPER,
     NoHistory,
     UsualHold,
-    open_rows,
-    rows,
+    reading,
     timestamp,
-    usual_hold,
 )
-from django_singletask.history.writing import _UNSTORABLE, COUNTED, SWEEPER
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.lock import TaskLock
+from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import keys_of
 from django_singletask.operators.starving import Starving, starving
-from django_singletask.stores import CannotList, Entry, Store, get_store
+from django_singletask.stores import CannotList, Entry, get_store
 
 __all__ = [
     "CannotList",
@@ -38,6 +35,8 @@ __all__ = [
     "UsualHold",
     "clear",
     "held",
+    "look",
+    "must_list",
     "starving",
     "still_held",
     "usual_holds",
@@ -47,7 +46,9 @@ __all__ = [
 logger = logging.getLogger("django_singletask")
 
 USUAL = 30
-"""Locks of which it is looked up how long they usually are held."""
+"""Locks whose usual hold is looked up."""
+UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
+"""Characters that PostgreSQL's texts cannot have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,9 @@ class HeldLock:
     ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
     next call on that host; ``"queued"``, no lock but the entry of a call that stops its
     duplicates; or ``"expired"``, an open row of the history whose first lease is over and whose
-    token the store no longer has: the lock is free, or another's. A worker's sweep closes the row,
-    unless its process lives and takes the lock again, which only a cache that forgot lets it.
+    token the store no longer has: the lock is free, or another holder has it. A worker's sweep
+    closes the row, unless its process lives and takes the lock again, as it may when the cache has
+    forgotten the lock.
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell;
     ``skipped`` counts the runs that this holder was in the way of (of a queued call: its
@@ -71,7 +73,7 @@ class HeldLock:
     held_for: float
     remaining: float | None
     skipped: int | None
-    state: str = "held"
+    state: str
 
     @property
     def queued(self) -> bool:
@@ -82,17 +84,18 @@ class HeldLock:
 def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
     """List the locks that are held, dead, queued or expired, the longest held first.
 
-    ``names`` (see :func:`keys_of`) and ``task`` narrow the list. Read from the store where it can
-    list its entries, else from the open rows of the history, each verified against the store.
-    Raises :class:`CannotList` where there is neither, and the errors of the cache's client.
+    ``names`` (see :func:`keys_of`) and ``task`` narrow the list. A store that cannot list its
+    entries is asked for the keys of the open rows of the history. Raises :class:`CannotList` if
+    there are none to be had, and the errors of the cache's client.
     """
     wanted = {name: keys_of(name) for name in sorted(set(names))}
-    found = _find(get_store(conf.cache), wanted)
+    locks = _find(wanted)
+    locks += _expired({lock.holder.token for lock in locks})
     locks = [
         lock
-        for lock in found + _expired({lock.holder.token for lock in found})
+        for lock in locks
         if lock.name != SWEEPER
-        # While it runs, a call that is unique until it has finished has its lock.
+        # A call that is unique until it has finished has its lock as well while it runs.
         and not (lock.queued and lock.holder.pid)
         and (not wanted or any(lock.name == n or lock.key in keys for n, keys in wanted.items()))
         and (task is None or lock.holder.task == task)
@@ -100,43 +103,24 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
     return sorted(_with_skips(locks), key=lambda lock: (-lock.held_for, lock.name))
 
 
-def _expired(tokens: Collection[str]) -> list[HeldLock]:
-    """Return the holds that the history takes for open although their tokens are not held."""
-    now = time.time()
+def look(name: str) -> list[HeldLock]:
+    """Return what is held, dead, queued or expired under one name, as far as it can be found.
+
+    Raises the errors of the cache's client.
+    """
     try:
-        over = {
-            row.pk: row
-            for row in open_rows()
-            if row.cache in {"", conf.cache}
-            and row.token not in tokens
-            and timestamp(row.at) + row.timeout < now
-        }
-        # Of a run that ended between the look at the store and this one the row is closed by now.
-        # The outcome is looked at here: SQLite would rather read all that have none.
-        still = rows().filter(pk__in=list(over)).order_by().values_list("pk", "outcome")
-        found = [over[pk] for pk, outcome in still if not outcome] if over else []
-    except (NoHistory, Error):
+        return held([name])
+    except CannotList:
         return []
-    return [
-        HeldLock(
-            name=row.name,
-            key=row.key,
-            holder=Holder.from_dict(
-                {
-                    **{field: getattr(row, field) for field in ("token", "name", "host", "pid")},
-                    "task": row.task or None,
-                    "task_id": row.task_id or None,
-                    "since": timestamp(row.at),
-                    "timeout": row.timeout,
-                }
-            ),
-            held_for=now - timestamp(row.at),
-            remaining=None,
-            skipped=None,
-            state="expired",
-        )
-        for row in found
-    ]
+
+
+def still_held(key: str, token: str) -> HeldLock | None:
+    """Return the lock that has this key, or None if this token no longer has it.
+
+    Raises the errors of the cache's client.
+    """
+    locks = (lock for lock in look(key) if lock.state != "expired")
+    return next((lock for lock in locks if (lock.key, lock.holder.token) == (key, token)), None)
 
 
 def must_list() -> None:
@@ -150,175 +134,144 @@ def must_list() -> None:
         ) from error
 
 
-def _find(store: Store, wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
-    try:
-        entries = ((key, entry) for key, entry in store.entries() if not key.startswith(LATEST))
-        return _held(entries)
-    except CannotList:
-        # What is asked for by its key, or by the name of a TaskLock, needs no list.
-        keys = dict.fromkeys(key for keys in wanted.values() for key in keys)
-        direct = _read(store, keys)
-        found = {lock.key for lock in direct}
-        if wanted and all(found.intersection(keys) for keys in wanted.values()):
-            return direct
-        return _read(store, {**keys, **dict.fromkeys(_open_keys())})
-
-
 def usual_holds(locks: Sequence[HeldLock]) -> dict[str, UsualHold]:
     """Return how long runs usually have these locks, by task, or by name of those without one.
 
-    Of the longest held alone, since each costs a query: they can be held for unusually long.
+    Each costs a query, so only the longest held are looked up: a hold that has only begun cannot
+    be an unusually long one.
     """
-    asked: dict[str, UsualHold | None] = {}
+    holds: dict[str, UsualHold | None] = {}
     for lock in sorted(locks, key=lambda lock: -lock.held_for):
-        if lock.state == "held" and whose(lock) not in asked and len(asked) < USUAL:
-            asked[whose(lock)] = usual_hold(lock.name, lock.holder.task or "")
-    return {of: usual for of, usual in asked.items() if usual is not None}
+        if lock.state == "held" and whose(lock) not in holds and len(holds) < USUAL:
+            holds[whose(lock)] = TaskLockEvent.objects.usual_hold(lock.name, lock.holder.task or "")
+    return {owner: usual for owner, usual in holds.items() if usual is not None}
 
 
 def whose(lock: HeldLock) -> str:
-    """Return of what the usual hold of a lock is."""
+    """Return the task, or the name without one, by which the usual hold of a lock is known."""
     return lock.holder.task or lock.name
-
-
-def look(name: str) -> list[HeldLock]:
-    """Return what is held, dead, queued or expired under one name, without listing if possible.
-
-    Raises the errors of the cache's client.
-    """
-    keys = keys_of(name)
-    found = _read(get_store(conf.cache), keys)
-    if not found:
-        # A name that hides its arguments, say, is found only where it stands.
-        with suppress(CannotList):
-            return held([name])
-    expired = _expired({lock.holder.token for lock in found})
-    locks = [*found, *(lock for lock in expired if lock.key in keys or lock.name == name)]
-    return _with_skips([lock for lock in locks if not (lock.queued and lock.holder.pid)])
-
-
-def still_held(key: str, token: str) -> HeldLock | None:
-    """Return the lock that has this key, or None if this token no longer has it.
-
-    Raises the errors of the cache's client.
-    """
-    locks = (lock for lock in look(key) if lock.state != "expired")
-    return next((lock for lock in locks if (lock.key, lock.holder.token) == (key, token)), None)
-
-
-def _read(store: Store, keys: Iterable[str]) -> list[HeldLock]:
-    entries = ((key, store.read(key)) for key in keys)
-    return _held((key, entry) for key, entry in entries if entry is not None)
-
-
-def _held(entries: Iterable[tuple[str, Entry]]) -> list[HeldLock]:
-    judged: dict[tuple[object, ...], bool] = {}  # one process may have many
-    return [_lock(key, entry, judged) for key, entry in entries]
-
-
-def _open_keys() -> list[str]:
-    cannot = f"The cache {conf.cache!r} cannot list its entries, and "
-    hint = " Name a lock by its key, or ask for one lock in code: task.lock(…).holder()."
-    if conf.history == "off":
-        raise CannotList(f"{cannot}with SINGLETASK_HISTORY = 'off' nothing else knows them.{hint}")
-    try:
-        return list(dict.fromkeys(open_rows().values_list("key", flat=True)))
-    except Error as error:
-        raise CannotList(
-            f"{cannot}the history, which knows them, cannot be read: {_first_line(error)}. "
-            f"Has 'manage.py migrate' run?{hint}"
-        ) from error
-
-
-def _lock(key: str, entry: Entry, judged: dict[tuple[object, ...], bool]) -> HeldLock:
-    holder = Holder.decode(entry.value)
-    # Something else may have written the entry: what no database takes, no page can show either.
-    facts = vars(holder).items()
-    changed: Any = {
-        name: _storable(text)
-        for name, text in facts
-        if isinstance(text, str) and _UNSTORABLE.search(text)
-    }
-    if changed:
-        holder = dataclasses.replace(holder, **changed)
-    return HeldLock(
-        name=holder.name or key,
-        key=key,
-        holder=holder,
-        held_for=max(0.0, time.time() - holder.since) if holder.since else 0.0,
-        remaining=entry.remaining,
-        skipped=None,
-        state=_state(key, holder, judged),
-    )
-
-
-def _storable(text: str) -> str:
-    return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _state(key: str, holder: Holder, judged: dict[tuple[object, ...], bool]) -> str:
-    if key.startswith(QUEUED):
-        return "queued"
-    process = (holder.boot_id, holder.pid_ns, holder.pid, holder.start)
-    if process not in judged:
-        judged[process] = proof_of_death(holder) is not None
-    return "dead" if judged[process] else "held"
-
-
-def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:
-    if conf.history == "off" or not locks:
-        return locks
-    tokens = [lock.holder.token for lock in locks if lock.holder.token]
-    skipped: dict[str, int] = {}
-    try:
-        for start in range(0, len(tokens), 500):
-            # The kind is looked at here: SQLite would rather read all that were skipped.
-            part = rows().filter(blocked_by__in=tokens[start : start + 500]).order_by()
-            sums = part.values("blocked_by", "kind").annotate(total=Sum("count"))
-            for token, kind, total in sums.values_list("blocked_by", "kind", "total"):
-                if kind in COUNTED:
-                    skipped[token] = skipped.get(token, 0) + total
-    except Error as error:
-        logger.warning("The skipped runs cannot be counted: %s.", _first_line(error))
-        return locks
-    return [dataclasses.replace(lock, skipped=skipped.get(lock.holder.token, 0)) for lock in locks]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def clear(lock: HeldLock, *, actor: str) -> bool:
     """Free a lock if the holder that was shown still has it; say whether it was freed.
 
-    Of an expired one there is nothing to free, and its row is the sweep's to close. With the lock
-    of a call that is unique until it has finished goes the entry that stops its duplicates: the
-    process that hangs would renew it for ever.
+    An expired lock has nothing to free, and its row is for the sweep to close. If the task is
+    unique until it has finished, the entry that stops duplicates of this call is freed too: the
+    process that hangs would renew it without end.
     """
-    if not _clear(lock.name, lock.key, lock.holder.token, actor):
+    if not _clear(lock, actor):
         return False
     if lock.holder.task and not lock.queued:
+        beside = LockKey(lock.name, lock.key).beside(QUEUED, lock.holder.task).key
         try:
-            _clear_beside(lock, lock.holder.task, actor)
+            for entry in _read([beside]):
+                # The entry of a call that is queued behind this one stays.
+                if entry.holder.task_id == lock.holder.task_id:
+                    _clear(entry, actor)
         except Exception as error:  # each client has errors of its own
-            # The lock itself is free, and who is told otherwise looks for the fault elsewhere.
-            why = f"{type(error).__name__}: {_first_line(error)}"
-            logger.warning("%s was freed, but not the entry of its call: %s.", lock.key, why)
+            # Not raised: the lock itself is free, and the caller must hear that.
+            text = "%s was freed, but not the entry of its call: %s: %s."
+            reason = str(error).partition("\n")[0]
+            logger.warning(text, lock.key, type(error).__name__, reason)
     return True
 
 
-def _clear_beside(lock: HeldLock, task: str, actor: str) -> None:
-    beside = LockKey(lock.name, lock.key).beside(QUEUED, task).key
-    for entry in _read(get_store(conf.cache), [beside]):
-        # Of a call that is queued behind this one it stays.
-        if entry.holder.task_id == lock.holder.task_id:
-            _clear(lock.name, beside, entry.holder.token, actor)
+def _clear(lock: HeldLock, actor: str) -> bool:
+    key = LockKey(lock.name, lock.key)
+    return TaskLock(key).clear(token=lock.holder.token, actor=actor)
 
 
-def _clear(name: str, key: str, token: str, actor: str) -> bool:
-    if "\N{REPLACEMENT CHARACTER}" in token:
-        # It was shown with what can be shown; the entry has it as it is.
-        entry = get_store(conf.cache).read(key)
-        whole = Holder.decode(entry.value).token if entry is not None else ""
-        token = whole if _storable(whole) == token else token
-    return TaskLock(LockKey(name, key)).clear(token=token, actor=actor)
+def _find(wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
+    """Return what the store has under the keys of each wanted name, or else all that it has."""
+    keys = dict.fromkeys(key for keys in wanted.values() for key in keys)
+    locks = _read(keys)
+    held_keys = {lock.key for lock in locks}
+    if wanted and all(held_keys.intersection(keys) for keys in wanted.values()):
+        return locks
+    # A name that hides its arguments, for example, is only found in the list.
+    try:
+        entries = get_store(conf.cache).entries()
+        return [_stored(key, entry) for key, entry in entries if not key.startswith(LATEST)]
+    except CannotList:
+        return _read({**keys, **dict.fromkeys(_open_keys())})
+
+
+def _open_keys() -> list[str]:
+    try:
+        with reading():
+            return list(TaskLockEvent.objects.open().values_list("key", flat=True)[:OPEN])
+    except NoHistory as error:
+        raise CannotList(
+            f"The cache {conf.cache!r} cannot list its entries, and no history says what is held. "
+            f"{error} Name a lock by its key, or ask for one lock in code: task.lock(…).holder()."
+        ) from error
+
+
+def _read(keys: Iterable[str]) -> list[HeldLock]:
+    store = get_store(conf.cache)
+    entries = ((key, store.read(key)) for key in keys)
+    return [_stored(key, entry) for key, entry in entries if entry is not None]
+
+
+def _stored(key: str, entry: Entry) -> HeldLock:
+    holder = Holder.decode(entry.value)
+    # Something else may have written the entry: no query and no page can have these characters.
+    texts: Any = {
+        field: UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+        for field, text in vars(holder).items()
+        if isinstance(text, str) and UNSTORABLE.search(text)
+    }
+    holder = dataclasses.replace(holder, **texts)
+    if key.startswith(QUEUED):
+        return _lock(key, holder, "queued", entry.remaining)
+    return _lock(key, holder, "dead" if proof_of_death(holder) else "held", entry.remaining)
+
+
+def _expired(tokens: Collection[str]) -> list[HeldLock]:
+    """Return the holds that are open in the history although their tokens are not held."""
+    now = time.time()
+    try:
+        with reading():
+            over = [
+                row
+                for row in TaskLockEvent.objects.open()[:OPEN]
+                if row.cache in {"", conf.cache}
+                and row.token not in tokens
+                and timestamp(row.at) + row.timeout < now
+            ]
+            # A run may have ended since the store was read: its row is closed by now.
+            over = TaskLockEvent.objects.still_open(over)
+    except NoHistory:
+        return []
+    return [_lock(row.key, _holder(row), "expired") for row in over]
+
+
+def _holder(row: TaskLockEvent) -> Holder:
+    since, task, task_id = timestamp(row.at), row.task or None, row.task_id or None
+    return Holder.from_dict({**vars(row), "since": since, "task": task, "task_id": task_id})
+
+
+def _lock(key: str, holder: Holder, state: str, remaining: float | None = None) -> HeldLock:
+    return HeldLock(
+        name=holder.name or key,
+        key=key,
+        holder=holder,
+        held_for=max(0.0, time.time() - holder.since) if holder.since else 0.0,
+        remaining=remaining,
+        skipped=None,
+        state=state,
+    )
+
+
+def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:
+    if conf.history == "off":
+        return locks
+    skipped = dict.fromkeys((lock.holder.token for lock in locks), 0)
+    try:
+        with reading():
+            for row in TaskLockEvent.objects.blocked_by(skipped):
+                skipped[row.blocked_by] += row.count
+    except NoHistory as error:
+        logger.warning("The skipped runs cannot be counted. %s", error)
+        return locks
+    return [dataclasses.replace(lock, skipped=skipped[lock.holder.token]) for lock in locks]

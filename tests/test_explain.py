@@ -16,7 +16,7 @@ from django_singletask.locks.keys import AS_SHOWN, QUEUED, LockKey, call_key, na
 from django_singletask.locks.liveness import started_at
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
-from django_singletask.operators.explain import UnknownLock, _like, why
+from django_singletask.operators.explain import UnknownLock, why
 from django_singletask.operators.names import nearest
 from django_singletask.stores import get_store
 from tests.past_rows import ran, row, skipped
@@ -356,7 +356,6 @@ def test_history_that_is_away_is_said():
     hold()
     with connection.execute_wrapper(away):
         assert "connection already closed" in why(NAME).no_history
-        assert _like("nightly") == []
 
 
 def test_unknown_name_has_close_matches():

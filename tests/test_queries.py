@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import datetime
+import time
+
+import pytest
+from django.db import InterfaceError, connection, connections
+
+from django_singletask.history import queries
+from django_singletask.history.queries import OPEN, NoHistory, reading
+from django_singletask.models import TaskLockEvent
+from tests.past_rows import before_now, keep_history_in, ran, row, skipped
+from tests.plans import plans
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("empty_history", "whole_second"),
+]
+
+TABLE = TaskLockEvent._meta.db_table
+history = TaskLockEvent.objects
+
+
+@pytest.fixture
+def no_table(empty_history):
+    """Take the table away until the transaction of the test is rolled back."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {TABLE} RENAME TO {TABLE}_gone")
+
+
+# What is read
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_every_database_gives_the_same_rows(settings, alias):
+    keep_history_in(settings, alias)
+    at = before_now(60)
+    run = ran(60, name="a(1)", task="a", key="singletask:a:1", token="t1", task_id="5d1c")
+    other = ran(50, name="a(10)", task="a%", key="singletask:a%:1", token="t2")
+    held = row("acquired", 40, name="b", task="b", key="singletask:b:1", token="t3")
+    skip = skipped(30, name="a(1)", task="a", blocked_by="t3")
+    lost = row("lost", 20, name="c", blocked_by="t3", token="t1")
+
+    def ids(rows):
+        return [row.pk for row in rows]
+
+    assert ids(history.open()) == [held.pk]
+    assert ids(history.of_task("a")) == [skip.pk, run.pk]
+    assert ids(history.of_task("a%")) == [other.pk]
+    assert ids(history.named("a(1)")) == [skip.pk, run.pk]
+    assert ids(history.named("a(10)", "b")) == [held.pk, other.pk]
+    assert ids(history.named()) == []
+    assert ids(history.newest().named_like("a(1)")) == [skip.pk, run.pk]
+    assert ids(history.newest().named_like("a(1")) == [skip.pk, other.pk, run.pk]
+    assert ids(history.newest().named_like("%")) == []
+    assert ids(history.of_kind("acquired")) == [held.pk, other.pk, run.pk]
+    assert ids(history.newest().since(at)) == [lost.pk, skip.pk, held.pk, other.pk]
+    assert sorted(ids(history.of_tokens(["t1", "t2", ""]))) == [run.pk, other.pk, lost.pk]
+    assert sorted(ids(history.runs(["t1", "t2", ""]))) == [run.pk, other.pk]
+    assert ids(history.blocked_by(["t3", "t1"])) == [skip.pk]
+    assert ids(history.search("a(1)").newest()) == [skip.pk, run.pk]
+    assert ids(history.search("x", ["b", "a(10)"]).newest()) == [held.pk, other.pk]
+    assert ids(history.search("5d1c")) == [run.pk]
+    assert history.name_of_key("singletask:a:1") == "a(1)"
+    assert history.task_names(2) == ["a", "a%"]
+    TaskLockEvent.objects.all().delete()
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_no_question_reads_the_table(settings, alias):
+    keep_history_in(settings, alias)
+    fill(alias)
+    open_rows = list(history.open())
+    tokens = [f"t{number}" for number in range(10)]
+    questions = [
+        lambda: list(history.open()[:OPEN]),
+        lambda: list(history.of_task("t5")[:1000]),
+        lambda: list(history.of_task("none")[:1000]),
+        lambda: list(history.named("t5(2)")[:1000]),
+        lambda: list(history.named("t5(2)", "t6(2)")[:1000]),
+        lambda: list(history.newest().named_like("t5(")[:1000]),
+        lambda: list(history.of_kind("skipped")[:1000]),
+        lambda: list(history.of_kind("lost").since(before_now(60))[:1000]),
+        lambda: list(history.newest().since(before_now(60))[:1000]),
+        lambda: list(history.older_than(4000).order_by("at")[:1000]),
+        lambda: list(history.newest().search("t5(", ["t6(1)"])[:50]),
+        lambda: history.of_tokens(tokens),
+        lambda: history.blocked_by(tokens),
+        lambda: history.still_open(open_rows),
+        lambda: history.name_of_key("singletask:t5:305"),
+        lambda: history.task_names(3),
+        lambda: history.usual_hold("t5(5)"),
+        lambda: history.usual_hold("t5(5)", "t5"),
+        lambda: history.find(names=["t5(5)"]),
+        lambda: history.find(task_ids=["id 7"]),
+        lambda: history.find(task="t5", kind="lost"),
+        lambda: history.find(outcome="dead", since=60),
+    ]
+    if alias == "mariadb":
+        del questions[0]  # MySQL has no index of the open rows alone
+    statements = [plan for question in questions for plan in plans(alias, question)]
+    TaskLockEvent.objects.all().delete()
+    assert len(statements) >= len(questions)
+    assert [plan for plan in statements if plan.reads_the_table()] == []
+
+
+def fill(alias):
+    """Write so many rows that it pays to use an index, half of them of runs that have ended."""
+    count = 6000
+    rows = [
+        TaskLockEvent(kind="acquired", name="open", key=f"o{number}", at=before_now(0))
+        for number in range(20)
+    ]
+    for number in range(0, count, 2):
+        task, at = f"t{number % 300}", before_now(count - number)
+        facts = {"task": task, "name": f"{task}({number % 7})", "key": f"singletask:{task}:1"}
+        run = {"kind": "acquired", "outcome": "released", "result": "returned", "ended_at": at}
+        rows.append(
+            TaskLockEvent(at=at, token=f"t{number}", task_id=f"id {number}", **run, **facts)
+        )
+        rows.append(TaskLockEvent(kind="skipped", at=at, blocked_by=f"t{number}", **facts))
+    history.bulk_create(rows, batch_size=500)
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"ANALYZE {'TABLE ' if alias == 'mariadb' else ''}{TABLE}")
+
+
+def test_control_a_question_that_reads_the_table_is_noticed(settings):
+    keep_history_in(settings, "sqlite")
+    fill("sqlite")
+    [plan] = plans("sqlite", lambda: list(history.filter(host="web-1").newest()))
+    assert plan.reads_the_table()
+
+
+def test_rows_of_a_task_are_read_in_the_order_of_their_index():
+    ran(60, task="a", name="one", key="singletask:a:1")
+    statements = plans("default", lambda: history.name_of_key("singletask:a:1"))
+    statements += plans("default", lambda: history.find(task="a"))
+    assert len(statements) == 2
+    for statement in statements:
+        assert '."task" ASC' in statement.sql
+        assert "\"task\" >= 'a'" in statement.sql
+
+
+def test_many_tokens_are_looked_up_in_batches(monkeypatch, django_assert_num_queries):
+    monkeypatch.setattr(queries, "BATCH", 10)
+    for number in range(25):
+        ran(60, name=f"lock {number}", token=f"t{number}")
+    with django_assert_num_queries(3):
+        assert len(history.runs(f"t{number}" for number in range(25))) == 25
+    with django_assert_num_queries(0):
+        assert history.runs(["", ""]) == []
+
+
+def test_row_that_was_closed_meanwhile_is_no_longer_open():
+    rows = [row("acquired", 60, name=name, key=name) for name in ("a", "b")]
+    history.filter(name="a").update(outcome="released")
+    assert [row.name for row in history.still_open(rows)] == ["b"]
+
+
+def test_time_window_has_what_was_written_late():
+    late = [row("acquired", minutes * 60, name=str(minutes)) for minutes in (70, 5, 90, 10)]
+    assert set(history.since(before_now(900))) == {late[1], late[3]}
+
+
+def test_search_for_what_many_names_begin_with_finds_all(monkeypatch):
+    monkeypatch.setattr(queries, "FREQUENT", 2)
+    for name in ("feeds(1)", "feeds(2)", "feeds(3)", "nightly"):
+        ran(60, name=name)
+    assert history.search("feeds(").count() == 3
+    assert history.search("night").count() == 1
+
+
+def test_name_of_a_key_is_found_by_the_name_of_a_lock_without_a_task():
+    key = ran(60, name="nightly").key
+    assert history.name_of_key(key) == "nightly"
+    assert history.name_of_key(f"{key}0") == ""
+
+
+# How long it is held
+
+
+def test_usual_hold_is_that_of_the_task():
+    for lasted in (1, 2, 9):
+        ran(60, lasted, task="a", name=f"a({lasted})")
+    ran(60, 100, task="b")
+    assert history.usual_hold("a(1)", "a") == (2, 9, 3)
+
+
+def test_usual_hold_of_a_lock_without_a_task_is_that_of_its_name():
+    ran(60, 5, name="nightly")
+    ran(60, 50, name="weekly")
+    assert history.usual_hold("nightly").median == 5
+
+
+def test_runs_that_did_not_release_the_lock_are_not_usual():
+    ran(60, 100, outcome="dead", result="")
+    row("acquired", 5000)
+    skipped(30)
+    assert history.usual_hold("nightly") is None
+
+
+@pytest.mark.parametrize("result", ["raised", "retried", "ignored", "postponed"])
+def test_run_that_did_not_return_is_not_usual(result):
+    """A run that hung until it was stopped would hide the next run that hangs."""
+    ran(60, 5000, result=result)
+    ran(60, 5)
+    assert history.usual_hold("nightly") == (5, 5, 1)
+
+
+@pytest.mark.parametrize(("runs", "held_for", "slow"), [(4, 60, 0), (5, 60, 1), (5, 6, 0)])
+def test_a_few_runs_are_enough_to_say_what_is_slow(runs, held_for, slow):
+    for _ in range(runs):
+        ran(60, 9)
+    assert history.usual_hold("nightly").is_exceeded_by(held_for) == bool(slow)
+
+
+def test_only_the_last_hundred_runs_are_usual():
+    ran(5000, 1000)
+    for _ in range(100):
+        ran(60, 1)
+    assert history.usual_hold("nightly") == (1, 1, 100)
+
+
+# Without a history
+
+
+def test_without_history_nothing_is_usual(settings):
+    ran(60)
+    settings.SINGLETASK_HISTORY = "off"
+    assert history.usual_hold("nightly") is None
+
+
+def test_without_its_table_nothing_is_usual(no_table):
+    assert history.usual_hold("nightly") is None
+
+
+def test_history_that_is_off_is_not_read(settings):
+    settings.SINGLETASK_HISTORY = "off"
+    with pytest.raises(NoHistory, match="SINGLETASK_HISTORY = 'off'"), reading():
+        pytest.fail("not reached")
+
+
+def test_old_rows_are_found_with_the_history_off(settings):
+    ran(60)
+    settings.SINGLETASK_HISTORY = "off"
+    assert len(history.find()) == 1
+
+
+def test_missing_table_is_an_error_that_says_what_to_do(no_table):
+    with pytest.raises(NoHistory, match=r"cannot be read: .*Has 'manage\.py migrate' run\?"):
+        history.find()
+
+
+def test_database_that_is_away_is_an_error_that_says_so():
+    def away(*args):
+        raise InterfaceError("connection already closed")
+
+    with connection.execute_wrapper(away):
+        with pytest.raises(NoHistory, match="cannot be read: connection already closed"):
+            history.find()
+        assert history.usual_hold("nightly") is None
+
+
+# What is asked for
+
+
+def test_rows_are_found_by_every_filter():
+    ran(7000, task="a", name="one", task_id="5d1c")
+    ran(60, task="b", name="two")
+    skipped(50, task="b", name="two")
+
+    def kinds(**facts):
+        return [row.kind for row in history.find(**facts)]
+
+    assert kinds() == ["skipped", "acquired", "acquired"]
+    assert kinds(limit=1) == ["skipped"]
+    assert kinds(names=["one", "three"]) == ["acquired"]
+    assert kinds(task_ids=["5d1c"]) == ["acquired"]
+    assert kinds(task="b") == ["skipped", "acquired"]
+    assert kinds(kind="skipped") == ["skipped"]
+    assert kinds(outcome="released", since=3600) == ["acquired"]
+
+
+def test_no_name_has_no_rows():
+    ran(60)
+    assert history.find(names=[]) == []
+    assert len(history.find(names=None)) == 1
+
+
+def test_times_without_time_zones_are_times_of_the_project(settings):
+    settings.USE_TZ = False
+    settings.TIME_ZONE = "Asia/Kathmandu"
+    ran(9000, 5)
+    [run] = history.find()
+    assert run.at == datetime.datetime.fromtimestamp(time.time() - 9005)
+    assert queries.ago(run.ended_at) == 9000
