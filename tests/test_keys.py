@@ -60,18 +60,20 @@ def no_arguments() -> None: ...
 def positional_only(a: Any, /, **kwargs: Any) -> None: ...
 
 
+def parameters_of(function: Callable[..., Any]) -> Parameters:
+    return Parameters(inspect.signature(function))
+
+
 def key_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    return call_key(TASK, Parameters(inspect.signature(function)), args, kwargs).key
+    return call_key(TASK, parameters_of(function), args, kwargs).key
 
 
 def name_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    return call_key(TASK, Parameters(inspect.signature(function)), args, kwargs).name
+    return call_key(TASK, parameters_of(function), args, kwargs).name
 
 
 def named(lock_name: Any, *args: Any, shown: str | None = None, **kwargs: Any) -> LockKey:
-    return call_key(
-        TASK, Parameters(inspect.signature(f)), args, kwargs, lock_name=lock_name, shown=shown
-    )
+    return call_key(TASK, parameters_of(f), args, kwargs, lock_name=lock_name, shown=shown)
 
 
 def sent(value: Any, serializer: str = "json") -> Any:
@@ -166,7 +168,7 @@ def test_pickled_message_keeps_the_key(value):
     assert key_of(f, pickle.loads(pickle.dumps(value))) == key_of(f, value)
 
 
-def test_translated_text_is_the_text_of_the_moment():
+def test_translated_text_has_the_key_of_its_current_translation():
     assert key_of(f, gettext_lazy("Yes")) == key_of(f, "Yes")
 
 
@@ -195,7 +197,7 @@ values = st.recursive(
 @settings(deadline=None)
 @given(values)
 def test_any_json_message_keeps_name_and_key(value):
-    parameters = Parameters(inspect.signature(f))
+    parameters = parameters_of(f)
     assume(not has_equal_names(value))
     before = call_key(TASK, parameters, [value], {})
     assert call_key(TASK, parameters, sent([value]), {}) == before
@@ -212,8 +214,8 @@ def has_equal_names(value: Any) -> bool:
 @settings(deadline=None)
 @given(st.lists(values, max_size=3), st.dictionaries(st.text(), values, max_size=3))
 def test_calls_of_any_signature_have_a_safe_key_and_name(args, kwargs):
-    made = call_key(TASK, Parameters(inspect.signature(anything)), args, kwargs)
-    assert_safe(made)
+    lock = call_key(TASK, parameters_of(anything), args, kwargs)
+    assert_safe(lock)
 
 
 # Arguments that equal their defaults
@@ -259,7 +261,7 @@ def test_added_variable_arguments_change_no_key(added):
     ids=repr,
 )
 def test_only_the_canonical_form_of_the_default_equals_it(default, equal, others):
-    parameters = Parameters(inspect.signature(lambda b=default: None))
+    parameters = parameters_of(lambda b=default: None)
     left_out = call_key(TASK, parameters, (), {})
     assert {call_key(TASK, parameters, (value,), {}) for value in [default, *equal]} == {left_out}
     assert left_out not in {call_key(TASK, parameters, (value,), {}) for value in others}
@@ -269,23 +271,23 @@ def test_only_the_canonical_form_of_the_default_equals_it(default, equal, others
 @given(values)
 def test_any_json_message_of_a_default_equals_it(value):
     assume(not has_equal_names(value))
-    parameters = Parameters(inspect.signature(lambda b=value: None))
+    parameters = parameters_of(lambda b=value: None)
     assert call_key(TASK, parameters, sent([value]), {}) == call_key(TASK, parameters, (), {})
 
 
 @settings(deadline=None)
 @given(values, values)
-def test_values_of_two_keys_do_not_equal_each_other_as_defaults(default, value):
-    parameters = Parameters(inspect.signature(lambda b=default: None))
+def test_argument_is_left_out_exactly_if_its_default_has_the_same_key(default, value):
+    parameters = parameters_of(lambda b=default: None)
     left_out = call_key(TASK, parameters, (), {}) == call_key(TASK, parameters, (value,), {})
     assert left_out == (key_of(f, default) == key_of(f, value))
 
 
-def test_default_that_the_body_changes_is_compared_as_it_was_at_first():
+def test_default_that_the_body_changes_is_compared_as_it_was_before():
     def body(a: Any, seen: list[Any] = []) -> None:  # noqa: B006 - the mistake that is tested
         seen.append(a)
 
-    parameters = Parameters(inspect.signature(body))
+    parameters = parameters_of(body)
     before = call_key(TASK, parameters, (1, []), {})
     body(1)
     assert call_key(TASK, parameters, (1,), {}) == call_key(TASK, parameters, (1, []), {}) == before
@@ -298,7 +300,7 @@ def test_default_that_the_body_changes_is_compared_as_it_was_at_first():
     ids=["object", "list", "model", "number", "numbers"],
 )
 def test_default_without_stable_form_equals_only_itself(default):
-    parameters = Parameters(inspect.signature(lambda a, b=default: None))
+    parameters = parameters_of(lambda a, b=default: None)
     left_out = call_key(TASK, parameters, (1,), {})
     assert left_out.name == f"{TASK}(a=1)"
     assert call_key(TASK, parameters, (1, default), {}) == left_out
@@ -312,14 +314,14 @@ def test_default_that_cannot_be_read_yet_equals_only_itself():
         raise AppRegistryNotReady("Apps aren't loaded yet.")
 
     default = lazy(unready, str)()
-    parameters = Parameters(inspect.signature(lambda b=default: None))
+    parameters = parameters_of(lambda b=default: None)
     left_out = call_key(TASK, parameters, (), {})
     assert call_key(TASK, parameters, (default,), {}) == left_out
     assert call_key(TASK, parameters, ("x",), {}) != left_out
 
 
 def test_arguments_as_a_name_shows_them_give_the_key_of_the_call():
-    call = call_key(TASK, Parameters(inspect.signature(f)), (1, 2), {"c": [3]})
+    call = call_key(TASK, parameters_of(f), (1, 2), {"c": [3]})
     assert call_key(TASK, AS_SHOWN, (), {"a": 1, "c": [3]}) == call
 
 
@@ -358,20 +360,20 @@ def test_the_same_value_in_another_argument_is_another_call():
 
 
 def test_tasks_do_not_share_keys():
-    parameters = Parameters(inspect.signature(no_arguments))
+    parameters = parameters_of(no_arguments)
     assert call_key("one", parameters, (), {}).key != call_key("two", parameters, (), {}).key
 
 
 def test_calls_and_names_do_not_share_keys():
-    made = call_key(TASK, Parameters(inspect.signature(no_arguments)), (), {})
-    assert name_key(made.name).name == made.name
-    assert name_key(made.name).key != made.key
-    assert name_key(TASK).key != made.key
+    lock = call_key(TASK, parameters_of(no_arguments), (), {})
+    assert name_key(lock.name).name == lock.name
+    assert name_key(lock.name).key != lock.key
+    assert name_key(TASK).key != lock.key
 
 
 @settings(deadline=None)
 @given(st.tuples(st.lists(st.integers()), st.dictionaries(st.text(), st.integers())))
-def test_extra_arguments_count_each(call):
+def test_each_extra_argument_counts(call):
     args, kwargs = call
     keys = {key_of(anything, *args, **kwargs), key_of(anything, *args, 0, **kwargs)}
     keys.add(key_of(anything, *args, **{**kwargs, "one more": 1}))
@@ -379,7 +381,7 @@ def test_extra_arguments_count_each(call):
 
 
 def test_order_of_extra_keyword_arguments_does_not_matter():
-    parameters = Parameters(inspect.signature(anything))
+    parameters = parameters_of(anything)
     one = call_key(TASK, parameters, (), {"x": 1, "y": 2})
     assert call_key(TASK, parameters, (), {"y": 2, "x": 1}) == one
 
@@ -391,7 +393,7 @@ def test_keyword_argument_that_is_called_as_a_parameter_counts(function, name):
     assert len({key_of(function, 1, **kwargs) for kwargs in calls}) == len(calls)
 
 
-def test_keyword_argument_that_is_called_as_another_is_shown_counts():
+def test_keyword_arguments_with_asterisks_in_their_names_count():
     calls: list[dict[str, Any]] = [{"a": 2}, {"**a": 2}, {"****a": 2}, {"a": 2, "**a": 2}]
     assert len({key_of(positional_only, 1, **kwargs) for kwargs in calls}) == len(calls)
     assert name_of(positional_only, 1, a=2) == f"{TASK}(a=1, **a=2)"
@@ -410,44 +412,44 @@ def test_arguments_that_do_not_fit_name_the_task():
 
 
 def test_lock_on_counts_only_its_arguments():
-    key = partial(call_key, TASK, Parameters(inspect.signature(f)), lock_on=["a"])
+    key = partial(call_key, TASK, parameters_of(f), lock_on=["a"])
     assert key((1, 2), {"c": 3}) == key((1,), {"b": 9})
     assert key((1,), {}).key != key((2,), {}).key
     assert key((1, 2), {"c": 3}).name == f"{TASK}(a=1)"
 
 
 def test_lock_on_leaves_out_what_equals_its_default():
-    key = partial(call_key, TASK, Parameters(inspect.signature(f)), lock_on=["a", "b"])
+    key = partial(call_key, TASK, parameters_of(f), lock_on=["a", "b"])
     assert key((1,), {}) == key((1, 2), {"c": 3}) == key((1,), {"b": 2})
     assert key((1,), {}).name == f"{TASK}(a=1)"
 
 
 def test_lock_on_knows_defaults_and_extra_arguments():
-    made = call_key(TASK, Parameters(inspect.signature(f)), (1,), {}, lock_on=["b"])
-    assert made == call_key(TASK, Parameters(inspect.signature(f)), (5, 2), {}, lock_on=["b"])
-    made = call_key(TASK, Parameters(inspect.signature(anything)), (1,), {"x": 1}, lock_on=["x"])
-    assert made.name == f"{TASK}(x=1)"
+    lock = call_key(TASK, parameters_of(f), (1,), {}, lock_on=["b"])
+    assert lock == call_key(TASK, parameters_of(f), (5, 2), {}, lock_on=["b"])
+    lock = call_key(TASK, parameters_of(anything), (1,), {"x": 1}, lock_on=["x"])
+    assert lock.name == f"{TASK}(x=1)"
 
 
 def test_empty_lock_on_is_one_lock_for_the_task():
-    key = partial(call_key, TASK, Parameters(inspect.signature(f)), lock_on=[])
+    key = partial(call_key, TASK, parameters_of(f), lock_on=[])
     assert key((1,), {}) == key((2, 3), {"c": 4})
     assert key((1,), {}).name == f"{TASK}()"
 
 
 def test_lock_on_may_leave_out_what_has_no_stable_form():
-    call_key(TASK, Parameters(inspect.signature(f)), (1, object()), {}, lock_on=["a"])
+    call_key(TASK, parameters_of(f), (1, object()), {}, lock_on=["a"])
 
 
 def test_lock_on_of_a_missing_argument_names_it():
     with pytest.raises(TypeError, match=rf"lock_on of {TASK} names 'x'.*it has a, b, c"):
-        call_key(TASK, Parameters(inspect.signature(f)), (1,), {}, lock_on=["a", "x"])
+        call_key(TASK, parameters_of(f), (1,), {}, lock_on=["a", "x"])
 
 
 @pytest.mark.parametrize("argument", ["x", "kwargs"])
 def test_lock_on_of_an_extra_argument_that_is_not_passed_names_it(argument):
     with pytest.raises(TypeError, match=rf"lock_on of {TASK} names '{argument}'.*it has args\."):
-        call_key(TASK, Parameters(inspect.signature(anything)), (1,), {}, lock_on=[argument])
+        call_key(TASK, parameters_of(anything), (1,), {}, lock_on=[argument])
 
 
 # lock_name
@@ -459,13 +461,13 @@ def test_format_string_is_filled_from_the_bound_arguments():
 
 def test_format_string_sees_a_default_without_stable_form():
     default = Plain()
-    parameters = Parameters(inspect.signature(lambda a, b=default: None))
-    made = call_key(TASK, parameters, (7,), {}, lock_name="customer:{b.number}")
-    assert made == name_key("customer:9")
+    parameters = parameters_of(lambda a, b=default: None)
+    lock = call_key(TASK, parameters, (7,), {}, lock_name="customer:{b.number}")
+    assert lock == name_key("customer:9")
 
 
 def test_two_tasks_share_a_lock_by_its_name():
-    parameters = Parameters(inspect.signature(f))
+    parameters = parameters_of(f)
     one = call_key("one", parameters, (7,), {}, lock_name="customer:{a}")
     assert call_key("two", parameters, (), {"a": 7}, lock_name="customer:{a}") == one
 
@@ -636,17 +638,17 @@ def test_name_of_a_long_call_is_cut():
 
 def test_hidden_arguments_are_in_neither_name_nor_key(settings):
     settings.SINGLETASK_RECORD_ARGUMENTS = False
-    made = call_key(TASK, Parameters(inspect.signature(f)), ("secret",), {})
-    assert re.fullmatch(rf"{re.escape(TASK)}\(#[0-9a-f]{{8}}\)", made.name)
-    assert "secret" not in made.key
+    lock = call_key(TASK, parameters_of(f), ("secret",), {})
+    assert re.fullmatch(rf"{re.escape(TASK)}\(#[0-9a-f]{{8}}\)", lock.name)
+    assert "secret" not in lock.key
 
 
 @pytest.mark.parametrize("lock_name", ["of {a}", lambda a: f"of {a}"])
 def test_hidden_arguments_are_not_in_formatted_names(settings, lock_name):
     settings.SINGLETASK_RECORD_ARGUMENTS = False
-    made = named(lock_name, "secret")
-    assert "secret" not in made.name + made.key
-    assert made.name != named(lock_name, "other").name
+    lock = named(lock_name, "secret")
+    assert "secret" not in lock.name + lock.key
+    assert lock.name != named(lock_name, "other").name
 
 
 def test_hidden_arguments_are_not_in_errors(settings):
@@ -662,29 +664,27 @@ def test_hiding_keeps_the_keys_of_calls(settings):
     assert key_of(f, "secret") == shown
 
 
-def test_own_representation_of_a_call_replaces_its_arguments():
-    parameters = Parameters(inspect.signature(f))
-    made = call_key(TASK, parameters, ("secret",), {}, shown="***")
-    assert made == (f"{TASK}(***)", key_of(f, "secret"))
+def test_representation_given_by_the_caller_replaces_the_arguments():
+    parameters = parameters_of(f)
+    lock = call_key(TASK, parameters, ("secret",), {}, shown="***")
+    assert lock == (f"{TASK}(***)", key_of(f, "secret"))
 
 
-def test_own_representation_wins_over_hidden_arguments(settings):
+def test_representation_given_by_the_caller_wins_over_hidden_arguments(settings):
     settings.SINGLETASK_RECORD_ARGUMENTS = False
-    made = call_key(TASK, Parameters(inspect.signature(f)), ("secret",), {}, shown="***")
-    assert made.name == f"{TASK}(***)"
+    lock = call_key(TASK, parameters_of(f), ("secret",), {}, shown="***")
+    assert lock.name == f"{TASK}(***)"
 
 
-def test_own_representation_hides_a_formatted_name():
-    made = named("of {a}", "secret", shown="***")
-    assert "secret" not in made.name
-    assert made.key == named("of {a}", "secret").key
+def test_representation_given_by_the_caller_hides_a_formatted_name():
+    lock = named("of {a}", "secret", shown="***")
+    assert "secret" not in lock.name
+    assert lock.key == named("of {a}", "secret").key
 
 
-def test_own_representation_may_hold_anything():
-    made = call_key(
-        TASK, Parameters(inspect.signature(f)), (1,), {}, shown="x\n\x00\x1b[31m\ud800" + "y" * 300
-    )
-    assert_safe(made)
+def test_representation_given_by_the_caller_may_hold_anything():
+    lock = call_key(TASK, parameters_of(f), (1,), {}, shown="x\n\x00\x1b[31m\ud800" + "y" * 300)
+    assert_safe(lock)
 
 
 def test_call_without_arguments_hides_nothing(settings):
@@ -692,12 +692,12 @@ def test_call_without_arguments_hides_nothing(settings):
     assert name_of(no_arguments) == f"{TASK}()"
 
 
-def assert_safe(made: LockKey) -> None:
-    """Fit memcached's 250 bytes together with a prefix and the marker of a cleared lock."""
-    assert re.fullmatch(r"singletask:[!-~]*:[0-9a-f]{32}", made.key)
-    assert len(made.key) <= 150
-    assert 0 < len(made.name) <= MAX_NAME
-    assert not re.search(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", made.name)
+def assert_safe(lock: LockKey) -> None:
+    """Check that the key fits memcached's 250 bytes with a prefix and a cleared lock's marker."""
+    assert re.fullmatch(r"singletask:[!-~]*:[0-9a-f]{32}", lock.key)
+    assert len(lock.key) <= 150
+    assert 0 < len(lock.name) <= MAX_NAME
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", lock.name)
 
 
 @settings(deadline=None)
@@ -711,7 +711,7 @@ def test_any_name_without_control_characters_gives_a_safe_key(name):
 @settings(deadline=None)
 @given(st.text(st.characters(), max_size=300))
 def test_any_task_name_gives_a_safe_key(task):
-    assert_safe(call_key(task, Parameters(inspect.signature(no_arguments)), (), {}))
+    assert_safe(call_key(task, parameters_of(no_arguments), (), {}))
 
 
 @pytest.mark.parametrize(
@@ -735,7 +735,7 @@ def test_unusable_name_says_why(name, error, message):
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "ключ", "a b", "\N{SNOWMAN}" * 255, "{}%s"])
-def test_usable_names_have_keys_of_their_own(name):
+def test_different_usable_names_have_different_keys(name):
     assert name_key(name).key not in {name_key(f"{name[:-1]}").key, name_key("_").key}
 
 
@@ -754,7 +754,7 @@ def test_keys_need_no_md5(monkeypatch):
 
 
 def test_keys_stay_the_same_from_release_to_release():
-    # A changed key splits the locks of old and new workers while a deployment goes on.
+    # If a release changed the keys, old and new workers would not exclude each other.
     assert key_of(f, 7, [b"x", {"y": Decimal("1.1")}]) == (
         "singletask:feeds.tasks.import_feed:2c2f991a7b7a34f3c5c090a1ec7fb765"
     )
