@@ -32,7 +32,7 @@ LOCK_CACHES = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, default=60, help="seconds of random load (60)")
+    parser.addoption("--soak", type=int, default=24, help="seconds of random load (24)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -43,7 +43,7 @@ def test_soak(start_worker, queue, runs_log, request, record_property):
     rng = random.Random(seconds)
     workers = [start_worker(name=name, concurrency=4, conf=CONF) for name in ("one", "two")]
     began = time.monotonic()
-    next_child, next_group = began + 3, began + 30
+    next_child, next_group = began + 2, began + 6
     results, sent, groups_killed = [], {}, []
     while time.monotonic() - began < seconds:
         key = rng.choice(KEYS)
@@ -51,10 +51,10 @@ def test_soak(start_worker, queue, runs_log, request, record_property):
         sent[results[-1].id] = time.monotonic()
         time.sleep(rng.uniform(0.03, 0.1))
         if time.monotonic() > next_child:
-            next_child += 3
+            next_child += 2
             kill_a_child(rng.choice(workers), rng)
         if time.monotonic() > next_group:
-            next_group += 30
+            next_group += 10
             groups_killed.append(time.monotonic())
             kill_a_group(rng.choice(workers))
     # Redis hands a message to the client that waits for it and forgets it; kombu then notes it as
