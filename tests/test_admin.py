@@ -14,9 +14,11 @@ from django.urls import reverse
 from django.utils import timezone
 
 from django_singletask import SingletonTask
-from django_singletask.admin.history import TaskLockEventAdmin, UncountedPaginator
+from django_singletask.admin import filters
+from django_singletask.admin.filters import UncountedPaginator
+from django_singletask.admin.history import TaskLockEventAdmin
+from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import answers
 from tests.testapp.celery import app
 
 pytestmark = [
@@ -32,7 +34,7 @@ TASK = "feeds.tasks.import_feed"
 
 @pytest.fixture(autouse=True)
 def another_minute():
-    answers.recorded_tasks.cache_clear()
+    filters.recorded_tasks.cache_clear()
 
 
 @pytest.fixture
@@ -252,16 +254,16 @@ def test_task_filter_offers_what_the_history_knows(admin):
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
 def test_tasks_of_the_history_are_bounded_and_in_order(alias, settings, monkeypatch):
-    monkeypatch.setattr(answers, "TASKS", 3)
+    monkeypatch.setattr(filters, "TASKS", 3)
     settings.DATABASE_ROUTERS = []
     rows = TaskLockEvent.objects.using(alias)
     monkeypatch.setattr(TaskLockEvent, "objects", rows)
     for task in ("d", "b", "", "c", "a", "a"):
         rows.create(name="n", key="k", at=timezone.now(), task=task)
-    with CaptureQueriesContext(connections[alias]) as queries:
-        assert answers.recorded_tasks(1) == ["a", "b", "c"]
-        assert answers.recorded_tasks(1) == ["a", "b", "c"]
-    assert len(queries) == 3
+    with CaptureQueriesContext(connections[alias]) as captured:
+        assert filters.recorded_tasks(1) == ["a", "b", "c"]
+        assert filters.recorded_tasks(1) == ["a", "b", "c"]
+    assert len(captured) == 3
 
 
 def test_task_filter(admin):
@@ -311,15 +313,17 @@ def import_feed():
 
 
 @pytest.mark.parametrize("frequent", [5000, 1])
-@pytest.mark.parametrize("arguments", ["feed_url='https://a/1', secs=2", "'https://a/1', 2"])
-def test_search_finds_a_call_without_its_defaults(
+@pytest.mark.parametrize(
+    "arguments", ["secs=2, feed_url='https://a/1', full=False", "'https://a/1', 2"]
+)
+def test_search_finds_a_call_however_its_arguments_are_written(
     admin, import_feed, monkeypatch, frequent, arguments
 ):
-    monkeypatch.setattr(TaskLockEventAdmin, "frequent", frequent)
-    whole = import_feed.lock("https://a/1", 2).name
-    assert whole == f"{TASK}(feed_url='https://a/1', secs=2, full=False)"
-    for name in (whole, whole, f"{whole} and more", "nightly"):
-        make(name=name)
+    monkeypatch.setattr(queries, "FREQUENT", frequent)
+    name = import_feed.lock("https://a/1", 2).name
+    assert name == f"{TASK}(feed_url='https://a/1', secs=2)"
+    for recorded in (name, name, f"{name} and more", "nightly"):
+        make(name=recorded)
     assert len(shown(admin, q=f"{TASK}({arguments})")) == 2
 
 
@@ -332,7 +336,7 @@ def test_time_filter_finds_what_was_written_late_and_early(admin, kind):
 
 
 def test_search_for_what_many_names_begin_with(admin, monkeypatch):
-    monkeypatch.setattr(TaskLockEventAdmin, "frequent", 2)
+    monkeypatch.setattr(queries, "FREQUENT", 2)
     for name in ("feeds(1)", "feeds(2)", "feeds(3)", "nightly"):
         make(name=name)
     assert len(shown(admin, q="feeds(")) == 3
@@ -366,10 +370,10 @@ def test_search_works_on_other_databases(alias, rf):
 
 def test_number_of_queries_does_not_grow_with_the_rows(admin):
     def count():
-        answers.recorded_tasks.cache_clear()
-        with CaptureQueriesContext(connection) as queries:
+        filters.recorded_tasks.cache_clear()
+        with CaptureQueriesContext(connection) as captured:
             admin.get(LIST)
-        return len(queries)
+        return len(captured)
 
     make()
     count()
@@ -401,9 +405,9 @@ def large():
 def plans():
     """Collect the plan of each query to the table."""
     found = []
-    with CaptureQueriesContext(connection) as queries:
+    with CaptureQueriesContext(connection) as captured:
         yield found
-    for query in queries.captured_queries:
+    for query in captured.captured_queries:
         if TABLE in query["sql"]:
             with connection.cursor() as cursor:
                 cursor.execute(f"EXPLAIN {query['sql']}")
@@ -437,9 +441,9 @@ def test_every_query_uses_an_index(large, admin):
 
 def test_list_knows_no_facets_that_would_count_the_table(admin):
     make()
-    with CaptureQueriesContext(connection) as queries:
+    with CaptureQueriesContext(connection) as captured:
         admin.get(LIST, {"_facets": "True"})
-    assert not any("FILTER (WHERE" in query["sql"] for query in queries)
+    assert not any("FILTER (WHERE" in query["sql"] for query in captured)
 
 
 @pytest.mark.parametrize(
@@ -530,9 +534,9 @@ def test_events_of_a_task_are_read_in_the_order_of_their_index(admin):
     for name in ("first", "second", "third"):
         make(name=name, task=TASK)
     make(name="other", task="another")
-    with CaptureQueriesContext(connection) as queries:
+    with CaptureQueriesContext(connection) as captured:
         rows = shown(admin, task=TASK)
     assert [row.split()[2] for row in rows] == ["third", "second", "first"]
-    [page] = [query["sql"] for query in queries if f'{TABLE}"."at",' in query["sql"]]
+    [page] = [query["sql"] for query in captured if f'{TABLE}"."at",' in query["sql"]]
     assert f"\"task\" >= '{TASK}'" in page
     assert f'ORDER BY "{TABLE}"."task" ASC, "{TABLE}"."id" DESC' in page

@@ -10,7 +10,6 @@ from functools import cached_property
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from django_singletask.history.writing import COUNTED
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.words import hold_seconds, hold_time, process, status
 
@@ -33,8 +32,8 @@ class Mark:
     """One event in a lane, or several events of one shape and state at nearly the same place.
 
     ``shape`` is ``"bar"`` for a hold, ``"tick"`` for skips and duplicates, ``"sign"`` for trouble.
-    ``state`` and ``word`` are those of :func:`status`. ``begin`` and ``end`` are percent of the
-    width of the lane.
+    ``state`` and ``word`` are those of :func:`status`. ``x`` and ``width`` are percent of the width
+    of the lane; ``width`` is never too small to be seen.
     """
 
     shape: str
@@ -42,8 +41,8 @@ class Mark:
     word: str
     at: datetime
     until: datetime
-    begin: float
-    end: float
+    x: float
+    width: float
     events: list[TaskLockEvent]
     number: int = 0
     when: str = ""
@@ -57,16 +56,6 @@ class Mark:
     def count(self) -> int:
         """Return the number of events."""
         return sum(event.count for event in self.events)
-
-    @property
-    def x(self) -> str:
-        """Return where the mark begins, as text: templates localize numbers."""
-        return f"{min(self.begin, 100 - NEAR):.2f}%"
-
-    @property
-    def width(self) -> str:
-        """Return the width, which is never too small to be seen."""
-        return f"{max(self.end - self.begin, NEAR):.2f}%"
 
     @property
     def path(self) -> str:
@@ -109,7 +98,7 @@ def mark_of(event: TaskLockEvent, start: datetime, now: datetime) -> Mark | None
     """Return the mark of an event, or None if it ended before the start."""
     if event.kind == "acquired":
         shape, until = "bar", event.ended_at or now
-    elif event.kind in COUNTED:
+    elif event.is_counted:
         shape, until = "tick", event.last_at or event.at
     else:
         shape, until = "sign", event.at
@@ -118,8 +107,8 @@ def mark_of(event: TaskLockEvent, start: datetime, now: datetime) -> Mark | None
     if until < start:
         return None
     end = percent(until, start, now)
-    begin = percent(event.at, start, now) if shape == "bar" else end
-    return Mark(shape, *status(event), event.at, until, begin, end, [event])
+    x = min(percent(event.at, start, now) if shape == "bar" else end, 100 - NEAR)
+    return Mark(shape, *status(event), event.at, until, x, max(end - x, NEAR), [event])
 
 
 def percent(at: datetime, start: datetime, now: datetime) -> float:
@@ -131,15 +120,15 @@ def merged(marks: list[Mark]) -> list[Mark]:
     """Make one mark of those that would hide each other; signs and open holds stay single."""
     result: list[Mark] = []
     last: dict[tuple[str, str], Mark] = {}
-    for mark in sorted(marks, key=lambda mark: (mark.begin, mark.at)):
+    for mark in sorted(marks, key=lambda mark: (mark.x, mark.at)):
         before = last.get((mark.shape, mark.state))
-        single = mark.shape == "sign" or mark.state == "held" or mark.end - mark.begin > NEAR
-        if before is not None and not single and mark.begin - before.begin <= NEAR:
+        single = mark.shape == "sign" or mark.state == "held" or mark.width > NEAR
+        if before is not None and not single and mark.x - before.x <= NEAR:
             before.events += mark.events
-            before.end = max(before.end, mark.end)
+            before.width = max(before.width, mark.x + mark.width - before.x)
             before.at, before.until = min(before.at, mark.at), max(before.until, mark.until)
         else:
             result.append(mark)
             if not single:
                 last[mark.shape, mark.state] = mark
-    return sorted(result, key=lambda mark: (SHAPES.index(mark.shape), mark.begin))
+    return sorted(result, key=lambda mark: (SHAPES.index(mark.shape), mark.x))

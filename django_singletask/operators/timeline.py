@@ -7,22 +7,20 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
-from django.db.models import QuerySet
 from django.utils import timezone
 from django.utils.formats import date_format
 from django.utils.functional import Promise
 from django.utils.translation import gettext_lazy as _
 
-from django_singletask.history.queries import OPEN, of_task
-from django_singletask.history.writing import SWEEPER, TROUBLE, only_open
-from django_singletask.models import TaskLockEvent
+from django_singletask.history.queries import OPEN, SWEEPER, TaskLockEventQuerySet
+from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.operators.marks import Mark, mark_of, merged, percent
 from django_singletask.operators.words import clock_time, duration, hold_seconds, hold_time
 
-__all__ = ["SPANS", "draw"]
+__all__ = ["LANES", "ROWS", "SPANS", "TROUBLES", "draw"]
 
 ROWS = 1000
 """Newest events that are read. If there are more, the drawing says how far back it goes."""
@@ -48,14 +46,6 @@ SPANS = {
 }
 
 
-@dataclasses.dataclass
-class Lane:
-    """The marks of one lock."""
-
-    name: str
-    marks: list[Mark]
-
-
 @dataclasses.dataclass(frozen=True)
 class TaskFacts:
     """What the runs of a task, or of a lock without a task, have in common.
@@ -79,11 +69,12 @@ class TaskFacts:
 class Drawing:
     """All that the page shows.
 
-    ``legend`` has one mark for each shape of each state. ``read_back_to`` is empty if all events of
-    the time span were read; else ``unread`` is the width of the part before that time.
+    ``lanes`` has the marks of each name, ``legend`` one mark for each shape of each state.
+    ``read_back_to`` is empty if all events of the time span were read; else ``unread`` is the width
+    of the part before that time.
     """
 
-    lanes: list[Lane]
+    lanes: dict[str, list[Mark]]
     labels: list[tuple[str, str]]
     tasks: list[TaskFacts]
     marks: list[Mark]
@@ -94,7 +85,7 @@ class Drawing:
 
 
 def draw(
-    rows: QuerySet[TaskLockEvent], span: Span, *, now: datetime, name: str = "", task: str = ""
+    rows: TaskLockEventQuerySet, span: Span, *, now: datetime, name: str = "", task: str = ""
 ) -> Drawing:
     """Draw the last ``span`` of the history, of all locks, of one lock or of one task.
 
@@ -104,9 +95,9 @@ def draw(
     start = now - span.length
     events, cut = _read(rows, start, name, task)
     marks = [mark for event in events if (mark := mark_of(event, start, now)) is not None]
-    tasks = _sum_up([event for mark in marks for event in mark.events], now)
+    tasks = _sum_up([mark.events[0] for mark in marks], now)
     lanes, lanes_left_out = _lanes(marks)
-    drawn = sorted((m for lane in lanes for m in lane.marks), key=lambda m: m.at, reverse=True)
+    drawn = sorted(chain(*lanes.values()), key=lambda mark: mark.at, reverse=True)
     legend: dict[str, dict[str, Mark]] = defaultdict(dict)
     for number, mark in enumerate(drawn, start=1):
         mark.number, mark.when = number, _when(mark, dated=span.length >= DAY)
@@ -124,19 +115,18 @@ def draw(
 
 
 def _read(
-    rows: QuerySet[TaskLockEvent], start: datetime, name: str, task: str
+    rows: TaskLockEventQuerySet, start: datetime, name: str, task: str
 ) -> tuple[list[TaskLockEvent], datetime | None]:
     """Return the events, and the time of the oldest of ``ROWS`` events if that is after the start.
 
     A hold that began before that time is found if it is open or if it blocked a call that is drawn.
     """
-    newest: QuerySet[TaskLockEvent] = rows.order_by("-id")
-    newest = newest.filter(name=name) if name else of_task(newest, task) if task else newest
+    newest = rows.named(name) if name else rows.of_task(task) if task else rows.newest()
     events = list(newest[:ROWS])
     cut = events[-1].at if len(events) == ROWS and events[-1].at > start else None
-    older = [(only_open(rows), ROWS)]
+    older = [(rows.open(), ROWS)]
     if cut is not None:
-        older += [(rows.filter(kind=kind).order_by("-id"), TROUBLES) for kind in sorted(TROUBLE)]
+        older += [(rows.of_kind(kind), TROUBLES) for kind in sorted(TROUBLE)]
     for part, limit in older:
         # The name and the task are compared here: by their indexes, the database would read all
         # the rows of a lock to find the few that are open or trouble.
@@ -145,15 +135,11 @@ def _read(
         events += islice(fitting, limit)
     begun = {event.token for event in events if event.kind == "acquired"}
     tokens = {event.blocked_by or event.token for event in events if event.kind != "acquired"}
-    missing = sorted(tokens - begun - {""})
-    for first in range(0, len(missing), 500):
-        # The kind is looked at here: SQLite would rather read all that were acquired.
-        holders = rows.filter(token__in=missing[first : first + 500]).order_by()
-        events += [event for event in holders if event.kind == "acquired"]
+    events += rows.runs(tokens - begun)
     return [event for event in dict.fromkeys(events) if event.name != SWEEPER], cut
 
 
-def _lanes(marks: Iterable[Mark]) -> tuple[list[Lane], int]:
+def _lanes(marks: Iterable[Mark]) -> tuple[dict[str, list[Mark]], int]:
     """Return the most important lanes, ordered by name, and how many are left out.
 
     Locks with trouble come first, then locks that are held, then those that were used last.
@@ -168,7 +154,7 @@ def _lanes(marks: Iterable[Mark]) -> tuple[list[Lane], int]:
         return bool(states & TROUBLE), "held" in states, last, name
 
     names = sorted(by_name, key=importance, reverse=True)
-    lanes = [Lane(name, merged(by_name[name])) for name in sorted(names[:LANES])]
+    lanes = {name: merged(by_name[name]) for name in sorted(names[:LANES])}
     return lanes, len(names) - len(lanes)
 
 
@@ -192,11 +178,11 @@ def _labels(start: datetime, now: datetime, step: timedelta) -> list[tuple[str, 
     return labels
 
 
-def _sum_up(events: Sequence[TaskLockEvent], now: datetime) -> list[TaskFacts]:
+def _sum_up(events: Iterable[TaskLockEvent], now: datetime) -> list[TaskFacts]:
     groups: dict[str, list[TaskLockEvent]] = defaultdict(list)
     for event in events:
         groups[event.task or event.name].append(event)
-    return [_facts(label, groups[label], now) for label in sorted(groups)]
+    return [_facts(label, of_label, now) for label, of_label in sorted(groups.items())]
 
 
 def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> TaskFacts:

@@ -97,10 +97,13 @@ def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
 def clock_time(at: datetime | float, *, dated: bool = False) -> str:
     """Write a time, or a Unix time in seconds, to the second, in the time zone of the user.
 
-    Raises ``OverflowError``, ``OSError`` or ``ValueError`` for a Unix time that is no date.
+    Empty for a Unix time that is no date: anything can write into the cache.
     """
     if not isinstance(at, datetime):
-        at = datetime.fromtimestamp(at, tz=timezone.utc)
+        try:
+            at = datetime.fromtimestamp(at, tz=timezone.utc)
+        except (OverflowError, OSError, ValueError):
+            return ""
     local = localtime(at) if is_aware(at) else at
     return date_format(local, "Y-m-d H:i:s" if dated else "H:i:s")
 

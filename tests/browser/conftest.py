@@ -75,6 +75,8 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chr
     # With the path, selenium does not look for a driver, let alone download one.
     service = webdriver.ChromeService(executable_path=servers.find("chromedriver"))
     driver = webdriver.Chrome(options=options, service=service)
+    # Otherwise the page has no focus, and no element in it, until the window gets it.
+    driver.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     yield driver
     driver.quit()
 

@@ -77,7 +77,7 @@ def test_who_may_clear_does_and_the_run_goes_on(browser, operator, locks):
     assert not fetch_feed.lock(NEWS).locked()
     [event] = wait_for(lambda: TaskLockEvent.objects.filter(kind="cleared", name=NAME), "the row")
     assert (event.actor, event.token) == ("ada", holder.token)
-    assert LogEntry.objects.get().object_repr == NAME
+    assert LogEntry.objects.get().object_repr == f"{NAME}: cleared"
 
 
 def test_who_may_only_look_has_no_button(browser, operator, locks):
