@@ -233,6 +233,16 @@ def test_argument_that_is_added_with_a_default_changes_no_key():
     assert key_of(first, 1) == key_of(second, 1) == key_of(second, 1, b=2)
 
 
+def test_changed_default_splits_only_calls_that_pass_it():
+    def old(a: Any, b: Any = 2) -> None: ...
+
+    def new(a: Any, b: Any = 3) -> None: ...
+
+    assert key_of(old, 1) == key_of(new, 1)
+    assert key_of(old, 1, 2) != key_of(new, 1, 2)
+    assert key_of(old, 1, 3) != key_of(new, 1, 3)
+
+
 @pytest.mark.parametrize("added", [anything, lambda a, *args, b=2, **kwargs: None])
 def test_added_variable_arguments_change_no_key(added):
     def first(a: Any) -> None: ...
