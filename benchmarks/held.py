@@ -16,7 +16,7 @@ from benchmarks.measure import history, in_turns, wait_for_history
 from benchmarks.report import Check, Table, figure
 from benchmarks.settings import REDIS
 from django_singletask import TaskLock
-from django_singletask.locks import renewal
+from django_singletask.locks import clock, renewal
 
 ROOT = Path(__file__).resolve().parents[1]
 LEASE = 3600
@@ -111,11 +111,11 @@ def tick(locks: list[TaskLock]) -> float:
     times = []
     for _ in range(3):
         for lock in locks:
-            lock._renewed -= LEASE / 2
+            lock.lease.renewed_at -= LEASE / 2
         began = time.perf_counter()
-        renewal._keeper.tick()
+        renewal.keeper().tick()
         times.append(time.perf_counter() - began)
-        late = [lock for lock in locks if lock.lost or renewal.due(lock) < renewal.clock()]
+        late = [lock for lock in locks if lock.lost or lock.lease.due_at < clock.now()]
         if late:
             raise RuntimeError(f"{len(late)} locks were not renewed.")
     return median(times)

@@ -87,7 +87,7 @@ class _StandIn(TestContextDecorator):
                 _memory.clear()
             entered = self._begin()
             if not _active:
-                _kept_before = renewal.kept()
+                _kept_before = renewal.keeper().kept()
                 # Not by override_settings(): whoever overrides a setting inside and restores it
                 # outside (pytest-django's fixture "settings") would restore this one with it.
                 conf.history = "off"
@@ -105,7 +105,9 @@ class _StandIn(TestContextDecorator):
                 open_with(_active[-1]._open)
                 return
             # A lock that the test forgot must not be renewed, so taken, in the configured cache.
-            renewal.forget(renewal.kept() - _kept_before)
+            keeper = renewal.keeper()
+            for token, key in keeper.kept() - _kept_before:
+                keeper.forget(token, key)
             del conf.history
             open_with(None)
 

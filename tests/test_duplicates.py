@@ -16,7 +16,7 @@ from django.db import connections, transaction
 from django_singletask import DuplicateTask, TaskLock
 from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import QUEUED, LockKey, name_key
+from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task.delivery import HEADER, LOOKS
@@ -52,8 +52,8 @@ def runs_log(monkeypatch, tmp_path):
 
 
 def entry_of(task, *args):
-    call = QueuedCall(task, LockKey(*task.lock_key(args, {}, {})), {})
-    return call.entry
+    """Return the entry of a queued call, to be asked as a lock is."""
+    return TaskLock(task.lock(*args).lock_key.beside(QUEUED, task.name))
 
 
 def deliver(message, task=unique, **request):

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+import itertools
 import logging
 import os
 import pickle
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +26,7 @@ from django_singletask import (
     only_one,
 )
 from django_singletask.holder import Holder
+from django_singletask.locks import clock
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
 
@@ -221,9 +226,8 @@ class TestHolding:
     def test_a_lock_past_its_lease_is_lost_without_a_request(self, monkeypatch):
         with TaskLock("nightly", timeout=30, renew=False) as lock:
             assert not lock.lost
-            monkeypatch.setattr(
-                "django_singletask.locks.lock.clock", lambda: time.monotonic() + 1e9
-            )
+            later = clock.now() + 1e9
+            monkeypatch.setattr(clock, "now", lambda: later)
             assert lock.lost
 
     def test_trust_is_counted_from_before_the_request(self, monkeypatch):
@@ -237,11 +241,11 @@ class TestHolding:
             now += 10
             return add(*arguments)
 
-        monkeypatch.setattr("django_singletask.locks.lock.clock", lambda: now)
+        monkeypatch.setattr(clock, "now", lambda: now)
         monkeypatch.setattr(store, "add", slow)
         lock = TaskLock("nightly", timeout=30, renew=False)
         lock.acquire()
-        assert 1029 < lock._deadline < 1030
+        assert 1029 < lock.lease.deadline < 1030
         lock.release()
 
     def test_holder_and_remaining_of_a_free_lock(self, cache_alias):
@@ -258,8 +262,8 @@ class TestHolding:
 
     def test_a_lease_is_renewed_while_the_lock_is_held(self, cache_alias, wait_for):
         with TaskLock("nightly", timeout=0.9) as lock:
-            began = lock._renewed
-            wait_for(lambda: lock._renewed > began + 0.9, "three renewals", deadline=10)
+            began = lock.lease.renewed_at
+            wait_for(lambda: lock.lease.renewed_at > began + 0.9, "three renewals", deadline=10)
             assert lock.owned()
             assert not lock.lost
 
@@ -299,16 +303,20 @@ class TestFailures:
         messages = [r for r in caplog.records if r.levelno >= logging.ERROR]
         assert [lock.key in record.getMessage() for record in messages] == [True]
 
-    def test_an_error_between_take_and_return_leaves_nothing_behind(self, monkeypatch, wait_for):
-        lock = TaskLock("nightly")
-
-        def interrupt(*arguments):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(lock, "_begin", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            lock.acquire()
-        wait_for(lambda: not TaskLock("nightly").locked(), "it is given back")
+    @pytest.mark.parametrize("use", ["acquire", "with"])
+    def test_a_signal_at_any_line_leaves_no_lock_behind(self, use, wait_for):
+        """The release or a debt frees it, or nobody renews it when the object is gone."""
+        names = []
+        for line in itertools.count(1):
+            names.append(f"interrupted at line {line}")
+            # In a context of its own, which an interrupted block leaves with its lock in it.
+            context = contextvars.copy_context()
+            if not context.run(take_and_give_back, names[-1], use, line):
+                break
+        for name in names:
+            lock = TaskLock(name)
+            wait_for(lambda lock=lock: not lock.locked(), f"{name}: the lock is free")
+        assert len(names) > 60
 
     def test_a_lost_reply_is_an_acquisition(self, monkeypatch, cache_alias):
         store = get_store(cache_alias)
@@ -341,8 +349,6 @@ class TestFailures:
 
 class TestRenewalMeetsRelease:
     def test_a_renewal_overtaken_by_a_release_leaves_nothing_behind(self, monkeypatch, wait_for):
-        from django_singletask.locks import renewal
-
         store = get_store("redis")
         renew = store.renew
         lock = TaskLock("nightly")
@@ -355,7 +361,7 @@ class TestRenewalMeetsRelease:
             return outcome
 
         monkeypatch.setattr(store, "renew", release_first)
-        renewal.renew(lock, 60)
+        lock.lease.extend(60)
         wait_for(lambda: not lock.locked(), "it is given back")
 
 
@@ -570,6 +576,45 @@ class TestErrors:
         assert conflict.holder == caught.value.holder
         for error in (LockError("a"), LockLost("b"), DuplicateTask("c", "d")):
             assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def take_and_give_back(name, use, line):
+    """Use a lock, and say whether a signal struck at that line; the object is gone afterwards."""
+    lock = TaskLock(name, timeout=0.5)
+    try:
+        with interrupt_at(line):
+            if use == "acquire":
+                lock.acquire()
+                lock.release()
+            else:
+                with lock:
+                    pass
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def interrupt_at(number):
+    """Raise KeyboardInterrupt where that line of lock.py or lease.py is about to run."""
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(("/locks/lock.py", "/locks/lease.py")):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 class held_elsewhere:

@@ -1,8 +1,8 @@
 """The protocol of leases, renewals and takeovers, against a simulated store and a virtual clock.
 
 Hypothesis plays processes that take, sleep, wake, die, lose replies and are cleared, and a store
-that forgets, in any order. The code under test is the real TaskLock and the real renewal; only the
-store, the clock and the thread are simulated.
+that forgets, in any order. The code under test is the real TaskLock with the real Lease; only
+the store, the clock and the thread that renews are simulated.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from hypothesis.stateful import (
 
 from django_singletask import TaskLock
 from django_singletask.holder import Holder
-from django_singletask.locks import lock as locks
-from django_singletask.locks import renewal
+from django_singletask.locks import clock, liveness, renewal
+from django_singletask.locks.lease import Lease
+from django_singletask.stores import open_with
 from django_singletask.stores.base import Entry, Outcome
 
 LEASE = 9.0
@@ -100,12 +101,23 @@ class SimulatedStore:
         found = self.find(key)
         return None if found is None else Entry(found, None)
 
+    def close(self):
+        pass
+
     def clear(self, key, value, lease):
         if self.find(key) != value:
             return False
         self.marked.add(value)
         del self.entries[key]
         return True
+
+
+REAL_SETTLE = Lease.settle
+
+
+def settle_at_the_reply(lease, sent, length, outcome):
+    """Settle a renewal as if it had been sent when its reply came."""
+    REAL_SETTLE(lease, clock.now(), length, outcome)
 
 
 class World(RuleBasedStateMachine):
@@ -134,37 +146,32 @@ class World(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patches = ExitStack()
-        for module in (locks, renewal):
-            self.patches.enter_context(mock.patch.object(module, "clock", self.clock))
-            self.patches.enter_context(mock.patch.object(module, "get_store", self.get_store))
+        self.patches.enter_context(mock.patch.object(clock, "now", self.time))
+        open_with(lambda alias: self.store)
+        self.patches.callback(open_with, None)
         keeper = SimpleNamespace(
-            locks={},
-            keep=lambda lock: None,
-            wake_for=lambda lock: None,
-            owe=lambda debt: self.debts.append(debt[1:]),
+            keep=lambda lease: None,
+            drop=lambda lease: None,
+            wake_for=lambda lease: None,
+            owe=lambda cache, key, value, length: self.debts.append(
+                (key, value, self.now + length)
+            ),
+            holds_in_this_thread=lambda token, key: False,
             renewing=nullcontext(),
         )
-        self.patches.enter_context(mock.patch.object(renewal, "_keeper", keeper))
-        self.patches.enter_context(mock.patch.object(locks, "proof_of_death", self.proof))
+        self.patches.enter_context(mock.patch.object(renewal, "keeper", return_value=keeper))
+        self.patches.enter_context(mock.patch.object(liveness, "proof_of_death", self.proof))
         if self.fault == "renewal anchored at the reply":
-            self.patches.enter_context(mock.patch.object(renewal, "settle", self.anchored_late))
+            self.patches.enter_context(mock.patch.object(Lease, "settle", settle_at_the_reply))
 
-    def clock(self):
+    def time(self):
         return self.now
-
-    def get_store(self, alias):
-        return self.store
 
     def teardown(self):
         self.patches.close()
 
     def proof(self, holder: Holder):
         return "the test killed it" if holder.token in self.dead else None
-
-    real_settle = staticmethod(renewal.settle)
-
-    def anchored_late(self, lock, token, sent, lease, outcome):
-        self.real_settle(lock, token, self.now, lease, outcome)
 
     # Time
 
@@ -174,7 +181,7 @@ class World(RuleBasedStateMachine):
         while True:
             at, who = min(
                 (
-                    (max(renewal.due(lock), self.now), who)
+                    (max(lock.lease.due_at, self.now), who)
                     for who, lock in enumerate(self.locks)
                     if lock.token and who not in self.asleep and who not in self.busy
                 ),
@@ -200,10 +207,10 @@ class World(RuleBasedStateMachine):
         lock = self.locks[who]
         token = lock.token
         with self.over(who, network), suppress(ConnectionError):
-            renewal.renew(lock, lease or lock._leased)
+            lock.lease.extend(lease or lock.lease.length)
             self.uninformed.discard(token)
             return
-        lock._retry_at = self.now + 1
+        lock.lease.retry_at = self.now + 1
 
     # What happens
 
@@ -300,12 +307,12 @@ class World(RuleBasedStateMachine):
     @invariant()
     def a_trusted_lock_is_in_the_store(self):
         for lock in self.trusting():
-            assert self.store.find(lock.key) == lock._value
+            assert self.store.find(lock.key) == lock.lease.value
 
     @invariant()
     def who_slept_past_its_deadline_knows(self):
         for lock in self.locks:
-            if lock.token is not None and self.now >= lock._deadline:
+            if lock.token is not None and self.now >= lock.lease.deadline:
                 assert lock.lost
 
 

@@ -459,10 +459,10 @@ class TestMode:
 
     def test_without_a_history_no_event_is_made(self, settings):
         settings.SINGLETASK_HISTORY = "background"
-        assert lock_event.disconnect(sender=TaskLock, dispatch_uid=writer.LISTENER)
+        assert lock_event.disconnect(sender=LockEvent, dispatch_uid=writer.LISTENER)
         writer.connect()
         settings.SINGLETASK_HISTORY = "off"
-        assert not lock_event.disconnect(sender=TaskLock, dispatch_uid=writer.LISTENER)
+        assert not lock_event.disconnect(sender=LockEvent, dispatch_uid=writer.LISTENER)
 
     def test_a_server_without_threads_writes_inline(self, settings, monkeypatch, background):
         settings.SINGLETASK_HISTORY = "background"

@@ -12,7 +12,9 @@ import types
 import pytest
 
 from django_singletask import TaskLock
-from django_singletask.locks import renewal
+from django_singletask.locks import clock, renewal
+from django_singletask.locks.debts import Debt, Debts
+from django_singletask.locks.run import Run
 from django_singletask.stores import get_store
 
 pytestmark = pytest.mark.django_db
@@ -25,18 +27,26 @@ def on_redis(settings, empty_cache):
     empty_cache("redis")
 
 
+def new_keeper(monkeypatch):
+    """Let a keeper of the test's own keep the leases of this process."""
+    keeper = renewal.Keeper()
+    monkeypatch.setattr(renewal, "keeper", lambda: keeper)
+    return keeper
+
+
 def test_locks_that_are_due_together_are_renewed_in_one_go(monkeypatch):
     locks = [TaskLock(f"lock {number}", timeout=60) for number in range(200)]
     for lock in locks:
         lock.acquire()
     before = trips()
-    began = [lock._renewed for lock in locks]
+    began = [lock.lease.renewed_at for lock in locks]
     keeper = renewal.Keeper()
-    keeper.locks.update(((lock.token, lock.key), lock) for lock in locks)
-    now = renewal.clock()
-    monkeypatch.setattr(renewal, "clock", lambda: now + 21)
+    for lock in locks:
+        keeper.leases[lock.token, lock.key] = lock.lease
+    now = clock.now()
+    monkeypatch.setattr(clock, "now", lambda: now + 21)
     keeper.tick()
-    assert all(lock._renewed > start for lock, start in zip(locks, began, strict=True))
+    assert all(lock.lease.renewed_at > start for lock, start in zip(locks, began, strict=True))
     # One pipeline, which the server reads in pieces of 16 KiB; one by one it would be 200 trips.
     assert trips() - before < 50
     monkeypatch.undo()
@@ -51,8 +61,7 @@ def trips():
 
 def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch):
     """Each waking costs the task a switch of threads: with one a lock, it took twice the time."""
-    keeper, woken = renewal.Keeper(), []
-    monkeypatch.setattr(renewal, "_keeper", keeper)
+    keeper, woken = new_keeper(monkeypatch), []
     wake = keeper.wake
     monkeypatch.setattr(keeper, "wake", lambda at: (woken.append(at), wake(at)))
     for _ in range(200):
@@ -64,7 +73,7 @@ def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch):
 
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(monkeypatch, wait_for):
     """Each lock after it was lost when the hour of waking was noted before there was a thread."""
-    monkeypatch.setattr(renewal, "_keeper", renewal.Keeper())
+    new_keeper(monkeypatch)
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -74,26 +83,26 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(monkeypa
         with pytest.raises(RuntimeError):
             TaskLock("first", timeout=0.6).acquire()
     with TaskLock("second", timeout=0.6) as lock:
-        began = lock._renewed
-        wait_for(lambda: lock._renewed > began + 0.6, "renewals")
+        began = lock.lease.renewed_at
+        wait_for(lambda: lock.lease.renewed_at > began + 0.6, "renewals")
         assert lock.owned()
 
 
 def test_a_lease_that_was_made_shorter_is_renewed_in_time(monkeypatch, wait_for):
-    monkeypatch.setattr(renewal, "_keeper", renewal.Keeper())
+    keeper = new_keeper(monkeypatch)
     with TaskLock("nightly", timeout=600) as lock:
-        wait_for(lambda: renewal._keeper.changed._waiters, "the thread sleeps, for 200 s")
+        wait_for(lambda: keeper.sleeps, "the thread sleeps, for 200 s")
         lock.extend(0.6)
-        began = lock._renewed
-        wait_for(lambda: lock.lost or lock._renewed > began + 0.6, "renewals")
+        began = lock.lease.renewed_at
+        wait_for(lambda: lock.lost or lock.lease.renewed_at > began + 0.6, "renewals")
         assert not lock.lost
 
 
 def test_a_lease_that_may_have_been_made_shorter_is_taken_for_short(monkeypatch, wait_for):
     """The reply to extend() is lost: the entry ends soon, and nobody would know."""
-    monkeypatch.setattr(renewal, "_keeper", renewal.Keeper())
+    keeper = new_keeper(monkeypatch)
     with TaskLock("nightly", timeout=600) as lock:
-        wait_for(lambda: renewal._keeper.changed._waiters, "the thread sleeps, for 200 s")
+        wait_for(lambda: keeper.sleeps, "the thread sleeps, for 200 s")
         store = get_store("redis")
         renew = store.renew
 
@@ -105,8 +114,8 @@ def test_a_lease_that_may_have_been_made_shorter_is_taken_for_short(monkeypatch,
             patch.setattr(store, "renew", lose_the_reply)
             with pytest.raises(ConnectionError):
                 lock.extend(0.6)
-        began = lock._renewed
-        wait_for(lambda: lock.lost or lock._renewed > began + 0.6, "renewals")
+        began = lock.lease.renewed_at
+        wait_for(lambda: lock.lost or lock.lease.renewed_at > began + 0.6, "renewals")
         assert not lock.lost
         assert lock.owned()
 
@@ -115,13 +124,13 @@ def test_the_thread_is_not_upset_by_another_that_takes_locks():
     """It failed, and slept for a second, when the locks changed while it looked through them."""
     keeper, locks, ended = renewal.Keeper(), [], threading.Event()
 
-    class Unrenewed:
-        renew = False
+    class Fixed:
+        renews = False
 
     def take():
         while not ended.is_set():
-            lock = Unrenewed()
-            keeper.locks[str(len(locks)), "key"] = lock
+            lock = Fixed()
+            keeper.leases[str(len(locks)), "key"] = lock
             locks.append(lock)
 
     thread = threading.Thread(target=take)
@@ -139,43 +148,46 @@ def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
     lock = TaskLock("nightly", timeout=30)
     lock.acquire()
     kept = (lock.token, lock.key)
-    assert kept in renewal.kept()
+    assert kept in renewal.keeper().kept()
     del lock
-    assert kept not in renewal.kept()
+    assert kept not in renewal.keeper().kept()
 
 
 def test_two_locks_of_one_token_are_both_renewed(wait_for):
     """A run has one token, for its lock and for the entry that its call is queued under."""
-    locks = [TaskLock(name, timeout=0.6) for name in ("nightly", "beside")]
+    run = Run(token="5a3e")
+    locks = [TaskLock(name, timeout=0.6, run=run) for name in ("nightly", "beside")]
     for lock in locks:
-        lock._token = "5a3e"
         assert lock.acquire()
-    began = [lock._renewed for lock in locks]
-    wait_for(lambda: all(lock._renewed > b for lock, b in zip(locks, began, strict=True)), "both")
+    began = [lock.lease.renewed_at for lock in locks]
+    wait_for(
+        lambda: all(lock.lease.renewed_at > b for lock, b in zip(locks, began, strict=True)), "both"
+    )
     locks[1].release()
-    assert renewal.kept() == {(locks[0].token, locks[0].key)}
+    assert renewal.keeper().kept() == {(locks[0].token, locks[0].key)}
     locks[0].release()
 
 
 def test_many_debts_keep_no_lock_from_its_renewal(wait_for, dead_redis):
     """A worker that discards a backlog of expired calls gives back the entry of each."""
     with TaskLock("nightly", timeout=0.6) as lock:
-        renewal.owe(dead_redis, "singletask:elsewhere", b"x", 60)
+        renewal.keeper().owe(dead_redis, "singletask:elsewhere", b"x", 60)
         for number in range(5000):
-            renewal.owe("redis", f"singletask:{number}", b"x", 60)
-        wait_for(lambda: not renewal._keeper.debts, "all that can be are paid", deadline=10)
+            renewal.keeper().owe("redis", f"singletask:{number}", b"x", 60)
+        wait_for(
+            lambda: not renewal.keeper().debts.waiting, "all that can be are paid", deadline=10
+        )
         assert not lock.lost
-        assert lock._longest_gap < 0.5
-    renewal._keeper.failed.clear()
+        assert lock.lease.longest_gap < 0.5
+    renewal.keeper().debts.failed.clear()
 
 
 def test_of_too_many_debts_the_oldest_goes_and_it_is_said(monkeypatch, caplog):
-    keeper = renewal.Keeper()
-    monkeypatch.setattr(keeper, "wake", lambda at: None)
-    monkeypatch.setattr(renewal, "MAX_DEBTS", 2)
+    monkeypatch.setattr("django_singletask.locks.debts.MAX_DEBTS", 2)
+    debts = Debts()
     for key in ("a", "b", "c"):
-        keeper.owe(renewal.Debt("redis", key, b"x", 60))
-    assert [debt.key for debt in keeper.debts] == ["b", "c"]
+        debts.add(Debt("redis", key, b"x", 60))
+    assert [debt.key for debt in debts.waiting] == ["b", "c"]
     assert "a is not given back: its lease will end it." in caplog.text
 
 
@@ -186,8 +198,8 @@ def test_the_thread_of_a_forked_child_is_its_own(wait_for):
             code = 1
             try:
                 with TaskLock("child", timeout=0.6) as lock:
-                    began = lock._renewed
-                    wait_for(lambda: lock._renewed > began + 0.6, "renewals in the child")
+                    began = lock.lease.renewed_at
+                    wait_for(lambda: lock.lease.renewed_at > began + 0.6, "renewals in the child")
                     code = 0 if lock.owned() else 2
             finally:
                 os._exit(code)
@@ -258,8 +270,8 @@ def test_the_longest_gap_between_renewals_is_recorded(settings, wait_for):
     settings.SINGLETASK_HISTORY = "inline"
     TaskLockEvent.objects.all().delete()
     with TaskLock("nightly", timeout=0.9) as lock:
-        began = lock._renewed
-        wait_for(lambda: lock._renewed > began, "a renewal")
+        began = lock.lease.renewed_at
+        wait_for(lambda: lock.lease.renewed_at > began, "a renewal")
         token = lock.token
     gap = TaskLockEvent.objects.get(token=token).longest_renewal_gap
     assert 0.2 <= gap < 0.9
@@ -273,9 +285,9 @@ django.setup()
 from django_singletask import TaskLock
 def body(number):
     with TaskLock(f"green {number}", timeout=0.9) as lock:
-        began = lock._renewed
+        began = lock.lease.renewed_at
         until = time.monotonic() + 10
-        while lock._renewed < began + 0.9 and time.monotonic() < until:
+        while lock.lease.renewed_at < began + 0.9 and time.monotonic() < until:
             time.sleep(0.01)
         return lock.owned() and not lock.lost
 jobs = [gevent.spawn(body, number) for number in range(5)]
@@ -297,6 +309,6 @@ def test_gevent():
 
 
 def test_clock_goes_on():
-    first = renewal.clock()
+    first = clock.now()
     time.sleep(0.001)
-    assert renewal.clock() > first
+    assert clock.now() > first

@@ -7,6 +7,7 @@ from django.utils import timezone
 
 from django_singletask import TaskLock
 from django_singletask.history import writing as history
+from django_singletask.locks import clock
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import held
 from django_singletask.stores import get_store
@@ -28,8 +29,8 @@ def later(monkeypatch):
     """Let the sweep believe that so many seconds have passed since the rows were written."""
 
     def pass_time(seconds):
-        now = history.clock()
-        monkeypatch.setattr(history, "clock", lambda: now + seconds)
+        now = clock.now()
+        monkeypatch.setattr(clock, "now", lambda: now + seconds)
         age = timedelta(seconds=seconds)
         for row in TaskLockEvent.objects.filter(kind="acquired"):
             TaskLockEvent.objects.filter(pk=row.pk).update(at=row.at - age)
@@ -39,11 +40,11 @@ def later(monkeypatch):
 
 def lose_without_a_word(lock):
     """Let the entry end as if the holder's host was lost."""
-    get_store("redis").release(lock.key, lock._value)
+    get_store("redis").release(lock.key, lock.lease.value)
 
 
 def row_of(lock):
-    return TaskLockEvent.objects.get(kind="acquired", token=lock._holder.token)
+    return TaskLockEvent.objects.get(kind="acquired", token=lock.lease.token)
 
 
 def test_a_row_whose_token_is_gone_twice_is_expired(later):
@@ -57,7 +58,7 @@ def test_a_row_whose_token_is_gone_twice_is_expired(later):
     history.sweep()
     assert row_of(lock).outcome == "expired"
     expired = TaskLockEvent.objects.get(kind="expired")
-    assert (expired.token, expired.reason) == (lock._holder.token, "its lease ended unreleased")
+    assert (expired.token, expired.reason) == (lock.lease.token, "its lease ended unreleased")
 
 
 def test_once_is_not_enough(later):
@@ -102,7 +103,7 @@ def test_the_owners_own_word_stands_above(later):
     for _ in range(2):
         later(11)
         history.sweep()
-    get_store("redis").add(lock.key, lock._value, 10)
+    get_store("redis").add(lock.key, lock.lease.value, 10)
     lock.release()
     assert row_of(lock).outcome == "released"
     assert not TaskLockEvent.objects.filter(kind="expired").exists()
@@ -156,7 +157,7 @@ def test_a_watcher_gives_up_on_what_has_no_lock(monkeypatch):
 
     request = SimpleNamespace(task=hold, request_dict={}, id="i", _payload=((), {"x": 1}, {}))
     watcher = Watcher()
-    watcher.runs[1] = worker.Run("token", "", request)
+    watcher.runs[1] = worker.Accepted("token", "", request)
     monkeypatch.setattr(worker, "is_gone", lambda pid, start: "gone")
     watcher.look()
     assert watcher.runs == {}

@@ -17,7 +17,7 @@ from django_singletask.locks import renewal
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.lock import current_lock
 from django_singletask.models import TaskLockEvent
-from django_singletask.signals import lock_event
+from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
 from django_singletask.stores.locmem import LocMemStore
 from django_singletask.testing import hold, no_locks
@@ -79,9 +79,9 @@ def events():
     def receive(*, event, **kwargs):
         seen.append(event)
 
-    lock_event.connect(receive, sender=TaskLock)
+    lock_event.connect(receive, sender=LockEvent)
     yield seen
-    lock_event.disconnect(receive, sender=TaskLock)
+    lock_event.disconnect(receive, sender=LockEvent)
 
 
 # In the classes of unittest, whose cache is down
@@ -278,8 +278,8 @@ def test_another_lock_is_taken_and_given_back(dead):
 
 def test_another_lock_is_renewed(dead, wait_for):
     with hold("a"), TaskLock("b", timeout=0.3) as lock:
-        taken = lock._renewed
-        assert wait_for(lambda: lock._renewed > taken, 10)
+        taken = lock.lease.renewed_at
+        assert wait_for(lambda: lock.lease.renewed_at > taken, 10)
         assert lock.owned()
         lock.extend()
         assert not lock.lost
@@ -608,7 +608,7 @@ def test_what_was_not_given_back_is_not_renewed_in_the_configured_cache(locmem, 
     before.acquire()
     with either:
         inside.acquire()
-        assert inside.key in {key for _token, key in renewal.kept()}
-    assert inside.key not in {key for _token, key in renewal.kept()}
-    assert (before.token, before.key) in renewal.kept()
+        assert inside.key in {key for _token, key in renewal.keeper().kept()}
+    assert inside.key not in {key for _token, key in renewal.keeper().kept()}
+    assert (before.token, before.key) in renewal.keeper().kept()
     before.release()

@@ -21,6 +21,7 @@ from django_singletask.history import recorder as writer
 from django_singletask.history import writing as history
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
+from django_singletask.stores import get_store
 from tests.servers import free_port
 
 pytestmark = [
@@ -201,7 +202,7 @@ def test_cleared_run_stays_cleared_when_it_ends():
 
 def test_lost_lock_has_a_row_that_says_how():
     with TaskLock("nightly") as lock:
-        lock._store().release(lock.key, lock._value)
+        get_store(lock.address.cache).release(lock.key, lock.lease.value)
     [acquired, lost] = rows()
     assert (acquired.outcome, acquired.result) == ("lost", "returned")
     assert (lost.kind, lost.reason, lost.token) == (
@@ -213,7 +214,7 @@ def test_lost_lock_has_a_row_that_says_how():
 
 def test_lock_lost_to_another_run_names_it():
     with TaskLock("nightly") as lock:
-        lock._store().release(lock.key, lock._value)
+        get_store(lock.address.cache).release(lock.key, lock.lease.value)
         other = TaskLock("nightly")
         other.acquire()
     [lost] = rows(kind="lost")
@@ -276,7 +277,7 @@ def test_quiet_task_leaves_no_row_of_its_skips(work):
 def test_trouble_of_a_quiet_task_is_recorded(work):
     work.lock_history = False
     with work.lock() as lock:
-        lock._store().release(lock.key, lock._value)
+        get_store(lock.address.cache).release(lock.key, lock.lease.value)
     assert [row.kind for row in rows()] == ["lost"]
 
 
@@ -445,7 +446,7 @@ def test_row_names_itself():
 
 
 def test_history_is_a_receiver_that_can_be_taken_off(work):
-    lock_event.disconnect(sender=TaskLock, dispatch_uid="django_singletask.history")
+    lock_event.disconnect(sender=LockEvent, dispatch_uid="django_singletask.history")
     try:
         work.apply()
     finally:

@@ -24,7 +24,6 @@ from django.db import (
 
 from django_singletask.conf import conf
 from django_singletask.history.writing import TROUBLE, write
-from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.renewal import has_threads
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import asks_again
@@ -59,9 +58,9 @@ LISTENER = "django_singletask.history"
 def connect(**kwargs: Any) -> None:
     """Listen, unless there is no history: then a lock need not tell anybody."""
     if conf.history == "off":
-        lock_event.disconnect(sender=TaskLock, dispatch_uid=LISTENER)
+        lock_event.disconnect(sender=LockEvent, dispatch_uid=LISTENER)
     else:
-        lock_event.connect(receive, sender=TaskLock, dispatch_uid=LISTENER)
+        lock_event.connect(receive, sender=LockEvent, dispatch_uid=LISTENER)
 
 
 setting_changed.connect(connect)

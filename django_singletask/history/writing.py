@@ -17,10 +17,10 @@ from django.utils.timezone import get_default_timezone, make_aware, make_naive
 
 from django_singletask.history.queries import SWEEPER, TaskLockEventQuerySet
 from django_singletask.holder import Holder
+from django_singletask.locks import clock
+from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.lock import TaskLock
-from django_singletask.locks.renewal import clock
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
 
@@ -277,8 +277,8 @@ def _look_after(row: TaskLockEvent, now: datetime) -> None:
         _missed.pop(row.pk, None)
         how = proof_of_death(holder)
         if how is not None:
-            TaskLock(LockKey(row.name, row.key), cache=row.cache).bury(row.token, how)
-    elif clock() - _missed.setdefault(row.pk, clock()) >= row.timeout:
+            Address(row.cache, LockKey(row.name, row.key)).bury(row.token, how)
+    elif clock.now() - _missed.setdefault(row.pk, clock.now()) >= row.timeout:
         del _missed[row.pk]
         _expire(row, now)
 
@@ -303,7 +303,7 @@ def _expire(row: TaskLockEvent, now: datetime) -> None:
         timeout=row.timeout,
         reason="its lease ended unreleased",
     )
-    lock_event.send_robust(sender=TaskLock, event=event)
+    lock_event.send_robust(sender=LockEvent, event=event)
 
 
 def _aware(at: datetime) -> datetime:

@@ -1,4 +1,4 @@
-"""Keep the leases of this process alive: one thread, started by the first lock that wants it."""
+"""Keep the leases of this process alive: one thread, started by the first lock that needs it."""
 
 from __future__ import annotations
 
@@ -9,86 +9,103 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol
 
 from django.db import connections
 
+from django_singletask.locks import clock
+from django_singletask.locks.debts import Debt, Debts
 from django_singletask.stores import Outcome, close_stores, get_store
 
-if TYPE_CHECKING:
-    from django_singletask.locks.lock import TaskLock
-
-__all__ = ["clock", "drop", "held_by_this_thread", "keep", "owe", "renew"]
+__all__ = ["Keeper", "has_threads", "keeper"]
 
 logger = logging.getLogger("django_singletask")
 
 RETRY = 1.0
-MAX_DEBTS = 10_000
-AT_ONCE = 100
+"""Seconds at most until a renewal that failed is tried again."""
 
 
-def _boottime() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-# The machine's own clock, that nobody sets. Where there is one that goes on while the machine is
-# suspended, it is that one: a lease does not stop for a sleeping laptop.
-clock = _boottime if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
-
-
-class Debt(NamedTuple):
-    """A release that could not be made, to be tried again until the lease has ended anyway."""
+class Renewable(Protocol):
+    """What the thread must know of a lease; see :class:`django_singletask.locks.lease.Lease`."""
 
     cache: str
     key: str
+    token: str
     value: bytes
-    until: float
+    length: float
+    renews: bool
+    retry_at: float
+    thread: int
+
+    @property
+    def due_at(self) -> float: ...
+
+    def settle(self, sent: float, length: float, outcome: Outcome) -> None: ...
 
 
 class Keeper:
-    """Know the locks that this process holds, and renew each at a third of its lease.
+    """Know the leases that this process holds, and renew each at a third of its length.
 
-    The locks are known by weak references: one that nobody holds any more, because a signal
-    struck between taking and giving back, is no longer renewed, and its lease frees it.
+    The keeper has weak references only. A lease that nobody else refers to any more, because a
+    signal struck between the take and the release, is no longer renewed, so it ends by itself:
+
+      body:    take -> "yours"   SIGUSR1: SoftTimeLimitExceeded    the frames go, and the lease
+      keeper:                                                      finds no reference: no renewal
     """
 
     def __init__(self) -> None:
-        # By token and key: a run has one token for its lock and for the entry of its call.
-        self.locks: weakref.WeakValueDictionary[tuple[str, str], TaskLock]
-        self.locks = weakref.WeakValueDictionary()
-        self.debts: deque[Debt] = deque()
-        self.failed: list[Debt] = []
-        self.retries_at = math.inf
-        self.pays_at = math.inf
-        self.down: set[str] = set()
+        # By token and key: a run has one token for its lock and for the entry of its queued call.
+        self.leases: weakref.WeakValueDictionary[tuple[str, str], Renewable]
+        self.leases = weakref.WeakValueDictionary()
+        self.debts = Debts()
         self.wakes_at = math.inf
         self.changed = threading.Condition()
+        self.sleeps = False
+        # Two renewals of one lease at a time could settle in another order than the store saw them:
+        #
+        #   thread: asks for 9 s -> granted second                      settles first: trusts 9 s
+        #   extend: asks for 600 s -> granted first, cut to 9 s          settles last: trusts 600 s
         self.renewing = threading.Lock()
         self.thread: threading.Thread | None = None
 
-    def keep(self, lock: TaskLock) -> None:
-        assert lock.token is not None
-        self.locks[lock.token, lock.key] = lock
-        self.wake_for(lock)
+    def keep(self, lease: Renewable) -> None:
+        """Renew a lease from now on, if it is one that renews."""
+        self.leases[lease.token, lease.key] = lease
+        self.wake_for(lease)
 
-    def wake_for(self, lock: TaskLock) -> None:
-        # A thread that wakes early enough anyway is left asleep: the hot path costs no switch.
-        if lock.renew and due(lock) < self.wakes_at:
-            self.wake(due(lock))
+    def drop(self, lease: Renewable) -> None:
+        """Renew a lease no longer."""
+        self.leases.pop((lease.token, lease.key), None)
 
-    def owe(self, debt: Debt) -> None:
-        if len(self.debts) + len(self.failed) >= MAX_DEBTS:
-            forgotten = self.failed.pop(0) if self.failed else self.debts.popleft()
-            logger.warning("%s is not given back: its lease will end it.", forgotten.key)
-        self.debts.append(debt)
-        self.pays_at = clock()
-        self.wake(self.pays_at)
+    def holds_in_this_thread(self, token: str, key: str) -> bool:
+        """Say whether the running thread itself has taken the lease of this token and key."""
+        lease = self.leases.get((token, key))
+        return lease is not None and lease.thread == threading.get_ident()
+
+    def kept(self) -> set[tuple[str, str]]:
+        """Return token and key of each lease that is kept."""
+        return {reference.key for reference in self.leases.valuerefs()}
+
+    def forget(self, token: str, key: str) -> None:
+        """Renew the lease of this token and key no longer, if there is one."""
+        self.leases.pop((token, key), None)
+
+    def owe(self, cache: str, key: str, value: bytes, lease: float) -> None:
+        """Release an entry in the background, and try again for as long as its lease can last."""
+        self.debts.add(Debt(cache, key, value, clock.now() + lease))
+        self.wake(self.debts.due_at)
+
+    def wake_for(self, lease: Renewable) -> None:
+        """Wake the thread if the lease is due before the thread would wake by itself.
+
+        Otherwise the thread is left asleep: the hot path costs no switch of threads.
+        """
+        if lease.renews and lease.due_at < self.wakes_at:
+            self.wake(lease.due_at)
 
     def wake(self, at: float) -> None:
-        # The hour last: if no thread can start now, or a signal strikes, the next lock tries again.
+        """Let the thread look again, and start it if it does not run."""
         with self.changed:
             if self.thread is None or not self.thread.is_alive():
                 has_threads()
@@ -96,9 +113,11 @@ class Keeper:
                 thread.start()
                 self.thread = thread
             self.changed.notify()
+            # Set wakes_at last, so that the next lock retries if the thread could not start.
             self.wakes_at = min(self.wakes_at, at)
 
     def run(self) -> None:
+        """Renew and pay what is due, for ever."""
         while True:
             try:
                 self.wait()
@@ -108,153 +127,71 @@ class Keeper:
                 time.sleep(RETRY)
 
     def wait(self) -> None:
+        """Sleep until something is due."""
         if self.next_due() == math.inf:
-            # Nothing to do: leave no connection open, of a store or the history.
+            # Nothing to do: leave no connection open, of a store or of the history.
             close_stores()
             connections.close_all()
         with self.changed:
-            # A lock that comes while this thread reckons finds no hour of waking, and so comes to
-            # wake(), which waits until this thread sleeps and can hear it:
+            # A lock that is taken while this thread computes next_due() sees wakes_at = inf. So it
+            # calls wake(), which waits for this condition, that is, until this thread sleeps:
             #
             #   this thread: wakes_at = inf   next_due() -> inf                  sleeps -> woken
             #   keep():                                 due < inf   wake() ......... notify
             self.wakes_at = math.inf
             self.wakes_at = self.next_due()
-            # Not reckoned anew when woken: of locks that are held for a moment each, one after the
-            # other, the first alone wakes this thread, and the hour that it set stands for all.
-            while (pause := self.wakes_at - clock()) > 0:
+            self.sleeps = True
+            # When woken, do not compute next_due() anew. Of locks that are held for a moment each,
+            # one after the other, only the first wakes this thread, and the time that it set
+            # serves all of them.
+            while (pause := self.wakes_at - clock.now()) > 0:
                 self.changed.wait(None if pause == math.inf else pause)
+            self.sleeps = False
 
     def next_due(self) -> float:
-        return min([self.pays_at, *map(due, self.renewed())])
+        """Return when the next lease or debt is due."""
+        return min([self.debts.due_at, *(lease.due_at for lease in self.renewed())])
 
     def tick(self) -> None:
-        """Renew what is due, and what will be soon, so that locks taken together stay together."""
-        now = clock()
-        by_cache: dict[str, list[TaskLock]] = {}
-        for lock in self.renewed():
-            if due(lock) <= now + lock._leased / 10:
-                by_cache.setdefault(lock._alias, []).append(lock)
-        for alias, locks in by_cache.items():
-            self.renew_all(alias, locks)
-        if self.pays_at <= now:
-            self.pay()
+        """Renew what is due now or soon (so leases taken together stay together); pay debts."""
+        now = clock.now()
+        by_cache: dict[str, list[Renewable]] = {}
+        for lease in self.renewed():
+            if lease.due_at <= now + lease.length / 10:
+                by_cache.setdefault(lease.cache, []).append(lease)
+        for alias, leases in by_cache.items():
+            self.renew_all(alias, leases)
+        if self.debts.due_at <= now:
+            self.debts.pay()
 
-    def renewed(self) -> list[TaskLock]:
-        # valuerefs() is one step, which another thread that takes a lock cannot upset.
-        locks = (reference() for reference in self.locks.valuerefs())
-        return [lock for lock in locks if lock is not None and lock.renew]
+    def renewed(self) -> list[Renewable]:
+        """Return the leases that renew."""
+        # valuerefs() is one step: another thread that takes a lock meanwhile cannot disturb it.
+        leases = (reference() for reference in self.leases.valuerefs())
+        return [lease for lease in leases if lease is not None and lease.renews]
 
-    def renew_all(self, alias: str, locks: list[TaskLock]) -> None:
+    def renew_all(self, alias: str, leases: list[Renewable]) -> None:
+        """Renew leases of one cache in as few trips as its store can."""
         with self.renewing:
-            asked = [(lock, lock.token, lock._leased) for lock in locks]
-            requests = [(lock.key, lock._value, lease) for lock, _, lease in asked]
-            sent = clock()
+            requests = [(lease.key, lease.value, lease.length) for lease in leases]
+            sent = clock.now()
             try:
                 outcomes = get_store(alias).renew_many(requests)
             except Exception as error:
                 # The store may be back at the next attempt, before the leases end.
-                for lock in locks:
-                    lock._retry_at = clock() + min(RETRY, lock._leased / 10)
-                logger.warning("%d locks could not be renewed: %s", len(locks), error)
+                for lease in leases:
+                    lease.retry_at = clock.now() + min(RETRY, lease.length / 10)
+                logger.warning("%d locks could not be renewed: %s", len(leases), error)
                 return
-            for (lock, token, lease), outcome in zip(asked, outcomes, strict=True):
-                settle(lock, token, sent, lease, outcome)
-
-    def pay(self) -> None:
-        # Some at a time: renewals are due meanwhile. Those of a cache that is down wait apart, so
-        # that they hold up no other.
-        self.pays_at = math.inf
-        if clock() >= self.retries_at:
-            self.debts.extend(self.failed)
-            self.failed, self.retries_at = [], math.inf
-        down: set[str] = set()
-        for _ in range(min(len(self.debts), AT_ONCE)):
-            debt = self.debts.popleft()
-            try:
-                # One error is enough: each may take as long as the client waits.
-                if debt.cache not in down:
-                    get_store(debt.cache).release(debt.key, debt.value)
-                    self.down.discard(debt.cache)
-                    continue
-            except Exception as error:
-                down.add(debt.cache)
-                if debt.cache not in self.down:  # once an outage
-                    self.down.add(debt.cache)
-                    logger.warning(
-                        "The cache %r does not answer; what may be held there is given back when "
-                        "it does: %s",
-                        debt.cache,
-                        error,
-                    )
-            if clock() < debt.until:
-                self.failed.append(debt)
-                self.retries_at = clock() + RETRY
-        # Not above what owe() may have set meanwhile.
-        self.pays_at = min(self.pays_at, clock() if self.debts else self.retries_at)
-
-
-def due(lock: TaskLock) -> float:
-    """Return when a lock wants its next renewal."""
-    return max(lock._renewed + lock._leased / 3, lock._retry_at)
-
-
-def renew(lock: TaskLock, lease: float) -> None:
-    """Let the lease of a lock end ``lease`` seconds from now; or learn that the lock is lost."""
-    # Two renewals of one lock at a time could settle in another order than the store saw them:
-    #
-    #   thread: asks for 9 s -> granted second                      settles first: trusts for 9 s
-    #   extend: asks for 600 s -> granted first, cut to 9 s          settles last: trusts for 600 s
-    with _keeper.renewing:
-        token = lock.token
-        # The new deadline is counted from before the request, like that of the acquisition: the
-        # server may have handled it long before the reply is here.
-        sent = clock()
-        try:
-            outcome = get_store(lock._alias).renew(lock.key, lock._value, lease)
-        except BaseException:
-            if lock.token == token is not None and lease < lock._leased:
-                # It may have been carried out all the same: of the two leases trust the shorter.
-                lock._shorten(sent, lease)
-                _keeper.wake_for(lock)
-            raise
-        settle(lock, token, sent, lease, outcome)
-
-
-def settle(lock: TaskLock, token: str | None, sent: float, lease: float, outcome: Outcome) -> None:
-    """Tell a lock what its renewal found."""
-    if lock.token is None or lock.token != token:
-        # Given back meanwhile. If the release came to the store first, this renewal found
-        # nothing there and took the lock again, for nobody:
-        #
-        #   renewal: request on its way                    -> taken again -> released here
-        #   body:                          release -> freed
-        if outcome is Outcome.RETAKEN:
-            owe(lock._alias, lock.key, lock._value, lease)
-        return
-    lock._longest_gap = max(lock._longest_gap, sent - lock._renewed)
-    lock._renewed = sent
-    if outcome in {Outcome.GONE, Outcome.TAKEN}:
-        drop(lock)
-        lock._lose(outcome)
-        return
-    if outcome is Outcome.RETAKEN:
-        logger.warning(
-            "%s was gone from the cache (evicted, flushed or restarted empty) and is taken again; "
-            "another run may have started meanwhile.",
-            lock.key,
-        )
-        if sent >= lock._deadline:
-            # The lease ended before this renewal: others were free to run, and may have.
-            lock._lose(Outcome.GONE)
-    lock._leased = lease
-    lock._trust(sent)
-    _keeper.wake_for(lock)
+            for lease, (_key, _value, length), outcome in zip(
+                leases, requests, outcomes, strict=True
+            ):
+                lease.settle(sent, length, outcome)
 
 
 @cache
 def has_threads() -> bool:
-    """Say whether threads run here; where they do not, leases are not renewed, and it is said."""
+    """Say whether threads run here; where they do not, log that leases are not renewed."""
     uwsgi = sys.modules.get("uwsgi")
     if uwsgi is None or {"enable-threads", "threads"} & set(uwsgi.opt):
         return True
@@ -268,42 +205,13 @@ def has_threads() -> bool:
 _keeper = Keeper()
 
 
-def keep(lock: TaskLock) -> None:
-    """Renew a lock from now on."""
-    _keeper.keep(lock)
-
-
-def drop(lock: TaskLock, token: str | None = None) -> None:
-    """Renew a lock no longer; ``token`` is the one under which it was taken (default: its own)."""
-    token = token or lock.token
-    if token is not None:
-        _keeper.locks.pop((token, lock.key), None)
-
-
-def kept() -> set[tuple[str, str]]:
-    """Return token and key of each lock that is renewed."""
-    return {reference.key for reference in _keeper.locks.valuerefs()}
-
-
-def forget(kept: Iterable[tuple[str, str]]) -> None:
-    """Renew these locks no longer, by token and key."""
-    for each in kept:
-        _keeper.locks.pop(each, None)
-
-
-def owe(cache: str, key: str, value: bytes, lease: float) -> None:
-    """Release an entry in the background, for as long as its lease can last."""
-    _keeper.owe(Debt(cache, key, value, clock() + lease))
-
-
-def held_by_this_thread(token: str, key: str) -> bool:
-    """Say whether the running thread itself holds the lock with this token."""
-    lock = _keeper.locks.get((token, key))
-    return lock is not None and lock.thread == threading.get_ident()
+def keeper() -> Keeper:
+    """Return the keeper of this process; a forked child has one of its own."""
+    return _keeper
 
 
 def _after_fork() -> None:
-    # Locks that were held over a fork are the parent's: it goes on renewing them.
+    # Locks that were held over a fork are the parent's, which goes on renewing them.
     global _keeper
     _keeper = Keeper()
 

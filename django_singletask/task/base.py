@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,7 @@ from django_singletask.holder import Holder
 from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.locks.keys import LockKey, Parameters, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
+from django_singletask.locks.run import Run
 from django_singletask.task import delivery as conflicts
 from django_singletask.task.delivery import HEADER, POLICIES, QUEUED_AGAIN, own_header
 from django_singletask.task.options import (
@@ -32,6 +34,8 @@ from django_singletask.task.options import (
 from django_singletask.task.unique import QueuedCall, delay_of
 
 __all__ = ["SingletonTask"]
+
+logger = logging.getLogger("django_singletask")
 
 
 class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
@@ -127,7 +131,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         Asks the cache; the answer can be out of date when you act on it. Raises ``TypeError`` as
         :meth:`lock` does.
         """
-        holder = QueuedCall(self, self.lock_key(args, kwargs, {}), {}).holder()
+        holder = self.queued_call(self.lock_key(args, kwargs, {}), {}, Run(self.name)).holder()
         return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
 
     # Sending
@@ -162,11 +166,17 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         headers = self._headers(args, kwargs, task_id, lock_options, options)
         options["headers"] = headers
         own = headers[HEADER]
-        call = None if again else self._queued_call(own)
+        call = None
+        # A call that runs at once is never queued.
+        if not (again or self.app.conf.task_always_eager) and self.option(
+            "unique_until", own["options"]
+        ):
+            key = LockKey(own["name"], own["key"])
+            call = self.queued_call(key, own["options"], Run(self.name, task_id))
         when = options.get("countdown") or options.get("eta")
         try:
             if call is not None:
-                queued = call.enqueue(task_id, delay_of(when))
+                queued = call.enqueue(delay_of(when))
                 if call.value is not None:
                     own["queued"] = call.value.decode()
                 elif queued is not None and not awaited:
@@ -197,16 +207,16 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         with suppress(DuplicateTask):
             self.apply_async(*args, **kwargs)
 
-    def _queued_call(self, header: Mapping[str, Any]) -> QueuedCall | None:
-        # A call that runs at once is never queued.
-        if self.app.conf.task_always_eager or not self.option("unique_until", header["options"]):
-            return None
-        return QueuedCall(self, LockKey(header["name"], header["key"]), header["options"])
+    def queued_call(self, key: LockKey, options: Mapping[str, Any], run: Run) -> QueuedCall:
+        """Return the entry of a queued call with this lock."""
+        names = ("unique_until", "unique_for", "lock_timeout")
+        return QueuedCall(key, {name: self.option(name, options) for name in names}, run)
 
     def _duplicate(self, header: Mapping[str, Any], queued: Holder) -> AsyncResult[Any]:
         lock = self.lock_for(LockKey(header["name"], header["key"]), header["options"])
         lock.blocker = queued
-        lock._report_conflict("queued", "duplicate")
+        logger.info("%s is queued already, as task %s.", lock, queued.task_id)
+        lock.tell_of_blocker("duplicate", "queued")
         if self.option("on_duplicate", header["options"]) == "raise":
             raise DuplicateTask(lock.name, queued.task_id or "")
         return self.AsyncResult(queued.task_id or "")
@@ -246,9 +256,15 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     def on_replace(self, sig: Any) -> Any:
         """Send what replaces this task, or run it here: then this task's run is over."""
         lock = current_lock()
-        if self.request.is_eager and lock and lock._run and lock._run[1] == self.request.id:
+        if (
+            self.request.is_eager
+            and lock
+            and lock.lease
+            and lock.run
+            and lock.run.task_id == self.request.id
+        ):
             # A message would be put off until this body has ended; eager, it runs inside it.
-            lock._give_back("ignored")
+            lock.lease.give_back("ignored")
         return super().on_replace(sig)
 
     def _headers(
@@ -282,7 +298,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         """Run the body under its lock."""
         request: Any = self.request_stack.top
         if request is None or request.called_directly or request._protected:
-            lock = self.lock_for(self.lock_key(args, kwargs, {}), {})
+            lock = self.lock_for(self.lock_key(args, kwargs, {}), {}, delivered=True)
             return conflicts.run(self, lock, {}, super().__call__, args, kwargs)
         # The worker's own call for a message, or apply()'s: the request is pushed already, and
         # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's:
@@ -294,25 +310,34 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
             key = LockKey(own["name"], own["key"])
         else:
             key = self.lock_key(args, kwargs, options, self._shown_by(request, args, kwargs))
-        lock = self.lock_for(key, options)
-        lock._run = (self.name, request.id, request.retries or 0)
-        lock._token = own.get("token")
+        lock = self.lock_for(
+            key, options, request.id, request.retries or 0, own.get("token"), delivered=True
+        )
         message = None if request.is_eager else request
         return conflicts.run(self, lock, options, self.run, args, kwargs, message)
 
-    def lock_for(self, key: LockKey, options: Mapping[str, Any]) -> TaskLock:
+    def lock_for(
+        self,
+        key: LockKey,
+        options: Mapping[str, Any],
+        task_id: str | None = None,
+        retries: int = 0,
+        token: str | None = None,
+        *,
+        delivered: bool = False,
+    ) -> TaskLock:
         """Return the lock of this key with the lock options of this task and of one call."""
         policy = self.option("on_conflict", options)
         if policy not in POLICIES:
             raise ValueError(choice_error(self.name, "on_conflict", policy))
-        lock = TaskLock(
+        quiet = not self.option("lock_history", options)
+        return (conflicts.DeliveryLock if delivered else TaskLock)(
             key,
             timeout=self.option("lock_timeout", options),
             renew=self.option("lock_renew", options),
+            wait=self.option("lock_wait", options) if delivered and policy == "wait" else 0,
+            run=Run(self.name, task_id, retries, token, quiet),
         )
-        lock._run = (self.name, None, 0)
-        lock._quiet = not self.option("lock_history", options)
-        return lock
 
     def option(self, name: str, options: Mapping[str, Any]) -> Any:
         """Return an option of this task, or of one call where that has its own."""

@@ -17,9 +17,10 @@ except ImportError:  # Celery 5.4
     detect_quorum_queues = None  # type: ignore[assignment]
 
 from django_singletask.exceptions import Dropped, Postponed
-from django_singletask.locks.keys import LATEST, LockKey
+from django_singletask.locks.keys import LATEST
 from django_singletask.locks.lock import TaskLock
-from django_singletask.stores import Store
+from django_singletask.locks.run import Run
+from django_singletask.stores import Store, get_store
 from django_singletask.task.rerun import Ticket, is_superseded, take_ticket
 from django_singletask.task.unique import QueuedCall
 
@@ -57,6 +58,13 @@ def own_header(
     return header if (header.get("id"), header.get("task")) == (task_id, task) else {}
 
 
+class DeliveryLock(TaskLock):
+    """The lock of a delivery, which does itself what ``on_conflict`` says."""
+
+    def meet_conflict(self) -> None:
+        """Leave it to the delivery."""
+
+
 def run(
     task: SingletonTask,
     lock: TaskLock,
@@ -73,7 +81,9 @@ def run(
     header = own_header(request.headers, request.id, task.name) if request is not None else {}
     call = None
     if header.get("queued"):
-        call = QueuedCall(task, LockKey(lock.name, lock.key), options)
+        call = task.queued_call(
+            lock.lock_key, options, Run(task.name, request.id, request.retries, header.get("token"))
+        )
         call.value = header["queued"].encode()
     with nullcontext() if call is None else _delivered(task, call):
         return _run(task, lock, options, partial(body, *args, **kwargs), request, header, call)
@@ -98,7 +108,7 @@ def _running(
     task: SingletonTask, call: QueuedCall, request: Any, header: Mapping[str, Any]
 ) -> Iterator[None]:
     """Let the entry of a queued call be that of its run, and again a queued one's if it is."""
-    call.start(request.id, request.retries, header.get("token"))
+    call.start()
     try:
         yield
     except Reject as reject:
@@ -128,15 +138,13 @@ def _run(
     policy = task.option("on_conflict", options)
     if request is None and policy in ("requeue", "rerun"):
         policy = "raise"
-    lock.wait = task.option("lock_wait", options) if policy == "wait" else 0
-    lock.on_conflict = None
     if "ticket" in header and _gives_way(task, lock, Ticket(*header["ticket"])):
         return task.option("skip_result", options)
     # The lock is given back here, so before Celery stores the result and publishes the next link
     # of a chain, which may want the same lock.
     with lock:
         if lock:
-            if header.get("redelivered") and not lock.took_over:
+            if header.get("redelivered") and not (lock.lease and lock.lease.took_over):
                 _leave_to_the_first_run(task, lock, request, header)
             if call is None:
                 return body()
@@ -148,14 +156,14 @@ def _run(
         put_off(task, lock, request, header, "requeue", FIRST_HOP)
     if policy == "rerun":
         _put_off_as_the_latest(task, lock, request, header)
-    lock._report_conflict(policy)
+    lock.report_conflict(policy)
     if policy in ("raise", "wait"):
-        raise lock._conflict()
+        raise lock.conflict()
     return task.option("skip_result", options)
 
 
 def _latest(task: SingletonTask, lock: TaskLock) -> tuple[Store, str]:
-    return lock._store(), LockKey(lock.name, lock.key).beside(LATEST, task.name).key
+    return get_store(lock.address.cache), lock.lock_key.beside(LATEST, task.name).key
 
 
 def _put_off_as_the_latest(
@@ -272,7 +280,7 @@ def put_off(
     """
     hops = header.get("hops") or 0
     if reason and not hops:
-        lock._report_conflict(reason)
+        lock.report_conflict(reason)
     signature = task.signature_from_request(
         request, countdown=_hop(task, lock, first, hops), retries=request.retries
     )

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -14,14 +14,12 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django_singletask.conf import MAX_LEASE, conf
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
+from django_singletask.locks.address import Address, lease_length
 from django_singletask.locks.keys import QUEUED, LockKey
+from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.lock import CORPSES, TaskLock
-from django_singletask.locks.renewal import clock
-from django_singletask.stores import Outcome, get_store
-
-if TYPE_CHECKING:
-    from django_singletask.task.base import SingletonTask
+from django_singletask.locks.run import Run
+from django_singletask.stores import get_store
 
 __all__ = ["ON_DUPLICATE", "UNIQUE_UNTIL", "QueuedCall", "delay_of", "discard"]
 
@@ -55,140 +53,112 @@ ON_DUPLICATE = ("return", "raise")
 
 
 class QueuedCall:
-    """The entry beside a lock that says: this call is queued, or runs until it is finished."""
+    """The entry beside a lock that says: this call is queued, or runs until it is finished.
 
-    def __init__(self, task: SingletonTask, key: LockKey, options: Mapping[str, Any]) -> None:
-        self.task = task
-        self.until = task.option("unique_until", options)
-        self.unique_for: float = task.option("unique_for", options)
-        beside = key.beside(QUEUED, task.name)
-        self.entry = Entry(beside, timeout=task.option("lock_timeout", options))
-        self.entry._alias = conf.cache
+    ``value`` is the entry's bytes while the call is queued; None if the call has no entry.
+    """
+
+    def __init__(self, key: LockKey, options: Mapping[str, Any], run: Run) -> None:
+        self.address = Address(conf.cache, key.beside(QUEUED, run.task or ""), silent=True)
+        self.options = options
+        self.run = run
         self.value: bytes | None = None
-        """Of the entry while the call is queued; None if the call has no entry."""
+        self.lease: Lease | None = None
+        """The entry as a lease of this process, while the call runs until it is finished."""
 
     # In the producer
 
-    def enqueue(self, task_id: str, delay: float) -> Holder | None:
+    def enqueue(self, delay: float) -> Holder | None:
         """Add the entry, or return that of the equal call that is queued.
 
-        ``delay`` are the seconds for which the call will not start anyway. Raises the errors of
-        the cache's client: whether an equal call is queued is then not known.
+        ``delay`` is the number of seconds for which the call will not start anyway. Raises the
+        errors of the cache's client: then it is not known whether an equal call is queued.
         """
-        lease = min(self.unique_for + delay, MAX_LEASE)
-        name = self.entry.name
-        holder = Holder.new(name, lease, task=self.task.name, task_id=task_id, retries=0)
-        # The producer may end while its call is queued: that is no proof of anything.
-        holder = dataclasses.replace(holder, pid=0, start="")
-        self.value = value = holder.encode()
-        store = get_store(self.entry._alias)
-        try:
-            for _ in range(CORPSES):
-                entry = store.add(self.entry.key, value, lease)
-                if entry is None or entry.value == value:
-                    return None
-                queued = Holder.decode(entry.value)
-                if not self.entry._bury(store, entry, queued):
-                    break
-        except BaseException:
-            self.discard()  # the reply may have been lost
-            raise
-        self.value = None
+        # The producer may end while its call is queued, which proves nothing: so no process.
+        holder = dataclasses.replace(self._holder(self._queued_for(delay)), pid=0, start="")
+        lease = Lease(self.address, holder)
+        entry = lease.take()
+        if entry is None:
+            self.value = lease.value
+            return None
+        queued_call = Holder.decode(entry.value)
         # Without an id it is no call's, or it came and went all the time: the lock will decide.
-        return queued if queued.task_id else None
+        return queued_call if queued_call.task_id else None
 
     def holder(self) -> Holder | None:
         """Ask the cache which call is queued."""
-        holder = self.entry.holder()
+        entry = self.address.read()
+        holder = None if entry is None else Holder.decode(entry.value)
         return None if holder is None or proof_of_death(holder) else holder
+
+    def _queued_for(self, delay: float) -> float:
+        return float(min(self.options["unique_for"] + delay, MAX_LEASE))
+
+    def _holder(self, length: float) -> Holder:
+        return Holder.new(self.address.lock_key.name, length, **self.run.facts)
 
     # In the worker
 
-    def start(self, task_id: str, retries: int, token: str | None) -> None:
+    def start(self) -> None:
         """Free the entry, or make it a lease of this run, which has its lock now.
 
-        ``token`` is the one that the worker's main process chose. An error costs the protection
-        against duplicates, never the run.
+        An error costs the protection against duplicates, never the run.
         """
-        if self.until != "finish":
+        if self.options["unique_until"] != "finish":
             self.give_back()
             return
-        self.entry._run = (self.task.name, task_id, retries)
-        self.entry._token = token
         try:
-            self._make_own()
+            self._keep_until_finished()
         except SoftTimeLimitExceeded:
             raise  # it is meant for the task
         except Exception:
-            logger.exception("%s: an equal call can be queued beside this one.", self.entry)
+            logger.exception("%s: an equal call can be queued beside this one.", self.address)
 
-    def _make_own(self) -> None:
+    def _keep_until_finished(self) -> None:
         assert self.value is not None
-        lease = self.entry._lease()
-        holder = self.entry._new_holder(lease)
-        value = holder.encode()
-        sent = clock()
-        try:
-            if get_store(self.entry._alias).replace(self.entry.key, self.value, value, lease):
-                self.entry._begin(holder, value, lease, sent)
-                return
-        except BaseException:
-            renewal.owe(self.entry._alias, self.entry.key, value, lease)
-            raise
-        # It has ended, or was freed with a killed earlier run. Another call may be queued by now.
-        if not self.entry._take():
-            logger.warning("%s: an equal call is queued beside this one.", self.entry)
+        self.lease = Lease(self.address, self._holder(lease_length(self.options["lock_timeout"])))
+        # The entry may have ended, or have been freed with a killed earlier run: then it is taken
+        # again, unless another call is queued by now.
+        if not self.lease.replace(self.value) and self.lease.take() is not None:
+            logger.warning("%s: an equal call is queued beside this one.", self.address)
 
     def queue_again(self, delay: float) -> None:
         """Make the entry that of the queued call again, which starts after ``delay`` seconds.
 
-        Before the run's lock is free: then it can be that of the next run already.
+        To be called before the run's lock is free: after that the entry can be the next run's.
         """
-        if not self.entry or self.value is None:
+        if self.lease is None or not self.lease.held or self.value is None:
             return
-        renewal.drop(self.entry)
-        self.entry.token = None
-        lease = min(self.unique_for + delay, MAX_LEASE)
-        own, queued, self.value = self.entry._value, self.value, None
+        queued_value, self.value = self.value, None
         try:
-            get_store(self.entry._alias).replace(self.entry.key, own, queued, lease)
+            self.lease.hand_back(queued_value, self._queued_for(delay))
         except Exception:
-            logger.exception("%s: an equal call can be queued beside the next try.", self.entry)
-            renewal.owe(self.entry._alias, self.entry.key, own, self.entry._leased)
+            logger.exception("%s: an equal call can be queued beside the next try.", self.address)
 
     # In either
 
     def give_back(self) -> None:
         """Free the entry, if there is one; what fails is tried again in the background."""
-        if self.entry:
-            self.entry._give_back("")
+        if self.lease is not None and self.lease.held:
+            self.lease.give_back("")
         elif self.value is not None:
             try:
-                get_store(self.entry._alias).release(self.entry.key, self.value)
+                get_store(self.address.cache).release(self.address.key, self.value)
             except BaseException as error:
                 self.discard()
                 if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
                     raise
-                logger.warning("%s: the entry of a call is not freed yet: %s", self.entry, error)
+                logger.warning("%s: the entry of a call is not freed yet: %s", self.address, error)
         self.value = None
 
     def discard(self) -> None:
-        """Free the entry in the background."""
+        """Free the entry in the background.
+
+        The worker's main process must not wait for a cache that is down.
+        """
         if self.value is not None:
-            lease = Holder.decode(self.value).timeout
-            renewal.owe(self.entry._alias, self.entry.key, self.value, lease)
-
-
-class Entry(TaskLock):
-    """Keep the entry while the call runs; what happens to it is no event of the lock."""
-
-    def _send(self, kind: str, holder: Holder | None, **facts: Any) -> None:
-        pass
-
-    def _lose(self, outcome: Outcome) -> None:
-        if not self._lost:
-            self._lost = True
-            logger.warning("%s: the entry of a running call is gone from the cache.", self)
+            length = Holder.decode(self.value).timeout
+            renewal.keeper().owe(self.address.cache, self.address.key, self.value, length)
 
 
 def discard(task: str, header: Mapping[str, Any]) -> None:
@@ -201,7 +171,7 @@ def discard(task: str, header: Mapping[str, Any]) -> None:
         value = str(queued).encode()
         beside = LockKey(header["name"], key).beside(QUEUED, task)
         lease = Holder.decode(value).timeout
-        renewal.owe(conf.cache, beside.key, value, lease)
+        renewal.keeper().owe(conf.cache, beside.key, value, lease)
 
 
 def delay_of(when: Any) -> float:

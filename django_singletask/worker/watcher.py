@@ -29,13 +29,15 @@ from django_singletask.conf import conf
 from django_singletask.history import writing as history
 from django_singletask.history.recorder import flush
 from django_singletask.holder import start_time
+from django_singletask.locks.address import lease_length
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.run import Run
 from django_singletask.stores import CannotList, close_stores, get_store
 from django_singletask.task.base import SingletonTask
 from django_singletask.task.delivery import HEADER, own_header
-from django_singletask.task.unique import QueuedCall, discard
+from django_singletask.task.unique import discard
 
 __all__ = ["connect"]
 
@@ -102,7 +104,7 @@ def load(**kwargs: Any) -> None:
 
 
 @dataclasses.dataclass
-class Run:
+class Accepted:
     """The run that a pool process took last."""
 
     token: str
@@ -118,19 +120,18 @@ class Corpse(NamedTuple):
     token: str
     how: str
     until: float
-    run: Run
+    run: Accepted
 
     def bury(self) -> None:
-        self.lock.bury(self.token, self.how)
+        self.lock.address.bury(self.token, self.how)
         task, header = self.run.request.task, header_of(self.run.request)
         if not header.get("queued"):
             return
         if not self.run.ended:
             # Killed before it gave back the entry. One that has ended may be queued again with it.
             discard(task.name, header)
-        key = LockKey(self.lock.name, self.lock.key)
-        call = QueuedCall(task, key, header.get("options") or {})
-        call.entry.bury(self.token, self.how)
+        call = task.queued_call(self.lock.lock_key, header.get("options") or {}, Run(task.name))
+        call.address.bury(self.token, self.how)
 
 
 # Who frees the lock of a killed process
@@ -151,17 +152,16 @@ class Watcher(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="singletask-watcher", daemon=True)
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, Accepted] = {}
         self.someone_died = False
         self.timer: Any = None
         self.corpses: list[Corpse] = []
         self.bury_at = 0.0
         self.sweep_at = time.monotonic() + SWEEP
         self.sweeper: threading.Thread | None = None
-        self.leader = TaskLock(history.SWEEPER)
-        self.leader._quiet = True
+        self.leader = TaskLock(history.SWEEPER, run=Run(quiet=True))
 
-    def accepted(self, pid: int, run: Run) -> None:
+    def accepted(self, pid: int, run: Accepted) -> None:
         run.start = start_time(pid)
         self.runs[pid] = run
 
@@ -195,7 +195,7 @@ class Watcher(threading.Thread):
             self.someone_died = True
             lock = lock_of(last.request)
             if lock is not None:
-                until = time.monotonic() + lock._lease()
+                until = time.monotonic() + lease_length(lock.timeout)
                 self.corpses.append(Corpse(lock, last.token, how, until, last))
 
     def bury(self) -> None:
@@ -243,7 +243,7 @@ def sweep(leader: TaskLock) -> None:
     takes over when it is gone. What it has missed once in the store it must see again.
     """
     try:
-        if (leader and not leader.lost) or leader._acquire():
+        if (leader and not leader.lost) or leader.take():
             with suppress(CannotList):  # a key function hides which entries are locks
                 get_store(conf.cache).purge()
             if conf.history != "off":
@@ -265,7 +265,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     headers = request.request_dict
     own = {"id": request.id, "task": request.task.name, "token": token}
     headers[HEADER] = {**header_of(request), **own}
-    run = Run(token, "", request)
+    run = Accepted(token, "", request)
     accepted, succeeded = request.on_accepted, request.on_success
 
     # On the request itself, since the worker makes the final class of requests on its own.

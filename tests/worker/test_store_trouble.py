@@ -70,7 +70,7 @@ def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs
 def test_what_could_not_be_given_back_is_given_back_later(own_redis, transactional_db):
     lock = tasks.hold.lock("a")
     lock.acquire()
-    value = lock._value
+    value = lock.lease.value
     store = get_store("own_redis")
     own_redis.kill()
     with pytest.raises(Exception, match=r"(?i)connect|closed|refused"):

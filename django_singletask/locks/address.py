@@ -1,0 +1,108 @@
+"""Where the entry of a lock is: its cache, its name and key, and who is told what happens to it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from django_singletask.conf import check_seconds, conf
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import LockKey
+from django_singletask.signals import send_event
+from django_singletask.stores import Entry, Outcome, get_store
+
+__all__ = ["Address", "blocker_facts", "lease_length"]
+
+logger = logging.getLogger("django_singletask")
+
+
+def lease_length(timeout: float | None) -> float:
+    """Return the length of a lease in seconds: ``timeout``, or ``SINGLETASK_LOCK_TIMEOUT``."""
+    if timeout is not None:
+        return timeout
+    return check_seconds("SINGLETASK_LOCK_TIMEOUT", conf.lock_timeout)
+
+
+class Address(NamedTuple):
+    """The place of one entry, whoever holds it.
+
+    ``cache`` is an alias in ``CACHES``. ``quiet`` is passed on in the events. ``silent``: no event
+    is sent, because the entry of a queued call is no lock.
+    """
+
+    cache: str
+    lock_key: LockKey
+    quiet: bool = False
+    silent: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.lock_key.name} ({self.lock_key.key})"
+
+    @property
+    def key(self) -> str:
+        """The cache key, before the cache's own key function."""
+        return self.lock_key.key
+
+    def read(self) -> Entry | None:
+        """Return the entry that is there now; raises the errors of the cache's client."""
+        return get_store(self.cache).read(self.key)
+
+    def tell(self, kind: str, holder: Holder | None, **facts: Any) -> None:
+        """Send an event about a holder of this entry, or about what this process met there."""
+        if not self.silent:
+            send_event(kind, self.lock_key, holder, cache=self.cache, quiet=self.quiet, **facts)
+
+    def free_dead(self, entry: Entry, holder: Holder, how: str) -> bool:
+        """Free the entry of a holder that is known to be dead; say whether it was freed.
+
+        ``how`` that is known goes into the history. Of many that see the same dead holder one frees
+        its entry, and whoever comes first then takes it:
+
+          A: add -> dead holder X         B: add -> dead holder X
+          A: release X -> freed
+          A: add -> taken
+                                          B: release X -> it is A's by now: refused
+                                          B: add -> conflict with A
+        """
+        if get_store(self.cache).release(self.key, entry.value) is not Outcome.OK:
+            return False
+        logger.warning("%s was held by %s: freed, since %s.", self, holder, how)
+        self.tell("expired", holder, outcome="dead", reason=how)
+        return True
+
+    def bury(self, token: str, how: str) -> bool:
+        """Free the entry if the holder with this token, which is known to be dead, still has it.
+
+        ``how`` that is known goes into the history. Say whether it was freed.
+        """
+        entry = self.read()
+        if entry is None:
+            return False
+        holder = Holder.decode(entry.value)
+        return holder.token == token and self.free_dead(entry, holder, how)
+
+    def clear(self, token: str | None, actor: str, timeout: float | None) -> bool:
+        """Free the entry, whoever holds it; with a ``token``, only if that holder has it.
+
+        ``timeout`` is the length of the lease in seconds if the holder's record does not say it: so
+        long stays the marker that the entry was cleared. Say whether the entry was freed.
+        """
+        entry = self.read()
+        if entry is None:
+            return False
+        holder = Holder.decode(entry.value)
+        if token is not None and holder.token != token:
+            return False
+        lease = holder.timeout or lease_length(timeout)
+        if not get_store(self.cache).clear(self.key, entry.value, lease):
+            return False
+        logger.warning("%s, held by %s, was cleared by %s.", self, holder, actor or "code")
+        self.tell("cleared", holder, actor=actor)
+        return True
+
+
+def blocker_facts(blocker: Holder | None) -> dict[str, str]:
+    """Return the facts of an event that say who was in the way."""
+    if blocker is None:
+        return {"blocked_by": "", "blocked_by_task_id": ""}
+    return {"blocked_by": blocker.token, "blocked_by_task_id": blocker.task_id or ""}
