@@ -2,15 +2,16 @@
 
     python runtests.py [--install-services] [--quick] [pytest's own arguments]
 
-Without arguments the tests with Celery workers, which mostly wait, run beside the others, each part
-with its own servers.
+Without arguments the tests run in three parts at the same time, each with servers of its own: two
+parts with Celery workers, which mostly wait, and one with all other tests.
 
---install-services  on Debian and Ubuntu: first install, with apt, the servers and the browser that
-                    are missing and then pylibmc and mysqlclient, which need headers. The system's
-                    own services are not started.
---quick             only the tests that need no Celery worker, no browser and no minute of races.
+--install-services  On Debian and Ubuntu: first install what is missing, with apt the servers and the
+                    browser, then with pip pylibmc and mysqlclient, which need headers. apt does not
+                    start the servers as services of the system.
+--quick             Run only the tests that need no Celery worker, no browser and no race of 16
+                    processes.
 tests/browser --pictures
-                    make the pictures of the docs anew.
+                    Make the pictures of the docs again.
 """
 
 from __future__ import annotations
@@ -26,41 +27,56 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests import servers
 
 POLICY = Path("/usr/sbin/policy-rc.d")
-# Of the extra "test": what the settings name, and what pytest would not miss by itself.
+# Modules whose absence would fail many tests, none of which says plainly what to install.
 MODULES = ["pytest", "pytest_django", "pytest_randomly", "hypothesis"]
-MODULES += ["django_redis", "psycopg", "pydantic", "pymemcache", "redis", "selenium"]
+MODULES += ["django_redis", "psycopg", "pydantic", "pymemcache", "redis"]
+# They take about half of the time of all tests with workers. A new file falls into the second part.
+FIRST_WORKER_TESTS = [
+    "tests/worker/test_soak.py",
+    "tests/worker/test_killed.py",
+    "tests/worker/test_store_trouble.py",
+    "tests/worker/test_unique.py",
+]
+PARTS = {
+    "Tests with workers, first part": ["-m", "worker", *FIRST_WORKER_TESTS],
+    "Tests with workers, second part": [
+        *("-m", "worker"),
+        *(f"--ignore={path}" for path in FIRST_WORKER_TESTS),
+    ],
+    "Tests without workers": ["-m", "not worker"],
+}
 
 
 def main(arguments: list[str]) -> int:
-    own = {"--install-services", "--quick"}.intersection(arguments)
-    arguments = [argument for argument in arguments if argument not in own]
-    whole = not arguments and "--quick" not in own
-    if "--quick" in own:
-        arguments = ["-m", "not worker and not browser and not race", *arguments]
-    browser = "--quick" not in own
-    missing = servers.missing(browser=browser)
-    if "--install-services" in own and missing and shutil.which("apt-get"):
+    own_options = {"--install-services", "--quick"}.intersection(arguments)
+    arguments = [argument for argument in arguments if argument not in own_options]
+    quick = "--quick" in own_options
+    missing = servers.missing(browser=not quick)
+    if "--install-services" in own_options and missing and shutil.which("apt-get"):
         install(missing)
-    if missing := servers.missing(browser=browser):
+    if missing := servers.missing(browser=not quick):
         print(explain(missing))
         return 1
-    # Looked for, not imported: pytest itself must be the first to import its plugins.
-    if absent := [name for name in MODULES if importlib.util.find_spec(name) is None]:
+    # Look for the modules without importing them: pytest must be the first to import its plugins.
+    modules = MODULES if quick else [*MODULES, "selenium"]
+    if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
         print(f'Not installed: {", ".join(absent)}. They come with pip install -e ".[test]"')
         return 1
-    if whole:
+    if not quick and not arguments:
         return side_by_side()
+    if quick:
+        arguments = ["-m", "not worker and not browser and not race", *arguments]
     import pytest
 
     os.chdir(Path(__file__).parent)
-    # SIGTERM as Ctrl-C: pytest ends, servers are stopped and their files removed. A SystemExit
-    # would only fail the test that is running.
+    # Treat SIGTERM as Ctrl-C: pytest then ends, stops the servers and removes their files. A
+    # SystemExit would only fail the test that is running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with environment() as variables:
         os.environ.update(variables)
@@ -68,30 +84,42 @@ def main(arguments: list[str]) -> int:
 
 
 def side_by_side() -> int:
-    """Run both parts at the same time, and show them one after the other."""
+    """Run all parts at the same time. Show the first while it runs, the others when they end."""
     command = [sys.executable, str(Path(__file__).resolve())]
-    with tempfile.TemporaryFile() as output:
-        others = subprocess.Popen(
-            [*command, "-m", "not worker"], stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            code = subprocess.run([*command, "-m", "worker"]).returncode
-            code = others.wait() or code
-        finally:
-            # Ctrl-C has reached it too; SIGTERM has not.
-            others.terminate()
-            others.wait()
-        output.seek(0)
-        print(output.read().decode(errors="replace"))
-    return code
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def terminate(*signal_and_frame: object) -> None:
+        for process in processes:
+            process.terminate()
+
+    # A terminal sends Ctrl-C to the parts as well, but nothing else passes SIGTERM on to them.
+    signal.signal(signal.SIGTERM, terminate)
+    with ExitStack() as stack:
+        outputs = {}
+        for heading, arguments in PARTS.items():
+            output = stack.enter_context(tempfile.TemporaryFile()) if processes else None
+            process = subprocess.Popen(
+                [*command, *arguments], stdout=output, stderr=output and subprocess.STDOUT
+            )
+            processes.append(process)
+            # After Ctrl-C each part still has to stop its servers.
+            stack.callback(process.wait)
+            if output:
+                outputs[heading] = process, output
+        processes[0].wait()
+        for heading, (process, output) in outputs.items():
+            process.wait()
+            output.seek(0)
+            print(f"\n-- {heading}", output.read().decode(errors="replace"), sep="\n", flush=True)
+    return max(abs(process.returncode) for process in processes)
 
 
 @contextmanager
 def environment() -> Iterator[dict[str, str]]:
-    """Run the servers and yield the variables from which tests/settings.py knows them."""
+    """Run the servers, and yield the variables in which tests/settings.py finds their addresses."""
     started = time.monotonic()
     redis = servers.Redis()
-    # A replica that is never promoted: tests of a failover use servers of their own.
+    # This replica is never promoted: tests of a failover start servers of their own.
     replica = servers.Redis(replica_of=redis, replica_priority=0)
     sentinel = servers.Redis(sentinel_for=redis)
     memcached, postgres, mariadb = servers.Memcached(), servers.PostgreSQL(), servers.MariaDB()
@@ -117,7 +145,7 @@ def explain(missing: list[servers.Need]) -> str:
         lines.append(f"{need.name}")
         lines.append(f"    Debian, Ubuntu:  apt install {need.apt}{pip}")
         lines.append(f"    macOS:           brew install {need.brew}{pip}")
-    lines += ["", "On Debian and Ubuntu this does it: python runtests.py --install-services"]
+    lines += ["", "On Debian and Ubuntu this installs it: python runtests.py --install-services"]
     return "\n".join(lines)
 
 
@@ -133,7 +161,7 @@ def install(missing: list[servers.Need]) -> None:
             command += ["install", "--no-install-recommends", "-y", *sorted(packages)]
             done = root(*command)
             if done.returncode:
-                # The lists of packages are absent or old. To fetch them takes long: not before.
+                # The lists of packages are absent or old. Fetching them takes long, so only now.
                 root("apt-get", "-qq", "update")
                 done = root(*command)
             if done.returncode:
@@ -158,7 +186,7 @@ def root(*command: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def no_services_started() -> Iterator[None]:
-    """Keep apt from starting what it installs: Debian asks this file, 101 is its no."""
+    """Keep apt from starting what it installs: Debian asks this script, and 101 forbids."""
     if POLICY.exists():
         yield
         return
