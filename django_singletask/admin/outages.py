@@ -7,14 +7,12 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
-from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections, router, transaction
 from django.http import HttpRequest, HttpResponse
 
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.errors import cannot_ask, without_secrets
-from django_singletask.stores import CannotList
 
 __all__ = ["attempt", "or_unreadable"]
 
@@ -46,8 +44,6 @@ def attempt(ask: Callable[[], T], otherwise: T) -> tuple[T, str]:
     try:
         with savepoint():
             return ask(), ""
-    except (CannotList, ImproperlyConfigured, NoHistory) as error:
-        return otherwise, without_secrets(str(error))
     except Exception as error:  # each cache client has errors of its own
         return otherwise, cannot_ask(error)
 

@@ -27,7 +27,13 @@ from django_singletask.operators import held
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.timeline import SPANS, draw
-from django_singletask.operators.words import clock_time, duration, hold_time, lock_state, process
+from django_singletask.operators.words import (
+    STATES,
+    clock_time,
+    duration,
+    hold_time,
+    process,
+)
 
 __all__ = ["SHOWN", "OperatorPages", "unbroken"]
 
@@ -247,7 +253,7 @@ def held_row(lock: HeldLock, usual: UsualHold | None) -> dict[str, Any]:
     slow = usual is not None and lock.state == "held" and usual.is_exceeded_by(lock.held_for)
     return {
         "lock": lock,
-        "word": lock_state(lock.state),
+        "word": STATES[lock.state],
         "held_for": duration(lock.held_for) if holder.since else "-",
         "slow": slow,
         "usual": [unbroken(usual.median), unbroken(usual.longest)] if usual is not None else [],

@@ -14,11 +14,11 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import HeldLock, UsualHold, usual_holds, whose
 from django_singletask.operators.probe import Probe
 from django_singletask.operators.words import (
+    STATES,
     clock_time,
     duration,
     hold_seconds,
     hold_time,
-    lock_state,
     plural,
     process,
     status,
@@ -64,7 +64,7 @@ def _holder(lock: HeldLock) -> str:
         name = task_id if len(task_id) <= ID else f"{task_id[:4]}…"
     else:
         name = process(holder.host, holder.pid) or holder.host or "unknown"
-    return name if lock.state == "held" else f"{lock_state(lock.state)} {name}"
+    return name if lock.state == "held" else f"{STATES[lock.state]} {name}"
 
 
 def _with_usual(locks: Sequence[HeldLock]) -> list[tuple[HeldLock, UsualHold | None]]:

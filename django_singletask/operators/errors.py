@@ -7,19 +7,24 @@ from typing import Any
 from urllib.parse import unquote
 
 from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext as _
 
 from django_singletask.conf import conf
+from django_singletask.history.queries import NoHistory
+from django_singletask.stores import CannotList
 
 __all__ = ["cannot_ask", "without_secrets"]
 
 
 def cannot_ask(error: Exception) -> str:
     """Say in one line why the cache that holds the locks cannot be asked."""
-    first_line = str(error).partition("\n")[0]
-    what = f"{type(error).__name__}: {first_line}"
-    return without_secrets(
-        _("The cache {} (SINGLETASK_CACHE) cannot be asked: {}").format(repr(conf.cache), what)
+    if isinstance(error, (CannotList, ImproperlyConfigured, NoHistory)):
+        return without_secrets(str(error))
+    # Each client has errors of its own.
+    reason = without_secrets(str(error).partition("\n")[0]).rstrip(".")
+    return _("The cache {} (SINGLETASK_CACHE) cannot be asked: {}.").format(
+        repr(conf.cache), f"{type(error).__name__}: {reason}"
     )
 
 

@@ -59,46 +59,34 @@ def _redis(store: Any) -> Iterator[Finding]:
     before = time.time()
     seconds, micros = client.time()
     yield compare_clocks(seconds + micros / 1e6, before)
-    yield _eviction(info)
-    if info.get("aof_enabled"):
-        yield Finding("ok", "locks survive its restart: AOF is on")
-    elif _saves(client, info):
-        yield Finding("note", "a restart forgets the locks since the last RDB snapshot")
+    policy = info.get("maxmemory_policy")
+    if policy == "noeviction":
+        yield Finding("ok", "it evicts nothing: maxmemory-policy is noeviction")
+    elif not info.get("maxmemory"):
+        text = f"it evicts nothing as it has no maxmemory, but its policy is {policy}"
+        yield Finding("note", text)
     else:
-        yield Finding("note", "a restart forgets all locks: neither AOF nor RDB is on")
+        yield Finding(
+            "warning",
+            f"maxmemory-policy {policy} evicts locks too when the memory is full "
+            f"({info.get('evicted_keys', 0)} keys so far): use noeviction, and a server for the "
+            "locks alone",
+        )
     if info.get("role") != "master":
         yield Finding("unfit", f"it is a {info.get('role')}, and locks need the primary")
-    replicas = int(info.get("connected_slaves") or 0)
-    if replicas:
+    if replicas := info.get("connected_slaves"):
         yield Finding(
             "warning",
             f"{plural(replicas, 'replica')}, which lag: a failover can forget the latest locks, "
             "and a second run can start beside their holders",
         )
-
-
-def _eviction(info: dict[str, Any]) -> Finding:
-    policy = info.get("maxmemory_policy")
-    if policy is None:
-        return Finding("note", "it does not tell its maxmemory-policy")
-    if policy == "noeviction":
-        return Finding("ok", "it evicts nothing: maxmemory-policy is noeviction")
-    if not int(info.get("maxmemory") or 0):
-        text = f"it evicts nothing as it has no maxmemory, but its policy is {policy}"
-        return Finding("note", text)
-    return Finding(
-        "warning",
-        f"maxmemory-policy {policy} evicts locks too when the memory is full "
-        f"({info.get('evicted_keys', 0)} keys so far): use noeviction, and a server for the locks "
-        "alone",
-    )
-
-
-def _saves(client: Any, info: dict[str, Any]) -> bool:
-    try:
-        return bool(client.config_get("save").get("save"))
-    except Exception:  # managed servers forbid CONFIG
-        return bool(info.get("rdb_last_save_time") and info.get("rdb_saves"))
+    # The last question, since managed servers forbid CONFIG.
+    if info.get("aof_enabled"):
+        yield Finding("ok", "locks survive its restart: AOF is on")
+    elif client.config_get("save").get("save"):
+        yield Finding("note", "a restart forgets the locks since the last RDB snapshot")
+    else:
+        yield Finding("note", "a restart forgets all locks: neither AOF nor RDB is on")
 
 
 def _memcached(store: Any) -> Iterator[Finding]:
@@ -148,11 +136,7 @@ def _text(value: Any) -> str:
 
 
 def _database(store: Any) -> Iterator[Finding]:
-    connection, vendor = store.connection, store.connection.vendor
-
-    def ask(sql: str) -> Any:
-        return store._run(sql, [], fetch=True)[0][0]
-
+    connection = store.connection
     version = ".".join(map(str, connection.get_database_version()))
     yield Finding("note", f"{connection.display_name} {version}")
     clocks = {
@@ -161,16 +145,11 @@ def _database(store: Any) -> Iterator[Finding]:
         "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
     }
     before = time.time()
-    yield compare_clocks(float(ask(clocks[vendor])), before)
+    there = store._run(clocks[connection.vendor], [], fetch=True)[0][0]
+    yield compare_clocks(float(there), before)
     if connection.get_autocommit():
         yield Finding("ok", "locks are written in autocommit, on a connection of their own")
     else:
         yield Finding("unfit", "the connection is not in autocommit: nobody would see a lock")
-    if vendor == "sqlite":
+    if connection.vendor == "sqlite":
         yield Finding("note", "an SQLite file is shared by the processes of one host only")
-        return
-    isolation = "SELECT current_setting('transaction_isolation')"
-    if vendor == "mysql":
-        maria = connection.mysql_is_mariadb
-        isolation = f"SELECT @@{'tx' if maria else 'transaction'}_isolation"
-    yield Finding("note", f"isolation is {str(ask(isolation)).lower()}")

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import re
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
 
 from django.utils.formats import date_format
 from django.utils.timezone import is_aware, localtime
-from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy as _
 
-if TYPE_CHECKING:
-    from django_singletask.models import TaskLockEvent
+from django_singletask.models import TaskLockEvent
 
 __all__ = [
+    "STATES",
     "clock_time",
     "compact",
     "duration",
     "hold_seconds",
     "hold_time",
     "in_words",
-    "lock_state",
     "parse_duration",
     "plural",
     "process",
     "status",
 ]
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+# Each unit at most once, the largest first: 1h30m, not 30m1h.
+GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
 LONGEST = 100 * 365 * 86_400
 """Seconds: no database has a time that lies further back."""
+
+STATES = {
+    "held": _("held"),
+    "dead": _("dead"),
+    "expired": _("expired"),
+    "queued": _("queued"),
+}
+"""The words for the states of a lock."""
 
 
 def parse_duration(text: str) -> float:
@@ -37,14 +45,11 @@ def parse_duration(text: str) -> float:
 
     Raises ``ValueError``, with a message that says what is expected, for anything else.
     """
-    parts = re.findall(r"([0-9]+)([smhd])", text) if len(text) < 50 else []
-    units = [unit for _number, unit in parts]
-    seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
-    # Each unit once, the largest first: 1h30m, not 30m1h.
-    ordered = units == [unit for unit in "dhms" if unit in units]
-    whole = "".join(number + unit for number, unit in parts) == text
-    if not (parts and ordered and whole):
+    match = GRAMMAR.fullmatch(text)
+    if not text or match is None:
         raise ValueError(f"{text!r} is no duration: write it as 90s, 15m, 2h or 7d.")
+    numbers = zip(match.groups(default="0"), UNITS.values(), strict=True)
+    seconds = float(sum(int(number) * unit for number, unit in numbers))
     if not 0 < seconds <= LONGEST:
         raise ValueError(f"{text!r}: a duration must be positive, {compact(LONGEST)} at most.")
     return seconds
@@ -53,24 +58,23 @@ def parse_duration(text: str) -> float:
 def compact(seconds: float) -> str:
     """Write a duration as :func:`parse_duration` reads it: ``7d``, ``1h30m``."""
     left, parts = round(seconds), []
-    for unit in "dhms":
-        number, left = divmod(left, UNITS[unit])
-        parts += [f"{number}{unit}"] * bool(number)
+    for letter, unit in UNITS.items():
+        number, left = divmod(left, unit)
+        parts.append(f"{number}{letter}" if number else "")
     return "".join(parts) or "0s"
 
 
 def duration(seconds: float) -> str:
     """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h 02m``, ``3d 04h``."""
-    minutes, secs = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02d}h"
-    if hours:
-        return f"{hours}h {minutes:02d}m"
-    if minutes:
-        return f"{minutes}m {secs:02d}s"
-    return f"{secs}s"
+    parts: list[str] = []
+    left = int(seconds)
+    for letter, unit in UNITS.items():
+        number, left = divmod(left, unit)
+        if parts:
+            parts.append(f"{number:02d}{letter}")
+        elif number or letter == "s":
+            parts.append(f"{number}{letter}")
+    return " ".join(parts[:2])
 
 
 def in_words(seconds: float) -> str:
@@ -113,23 +117,12 @@ def process(host: str, pid: int) -> str:
     return f"{host}:{pid}" if host and pid else ""
 
 
-def lock_state(state: str) -> str:
-    """Return the word for the state of a lock: ``held``, ``dead``, ``expired`` or ``queued``."""
-    words = {
-        "held": _("held"),
-        "dead": _("dead"),
-        "expired": _("expired"),
-        "queued": _("queued"),
-    }
-    return words[state]
-
-
 def status(event: TaskLockEvent) -> tuple[str, str]:
     """Return how a hold ended, or what else happened: a code, for its colour, and the word."""
     if event.kind != "acquired":
         return event.kind, event.get_kind_display()
     if not event.outcome:
-        return "held", lock_state("held")
+        return "held", str(STATES["held"])
     if event.outcome == "released" and event.result:
         return event.result, event.get_result_display()
     return event.outcome, event.get_outcome_display()
