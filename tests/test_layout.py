@@ -54,7 +54,6 @@ NOT_YET: set[str] = {
     "django_singletask.models",
     "django_singletask.operators.explain",
     "django_singletask.operators.held",
-    "django_singletask.operators.starving",
     "django_singletask.stores",
     "django_singletask.stores.base",
     "django_singletask.stores.database",

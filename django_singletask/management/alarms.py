@@ -9,9 +9,9 @@ from django.core.management.base import CommandError
 from django_singletask.history.queries import NoHistory
 from django_singletask.management.tables import few, printable
 from django_singletask.operators import names as calls
+from django_singletask.operators import starving as starvation
 from django_singletask.operators.explain import UnknownLock, why
 from django_singletask.operators.held import HeldLock
-from django_singletask.operators.starving import who_starves
 from django_singletask.operators.words import compact, in_words, plural
 
 __all__ = ["held_over", "is_among", "must_be_known", "starving", "unknown"]
@@ -52,25 +52,22 @@ def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
 
 def starving(
     names: Sequence[str], task: str | None, limits: tuple[float, int | None] | None
-) -> tuple[list[str], int]:
-    """Return a sentence that names the locks that starve, if any does.
-
-    And the number of those that were not looked at, which can be only where none is named.
-    """
+) -> list[str]:
+    """Return a sentence that names the locks that starve, if any does."""
     if limits is None:
-        return [], 0
+        return []
     longer_than, times = limits
     try:
         spelled = {each for name in names for each in calls.names_of(name)}
-        states, more = who_starves(longer_than, times=times, names=spelled, task=task)
+        states = starvation.starving(longer_than, times=times, names=spelled, task=task)
     except NoHistory as error:
         raise CommandError(f"--fail-if-starving needs the history. {error}") from error
-    starving = [
+    hungry = [
         f"{state.name} ({plural(state.skipped, 'call')} in {in_words(state.unmet)})"
         for state in states
     ]
     how = f"for {compact(longer_than)}" if times is None else f"{plural(times, 'time')} in a row"
-    return [f"Starving {how} or more: {few(starving)}."] if starving else [], more
+    return [f"Starving {how} or more: {few(hungry)}."] if hungry else []
 
 
 def is_among(name: str, locks: Sequence[HeldLock]) -> bool:

@@ -34,68 +34,55 @@ def add_actions(parser: CommandParser) -> None:
             "them. Each lock is freed only if the holder that was shown still has it.",
         )
     )
-    _add_history(
-        actions.add_parser("history", help="list what happened to the locks, the latest first")
-    )
+    _add_history(actions.add_parser("history", help="list what happened, the latest first"))
     actions.add_parser("probe", help="find out whether this cache can hold locks")
     _add_prune(actions.add_parser("prune", help="delete old history, in small batches"))
     parser.add_argument("--json", action="store_true", help="print JSON")
     for action in actions.choices.values():
-        # A default of the action's own would win over --json before the action.
-        action.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
-        )
+        # With a default of its own the action would overrule a --json before it.
+        missing = argparse.SUPPRESS
+        action.add_argument("--json", action="store_true", default=missing, help="print JSON")
 
 
 def _add_list(action: CommandParser) -> None:
-    action.add_argument("names", nargs="*", metavar="LOCK", help=NAME)
-    action.add_argument("--task", help="list the locks of this task")
-    action.add_argument(
-        "--fail-if-held-over",
-        type=span,
-        metavar="1h",
-        help="exit with 1 if a lock is held for longer",
-    )
-    action.add_argument(
-        "--fail-if-starving",
-        type=span_or_times,
-        metavar="1h|50x",
-        help="exit with 1 if for so long, or so many times in a row, a lock's calls were skipped "
-        "and none was completed, and the calls go on",
-    )
+    add = action.add_argument
+    add("names", nargs="*", metavar="LOCK", help=NAME)
+    add("--task", help="list the locks of this task")
+    longer = "exit with 1 if a lock is held for longer"
+    add("--fail-if-held-over", type=span, metavar="1h", help=longer)
+    hungry = "exit with 1 if for so long, or so many times in a row, a lock's calls were skipped "
+    hungry += "and none was completed, and the calls go on"
+    add("--fail-if-starving", type=span_or_times, metavar="1h|50x", help=hungry)
 
 
 def _add_clear(action: CommandParser) -> None:
-    action.add_argument("names", nargs="*", metavar="LOCK", help=NAME)
-    action.add_argument("--token", help="free the lock of this holder only")
-    action.add_argument("--task", help="free the locks of this task")
-    for option, text in {
-        "--dead": "free the locks of processes that are proven dead",
-        "--all": "free every lock",
-        "--queued": "instead of locks, forget queued calls, so that equal ones can be sent again",
-        "--yes": "do not ask",
-        "--dry-run": "show what would be freed",
-    }.items():
-        action.add_argument(option, action="store_true", help=text)
+    add = action.add_argument
+    add("names", nargs="*", metavar="LOCK", help=NAME)
+    add("--token", help="free the lock of this holder only")
+    add("--task", help="free the locks of this task")
+    add("--dead", action="store_true", help="free the locks of processes that are proven dead")
+    add("--all", action="store_true", help="free every lock")
+    queued = "instead of locks, forget queued calls, so that equal ones can be sent again"
+    add("--queued", action="store_true", help=queued)
+    add("--yes", action="store_true", help="do not ask")
+    add("--dry-run", action="store_true", help="show what would be freed")
 
 
 def _add_history(action: CommandParser) -> None:
-    action.add_argument("names", nargs="*", metavar="LOCK", help=f"{NAME}; or a task id")
-    action.add_argument("--task", help="only what happened to locks of this task")
-    action.add_argument("--kind", choices=Kind.values, help="only what is of this kind")
-    action.add_argument("--outcome", choices=HoldOutcome.values, help="only holds that ended so")
-    action.add_argument("--since", type=span, metavar="2h", help="only what is no older")
-    action.add_argument(
-        "--limit", type=count, default=50, metavar="50", help="at most so many rows (50)"
-    )
+    add = action.add_argument
+    add("names", nargs="*", metavar="LOCK", help=f"{NAME}; or a task id")
+    add("--task", help="only what happened to locks of this task")
+    add("--kind", choices=Kind.values, help="only what is of this kind")
+    add("--outcome", choices=HoldOutcome.values, help="only holds that ended so")
+    add("--since", type=span, metavar="2h", help="only what is no older")
+    add("--limit", type=count, default=50, metavar="50", help="at most so many rows (50)")
 
 
 def _add_prune(action: CommandParser) -> None:
-    action.add_argument(
-        "--older-than", type=span, metavar="7d", help="instead of SINGLETASK_HISTORY_DAYS"
-    )
-    action.add_argument("--limit", type=count, metavar="N", help="delete at most so many rows")
-    action.add_argument("--dry-run", action="store_true", help="count what would be deleted")
+    add = action.add_argument
+    add("--older-than", type=span, metavar="7d", help="instead of SINGLETASK_HISTORY_DAYS")
+    add("--limit", type=count, metavar="N", help="delete at most so many rows")
+    add("--dry-run", action="store_true", help="count what would be deleted")
 
 
 def check_choice(options: dict[str, Any]) -> None:

@@ -17,18 +17,18 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
-from django_singletask.history.queries import reading
+from django_singletask.history.queries import NoHistory, reading
 from django_singletask.history.writing import prune
 from django_singletask.management import alarms, listings
 from django_singletask.management.arguments import add_actions, check_choice
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import printable
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import held as registry
-from django_singletask.operators import names as calls
+from django_singletask.operators import held
 from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.explain import UnknownLock, why
 from django_singletask.operators.held import HeldLock
+from django_singletask.operators.names import names_of
 from django_singletask.operators.probe import probe
 from django_singletask.operators.words import compact, plural
 
@@ -60,7 +60,7 @@ class Command(BaseCommand):
         except OSError as error:
             if error.errno not in {errno.EPIPE, errno.ENOSPC}:
                 raise
-            # Python would write at exit what is left in the buffer, and fail again.
+            # Python would write what is left in the buffer at exit, and fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.EPIPE:
                 sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
@@ -70,27 +70,21 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the action."""
         action = options["action"] or "list"
+        messages = check_cache() if action in {"list", "why", "clear"} else []
+        for message in messages:
+            if message.id in LOCMEM:
+                raise CommandError(f"{message.msg} Those of others cannot be seen. {message.hint}")
         try:
-            if action in ("list", "why", "clear"):
-                _must_be_shared()
             getattr(self, action)(options)
-        except (ImproperlyConfigured, registry.CannotList, registry.NoHistory) as error:
+        except (ImproperlyConfigured, NoHistory) as error:
             raise CommandError(printable(str(error))) from error
-
-    def print_json(self, data: Any) -> None:
-        """Print data as JSON."""
-        self.stdout.write(json.dumps(data, indent=2))
-
-    def print_table(self, lines: Sequence[str]) -> None:
-        """Print a table, its head in colour on a terminal."""
-        self.stdout.write("\n".join([self.style.MIGRATE_HEADING(lines[0]), *lines[1:]]))
 
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; exit with 1 on what a monitor must know."""
         names, task = options["names"], options["task"]
         held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
         with asking_the_cache():
-            locks = registry.held(names, task=task)
+            locks = held.held(names, task=task)
             if held_over or starving:
                 alarms.must_be_known(names, task, locks)
         if options["json"]:
@@ -99,13 +93,8 @@ class Command(BaseCommand):
             self.print_table(listings.held(locks))
         else:
             self.stdout.write("None of these is held." if names or task else "No lock is held.")
-        hungry, more = alarms.starving(names, task, starving)
-        if more:
-            self.stderr.write(
-                f"Not looked at, and perhaps starving: {plural(more, 'more lock')} whose calls "
-                "were skipped lately. Name them, or a --task."
-            )
-        if messages := [*alarms.held_over(locks, held_over), *hungry]:
+        messages = alarms.held_over(locks, held_over) + alarms.starving(names, task, starving)
+        if messages:
             raise CommandError(" ".join(messages))
 
     def why(self, options: dict[str, Any]) -> None:
@@ -126,36 +115,37 @@ class Command(BaseCommand):
         names, task = options["names"], options["task"]
         with asking_the_cache():
             if options["queued"] and not names:
-                registry.must_list()
-            locks = registry.held(names, task=task)
+                held.must_list()
+            locks = held.held(names, task=task)
             chosen = [lock for lock in locks if _is_chosen(lock, options)]
             missing = [name for name in names if not alarms.is_among(name, chosen)]
-            if missing or not chosen:
-                text = _not_there(missing, locks, options)
-                if names or task or options["token"]:
-                    raise CommandError(text)
-                # Nothing was named, so finding nothing is not an error.
-                self.stdout.write("[]" if options["json"] else text)
-                return
+            nothing = _not_there(missing, locks, options) if missing or not chosen else ""
+        if nothing and (names or task or options["token"]):
+            raise CommandError(nothing)
+        if nothing:  # nothing was named, so finding nothing is not an error
+            self.stdout.write("[]" if options["json"] else nothing)
+            return
         if not options["json"]:
             self.print_table(listings.held(chosen))
-        if options["dry_run"]:
-            self.report(chosen, None, options)
-            return
-        if not options["yes"]:
-            self.confirm(chosen, options)
+        if not (options["yes"] or options["dry_run"]):
+            self.confirm(len(chosen), options)
         with asking_the_cache():
-            freed = [lock for lock in chosen if registry.clear(lock, actor=actor())]
+            freed = [
+                lock
+                for lock in chosen
+                if not options["dry_run"] and held.clear(lock, actor=actor())
+            ]
         self.report(chosen, freed, options)
 
-    def confirm(self, locks: Sequence[HeldLock], options: dict[str, Any]) -> None:
+    def confirm(self, count: int, options: dict[str, Any]) -> None:
         """Ask; anything but yes ends the command."""
-        if options["queued"]:
-            question = f"Forget {plural(len(locks), 'queued call')}? Those that the broker has "
-            question += "still run, and equal ones can be sent beside them. [y/N] "
-        else:
-            question = f"Free {plural(len(locks), 'lock')}? The runs above go on, "
-            question += "and others can start beside them. [y/N] "
+        question = (
+            f"Forget {plural(count, 'queued call')}? Those that the broker has still run, and "
+            "equal ones can be sent beside them. [y/N] "
+            if options["queued"]
+            else f"Free {plural(count, 'lock')}? The runs above go on, and others can start "
+            "beside them. [y/N] "
+        )
         try:
             answer = input(question)
         except EOFError:
@@ -163,29 +153,25 @@ class Command(BaseCommand):
             raise CommandError("Nobody answered; --yes frees without asking.") from None
         except KeyboardInterrupt:
             self.stdout.write("")
-            raise CommandError("Nothing was freed.") from None
+            answer = ""
         if answer.strip().lower() not in {"y", "yes"}:
             raise CommandError("Nothing was freed.")
 
     def report(
-        self, locks: Sequence[HeldLock], freed: Sequence[HeldLock] | None, options: dict[str, Any]
+        self, locks: Sequence[HeldLock], freed: Sequence[HeldLock], options: dict[str, Any]
     ) -> None:
-        """Say what was freed, or would be (``freed`` is None); exit with 1 if a lock was not."""
+        """Say what was freed, or would be; exit with 1 if a lock was not."""
         noun, would, done = "lock", "Would free", "Freed"
         if options["queued"]:
             noun, would, done = "queued call", "Would forget", "Forgot"
         if options["json"]:
-            self.print_json(
-                [{**listings.as_json(lock), "freed": lock in (freed or ())} for lock in locks]
-            )
-        elif freed is None:
+            self.print_json([{**listings.as_json(each), "freed": each in freed} for each in locks])
+        elif options["dry_run"]:
             self.stdout.write(f"{would} {plural(len(locks), noun)}.")
         elif freed:
             self.stdout.write(self.style.SUCCESS(f"{done} {plural(len(freed), noun)}."))
-        kept = (
-            [] if freed is None else [printable(each.name) for each in locks if each not in freed]
-        )
-        if kept:
+        kept = [printable(lock.name) for lock in locks if lock not in freed]
+        if kept and not options["dry_run"]:
             raise CommandError(
                 f"Not freed: {', '.join(kept)}. The holder that was shown no longer has it."
             )
@@ -194,8 +180,8 @@ class Command(BaseCommand):
         """Print what happened to the locks, the latest first."""
         names = options["names"]
         narrowed = {name: options[name] for name in ("task", "kind", "outcome", "since", "limit")}
-        spelled = {each for name in names for each in calls.names_of(name)}
-        rows = TaskLockEvent.objects.find(names=sorted(spelled) if names else None, **narrowed)
+        spelled = {each for name in names for each in names_of(name)}
+        rows = TaskLockEvent.objects.find(names=spelled if names else None, **narrowed)
         if names and not rows:
             # The id of a lock that is no task's is empty in its rows.
             ids = [name for name in names if name and name.isprintable()]
@@ -223,20 +209,20 @@ class Command(BaseCommand):
     def prune(self, options: dict[str, Any]) -> None:
         """Delete old history, and say meanwhile how many rows are gone."""
         older_than, limit, dry_run = options["older_than"], options["limit"], options["dry_run"]
-        shows_progress = self.stdout.isatty() and not options["json"]
         count = 0
 
         def show(deleted: int) -> None:
             nonlocal count
             count = deleted
-            if shows_progress:
+            if self.stdout.isatty() and not options["json"]:
                 self.stdout.write(f"\r{count} rows deleted …\r", ending="")
                 self.stdout.flush()
 
         try:
             with reading(even_if_off=True):
                 if dry_run:
-                    count = TaskLockEvent.objects.primary().older_than(older_than)[:limit].count()
+                    old = TaskLockEvent.objects.primary().older_than(older_than)
+                    count = old[:limit].count()
                 else:
                     prune(older_than=older_than, limit=limit, progress=show)
         except KeyboardInterrupt:
@@ -252,19 +238,21 @@ class Command(BaseCommand):
             verb = "Would delete" if dry_run else "Deleted"
             self.stdout.write(f"{verb} {plural(count, 'row')} older than {compact(seconds)}.")
 
+    def print_json(self, data: Any) -> None:
+        """Print data as JSON."""
+        self.stdout.write(json.dumps(data, indent=2))
+
+    def print_table(self, lines: Sequence[str]) -> None:
+        """Print a table, its head in colour on a terminal."""
+        self.stdout.write("\n".join([self.style.MIGRATE_HEADING(lines[0]), *lines[1:]]))
+
 
 @contextmanager
 def asking_the_cache() -> Iterator[None]:
-    """Turn any error of the cache's client, which has errors of its own, into one message."""
+    """Turn any error of the block, since each client has errors of its own, into one message."""
     try:
         yield
-    except (
-        CommandError,
-        ImproperlyConfigured,
-        UnknownLock,
-        registry.CannotList,
-        registry.NoHistory,
-    ):
+    except (CommandError, UnknownLock):
         raise
     except Exception as error:
         raise CommandError(printable(cannot_ask(error))) from error
@@ -279,13 +267,6 @@ def actor() -> str:
     return f"{user} on {socket.gethostname()}{listings.COMMAND}"
 
 
-def _must_be_shared() -> None:
-    """Raise if the locks of other processes cannot be seen, whatever they hold."""
-    for message in check_cache():
-        if message.id in LOCMEM:
-            raise CommandError(f"{message.msg} Those of others cannot be seen. {message.hint}")
-
-
 def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
     return (
         options["token"] in (None, lock.holder.token)
@@ -298,22 +279,21 @@ def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
 def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
     """Say that what was asked for is not there, and why, where that is known."""
     token, task, queued, dead = (options[name] for name in ("token", "task", "queued", "dead"))
-    locks = [lock for lock in locks if token in (None, lock.holder.token)]
-    asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
     what = "queued" if queued else "held by a dead process" if dead else "held"
-    what += " by that token" if token and missing else ""
+    asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
+    sentences = [f"No {'call' if queued else 'lock'} is {what}."]
     if asked:
-        sentences = [f"Not {what}: {', '.join(map(printable, asked))}."]
-    else:
-        sentences = [f"No {'call' if queued else 'lock'} is {what}."]
-    if any(lock.state == "expired" for lock in locks):
+        by = " by that token" if token and missing else ""
+        sentences = [f"Not {what}{by}: {', '.join(map(printable, asked))}."]
+    states = {lock.state for lock in locks if token in (None, lock.holder.token)}
+    if "expired" in states:
         sentences.append("Expired is not held: there is nothing to free.")
-    if any(lock.queued for lock in locks) and not (queued or dead):
+    if "queued" in states and not (queued or dead):
         sentences.append("A call is queued: --queued lets an equal one be sent.")
-    if missing:
-        try:
-            why(missing[0])
-        except UnknownLock as error:
-            if error.matches:
-                sentences.append(alarms.unknown("lock", error.name, error.matches))
+    try:
+        for name in missing[:1]:
+            why(name)
+    except UnknownLock as error:
+        if error.matches:
+            sentences.append(alarms.unknown("lock", error.name, error.matches))
     return " ".join(sentences)
