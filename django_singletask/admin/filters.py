@@ -34,7 +34,7 @@ class SinceFilter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:
         """Return the values and their labels."""
-        return [(value, span.label) for value, span in SPANS.items()]
+        return [(value, _("Past {}").format(span.label)) for value, span in SPANS.items()]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         """Keep the events of the time span."""

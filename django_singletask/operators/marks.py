@@ -107,7 +107,7 @@ def mark_of(event: TaskLockEvent, start: datetime, now: datetime) -> Mark | None
     if until < start:
         return None
     end = percent(until, start, now)
-    x = min(percent(event.at, start, now) if shape == "bar" else end, 100 - NEAR)
+    x = percent(event.at, start, now) if shape == "bar" else end
     return Mark(shape, *status(event), event.at, until, x, max(end - x, NEAR), [event])
 
 
@@ -131,4 +131,6 @@ def merged(marks: list[Mark]) -> list[Mark]:
             result.append(mark)
             if not single:
                 last[mark.shape, mark.state] = mark
+    for mark in result:
+        mark.x = min(mark.x, 100 - NEAR)  # or its width would lie beyond the edge
     return sorted(result, key=lambda mark: (SHAPES.index(mark.shape), mark.x))

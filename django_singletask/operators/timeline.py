@@ -39,10 +39,10 @@ class Span(NamedTuple):
 
 DAY = timedelta(days=1)
 SPANS = {
-    "15m": Span(_("Past 15 minutes"), timedelta(minutes=15), timedelta(minutes=3)),
-    "1h": Span(_("Past hour"), timedelta(hours=1), timedelta(minutes=10)),
-    "24h": Span(_("Past 24 hours"), DAY, timedelta(hours=4)),
-    "7d": Span(_("Past 7 days"), 7 * DAY, DAY),
+    "15m": Span(_("15 minutes"), timedelta(minutes=15), timedelta(minutes=3)),
+    "1h": Span(_("1 hour"), timedelta(hours=1), timedelta(minutes=10)),
+    "24h": Span(_("24 hours"), DAY, timedelta(hours=4)),
+    "7d": Span(_("7 days"), 7 * DAY, DAY),
 }
 
 
