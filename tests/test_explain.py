@@ -17,7 +17,6 @@ from django_singletask.locks.liveness import started_at
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
 from django_singletask.operators.explain import UnknownLock, why
-from django_singletask.operators.names import nearest
 from django_singletask.stores import get_store
 from tests.past_rows import ran, row, skipped
 
@@ -374,11 +373,6 @@ def test_unknown_name_has_close_matches():
     assert like("costumer:12") == ["customer:12"]
     assert like("something else") == like("") == []
     assert like("tests.testapp.tasks.uniqe(7)")[0] == "tests.testapp.tasks.unique(key=…)"
-
-
-def test_nearest_arguments_are_first():
-    known = [f"feeds.import_feed(feed_id={number})" for number in (12, 400, 7)]
-    assert nearest("feeds.import_fed(feed_id=400)", known)[0] == known[1]
 
 
 def test_unknown_key_is_unknown():

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 import time
 
 import pytest
@@ -16,7 +15,6 @@ from django_singletask.holder import Holder, this_process
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
-from django_singletask.operators import names as calls
 from django_singletask.operators.held import CannotList, clear, held
 from django_singletask.stores import get_store
 from tests.past_rows import row
@@ -435,35 +433,6 @@ def test_without_history_nothing_is_expired(on_redis, settings):
 
 
 # By name
-
-
-def test_call_of_a_task_of_the_project_is_known():
-    assert calls.is_call("tests.testapp.tasks.unique('a')")
-    assert calls.is_call("tests.testapp.tasks.unique(key='a')")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "nightly",
-        "tests.testapp.tasks.unique",
-        "tests.testapp.tasks.unique(wrong=1)",
-        "tests.testapp.tasks.unique(1, 2, 3, 4)",
-        "unknown.task(1)",
-        "celery.backend_cleanup()",
-    ],
-)
-def test_what_is_no_call_of_a_task(name):
-    assert not calls.is_call(name)
-
-
-def test_tasks_are_imported_where_no_worker_has_done_so():
-    program = "import django; django.setup()\nfrom django_singletask.operators import names\n"
-    program += "print(names.is_call('tests.testapp.tasks.unique(1)'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "True\n"
 
 
 def test_look_finds_what_is_named_without_a_list(memcached, settings, take):

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+from django.core.management import CommandError
+
+from django_singletask.locks.keys import name_key
+from tests.command_line import alarm, hold, locks
+from tests.past_rows import ran, row, skipped
+from tests.testapp import tasks
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history", "whole_second"),
+]
+
+
+def test_lock_that_is_held_over_a_time_is_an_alarm():
+    hold(name="old\x1b", since=time.time() - 3700)
+    hold(name="young", since=time.time() - 3500, token="2")
+    output, message = alarm("--fail-if-held-over", "1h")
+    assert message == "Held for over 1h: old\\x1b (1h 01m)."
+    assert "young" in output
+
+
+def test_lock_that_is_held_for_less_is_no_alarm():
+    hold(since=time.time() - 3700)
+    assert "nightly" in locks("list", "--fail-if-held-over", "2h")
+
+
+def test_queued_and_expired_are_not_held():
+    hold(since=time.time() - 3700, key="singletask:@queued:nightly:0", pid=0)
+    row("acquired", 7200, name="old", timeout=60)
+    output = locks("list", "--fail-if-held-over", "1s")
+    assert " queued " in output
+    assert " expired " in output
+
+
+def test_alarm_names_a_few_of_many():
+    for number in range(7):
+        hold(name=f"lock {number}", since=time.time() - 3700, token=str(number))
+    assert alarm("--fail-if-held-over", "1h")[1].endswith(" (1h 01m) and 2 more.")
+
+
+LIMITS = [("1h", "for 1h"), ("40x", "40 times in a row"), ("1x", "1 time in a row")]
+
+
+@pytest.mark.parametrize("watched", [[], ["nightly"], ["--task", "t"], [name_key("nightly").key]])
+@pytest.mark.parametrize(("limit", "how"), LIMITS)
+def test_lock_that_starves_is_an_alarm(limit, how, watched):
+    skipped(8000, 60, 40, task="t")
+    output, message = alarm("--fail-if-starving", limit, *watched)
+    assert output == ("None of these is held.\n" if watched else "No lock is held.\n")
+    assert message == f"Starving {how} or more: nightly (40 calls in 2h 13m)."
+
+
+@pytest.mark.parametrize("limit", ["1h", "40x"])
+@pytest.mark.parametrize(
+    "watched", [["other"], ["--task", "of the past"], ["--task", tasks.unique.name]]
+)
+def test_lock_that_is_not_watched_is_no_alarm(limit, watched):
+    skipped(8000, 60, 40, task="t")
+    ran(60, name="other", task="of the past")
+    assert locks("list", "--fail-if-starving", limit, *watched)
+
+
+@pytest.mark.parametrize("option", ["--fail-if-held-over", "--fail-if-starving"])
+@pytest.mark.parametrize(
+    ("watched", "message"),
+    [
+        (["nightly", "nigthly"], "No lock is known as 'nigthly'. Did you mean \"nightly\"?"),
+        (["x\x1b"], "No lock is known as 'x\\x1b'. 'manage.py locks' lists what is held."),
+        (
+            ["--task", "unique"],
+            "No task is known as 'unique'. Did you mean \"tests.testapp.tasks.unique\", or ",
+        ),
+        (["--task", "zzz"], "No task is known as 'zzz'. 'manage.py locks' lists what is held."),
+    ],
+)
+def test_what_is_watched_must_be_known(take, option, watched, message):
+    take("nightly")
+    with pytest.raises(CommandError, match=f"^{re.escape(message)}") as caught:
+        locks("list", option, "1h", *watched)
+    assert caught.value.returncode == 2
+
+
+def test_task_is_known_without_history_too(settings):
+    settings.SINGLETASK_HISTORY = "off"
+    locks("list", "--fail-if-held-over", "1h", "--task", tasks.unique.name)
+    assert "known as 'zzz'" in alarm("--fail-if-held-over", "1h", "--task", "zzz")[1]
+
+
+def test_both_alarms_are_told_at_once():
+    skipped(8000, 60, 40)
+    hold(since=time.time() - 8000)
+    message = alarm("--fail-if-starving", "1h", "--fail-if-held-over", "1h")[1]
+    assert re.match(r"Held for over 1h: .*\. Starving for 1h or more: ", message)
+
+
+def test_alarm_comes_after_the_json():
+    hold(since=time.time() - 8000)
+    assert json.loads(alarm("--fail-if-held-over", "1h", "--json")[0])
+
+
+def test_starving_without_history_is_an_error(settings):
+    settings.SINGLETASK_HISTORY = "off"
+    message = alarm("--fail-if-starving", "1h")[1]
+    assert message.startswith("--fail-if-starving needs the history. SINGLETASK_HISTORY = 'off'")

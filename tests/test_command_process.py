@@ -1,0 +1,130 @@
+"""The command as a process: what it exits with, and what a terminal or a pipe is given."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import hold
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, cache="redis", **options):
+    return subprocess.run(
+        [sys.executable, "-m", "django", "locks", *arguments],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+            "SINGLETASK_TEST_CACHE": cache,
+            "TERM": "xterm-256color",
+        },
+        text=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+    )
+
+
+def test_list_has_no_colour_in_a_pipe(take):
+    take("nightly")
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("LOCK ")
+    assert "\x1b" not in done.stdout
+
+
+def test_list_has_colour_on_a_terminal(take):
+    take("nightly")
+    parent, child = pty.openpty()
+    try:
+        assert run(stdout=child).returncode == 0
+        assert b"\x1b[36;1mLOCK " in os.read(parent, 4096)
+    finally:
+        os.close(parent)
+        os.close(child)
+
+
+def test_alarm_exits_with_one():
+    hold(since=time.time() - 3700)
+    done = run("list", "--fail-if-held-over", "1h")
+    assert done.returncode == 1
+    assert done.stdout.startswith("LOCK ")
+    assert done.stderr == "CommandError: Held for over 1h: nightly (1h 01m).\n"
+
+
+@pytest.mark.parametrize(
+    ("cache", "arguments", "code", "stderr"),
+    [
+        ("redis", ["clear", "--yes"], 2, "CommandError: Say what to clear"),
+        ("redis", ["list", "--fail-if-starving", "1h", "zzz"], 2, "CommandError: No lock is known"),
+        ("redis", ["clear", "--yes", "zzz"], 1, "CommandError: Not held: zzz."),
+        ("dummy", [], 1, "CommandError: SINGLETASK_CACHE = 'dummy' cannot hold locks"),
+    ],
+)
+def test_error_is_one_line_and_an_exit_code(cache, arguments, code, stderr):
+    done = run(*arguments, cache=cache)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(stderr)
+    assert done.stderr.count("\n") == 1
+
+
+def test_clear_that_nobody_answers_frees_nothing(take):
+    lock = take("nightly")
+    done = run("clear", "nightly", stdin=subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert "Nobody answered" in done.stderr
+    assert lock.owned()
+
+
+def test_clear_exits_with_zero(take):
+    lock = take("nightly")
+    done = run("clear", "nightly", "--yes")
+    assert done.returncode == 0
+    assert done.stdout.endswith("\nFreed 1 lock.\n")
+    assert not lock.locked()
+
+
+def test_reader_that_is_gone_ends_it_as_sigpipe_would(take):
+    take("nightly")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        done = run(stdout=closed)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is of Linux")
+def test_full_disk_is_an_error(take):
+    take("nightly")
+    with open("/dev/full", "w") as full:
+        done = run(stdout=full)
+    assert done.returncode == 1
+    assert re.match(r"CommandError: The output cannot be written: .*No space left", done.stderr)
+    assert done.stderr.count("\n") == 1
+
+
+def test_terminal_of_few_characters_has_the_others_replaced(take, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    take("x" * 200)
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "xx?xx" in done.stdout
+
+
+def test_options_of_django_stand_before_the_action(take):
+    take("nightly")
+    done = run("--settings", "tests.settings", "list", "nightly")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nightly" in done.stdout

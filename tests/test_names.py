@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from django_singletask.locks.keys import name_key
+from django_singletask.operators.names import is_call, keys_of, nearest
+from tests.testapp import tasks
+
+UNIQUE = "tests.testapp.tasks.unique"
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("nightly", 1),
+        ("singletask:x:0", 1),
+        # The lock of that name, the call as it is written and as the task binds it, each with the
+        # entry of the call while it is queued.
+        (f"{UNIQUE}(key='a')", 5),
+        (f"{UNIQUE}('a')", 3),
+        ("unknown.task(a=1)", 3),
+        ("unknown.task(1)", 1),
+        (f"{UNIQUE}(", 1),
+        (f"{UNIQUE}(open('/etc/passwd'))", 1),
+        ("(" * 250, 1),
+        ("\x00", 0),
+    ],
+)
+def test_what_a_name_can_stand_for(name, count):
+    assert len(keys_of(name)) == count
+
+
+@pytest.mark.parametrize("name", [f"{UNIQUE}(key='a')", f"{UNIQUE}('a', 5)", f"{UNIQUE}( 'a' )"])
+def test_call_is_found_by_its_arguments(name):
+    assert tasks.unique.lock("a").key in keys_of(name)
+
+
+def test_name_of_a_lock_is_one_of_its_names():
+    assert name_key("nightly").key in keys_of("nightly")
+
+
+def test_lock_name_that_raises_is_no_call(monkeypatch):
+    def name(key):
+        raise KeyError(key)
+
+    task = tasks.unique.__class__  # of the task, not of the proxy that stands for it
+    monkeypatch.setattr(task, "lock_on", None)
+    monkeypatch.setattr(task, "lock_name", staticmethod(name), raising=False)
+    assert not is_call(f"{UNIQUE}(key='a')")
+    assert len(keys_of(f"{UNIQUE}(key='a')")) == 3
+
+
+@pytest.mark.parametrize("name", [f"{UNIQUE}('a')", f"{UNIQUE}(key='a')"])
+def test_call_of_a_task_of_the_project_is_known(name):
+    assert is_call(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nightly",
+        UNIQUE,
+        f"{UNIQUE}(wrong=1)",
+        f"{UNIQUE}(1, 2, 3, 4)",
+        "unknown.task(1)",
+        "celery.backend_cleanup()",
+    ],
+)
+def test_what_is_no_call_of_a_task(name):
+    assert not is_call(name)
+
+
+def test_tasks_are_imported_where_no_worker_has_done_so():
+    program = "import django; django.setup()\nfrom django_singletask.operators import names\n"
+    program += f"print(names.is_call('{UNIQUE}(1)'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
+
+
+KNOWN = ["reports.nightly()", "feeds.tasks.import_feed(feed_id=7)", "customer:12"]
+
+
+@pytest.mark.parametrize(
+    ("name", "likely"),
+    [
+        ("import_fed", KNOWN[1]),
+        ("IMPORT_FEED", KNOWN[1]),
+        ("import_fed(feed_id=7)", KNOWN[1]),
+        ("feed.tasks.import_feed(1)", KNOWN[1]),
+        ("feed_id=7", KNOWN[1]),
+        ("nightly", KNOWN[0]),
+        ("costumer:12", KNOWN[2]),
+    ],
+)
+def test_names_like_an_unknown_one_are_found(name, likely):
+    assert nearest(name, KNOWN) == [likely]
+
+
+@pytest.mark.parametrize("name", ["", " ", "something else"])
+def test_nothing_is_like_a_strange_name(name):
+    assert nearest(name, KNOWN) == []
+
+
+def test_nearest_arguments_are_first_of_three():
+    calls = [f"feeds.import_feed(feed_id={number})" for number in (12, 400, 7, 8)]
+    assert nearest("feeds.import_fed(feed_id=400)", calls)[0] == calls[1]
+    assert len(nearest("import_feed", calls)) == 3

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from django_singletask.history.writing import prune
+from django_singletask.models import TaskLockEvent
+from django_singletask.operators.starving import starving
+from tests.past_rows import ran, row, skipped
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("empty_history", "whole_second"),
+]
+
+
+def test_what_went_on_until_later_is_no_older():
+    ran(600, 7000)
+    skipped(7000, 700, 5)
+    row("cleared", 7200)
+    assert prune(older_than=3600) == 1
+    assert TaskLockEvent.objects.count() == 2
+
+
+@pytest.mark.parametrize("limit", range(1, 8))
+def test_prune_that_stops_halfway_lets_nothing_starve(limit):
+    """Calls that met a completed run would, without it, have come to nothing."""
+    ran(90_000, 1000, name="other")
+    ran(700, 20_000, token="a")
+    skipped(20_600, 720, 9, blocked_by="a", reason="skip")
+    skipped(20_000, 800, 9, blocked_by="a", reason="rerun")
+    assert starving(3600) == []
+    assert prune(older_than=600, limit=limit) == min(limit, 4)
+    assert starving(3600) == []
+
+
+def test_statements_of_prune_do_not_grow():
+    for _ in range(20):
+        ran(31 * 86_400)
+    with CaptureQueriesContext(connection) as queries:
+        assert prune(batch=2) == 20
+    lengths = [len(query["sql"]) for query in queries if query["sql"].startswith("SELECT")]
+    assert max(lengths[1:]) - min(lengths[1:]) < 10
