@@ -24,7 +24,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from django_singletask.locks.keys import AS_SHOWN, MAX_NAME, LockKey, Parameters, call_key, name_key
+from django_singletask.locks.keys import (
+    AS_SHOWN,
+    LATEST,
+    MAX_NAME,
+    QUEUED,
+    LockKey,
+    Parameters,
+    call_key,
+    name_key,
+)
 
 TASK = "feeds.tasks.import_feed"
 
@@ -39,6 +48,12 @@ class Level(enum.IntEnum):
 
 class Name(str, enum.Enum):
     FIRST = "first"
+
+
+class Number(int): ...
+
+
+class Feet(float): ...
 
 
 class Zero(enum.IntEnum):
@@ -118,6 +133,8 @@ def test_positional_keyword_and_default_arguments_are_one_call(other):
         (Color.RED, "red"),
         (Level.HIGH, 3),
         (Name.FIRST, "first"),
+        (Number(3), 3),
+        (Feet(1.5), 1.5),
         (b"\xff", bytearray(b"\xff")),
         (b"\xff", memoryview(b"\xff")),
         (lazystr("text"), "text"),
@@ -747,6 +764,19 @@ def test_unusable_name_says_why(name, error, message):
 @pytest.mark.parametrize("name", ["x" * 255, "ключ", "a b", "\N{SNOWMAN}" * 255, "{}%s"])
 def test_different_usable_names_have_different_keys(name):
     assert name_key(name).key not in {name_key(f"{name[:-1]}").key, name_key("_").key}
+
+
+# Entries beside a lock
+
+
+def test_each_kind_and_task_has_an_entry_of_its_own_beside_a_lock():
+    lock = name_key("x" * 255)
+    entries = {lock.beside(kind, task) for kind in (QUEUED, LATEST) for task in ("a", "b")}
+    assert len(entries) == 4
+    for entry in entries:
+        assert entry.name == lock.name
+        assert re.fullmatch(r"singletask:@[!-~]*:[0-9a-f]{32}", entry.key)
+        assert len(entry.key) <= len(lock.key)
 
 
 # FIPS
