@@ -221,15 +221,15 @@ def take_in_threads(alias: str, keys: str, cycles: int) -> dict[str, Any]:
 
 def connection_id(store: Any) -> Any:
     """Return what tells one connection of a store from the next, as the server sees it."""
-    if hasattr(store, "_call"):  # Redis
+    if store.family == "redis":
         store.read("singletask:none")
         store.connection.send_command("CLIENT", "ID")
         return store.connection.read_response()
-    if hasattr(store, "connection") and store.connection.vendor != "sqlite":
-        postgres = store.connection.vendor == "postgresql"
-        which = "pg_backend_pid()" if postgres else "CONNECTION_ID()"
-        return store._run(f"SELECT {which}", [], fetch=True)[0][0]
-    return None  # a memcached client says so itself when its connection was closed
+    if store.family == "database" and store.connection.vendor != "sqlite":
+        is_postgres = store.connection.vendor == "postgresql"
+        function = "pg_backend_pid()" if is_postgres else "CONNECTION_ID()"
+        return store.execute(f"SELECT {function}")[0][0]
+    return None  # a memcached client says so itself if its connection was closed
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django_singletask import TaskLock
 from django_singletask.locks.keys import name_key
 from django_singletask.stores import CannotList, Entry, Outcome, Store, close_stores, get_store
-from django_singletask.stores.base import LONGEST, marker_key
+from django_singletask.stores.base import LONGEST_KEY, marker_key
 from tests.conftest import LOCK_CACHES
 from tests.entries import eventually, holder, key_of, private_store
 from tests.racers import connection_id
@@ -347,7 +347,7 @@ def test_names_that_differ_in_case_are_two_locks(store: Store) -> None:
 
 
 def longest_prefix(cache_alias: str) -> str:
-    return "p" * (250 - len(caches[cache_alias].key_func(LONGEST, "", 1)))
+    return "p" * (250 - len(caches[cache_alias].key_func(LONGEST_KEY, "", 1)))
 
 
 def test_longest_name_works_under_the_longest_prefix(cache_alias: str, settings) -> None:
@@ -361,7 +361,7 @@ def test_longest_name_works_under_the_longest_prefix(cache_alias: str, settings)
         assert store.clear(key, A, 60)
         assert store.renew(key, A, 60) is Outcome.GONE
     with private_store(settings, cache_alias, KEY_PREFIX=prefix) as store:
-        store.cache.delete(marker_key(key, A))
+        caches[cache_alias].delete(marker_key(key, A))
 
 
 def test_longer_prefix_is_refused_at_first_use(cache_alias: str, settings) -> None:

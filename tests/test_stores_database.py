@@ -97,7 +97,7 @@ def test_values_are_plain_json(store: DatabaseStore, cache_alias: str) -> None:
     with TaskLock("nightly", cache=cache_alias) as lock:
         made = store.make_key(lock.key)
         query = f"SELECT value FROM {TABLES[cache_alias]} WHERE cache_key = %s"
-        ((raw,),) = store._run(query, [made], fetch=True)
+        ((raw,),) = store.execute(query, [made])
         assert json.loads(raw)["token"] == lock.token
 
 
@@ -130,7 +130,7 @@ def culled(settings: Any, cache_alias: str, zone: str) -> tuple[bytes | None, bo
             cache.set("culls", "value", 60)  # the table has three rows, one more than it may
             entry = store.read(key)
             assert store.read(expired) is None
-            left = store._run(f"SELECT cache_key FROM {TABLES[cache_alias]}", [], fetch=True)
+            left = store.execute(f"SELECT cache_key FROM {TABLES[cache_alias]}")
             connections[DATABASES[cache_alias]].close()
     return entry and entry.value, not any("expired" in made for (made,) in left)
 
@@ -204,7 +204,7 @@ def test_control_what_the_cache_adds_in_a_transaction_rolls_back(
 ) -> None:
     with suppress(Rollback), transaction.atomic(using=DATABASES[cache_alias]):
         assert caches[cache_alias].add("nightly", "mine")
-        assert store._read(store.make_key("nightly")) is None
+        assert store.read("nightly") is None
         raise Rollback
     assert caches[cache_alias].get("nightly") is None
 
@@ -252,13 +252,13 @@ def test_locks_in_an_sqlite_file_of_their_own_are_taken_in_transactions(
 def kill_connection_of(store: DatabaseStore, cache_alias: str) -> None:
     other = connections.create_connection(DATABASES[cache_alias])
     if cache_alias == "db_postgres":
-        ((pid,),) = store._run("SELECT pg_backend_pid()", [], fetch=True)
+        ((pid,),) = store.execute("SELECT pg_backend_pid()")
         kill, is_there = (
             "SELECT pg_terminate_backend(%s)",
             "SELECT 1 FROM pg_stat_activity WHERE pid = %s",
         )
     else:
-        ((pid,),) = store._run("SELECT CONNECTION_ID()", [], fetch=True)
+        ((pid,),) = store.execute("SELECT CONNECTION_ID()")
         kill = "KILL %s"
         is_there = "SELECT 1 FROM information_schema.processlist WHERE id = %s"
 
@@ -413,7 +413,7 @@ def test_what_ended_a_day_ago_is_purged(store: DatabaseStore) -> None:
     for name, ended in (("old", day + 60), ("young", 60), ("live", -60)):
         store.add(key_of(name), A, 1)
         then = store.dialect.then
-        table = store.connection.ops.quote_name(store.cache._table)
+        table = store.connection.ops.quote_name(store.table)
         with store.connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {table} SET expires = {then} WHERE cache_key = %s",
@@ -432,4 +432,4 @@ def test_purge_leaves_what_is_no_lock(store: DatabaseStore) -> None:
 
 
 def store_alias(store: DatabaseStore) -> str:
-    return next(alias for alias, table in TABLES.items() if store.cache._table == table)
+    return next(alias for alias, table in TABLES.items() if store.table == table)

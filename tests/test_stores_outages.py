@@ -86,7 +86,7 @@ def open_store(settings, monkeypatch, django_db_blocker) -> OpenStore:
                 location = f"redis://{location}/0"
         with django_db_blocker.unblock(), private_store(settings, alias, location) as store:
             for statement in TABLES.get(alias, []):
-                store._run(statement, [])
+                store.execute(statement)
             for key in (KEY, OTHER):
                 entry = store.read(key)
                 if entry is not None:  # whatever another test left there

@@ -75,13 +75,8 @@ def probe(alias: str) -> Probe:
     return Probe(alias, backend, _server(alias, store), findings, median, slowest)
 
 
-def _server(alias: str, store: Any) -> str:
-    servers = sorted(servers_of(alias))
-    if servers:
-        return ", ".join(servers)
-    if hasattr(store, "connection"):
-        return f"table {store.cache._table} of DATABASES[{store.alias!r}]"
-    return "in the memory of this process"
+def _server(alias: str, store: Store) -> str:
+    return ", ".join(sorted(servers_of(alias))) or store.place
 
 
 def look_from_another_process(alias: str, store: Store) -> Finding:

@@ -26,10 +26,8 @@ class Finding:
 
 def look_at(store: Store) -> list[Finding]:
     """Return what the server of a store says; that it refuses to say more is a note."""
-    # By name, so that no client library is imported for a cache that is not configured.
-    looks = {"RedisStore": _redis, "MemcachedStore": _memcached, "DatabaseStore": _database}
-    classes = (cls.__name__ for cls in type(store).__mro__)
-    look = next((looks[name] for name in classes if name in looks), None)
+    looks = {"redis": _redis, "memcached": _memcached, "database": _database}
+    look = looks.get(store.family)
     findings: list[Finding] = []
     try:
         for finding in look(store) if look else ():

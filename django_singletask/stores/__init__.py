@@ -1,4 +1,4 @@
-"""Choose the store of a cache, and keep one per process, thread and alias."""
+"""Choose the store of a cache, and keep one for each process, thread and alias."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ from django.core.signals import setting_changed
 
 from django_singletask.stores.base import CannotList, Entry, Outcome, Store
 
-__all__ = ["CannotList", "Entry", "Outcome", "Store", "get_store", "is_a", "open_cache", "refusal"]
+__all__ = [
+    "CannotList",
+    "Entry",
+    "Outcome",
+    "Store",
+    "close_stores",
+    "get_store",
+    "is_a",
+    "open_cache",
+    "open_with",
+    "refusal",
+]
 
 STORES = {
     "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
@@ -25,6 +36,8 @@ STORES = {
     "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
     "django.core.cache.backends.locmem.LocMemCache": "locmem.LocMemStore",
 }
+"""The module and class of the store, by the class of the cache or a class that it extends."""
+
 UNSAFE = {
     "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run would be alone",
     "django.core.cache.backends.filebased.FileBasedCache": (
@@ -44,10 +57,10 @@ def is_a(cache: Any, name: str) -> bool:
 
 
 def open_cache(alias: str) -> Any:
-    """Return a cache object of its own for the alias; opens no connection.
+    """Return a new cache object for the alias; this opens no connection.
 
-    Never the object of ``caches[alias]``: the application closes, flushes and patches that one.
-    Raises ``ImproperlyConfigured`` if there is no such alias.
+    It is never the object of ``caches[alias]``, which the application closes, flushes and
+    patches. Raises ``ImproperlyConfigured`` if there is no such alias.
     """
     if alias not in caches.settings:
         raise ImproperlyConfigured(
@@ -66,7 +79,7 @@ def refusal(cache: Any) -> str | None:
     if not any(name in STORES for name in names):
         return f"{names[0]} is not a cache that django-singletask knows to be shared and atomic"
     if is_a(cache, "django_redis.cache.RedisCache"):
-        client = _ancestors(cache._client_cls)
+        client = _ancestors(cache._client_cls)  # noqa: SLF001 - CLIENT_CLASS, loaded
         if any(name.endswith((".ShardClient", ".HerdClient")) for name in client):
             return f"{client[0]} of django-redis spreads or rewrites the entries"
         if "django_redis.client.default.DefaultClient" not in client:
@@ -89,28 +102,29 @@ def _open_store(alias: str) -> Store:
     return store
 
 
-# Clients that are inherited through fork share their socket with the parent, and two processes
-# then read each other's replies:
+# A client that is inherited through fork shares its socket with the parent. Then two processes
+# read each other's replies:
 #
 #   parent: get a -> socket          child: get b -> the same socket
 #   parent: reads "value of b"       child: reads "value of a"
 #
-# So each process and thread has stores of its own. Nor may those of the parent be closed in the
-# child, where pylibmc and mysqlclient would say "quit" on the shared socket and the server would
-# hang up on the parent. A child that ends by sys.exit() drops every object on its way out, so
-# _after_fork() makes these immortal there.
-_open: set[Store] = set()
-_settings_changed = 0
+# So each process and thread has stores of its own. The child may not close the parent's stores
+# either: pylibmc and mysqlclient would say "quit" on the shared socket, and the server would hang
+# up on the parent. A child that ends by sys.exit() deletes every object on its way out, so
+# _after_fork() makes the inherited stores immortal there.
+_open_stores: set[Store] = set()
+_generation = 0
+"""A number that grows when every thread must open its stores anew."""
 _opener: Callable[[str], Store] = _open_store
 
 
 class _Stores(dict[str, Store]):
-    """The stores of one thread, by alias; closed when the thread ends."""
+    """The stores of one thread, by alias; they are closed when the thread ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pid = os.getpid()
-        self.opened_at = _settings_changed
+        self.generation = _generation
 
     def __del__(self) -> None:
         self.close()
@@ -118,10 +132,10 @@ class _Stores(dict[str, Store]):
     def close(self) -> None:
         if self.pid == os.getpid():
             for store in self.values():
-                _open.discard(store)
+                _open_stores.discard(store)
                 store.close()
         self.clear()
-        self.opened_at = _settings_changed
+        self.generation = _generation
 
 
 class _Local(threading.local):
@@ -138,12 +152,12 @@ def get_store(alias: str) -> Store:
     Raises ``ImproperlyConfigured`` if there is no such alias or it cannot hold locks.
     """
     stores = _local.stores
-    if stores.opened_at != _settings_changed:
+    if stores.generation != _generation:
         stores.close()
     store = stores.get(alias)
     if store is None:
         store = stores[alias] = _opener(alias)
-        _open.add(store)
+        _open_stores.add(store)
     return store
 
 
@@ -152,11 +166,25 @@ def close_stores() -> None:
     _local.stores.close()
 
 
+def open_with(opener: Callable[[str], Store] | None) -> None:
+    """Let every thread open its stores anew, with ``opener``: a function of the alias.
+
+    None brings the stores of the configured caches back. For :mod:`django_singletask.testing`.
+    """
+    global _generation, _opener
+    # The opener first: a thread that opens a store between the two lines opens it once more than
+    # necessary, and not with the old opener for good.
+    _opener = opener or _open_store
+    # Another thread may be using its stores now: it closes them itself at its next get_store().
+    _generation += 1
+    close_stores()
+
+
 def _after_fork() -> None:
     global _local
-    for store in _open:
+    for store in _open_stores:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-    _open.clear()
+    _open_stores.clear()
     _local = _Local()
 
 
@@ -164,28 +192,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _forget(*, setting: str, **kwargs: Any) -> None:
+def _reopen(*, setting: str, **kwargs: Any) -> None:
+    # Only tests change settings.
     if setting in {"CACHES", "DATABASES", "USE_TZ"}:
-        _reopen()
+        open_with(_opener)
 
 
-def _reopen() -> None:
-    # Only tests change settings. Another thread may be using its stores right now: it closes them
-    # itself when it asks for one again.
-    global _settings_changed
-    _settings_changed += 1
-    close_stores()
-
-
-def open_with(opener: Callable[[str], Store] | None) -> None:
-    """Let every thread open its stores anew, with ``opener``: from an alias to a store.
-
-    None brings the stores of the configured caches back. For :mod:`django_singletask.testing`.
-    """
-    global _opener
-    # First: a thread that reopens meanwhile then does so once more than it must, never once less.
-    _opener = opener or _open_store
-    _reopen()
-
-
-setting_changed.connect(_forget)
+setting_changed.connect(_reopen)

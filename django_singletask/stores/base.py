@@ -1,4 +1,4 @@
-"""What every store does to one entry, and which store serves which cache."""
+"""What every store does to one entry, whichever cache keeps it."""
 
 from __future__ import annotations
 
@@ -12,34 +12,45 @@ from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask.holder import Holder
 
-__all__ = ["CannotList", "Entry", "Outcome", "Store"]
-
+__all__ = [
+    "LONGEST_KEY",
+    "PREFIX",
+    "TRIES",
+    "CannotList",
+    "Entry",
+    "Outcome",
+    "Store",
+    "marker_key",
+]
 
 PREFIX = "singletask:"
 MARKER = ":cleared:"
-# Both a lock's key and its marker end in 32 hexadecimal digits, so a lock that is itself named
-# "…:cleared" is not taken for a marker.
+# The key of a lock ends in 32 hexadecimal digits, and so does the key of its marker before
+# ":cleared:". Therefore a lock that is named "…:cleared" is not mistaken for a marker.
 IS_MARKER = re.compile(rf":[0-9a-f]{{32}}{MARKER}[^:]*$")
-# What django_singletask.keys makes at most, with its marker. memcached takes 250 bytes, the column
-# of DatabaseCache 255 characters, beyond which MySQL's INSERT IGNORE would cut the key.
+# memcached takes keys of 250 bytes. The column of DatabaseCache takes 255 characters, and MySQL's
+# INSERT IGNORE would cut a longer key.
 MAX_KEY = 250
-LONGEST = f"{PREFIX}{'x' * 100}:{'0' * 32}{MARKER}{'0' * 32}"
+LONGEST_KEY = f"{PREFIX}{'x' * 100}:{'0' * 32}{MARKER}{'0' * 32}"
+"""The longest key that the package asks a store for: that of a marker."""
+TRIES = 10
+"""Attempts at what other processes spoil, by a release or a takeover between two requests."""
 
 
 class Entry(NamedTuple):
-    """A lock as it stands in the cache: its bytes and the seconds left (None: unknown)."""
+    """A lock as it stands in the cache: its bytes, and the seconds left (None: unknown)."""
 
     value: bytes
     remaining: float | None
 
 
 class Outcome(enum.Enum):
-    """What a store found when it was asked to change an entry that should be the caller's."""
+    """What a store found when a caller asked it to change the caller's own entry."""
 
     OK = "ok"
-    RETAKEN = "retaken"  # renew only: it was gone, and is the caller's again
+    RETAKEN = "retaken"  # by renew() alone: the entry was gone, and is the caller's again
     GONE = "gone"
-    TAKEN = "taken"  # somebody else's
+    TAKEN = "taken"  # the entry is somebody else's
 
 
 class CannotList(Exception):
@@ -47,19 +58,25 @@ class CannotList(Exception):
 
 
 class Store(ABC):
-    """Keep locks in one cache; every method is atomic against all other processes.
+    """Keep locks in one cache. Each kind of cache brings ``add``, ``change`` and ``read``.
 
-    An entry is a key and the holder's bytes. Whoever changes an entry shows the whole bytes that
-    it believes to be there, so nobody can change what somebody else wrote: the bytes hold a
-    random token. ``lease`` is in seconds. Errors of the cache's client pass through: an outage is
-    never "held" and never "free".
+    An entry is a key and the bytes of its holder. To change an entry, a caller passes the whole
+    bytes that it expects to find there. The bytes hold a random token, so nobody can change what
+    somebody else wrote. ``lease`` is in seconds. The store does not catch errors of the cache's
+    client: an outage is reported neither as "held" nor as "free".
 
     One object serves one thread of one process (see :func:`django_singletask.stores.get_store`).
     """
 
+    family: str
+    """``"redis"``, ``"memcached"``, ``"database"`` or ``"locmem"``."""
+
+    place = ""
+    """Where the entries are, for people, if the settings of the cache do not name a server."""
+
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        excess = len(cache.make_key(LONGEST).encode()) - MAX_KEY
+        excess = len(cache.make_key(LONGEST_KEY).encode()) - MAX_KEY
         if excess > 0:
             raise ImproperlyConfigured(
                 f"KEY_PREFIX of the cache that holds the locks is {excess} bytes too long: with it "
@@ -67,76 +84,100 @@ class Store(ABC):
             )
 
     def make_key(self, key: str) -> str:
-        """Pass a lock's key through the cache's own prefix, version and key function."""
-        made: str = self.cache.make_key(key)
-        return made
+        """Pass the key of a lock through the cache's own prefix, version and key function."""
+        cache_key: str = self.cache.make_key(key)
+        return cache_key
 
     @abstractmethod
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        """Take the lock; return None when taken, else the entry that is in the way.
+        """Take the lock; return None if it was taken, else the entry that is in the way.
 
-        A client that lost the reply may have sent the request twice: the caller's own bytes in
-        the way mean that the first request took the lock.
+        This is atomic against all other processes. A client that lost the reply may have sent the
+        request twice. So if the entry in the way has the caller's own bytes, the first request
+        took the lock.
         """
 
     @abstractmethod
-    def release(self, key: str, value: bytes) -> Outcome:
-        """Delete the entry if it is ``value``: OK, GONE or TAKEN."""
+    def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
+        """Let the entry be ``new`` for ``lease`` seconds if it is ``old``; None: delete it.
 
-    @abstractmethod
-    def renew(self, key: str, value: bytes, lease: float) -> Outcome:
-        """Let the entry live for ``lease`` from now if it is ``value``.
-
-        If there is none it is taken again (RETAKEN), unless :meth:`clear` left its marker (GONE).
-        """
-
-    def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
-        """Renew several entries, in as few trips as the store can."""
-        return [self.renew(*request) for request in requests]
-
-    @abstractmethod
-    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
-        """Let the entry be ``new`` for ``lease`` seconds if it is ``old``; say whether it is.
-
-        An entry that is ``new`` already was made so by the same request, whose reply was lost.
+        This is atomic against all other processes. Return OK, GONE or TAKEN. If the entry is
+        ``new`` already, an earlier sending of this request did it, and that is OK too.
         """
 
     @abstractmethod
     def read(self, key: str) -> Entry | None:
         """Return the entry that holds the lock now."""
 
-    @abstractmethod
+    def release(self, key: str, value: bytes) -> Outcome:
+        """Delete the entry if it is ``value``; return OK, GONE or TAKEN."""
+        return self.change(key, value, value, None)
+
+    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
+        """Let the entry be ``new`` for ``lease`` seconds if it is ``old``; say whether it is."""
+        return self.change(key, old, new, lease) is Outcome.OK
+
+    def renew(self, key: str, value: bytes, lease: float) -> Outcome:
+        """Let the entry live for ``lease`` from now if it is ``value``.
+
+        If there is no entry, take the lock again (RETAKEN), unless :meth:`clear` left a marker
+        for this value (GONE).
+        """
+        outcome = self.change(key, value, value, lease)
+        return self._take_again(key, value, lease) if outcome is Outcome.GONE else outcome
+
+    def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
+        """Renew several entries, in as few trips as the store can."""
+        return [self.renew(*request) for request in requests]
+
+    # A renewal that finds no entry because of clear() must find the marker of clear(). Therefore
+    # clear() writes its marker before it deletes the entry. In the other order:
+    #
+    #   clear: delete                                        marker
+    #   renew:         change -> gone   marker? none   add -> taken again
+
     def clear(self, key: str, value: bytes, lease: float) -> bool:
-        """Delete the entry if it is ``value`` and leave a marker for ``lease`` seconds.
+        """Delete the entry if it is ``value``, and leave a marker for ``lease`` seconds.
 
         The holder does not know that its lock was cleared. Without the marker its next renewal
-        would find the entry gone, as after an eviction, and take it again.
+        would find the entry gone, as after an eviction, and would take the lock again. The marker
+        stays even if nothing was deleted: another operator, who clears the lock at this moment,
+        may rely on it. It says nothing to anybody but the holder of ``value``.
         """
+        self.add(marker_key(key, value), b"1", lease)
+        return self.release(key, value) is Outcome.OK
+
+    def _take_again(self, key: str, value: bytes, lease: float) -> Outcome:
+        if self.read(marker_key(key, value)) is not None:
+            return Outcome.GONE
+        entry = self.add(key, value, lease)
+        # Another thread of the holder may have renewed at the same moment, and taken it again.
+        return Outcome.RETAKEN if entry is None or entry.value == value else Outcome.TAKEN
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield key and entry of each lock that is held now; raises :class:`CannotList`."""
         raise CannotList
 
     def purge(self) -> int:
-        """Delete what ended long ago, where the cache itself keeps it; return how many entries."""
+        """Delete entries that ended long ago, if the cache keeps such; return how many."""
         return 0
 
     def prefix(self) -> str:
-        """Return how all keys of locks begin; raises :class:`CannotList` if they do not."""
+        """Return the beginning of all cache keys of locks; raises :class:`CannotList` if none."""
         prefix = self.make_key(PREFIX)
         if self.make_key(f"{PREFIX}x") != f"{prefix}x":
             raise CannotList(f"The KEY_FUNCTION of {type(self.cache).__name__} hides the keys.")
         return prefix
 
-    def lock_key(self, made: str) -> str | None:
-        """Return the lock's key that :meth:`make_key` made this of; None if it is no lock's."""
+    def lock_key(self, cache_key: str) -> str | None:
+        """Undo :meth:`make_key`; return None if the cache key is not that of a lock."""
         prefix = self.make_key(PREFIX)
-        if not made.startswith(prefix) or IS_MARKER.search(made):
+        if not cache_key.startswith(prefix) or IS_MARKER.search(cache_key):
             return None
-        return PREFIX + made.removeprefix(prefix)
+        return PREFIX + cache_key.removeprefix(prefix)
 
-    def close(self) -> None:  # noqa: B027 - most stores have nothing to close
-        """Give back what the store opened."""
+    def close(self) -> None:  # noqa: B027 - LocMemStore has nothing to close
+        """Close what the store opened."""
 
 
 def marker_key(key: str, value: bytes) -> str:

@@ -1,87 +1,74 @@
-"""Locks in the memory of one process: for eager tests, refused by a check otherwise."""
+"""Locks in the memory of one process: for eager tests, refused by a system check otherwise."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from django_singletask.stores.base import Entry, Outcome, Store, marker_key
+from django_singletask.stores.base import Entry, Outcome, Store
 
 __all__ = ["LocMemStore"]
 
 
 class LocMemStore(Store):
-    """Keep the entries among those of the cache, under the cache's own thread lock.
+    """Keep the entries among the cache's own, under the cache's own thread lock.
 
     So ``cache.clear()`` in a test frees the locks too.
     """
 
+    family = "locmem"
+    place = "in the memory of this process"
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        # Django's methods pickle what they store, and look and act in two steps.
+        self.lock = cache._lock  # noqa: SLF001
+        self.values: dict[str, bytes] = cache._cache  # noqa: SLF001
+        self.expiries: dict[str, float] = cache._expire_info  # noqa: SLF001
+
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        with self.cache._lock:
-            entry = self._find(self.make_key(key))
+        with self.lock:
+            entry = self._find(key)
             if entry is None:
-                self._write(key, value, lease)
+                self._write(self.make_key(key), value, lease)
             return entry
 
-    def release(self, key: str, value: bytes) -> Outcome:
-        with self.cache._lock:
-            outcome = self._compare(key, value)
-            if outcome is Outcome.OK:
-                self.cache._delete(self.make_key(key))
-            return outcome
-
-    def renew(self, key: str, value: bytes, lease: float) -> Outcome:
-        with self.cache._lock:
-            outcome = self._compare(key, value)
-            marker = self._find(self.make_key(marker_key(key, value)))
-            if outcome is Outcome.GONE and marker is None:
-                outcome = Outcome.RETAKEN
-            if outcome in {Outcome.OK, Outcome.RETAKEN}:
-                self._write(key, value, lease)
-            return outcome
-
-    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
-        with self.cache._lock:
-            entry = self._find(self.make_key(key))
-            if entry is None or entry.value not in (old, new):
-                return False
-            self._write(key, new, lease)
-            return True
+    def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
+        cache_key = self.make_key(key)
+        with self.lock:
+            entry = self._find(key)
+            if entry is None:
+                return Outcome.GONE
+            if entry.value not in (old, new):
+                return Outcome.TAKEN
+            if lease is None:
+                del self.values[cache_key], self.expiries[cache_key]
+            else:
+                self._write(cache_key, new, lease)
+            return Outcome.OK
 
     def read(self, key: str) -> Entry | None:
-        with self.cache._lock:
-            return self._find(self.make_key(key))
-
-    def clear(self, key: str, value: bytes, lease: float) -> bool:
-        with self.cache._lock:
-            if self._compare(key, value) is not Outcome.OK:
-                return False
-            self._write(marker_key(key, value), b"1", lease)
-            self.cache._delete(self.make_key(key))
-            return True
+        with self.lock:
+            return self._find(key)
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
-        self.prefix()
-        with self.cache._lock:
-            found = [(self.lock_key(made), self._find(made)) for made in list(self.cache._cache)]
-        for key, entry in found:
-            if key is not None and entry is not None:
+        self.prefix()  # raises CannotList
+        with self.lock:
+            cache_keys = list(self.values)
+        for key in filter(None, map(self.lock_key, cache_keys)):
+            entry = self.read(key)
+            if entry is not None:
                 yield key, entry
 
-    def _find(self, made: str) -> Entry | None:
-        value = self.cache._cache.get(made)
-        expires = self.cache._expire_info.get(made)
-        remaining = (math.inf if expires is None else expires) - time.time()
+    def _find(self, key: str) -> Entry | None:
+        cache_key = self.make_key(key)
+        value = self.values.get(cache_key)
+        # An entry without an expiry, which something else wrote, stays for ever.
+        remaining = (self.expiries.get(cache_key) or math.inf) - time.time()
         return None if value is None or remaining <= 0 else Entry(value, remaining)
 
-    def _compare(self, key: str, value: bytes) -> Outcome:
-        entry = self._find(self.make_key(key))
-        if entry is None:
-            return Outcome.GONE
-        return Outcome.OK if entry.value == value else Outcome.TAKEN
-
-    def _write(self, key: str, value: bytes, lease: float) -> None:
-        made = self.make_key(key)
-        self.cache._cache[made] = value
-        self.cache._expire_info[made] = time.time() + lease
+    def _write(self, cache_key: str, value: bytes, lease: float) -> None:
+        self.values[cache_key] = value
+        self.expiries[cache_key] = time.time() + lease

@@ -24,39 +24,39 @@ def backend_is(alias: str, kind: str) -> bool:
 
 
 def servers_of(alias: str) -> set[str]:
-    """Return where an alias keeps its entries, in one spelling, for Redis and memcached."""
+    """Return the servers of an alias on Redis or memcached, each in one spelling; else nothing.
+
+    Of Redis servers only the first counts: the others are its replicas and hold the same.
+    """
     configuration: Any = settings.CACHES[alias]
     location = configuration.get("LOCATION") or ""
     locations = re.split("[;,]", location) if isinstance(location, str) else location
     servers = [str(server).strip() for server in locations if server]
     if backend_is(alias, "memcached"):
-        return {_memcached(server) for server in servers}
+        return {
+            server.removeprefix("unix:") if "/" in server else _address(server, "11211")
+            for server in servers
+        }
     if backend_is(alias, "redis"):
-        # The others are replicas: what is on the primary is on them.
         return {_redis(url, configuration.get("OPTIONS") or {}) for url in servers[:1]}
     return set()
 
 
-def _memcached(server: str) -> str:
-    if "/" in server:
-        return server.removeprefix("unix:")
-    return _address(server, "11211")
-
-
 def _redis(url: str, options: dict[str, Any]) -> str:
-    # The order of redis-py: ?db=1, then the path, then the options.
+    # redis-py looks for the database in this order: ?db=1, the path, the options.
     parts = urlsplit(url)
-    unix = parts.scheme == "unix"
-    path = "" if unix else parts.path.replace("/", "")
-    named = parse_qs(parts.query).get("db", [path])[0]
+    is_socket = parts.scheme == "unix"
+    path = "" if is_socket else parts.path.replace("/", "")
+    in_url = parse_qs(parts.query).get("db", [path])[0]
     pool = options.get("CONNECTION_POOL_KWARGS") or {}
-    database = named if named.isdigit() else options.get("db", pool.get("db", 0))
-    server = f"unix:{parts.path}" if unix else _address(parts.netloc.rpartition("@")[2], "6379")
-    return f"{server} database {database}"
+    database = in_url if in_url.isdigit() else options.get("db", pool.get("db", 0))
+    host = parts.netloc.rpartition("@")[2]
+    return f"{f'unix:{parts.path}' if is_socket else _address(host, '6379')} database {database}"
 
 
-def _address(server: str, port: str) -> str:
-    host, colon, given = server.lower().rpartition(":")
-    if not colon or given.endswith("]"):  # the last part of [::1]
-        host, given = server.lower(), port
-    return f"{'127.0.0.1' if host in {'', 'localhost', '[::1]'} else host}:{given or port}"
+def _address(server: str, default_port: str) -> str:
+    host, colon, port = server.lower().rpartition(":")
+    if not colon or port.endswith("]"):  # there is no port: this is the end of [::1]
+        host, port = server.lower(), default_port
+    is_here = host in {"", "localhost", "[::1]"}
+    return f"{'127.0.0.1' if is_here else host}:{port or default_port}"
