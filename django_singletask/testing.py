@@ -1,4 +1,4 @@
-"""Stand in for the locks in the tests of an application: no server, no database, no worker."""
+"""Replace the locks in the tests of an application: no server, no database, no worker."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import os
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from django.core.cache.backends.locmem import LocMemCache
 from django.test.utils import TestContextDecorator
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict
-from django_singletask.history import recorder as writer
+from django_singletask.history import recorder
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.lock import TaskLock
@@ -31,32 +30,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 DAY = 24 * 60 * 60.0
 
 
-class _Memory(LocMemCache):
-    """A cache in memory that is nobody else's; its base shares what has the same name."""
-
-    def __init__(self) -> None:
-        super().__init__(__name__, {})
-        self._cache: OrderedDict[str, bytes] = OrderedDict()
-        self._expire_info: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-
-class _Granting(Store):
-    """Grant every lock and store none."""
+class _GrantingStore(LocMemStore):
+    """Grant every lock and keep none."""
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         return None
 
-    def release(self, key: str, value: bytes) -> Outcome:
-        # It may have been taken before no_locks() began, inside hold().
-        LocMemStore(self.cache).release(key, value)
+    def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
+        super().change(key, old, new, lease)  # the lock may have been taken inside hold()
         return Outcome.OK
-
-    def renew(self, key: str, value: bytes, lease: float) -> Outcome:
-        return Outcome.OK
-
-    def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
-        return True
 
     def read(self, key: str) -> Entry | None:
         return None
@@ -68,15 +50,17 @@ class _Granting(Store):
         return iter(())
 
 
-# They hold for the whole process, so that the threads which a test starts see them too.
+# These stand for the whole process, so that the threads which a test starts see them too.
 _guard = threading.RLock()
 _active: list[_StandIn] = []
-_memory: dict[str, _Memory] = {}
+_held: list[tuple[str, str, bytes]] = []
+"""Cache alias, key and bytes of the lock of each hold() that is active."""
+_caches: dict[str, LocMemCache] = {}
 _kept_before: set[tuple[str, str]] = set()
 
 
 class _StandIn(TestContextDecorator):
-    """Let another store stand in for those of the configured caches, in every thread."""
+    """Replace the stores of the configured caches, in every thread."""
 
     store_class: type[Store] = LocMemStore
 
@@ -84,41 +68,47 @@ class _StandIn(TestContextDecorator):
         global _kept_before
         with _guard:
             if not _active:
-                _memory.clear()
-            entered = self._begin()
+                for cache in _caches.values():
+                    cache.clear()
+            entered = self.begin()
             if not _active:
                 _kept_before = renewal.keeper().kept()
                 # Not by override_settings(): whoever overrides a setting inside and restores it
-                # outside (pytest-django's fixture "settings") would restore this one with it.
+                # outside, as the fixture "settings" of pytest-django can, would restore this too.
                 conf.history = "off"
-                writer.stop()
+                recorder.stop()
             _active.append(self)
-            open_with(self._open)
+            open_with(self.open_store)
             return entered
 
     def disable(self) -> None:
         with _guard:
-            # Of two threads the first to begin may be the first to end.
-            del _active[max(i for i, other in enumerate(_active) if other is self)]
-            self._end()
+            # Of two threads the first to begin may be the first to end. One object may be active
+            # twice; then its last activation ends.
+            del _active[-1 - _active[::-1].index(self)]
+            self.end()
             if _active:
-                open_with(_active[-1]._open)
+                open_with(_active[-1].open_store)
                 return
-            # A lock that the test forgot must not be renewed, so taken, in the configured cache.
+            # A lock that the test did not give back must not be renewed, because the renewal
+            # would take it in the configured cache.
             keeper = renewal.keeper()
             for token, key in keeper.kept() - _kept_before:
                 keeper.forget(token, key)
             del conf.history
             open_with(None)
 
-    def _begin(self) -> Any:
-        """Prepare what stands in, before anybody sees it."""
+    def begin(self) -> Any:
+        """Prepare what this object stands for, before anybody sees it."""
 
-    def _end(self) -> None:
-        """Undo :meth:`_begin`."""
+    def end(self) -> None:
+        """Undo :meth:`begin`."""
 
-    def _open(self, alias: str) -> Store:
-        return self.store_class(_memory.setdefault(alias, _Memory()))
+    def open_store(self, alias: str) -> Store:
+        """Open the store that replaces the one of a cache alias."""
+        # Objects of LocMemCache with the same name share their entries.
+        cache = _caches.setdefault(alias, LocMemCache(f"{__name__} {alias}", {}))
+        return self.store_class(cache)
 
     def decorate_callable(self, func: F) -> F:
         if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
@@ -129,74 +119,64 @@ class _StandIn(TestContextDecorator):
         return super().decorate_callable(func)
 
 
-class _Held(NamedTuple):
-    alias: str
-    key: str
-    value: bytes
-
-
 class hold(_StandIn):
-    """Let somebody else hold a lock: a run that wants it finds it held.
+    """Let somebody else hold a lock, so that a run that wants it finds it held.
 
-    ``hold(task, *args, **kwargs)`` is about the lock of that call of a :class:`SingletonTask`;
-    instead of the task stands a :class:`TaskLock`, or the name of one or of an ``only_one``
-    function as a string. A context manager, which gives the :class:`Holder` (a task on a host
-    called "elsewhere", with a lease of a day), and a decorator of functions, coroutine functions
-    and ``unittest`` classes, where it is entered before each ``setUp``.
+    ``hold(task, *args, **kwargs)`` holds the lock of that call of a :class:`SingletonTask`.
+    Instead of the task, pass a :class:`TaskLock`, or the name of a lock or the key of an
+    ``only_one`` function as a string. Use it as a context manager, which gives the
+    :class:`Holder` (a task on a host called "elsewhere", with a lease of a day), or as a
+    decorator of functions, coroutine functions and ``unittest`` classes, where it begins before
+    each ``setUp``.
 
-    All locks live in the memory of this process meanwhile, at first none but this one, whatever
-    ``SINGLETASK_CACHE`` names and in every thread; nothing is written to the history. Other locks
-    are taken as usual. At the end of the outermost ``hold()`` or ``no_locks()`` they are gone.
+    Meanwhile all locks live in the memory of this process, whatever ``SINGLETASK_CACHE`` names
+    and in every thread; nothing is written to the history. At first this is the only lock that
+    is held; others are taken as usual. They are gone when the outermost ``hold()`` or
+    ``no_locks()`` ends.
 
-    Raises on entry ``TypeError`` for anything else than a lock, and for arguments that do not fit
-    the task, and :class:`LockConflict` if the test itself took that lock inside another
+    Raises ``TypeError`` on entry for what is no lock, and for arguments that do not fit the task.
+    Raises :class:`LockConflict` on entry if the test itself took that lock inside another
     ``hold()``.
     """
 
     def __init__(self, task: SingletonTask | TaskLock | str, /, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self._call = (task, args, kwargs)
-        self._held: _Held | None = None
+        self._entry = ("", "", b"")
 
     def __enter__(self) -> Holder:  # type: ignore[override] # the stubs think of isolate_apps()
         holder: Holder = self.enable()
         return holder
 
-    def _begin(self) -> Holder:
+    def begin(self) -> Holder:
         task, args, kwargs = self._call
         lock = _lock(task, args, kwargs)
-        holder = Holder(
-            token=os.urandom(16).hex(),
-            name=lock.name,
-            task=task.name if isinstance(task, SingletonTask) else None,
-            task_id=str(uuid.uuid4()),
-            retries=0,
-            host="elsewhere",
-            boot_id="",
-            pid_ns="",
-            pid=0,  # so nobody can prove it dead
-            start="",
-            since=time.time(),
-            timeout=DAY,
+        holder = Holder.from_dict(  # without a process, so nobody can prove that it is dead
+            {
+                "token": os.urandom(16).hex(),
+                "name": lock.name,
+                "task": task.name if isinstance(task, SingletonTask) else None,
+                "task_id": str(uuid.uuid4()),
+                "host": "elsewhere",
+                "since": time.time(),
+                "timeout": DAY,
+            }
         )
         alias, value = lock.cache or conf.cache, holder.encode()
-        entry = self._open(alias).add(lock.key, value, DAY)
+        entry = self.open_store(alias).add(lock.key, value, DAY)
         if entry is not None:
             holder, value = Holder.decode(entry.value), entry.value
-            if value not in {held.value for held in _all_held()}:
+            if (alias, lock.key, value) not in _held:
                 raise LockConflict(lock.name, holder, entry.remaining)
-        self._held = _Held(alias, lock.key, value)
+        self._entry = (alias, lock.key, value)
+        _held.append(self._entry)
         return holder
 
-    def _end(self) -> None:
-        assert self._held is not None
-        alias, key, value = self._held
-        if self._held not in _all_held():
-            self._open(alias).release(key, value)
-
-
-def _all_held() -> list[_Held]:
-    return [other._held for other in _active if isinstance(other, hold) and other._held]
+    def end(self) -> None:
+        alias, key, value = self._entry
+        _held.remove(self._entry)
+        if self._entry not in _held:
+            self.open_store(alias).release(key, value)
 
 
 def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLock:
@@ -213,11 +193,11 @@ def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLo
 
 
 class no_locks(_StandIn):
-    """Grant every lock, so that no run is skipped, put off or made to wait.
+    """Grant every lock, so that no run is skipped, postponed or made to wait.
 
-    Nothing is stored: ``locked()`` and ``owned()`` are False, ``holder()`` is None. A context
-    manager and a decorator, for every thread and without a history, like :class:`hold`; of two
-    that are nested, the inner one decides.
+    Nothing is stored: ``locked()`` and ``owned()`` are False, ``holder()`` is None. It is a
+    context manager and a decorator, for every thread and without a history, like :class:`hold`.
+    Of two that are nested, the inner one decides.
     """
 
-    store_class = _Granting
+    store_class = _GrantingStore

@@ -54,14 +54,9 @@ NOT_YET: set[str] = {
     "django_singletask.models",
     "django_singletask.operators.explain",
     "django_singletask.operators.held",
-    "django_singletask.stores",
-    "django_singletask.stores.base",
-    "django_singletask.stores.database",
-    "django_singletask.stores.redis",
     "django_singletask.task.delivery",
     "django_singletask.task.options",
     "django_singletask.task.rerun",
-    "django_singletask.testing",
     "django_singletask.worker.watcher",
 }
 

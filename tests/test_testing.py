@@ -1,3 +1,5 @@
+"""hold() and no_locks(), as the tests of an application use them."""
+
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +13,7 @@ from django.conf import settings as django_settings
 from django.core.management import call_command
 from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
 
-from django_singletask import LockConflict, SingletonTask, TaskLock, only_one, testing
+from django_singletask import LockConflict, SingletonTask, TaskLock, only_one
 from django_singletask.conf import conf
 from django_singletask.locks import renewal
 from django_singletask.locks.liveness import proof_of_death
@@ -19,7 +21,6 @@ from django_singletask.locks.lock import current_lock
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
-from django_singletask.stores.locmem import LocMemStore
 from django_singletask.testing import hold, no_locks
 
 app = Celery("users", set_as_current=False, broker="memory://")
@@ -52,12 +53,12 @@ def in_a_thread(function, *args):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    history = conf.history
+def check_that_nothing_stays():
+    history, family = conf.history, get_store("redis").family
     yield
-    assert testing._active == []
     assert conf.history == history
     assert "history" not in vars(conf)
+    assert get_store("redis").family == family
 
 
 @pytest.fixture
@@ -74,6 +75,7 @@ def locmem(settings, empty_cache):
 
 @pytest.fixture
 def events():
+    """Give the list to which the events of locks are added."""
     seen = []
 
     def receive(*, event, **kwargs):
@@ -84,7 +86,7 @@ def events():
     lock_event.disconnect(receive, sender=LockEvent)
 
 
-# In the classes of unittest, whose cache is down
+# In the classes of unittest, with a cache that does not answer
 
 BACKEND = "django.core.cache.backends.redis.RedisCache"
 ON_A_DEAD_SERVER = {
@@ -97,7 +99,7 @@ ON_A_DEAD_SERVER = {
 
 
 class Scenarios:
-    def test_control_the_server_is_down(self):
+    def test_control_without_hold_the_task_fails(self):
         with self.settings(SINGLETASK_HISTORY="off"):
             assert add.apply((1,)).state == "FAILURE"
 
@@ -154,12 +156,12 @@ class NoQueries:
 
 
 @override_settings(**ON_A_DEAD_SERVER)
-class InTestCase(Scenarios, NoQueries, TestCase):
+class InTestCase(NoQueries, TestCase):
     pass
 
 
 @override_settings(**ON_A_DEAD_SERVER)
-class InTransactionTestCase(Scenarios, NoQueries, TransactionTestCase):
+class InTransactionTestCase(NoQueries, TransactionTestCase):
     pass
 
 
@@ -171,7 +173,7 @@ class Decorated:
         assert add(1) == self.in_set_up
 
     @no_locks()
-    def test_the_methods_own_decides(self):
+    def test_the_decorator_of_the_method_decides(self):
         assert add(1) == 3
 
     async def test_a_coroutine_function(self):
@@ -229,7 +231,7 @@ def test_each_hold_is_another_task(dead):
         assert one.task is None
 
 
-def test_raise_says_who(dead):
+def test_on_conflict_raise_names_the_holder(dead):
     with hold(takes_a_task, 1) as holder, pytest.raises(LockConflict) as caught:
         takes_a_task(1)
     assert caught.value.holder == holder
@@ -242,14 +244,14 @@ def test_wait_raises_after_its_seconds(dead):
     assert isinstance(result.result, LockConflict)
 
 
-def test_arguments_called_as_those_of_hold(dead):
+def test_a_call_with_equal_arguments_finds_the_lock_held(dead):
     with hold(takes_a_task, task=1, lock=2):
         with pytest.raises(LockConflict):
             takes_a_task(1, 2)
         assert takes_a_task(1, 3) == 1
 
 
-def test_a_task_lock_and_its_name(dead):
+def test_hold_takes_a_task_lock_or_a_name(dead):
     with hold("by name"), hold(TaskLock("by lock")):
         for name in ("by name", "by lock"):
             with pytest.raises(LockConflict), TaskLock(name):
@@ -262,7 +264,7 @@ def test_a_task_lock_is_held_in_its_own_cache(dead):
         assert not TaskLock("a").locked()
 
 
-def test_the_name_of_a_task_that_has_one(dead):
+def test_hold_takes_the_lock_name_of_a_task(dead):
     with hold("customer:7"):
         assert bill(7) is None
         assert bill(8) == "billed"
@@ -297,9 +299,9 @@ def test_a_held_lock_can_be_cleared(dead):
     with hold(add, 1):
         assert add.lock(1).clear()
         assert add(1) == 3
-        own = add.lock(1)
-        own.acquire()
-    assert not own.lost
+        lock = add.lock(1)
+        lock.acquire()
+    assert not lock.lost
 
 
 def test_the_command_lists_it(dead):
@@ -311,18 +313,18 @@ def test_the_command_lists_it(dead):
 
 
 @pytest.mark.parametrize("what", [None, 7, nightly, len])
-def test_what_is_no_lock(dead, what):
+def test_hold_refuses_what_is_no_lock(dead, what):
     with pytest.raises(TypeError, match=r"hold\(\) takes a SingletonTask"), hold(what):
         pass
 
 
-def test_arguments_that_do_not_fit_the_task(dead):
+def test_hold_refuses_arguments_that_do_not_fit_the_task(dead):
     with pytest.raises(TypeError, match=r"users\.add"), hold(add, c=1):
         pass
 
 
 @pytest.mark.parametrize("lock", ["a", TaskLock("a")])
-def test_arguments_of_what_has_none(dead, lock):
+def test_hold_refuses_arguments_for_a_lock_by_name(dead, lock):
     with pytest.raises(TypeError, match="takes no arguments"), hold(lock, 1):
         pass
 
@@ -356,7 +358,7 @@ def test_a_granted_lock_is_not_lost(dead, caplog):
     assert not caplog.records
 
 
-def test_the_granting_store_changes_what_it_is_asked_to(dead):
+def test_no_locks_grants_every_change(dead):
     with no_locks():
         store = get_store("any")
         assert store.replace("k", b"1", b"2", 9)
@@ -372,7 +374,7 @@ def either(request):
     return request.param
 
 
-def test_every_thread_is_in_it(dead):
+def test_both_apply_to_every_thread(dead):
     with ThreadPoolExecutor(1) as pool:  # one that had its stores before
         assert isinstance(pool.submit(add.apply, (1,)).result().result, Exception)
         with hold(add, 1):
@@ -390,19 +392,18 @@ def test_threads_exclude_one_another_inside_hold(dead):
 
 
 def test_the_configured_store_is_back(locmem, either):
-    before = type(get_store("redis"))
-    own = TaskLock("mine")
-    own.acquire()
+    lock = TaskLock("mine")
+    lock.acquire()
     with either:
-        assert type(get_store("redis")) in (LocMemStore, testing._Granting)
-        assert not own.locked()
+        assert get_store("redis").family == "locmem"
+        assert not lock.locked()
         assert TaskLock("mine").acquire()
-    assert type(get_store("redis")) is before
-    assert own.owned()
-    assert own.release()
+    assert get_store("redis").family == "redis"
+    assert lock.owned()
+    assert lock.release()
 
 
-def test_a_dead_server_is_dead_again(dead, either):
+def test_the_server_is_asked_again_afterwards(dead, either):
     with either:
         TaskLock("a").locked()
     with pytest.raises(Exception, match="Connection refused"):
@@ -412,26 +413,26 @@ def test_a_dead_server_is_dead_again(dead, either):
 @pytest.mark.parametrize(
     "backend", ["no.such.Cache", "django.core.cache.backends.dummy.DummyCache"]
 )
-def test_a_cache_that_cannot_hold_locks(settings, either, backend):
+def test_a_cache_that_cannot_hold_locks_does_no_harm(settings, either, backend):
     settings.CACHES = {**settings.CACHES, "none": {"BACKEND": backend}}
     settings.SINGLETASK_CACHE = "none"
     with either:
         assert add(1) == 3
 
 
-def test_an_alias_that_does_not_exist(settings, either):
+def test_an_alias_that_does_not_exist_does_no_harm(settings, either):
     settings.SINGLETASK_CACHE = "nowhere"
     with either:
         assert add(1) == 3
 
 
-def test_an_exception_inside(locmem, either):
+def test_an_exception_inside_ends_it(locmem, either):
     with pytest.raises(ZeroDivisionError), either:
         raise ZeroDivisionError
-    assert not isinstance(get_store("locmem").cache, testing._Memory)
+    assert get_store("redis").family == "redis"
 
 
-def test_an_error_on_entry_leaves_the_outer_one(dead):
+def test_an_error_on_entry_leaves_the_outer_hold(dead):
     with hold("a"):
         with pytest.raises(TypeError), hold(7):
             pass
@@ -447,7 +448,7 @@ def test_the_history_is_off_whatever_is_set_inside(locmem, settings, either):
     assert conf.history == "inline"
 
 
-def test_a_setting_overridden_inside_and_restored_outside(locmem, settings, either):
+def test_a_setting_may_be_overridden_inside_and_restored_outside(locmem, settings, either):
     settings.SINGLETASK_HISTORY = "inline"
     later = override_settings(SINGLETASK_LOCK_TIMEOUT=9)
     with either:
@@ -460,7 +461,7 @@ def test_a_setting_overridden_inside_and_restored_outside(locmem, settings, eith
 
 
 @pytest.mark.django_db
-def test_control_the_history_is_on_without(locmem, settings):
+def test_control_otherwise_the_history_is_written(locmem, settings):
     settings.SINGLETASK_HISTORY = "inline"
     before = TaskLockEvent.objects.count()
     add(1)
@@ -478,7 +479,7 @@ def test_the_signal_is_sent(dead, events):
 
 
 @pytest.mark.parametrize("context", [hold("a"), no_locks()], ids=["hold", "no_locks"])
-def test_on_what_it_cannot_decorate(context):
+def test_generator_functions_and_plain_classes_are_refused(context):
     def generator():
         yield
 
@@ -492,7 +493,7 @@ def test_on_what_it_cannot_decorate(context):
         context(type("Plain", (), {}))
 
 
-def test_a_decorated_function_that_calls_itself(dead):
+def test_a_decorated_function_may_call_itself(dead):
     @hold("a")
     def nested(depth):
         assert TaskLock("a").locked()
@@ -523,12 +524,12 @@ def test_no_locks_inside_hold(dead):
         assert add(1) == "skipped"
 
 
-def test_three_deep(dead):
+def test_the_innermost_of_three_decides(dead):
     with no_locks(), hold("a"), no_locks():
         assert TaskLock("a").acquire()
 
 
-def test_one_object_around_and_inside_another(dead):
+def test_one_object_may_be_used_around_and_inside_another(dead):
     held = hold(add, 1)
     with held, no_locks():
         with held:
@@ -536,14 +537,14 @@ def test_one_object_around_and_inside_another(dead):
         assert add(1) == 3
 
 
-def test_the_same_lock_twice(dead):
+def test_the_same_lock_may_be_held_twice(dead):
     with hold(add, 1) as outer:
         with hold(add, 1) as inner:
             assert inner == outer
         assert add.lock(1).holder() == outer
 
 
-def test_a_lock_that_the_test_has_taken_itself(dead):
+def test_hold_refuses_a_lock_that_the_test_has_taken_itself(dead):
     with hold("a"), TaskLock("b") as lock:
         with pytest.raises(LockConflict) as caught, hold("b"):
             pass
@@ -561,7 +562,7 @@ def test_the_outer_one_may_end_first(dead):
     inner.disable()
 
 
-def test_of_two_on_one_lock_the_outer_one_may_end_first(dead):
+def test_of_two_holds_of_one_lock_the_outer_may_end_first(dead):
     outer, inner = hold("a"), hold("a")
     outer.enable()
     inner.enable()
@@ -587,7 +588,7 @@ def test_two_threads_end_in_any_order(dead):
             assert TaskLock("a").locked()
 
 
-def test_a_lock_taken_inside_hold_and_given_back_inside_no_locks(dead):
+def test_a_lock_taken_inside_hold_can_be_given_back_inside_no_locks(dead):
     with hold("a"):
         lock = TaskLock("b")
         lock.acquire()
@@ -596,14 +597,14 @@ def test_a_lock_taken_inside_hold_and_given_back_inside_no_locks(dead):
         assert not lock.locked()
 
 
-def test_what_was_not_given_back_is_forgotten(dead, either):
+def test_a_lock_that_was_not_given_back_is_forgotten(dead, either):
     with hold("a"):
         assert TaskLock("b").acquire()
     with hold("a"):
         assert not TaskLock("b").locked()
 
 
-def test_what_was_not_given_back_is_not_renewed_in_the_configured_cache(locmem, either):
+def test_a_lock_that_was_not_given_back_is_not_renewed_in_the_configured_cache(locmem, either):
     before, inside = TaskLock("before"), TaskLock("inside")
     before.acquire()
     with either:

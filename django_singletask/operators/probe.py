@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import uuid
-from typing import Any
 
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import name_key

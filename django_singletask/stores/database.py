@@ -11,7 +11,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, connectio
 
 from django_singletask.stores.base import TRIES, Entry, Outcome, Store
 
-__all__ = ["DIALECTS", "DatabaseStore", "asks_again"]
+__all__ = ["DIALECTS", "SHIFT", "DatabaseStore", "asks_again"]
 
 # Django's own DatabaseCache cannot hold locks. Its add() is a SELECT and then an UPDATE, so two
 # takers of an expired row both win; its get() deletes an expired row by the key alone:
