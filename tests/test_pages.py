@@ -1,16 +1,19 @@
+"""The pages beside the history: what is held now, the clearing of a lock, the timeline."""
+
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.sites import AdminSite
-from django.contrib.auth.models import Permission, User
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
@@ -24,41 +27,45 @@ from django_singletask.history.queries import ENOUGH
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import held as registry
+from django_singletask.operators import held as held_locks
 from django_singletask.operators import timeline
 from django_singletask.operators.marks import SIGNS
 from django_singletask.operators.starving import Starving
 from django_singletask.stores import get_store
-from tests.test_admin import BASE, LIST, TABLE, away, drop_table, make, plans, text_of
+from tests.admin_pages import (
+    BASE,
+    CLEAR,
+    LIST,
+    TABLE,
+    TIMELINE,
+    drop_table,
+    event,
+    fill_table,
+    gone,
+    log_in,
+    rows_of,
+    text_of,
+)
+from tests.plans import plans
+from tests.testapp.tasks import hold
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
     pytest.mark.usefixtures("on_redis", "empty_history"),
 ]
 
-TIMELINE, CLEAR = f"{BASE}timeline/", f"{BASE}clear/"
+KEY = name_key("nightly").key
+QUEUED_KEY = name_key("nightly").beside(QUEUED, "nightly").key
 SCRIPT = "<script>alert(1)</script>"
 
 
 @pytest.fixture
-def log_in():
-    def as_user_with(*codenames, name="ada"):
-        user = User.objects.create_user(name, is_staff=True)
-        user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
-        client = Client()
-        client.force_login(user)
-        return client
-
-    return as_user_with
-
-
-@pytest.fixture
-def operator(log_in):
+def operator():
     return log_in("view_tasklockevent", "clear_lock")
 
 
-def put(name, key=None, **facts):
-    """Write an entry as another process would have; returns its holder."""
+def put(name="nightly", key=None, **facts):
+    """Write an entry as another process would have done; return its holder."""
     holder = Holder.new(name, 60, task=None, task_id=None, retries=0)
     holder = dataclasses.replace(holder, **facts)
     get_store("redis").add(key or name_key(name).key, holder.encode(), 60)
@@ -72,15 +79,26 @@ def end_process():
     return process.pid
 
 
-def held(client):
-    response = client.get(BASE)
-    assert response.status_code == 200
-    table = response.content.decode().partition('class="singletask-table')[2]
-    body = table.partition("<tbody>")[2].partition("</tbody>")[0]
-    return [text_of(row) for row in body.split("<tr>")[1:]]
+def rows(client):
+    """Return the texts of the rows of what is held."""
+    return rows_of(client.get(BASE), 'class="singletask-table')
 
 
-def asked(lock):
+def content_of(client, address=BASE, query=None):
+    return client.get(address, query).content.decode()
+
+
+def clear_page(client, holder, key=KEY):
+    """Return the text of the page that asks whether to clear a lock."""
+    return text_of(content_of(client, CLEAR, {"key": key, "token": holder.token}))
+
+
+def clear(client, holder, key=KEY):
+    """Clear a lock; return the page that follows."""
+    return client.post(CLEAR, {"key": key, "token": holder.token}, follow=True).content.decode()
+
+
+def query_of(lock):
     return {"key": lock.key, "token": lock.token}
 
 
@@ -88,12 +106,12 @@ def asked(lock):
 
 
 def test_index_of_the_admin_leads_to_what_is_held(operator):
-    assert f'href="{BASE}"' in operator.get("/admin/").content.decode()
-    assert "<h1>Held now</h1>" in operator.get(BASE).content.decode()
+    assert f'href="{BASE}"' in content_of(operator, "/admin/")
+    assert "<h1>Held now</h1>" in content_of(operator)
 
 
 @pytest.mark.parametrize("page", ["", "timeline/", "history/"])
-def test_pages_are_for_viewers(log_in, page):
+def test_pages_are_for_viewers(page):
     assert log_in("clear_lock", "delete_tasklockevent").get(BASE + page).status_code == 403
     assert log_in("view_tasklockevent", name="eve").get(BASE + page).status_code == 200
     assert Client().get(BASE + page).status_code == 302
@@ -101,20 +119,20 @@ def test_pages_are_for_viewers(log_in, page):
 
 def test_held_lock_is_shown(operator, take):
     lock = take("nightly", timeout=30)
-    [row] = held(operator)
+    [row] = rows(operator)
     assert row.startswith("nightly held ")
     assert f"{lock.holder().host}:{os.getpid()}" in row
 
 
 def test_skips_and_the_usual_hold_are_shown(operator, take):
-    start = timezone.now() - timezone.timedelta(hours=1)
+    start = timezone.now() - timedelta(hours=1)
     for seconds in (4, 8, 90):
-        ended = start + timezone.timedelta(seconds=seconds)
-        make(name="nightly", at=start, outcome="released", result="returned", ended_at=ended)
+        ended_at = start + timedelta(seconds=seconds)
+        event(name="nightly", at=start, outcome="released", result="returned", ended_at=ended_at)
     lock = take()
     for _ in range(3):
         TaskLock("nightly").acquire()
-    [row] = held(operator)
+    [row] = rows(operator)
     assert "usual 8.00s, longest 1m 30s" in row
     assert " 3 " in row
     assert "slow" not in row
@@ -123,147 +141,165 @@ def test_skips_and_the_usual_hold_are_shown(operator, take):
 
 def hold_often():
     now = timezone.now()
-    ended = now + timezone.timedelta(seconds=4)
+    facts = {"outcome": "released", "result": "returned", "ended_at": now + timedelta(seconds=4)}
     for _ in range(ENOUGH):
-        make(name="nightly", outcome="released", result="returned", at=now, ended_at=ended)
+        event(name="nightly", at=now, **facts)
 
 
 def test_hold_longer_than_the_longest_is_slow(operator):
     hold_often()
-    put("nightly", since=time.time() - 3600)
-    [row] = held(operator)
+    put(since=time.time() - 3600)
+    [row] = rows(operator)
     assert "1h 00m slow usual 4.00s, longest 4.00s" in row
 
 
-def test_dead_holder_is_not_slow(operator):
+def test_dead_holder_is_called_dead_and_not_slow(operator):
     hold_often()
-    put("nightly", since=time.time() - 3600, pid=end_process())
-    [row] = held(operator)
+    put(since=time.time() - 3600, pid=end_process())
+    [row] = rows(operator)
+    assert row.startswith("nightly dead ")
     assert "slow" not in row
 
 
-def test_dead_holder_is_called_dead(operator):
-    put("nightly", pid=end_process())
-    [row] = held(operator)
-    assert row.startswith("nightly dead ")
-
-
-def test_expired_row_is_shown_without_a_button(operator):
-    at = timezone.now() - timezone.timedelta(hours=1)
-    make(name="gone", key="singletask:gone:0", token="t", cache="redis", timeout=60, at=at)
-    [row] = held(operator)
-    assert row.startswith("gone expired ")
+def test_expired_hold_is_shown_without_a_button(operator):
+    at = timezone.now() - timedelta(hours=1)
+    event(name="old", key="singletask:old:0", token="t", cache="redis", timeout=60, at=at)
+    [row] = rows(operator)
+    assert row.startswith("old expired ")
     assert "Clear" not in row
 
 
-def test_queued_call_is_shown(operator):
-    key = name_key("nightly").beside(QUEUED, "nightly").key
-    holder = put("nightly", key, pid=0, task_id="5d1cb1f6-9f3c")
-    [row] = held(operator)
+def test_queued_call_is_shown_without_a_process(operator):
+    holder = put(key=QUEUED_KEY, pid=0, task_id="5d1cb1f6-9f3c")
+    [row] = rows(operator)
     assert row.startswith("nightly queued ")
     assert " queued 5d1cb1f6… since " in row
-    assert holder.host not in row  # no process has it
+    assert holder.host not in row
     assert row.endswith("Forget…")
 
 
-def test_task_of_a_holder_is_linked_where_a_search_finds_it(operator):
-    put("known", token="t", task_id="3f0c")
+def test_task_id_of_a_holder_is_linked_if_a_search_finds_it(operator):
+    put("recorded", token="t", task_id="3f0c")
     put("unknown", task_id="4e1d")
-    make(name="known", token="t", task_id="3f0c")
-    content = operator.get(BASE).content.decode()
+    event(name="recorded", token="t", task_id="3f0c")
+    content = content_of(operator)
     assert f'<a href="{LIST}?q=3f0c">3f0c</a>' in content
     assert "?q=4e1d" not in content
     assert "4e1d" in content
 
 
-def test_entry_of_something_else_is_shown(operator):
+def test_entry_that_something_else_wrote_is_shown(operator):
     put("odd", since=1e300, pid=10**6, host="")
     get_store("redis").add(name_key("foreign").key, b"no record", 60)
-    assert len(held(operator)) == 2
+    assert len(rows(operator)) == 2
 
 
 @pytest.mark.parametrize("bad", ["\ud800", "\0"])
 @pytest.mark.parametrize("field", ["name", "task", "task_id", "host", "start"])
 def test_entry_with_text_that_no_database_takes_is_shown_and_cleared(operator, field, bad):
-    put(**{"name": "odd", "key": name_key("odd").key, "token": "t", field: f"a{bad}b"})
-    [row] = held(operator)
+    holder = put(**{"name": "odd", "key": KEY, field: f"a{bad}b"})
+    [row] = rows(operator)
     if field not in ("start", "task"):
         assert "a\N{REPLACEMENT CHARACTER}b" in row
-    query = {"key": name_key("odd").key, "token": "t"}
-    assert operator.get(CLEAR, query).status_code == 200
-    content = operator.post(CLEAR, query, follow=True).content.decode()
-    assert "was freed" in content
-    assert get_store("redis").read(name_key("odd").key) is None
+    assert "Clear this lock?" in clear_page(operator, holder)
+    assert "was freed" in clear(operator, holder)
+    assert get_store("redis").read(KEY) is None
     assert LogEntry.objects.exists()
 
 
-def test_nothing_held(operator):
-    assert "No lock is held." in operator.get(BASE).content.decode()
+@pytest.mark.parametrize("bad", ["\ud800", "\0"])
+def test_entry_whose_token_no_page_can_show_is_listed(operator, bad):
+    put(token=f"a{bad}b")
+    assert len(rows(operator)) == 1
+
+
+def test_page_says_that_nothing_is_held(operator):
+    assert "No lock is held." in content_of(operator)
 
 
 def test_long_lists_are_cut(operator, monkeypatch):
     monkeypatch.setattr(pages, "SHOWN", 2)
     for name in "abc":
         put(name)
-    assert len(held(operator)) == 2
-    assert "1 more lock is held" in operator.get(BASE).content.decode()
+    assert len(rows(operator)) == 2
+    assert "1 more lock is held" in content_of(operator)
 
 
 def test_starving_locks_stand_above(operator):
-    at = timezone.now() - timezone.timedelta(hours=3)
-    make(name="nightly", kind="skipped", count=7, at=at, last_at=timezone.now())
-    content = operator.get(BASE).content.decode()
+    at = timezone.now() - timedelta(hours=3)
+    event(name="nightly", kind="skipped", count=7, at=at, last_at=timezone.now())
+    content = content_of(operator)
     assert "Starving" in content
     assert "7 calls came to nothing in 3h 00m" in content
 
 
-def test_starving_lock_that_was_completed_once_says_when(operator, monkeypatch):
+def test_starving_locks_say_when_they_were_last_completed_and_are_cut(operator, monkeypatch):
     state = Starving("a", "", 1, 7200.0, 3700.0, 2.0)
     monkeypatch.setattr(pages, "starving", lambda longer_than: [state] * 30)
-    content = operator.get(BASE).content.decode()
-    assert (
-        "1 call came to nothing in 1h 01m, the last 2s ago. Last completed 2h 00m ago." in content
-    )
+    text = "1 call came to nothing in 1h 01m, the last 2s ago. Last completed 2h 00m ago."
+    content = content_of(operator)
+    assert content.count(text) == 20
     assert "And 10 more" in content
 
 
 @pytest.mark.parametrize("page", ["", "timeline/", "clear/"])
 def test_names_and_ids_are_escaped(operator, page):
-    lock = put(SCRIPT, task_id=SCRIPT, host=SCRIPT)
-    make(name=SCRIPT, task=SCRIPT, task_id=SCRIPT, host=SCRIPT)
-    make(name=SCRIPT, kind="lost", reason=SCRIPT, actor=SCRIPT)
-    make(name=SCRIPT, kind="skipped", blocked_by_task_id=SCRIPT)
-    query = {"key": name_key(SCRIPT).key, "token": lock.token} if page == "clear/" else {}
-    content = operator.get(BASE + page, query).content.decode()
+    holder = put(SCRIPT, task_id=SCRIPT, host=SCRIPT)
+    event(name=SCRIPT, task=SCRIPT, task_id=SCRIPT, host=SCRIPT)
+    event(name=SCRIPT, kind="lost", reason=SCRIPT, actor=SCRIPT)
+    event(name=SCRIPT, kind="skipped", blocked_by_task_id=SCRIPT)
+    query = {"key": name_key(SCRIPT).key, "token": holder.token} if page == "clear/" else {}
+    content = content_of(operator, BASE + page, query)
     assert "alert(1)" in content
     assert SCRIPT not in content
 
 
-def test_arguments_that_are_hidden_are_on_no_page(operator, settings):
+def test_hidden_arguments_are_on_no_page(operator, settings):
     settings.SINGLETASK_RECORD_ARGUMENTS = False
-    from tests.testapp.tasks import hold
-
     lock = hold.lock("my secret")
     assert lock.acquire()
     try:
-        for page in ("", "history/", "timeline/"):
-            content = operator.get(BASE + page).content.decode()
+        for address, query in ((BASE, {}), (LIST, {}), (TIMELINE, {}), (CLEAR, query_of(lock))):
+            content = content_of(operator, address, query)
             assert "tests.testapp.tasks.hold" in content
             assert "secret" not in content
-        assert "secret" not in operator.get(CLEAR, asked(lock)).content.decode()
     finally:
         lock.release()
 
 
-def test_store_that_is_down_is_told_and_the_history_still_works(operator, settings, dead_redis):
+def test_links_to_filters_of_the_list_lead_to_the_history(operator):
+    response = operator.get(BASE, {"q": "nightly"})
+    assert (response.status_code, response.url) == (302, f"{LIST}?q=nightly")
+
+
+def test_number_of_statements_does_not_grow_with_the_locks(operator):
+    def statements():
+        with CaptureQueriesContext(connection) as captured:
+            operator.get(BASE)
+        return len(captured)
+
+    put("nightly-0", task="feeds.tasks.import_feed")
+    statements()
+    few = statements()
+    for number in range(1, 9):
+        put(f"nightly-{number}", task="feeds.tasks.import_feed")
+    assert statements() == few
+
+
+# While the cache or the history is away
+
+
+def test_page_says_that_the_cache_is_down_while_the_history_is_shown(
+    operator, settings, dead_redis
+):
     settings.SINGLETASK_CACHE = dead_redis
-    make(name="nightly")
-    content = operator.get(BASE).content.decode()
+    event(name="nightly")
     assert (
-        "The cache &#x27;dead&#x27; (SINGLETASK_CACHE) cannot be asked: ConnectionError" in content
+        "The cache &#x27;dead&#x27; (SINGLETASK_CACHE) cannot be asked: ConnectionError"
+        in content_of(operator)
     )
-    assert "nightly" in operator.get(LIST).content.decode()
-    assert "nightly" in operator.get(TIMELINE).content.decode()
+    assert "nightly" in content_of(operator, LIST)
+    assert "nightly" in content_of(operator, TIMELINE)
     for ask in (operator.get, operator.post):
         response = ask(CLEAR, {"key": "singletask:a:0", "token": "t"}, follow=True)
         assert "cannot be asked" in response.content.decode()
@@ -276,223 +312,77 @@ def test_passwords_of_the_cache_are_struck_out(operator, settings, monkeypatch):
     def refuse():
         raise ConnectionError(f"cannot connect to {location}")
 
-    monkeypatch.setattr(registry, "held", refuse)
-    content = operator.get(BASE).content.decode()
+    monkeypatch.setattr(held_locks, "held", refuse)
+    content = content_of(operator)
     assert "cannot connect to redis://:***@127.0.0.1" in content
     assert "s3cret" not in content
 
 
 def test_sentence_with_links_is_translated_as_one(operator, settings, dead_redis, monkeypatch):
     settings.SINGLETASK_CACHE = dead_redis
-    asked_for = []
-    monkeypatch.setattr(translation, "gettext", lambda text: asked_for.append(text) or text)
-    content = operator.get(BASE).content.decode()
+    texts = []
+    monkeypatch.setattr(translation, "gettext", lambda text: texts.append(text) or text)
     sentence = (
-        'What is held cannot be shown. <a href="%(events_url)s">The history</a> and '
-        '<a href="%(timeline_url)s">the timeline</a> say what was.'
+        'What is held now cannot be shown. <a href="%(events_url)s">The history</a> and '
+        '<a href="%(timeline_url)s">the timeline</a> show what happened before.'
     )
-    assert sentence in asked_for
-    assert sentence % {"events_url": LIST, "timeline_url": TIMELINE} in content
+    assert sentence % {"events_url": LIST, "timeline_url": TIMELINE} in content_of(operator)
+    assert sentence in texts
 
 
-def test_without_history_what_is_held_is_still_shown(operator, settings, take):
+def test_what_is_held_is_shown_without_a_history(operator, settings, take):
     settings.SINGLETASK_HISTORY = "off"
     take()
-    assert held(operator)[0].startswith("nightly held")
-    assert "nothing is being recorded" in operator.get(BASE).content.decode()
+    assert rows(operator)[0].startswith("nightly held")
+    assert "nothing is being recorded" in content_of(operator)
 
 
-def test_memcached_without_history_says_that_it_cannot_list(operator, settings, empty_cache):
+def test_what_is_held_is_shown_while_the_database_of_the_history_is_away(operator):
+    put()
+    with connection.execute_wrapper(gone):
+        content = content_of(operator)
+    assert "nightly" in content
+    assert "The history cannot be read: connection already closed" in content
+
+
+def test_memcached_without_history_cannot_be_listed(operator, settings, empty_cache):
     empty_cache("pymemcache")
     settings.SINGLETASK_CACHE, settings.SINGLETASK_HISTORY = "pymemcache", "off"
-    content = operator.get(BASE).content.decode()
+    content = content_of(operator)
     assert "cannot list its entries" in content
     assert "No lock is held" not in content
 
 
-def test_links_to_filters_of_the_list_lead_to_the_history(operator):
-    response = operator.get(BASE, {"q": "nightly"})
-    assert response.status_code == 302
-    assert response.url == f"{LIST}?q=nightly"
-
-
-def test_queries_do_not_grow_with_the_locks(operator):
-    def count():
-        with CaptureQueriesContext(connection) as queries:
-            operator.get(BASE)
-        return len(queries)
-
-    put("nightly-0", task="feeds.tasks.import_feed")
-    count()
-    few = count()
-    for number in range(1, 9):
-        put(f"nightly-{number}", task="feeds.tasks.import_feed")
-    assert count() == few
-
-
-# Clear
-
-
-def test_page_names_the_holder_and_how_to_stop_the_task(operator):
-    holder = put("nightly", task="t", task_id="3f0c")
-    response = operator.get(CLEAR, {"key": name_key("nightly").key, "token": holder.token})
-    text = text_of(response.content.decode())
-    assert f"task 3f0c on {holder.host}, process {os.getpid()}" in text
-    assert "Alive , on this host since 20" in text
-    assert "a second run can then start beside it" in text
-    assert "app.control.revoke(&quot;3f0c&quot;, terminate=True)" in text
-    assert TaskLock("nightly").locked()  # to look frees nothing
-
-
-def test_page_says_that_the_holder_is_dead_and_how_that_is_known(operator):
-    pid = end_process()
-    holder = put("nightly", pid=pid)
-    response = operator.get(CLEAR, {"key": name_key("nightly").key, "token": holder.token})
-    text = text_of(response.content.decode())
-    assert f"Dead : process {pid} is gone." in text
-    assert "beside" not in text
-
-
-@pytest.mark.parametrize("facts", [{"boot_id": "another"}, {"pid": 0}])
-def test_page_says_what_cannot_be_known(operator, facts):
-    holder = put("nightly", **facts)
-    response = operator.get(CLEAR, {"key": name_key("nightly").key, "token": holder.token})
-    text = text_of(response.content.decode())
-    assert "Not known : it cannot be seen from here" in text
-    assert "Alive" not in text
-
-
-def test_clear_frees_the_lock_and_is_recorded(operator, take):
-    lock = take()
-    response = operator.post(CLEAR, asked(lock), follow=True)
-    assert response.redirect_chain == [(BASE, 302)]
-    assert "The lock nightly was freed." in response.content.decode()
-    assert not lock.locked()
-    event = TaskLockEvent.objects.get(kind="cleared")
-    assert (event.actor, event.token, event.name) == ("ada", lock.token, "nightly")
-    entry = LogEntry.objects.get()
-    assert entry.user.username == "ada"
-    assert entry.object_repr == "nightly: cleared"
-    assert lock.token in entry.get_change_message()
-    assert TaskLockEvent.objects.get(pk=entry.object_id).kind == "acquired"
-    assert operator.get("/admin/").status_code == 200  # which lists recent actions
-
-
-def test_clear_of_a_holder_without_a_row(operator):
-    holder = put("nightly")
-    operator.post(CLEAR, {"key": name_key("nightly").key, "token": holder.token})
-    assert LogEntry.objects.get().object_id is None
-    assert not TaskLock("nightly").locked()
-
-
-def test_clear_is_reported_while_the_database_of_the_history_is_away(operator):
-    holder = put("nightly")
-    query = {"key": name_key("nightly").key, "token": holder.token}
-    with connection.execute_wrapper(away):
-        response = operator.post(CLEAR, query)
-    assert response.url == BASE
-    assert LogEntry.objects.get().object_id is None
-    assert not TaskLock("nightly").locked()
-
-
 def test_locks_are_shown_and_cleared_while_the_history_has_no_table(operator):
     """The test is one transaction, as a request is with ATOMIC_REQUESTS."""
-    holder = put("nightly", task="t")
-    query = {"key": name_key("nightly").key, "token": holder.token}
+    holder = put(task="t")
     drop_table()
-    assert held(operator)[0].startswith("nightly held ")
-    assert operator.get(CLEAR, query).status_code == 200
-    content = operator.post(CLEAR, query, follow=True).content.decode()
+    assert rows(operator)[0].startswith("nightly held ")
+    assert "Clear this lock?" in clear_page(operator, holder)
+    content = clear(operator, holder)
     assert "The lock nightly was freed." in content
-    assert "in the admin&#x27;s own log only, for now. The history cannot be read: rel" in content
+    note = "only the admin&#x27;s own log has a record of this. The history cannot be read: rel"
+    assert note in content
     assert LogEntry.objects.get().object_repr == "nightly: cleared"
     assert not TaskLock("nightly").locked()
 
 
-def test_history_that_is_off_is_not_missed(operator, settings):
+def test_clear_is_logged_while_the_database_of_the_history_is_away(operator, take):
+    lock = take()
+    with connection.execute_wrapper(gone):
+        response = operator.post(CLEAR, query_of(lock))
+    assert response.url == BASE
+    assert LogEntry.objects.get().object_id is None
+    assert not lock.locked()
+
+
+def test_clear_does_not_mention_a_history_that_is_off(operator, settings):
     settings.SINGLETASK_HISTORY = "off"
-    holder = put("nightly")
-    query = {"key": name_key("nightly").key, "token": holder.token}
+    holder = put()
     drop_table()
-    content = operator.post(CLEAR, query, follow=True).content.decode()
+    content = clear(operator, holder)
     assert "The lock nightly was freed." in content
     assert "cannot be read" not in content
-
-
-@pytest.mark.parametrize("codename", ["view_tasklockevent", "clear_lock", "delete_tasklockevent"])
-def test_clear_wants_its_own_permission_and_that_to_view(log_in, take, codename):
-    lock, client = take(), log_in(codename)
-    assert client.get(CLEAR, asked(lock)).status_code == 403
-    assert client.post(CLEAR, asked(lock)).status_code == 403
-    assert lock.owned()
-
-
-def test_viewer_is_offered_no_clear(log_in, take):
-    take()
-    assert "Clear" not in held(log_in("view_tasklockevent"))[0]
-
-
-def test_get_frees_nothing(operator, take):
-    lock = take()
-    assert operator.get(CLEAR, asked(lock)).status_code == 200
-    assert lock.owned()
-
-
-def test_clear_wants_the_token_of_the_form(operator, take):
-    lock = take()
-    strict = Client(enforce_csrf_checks=True)
-    strict.force_login(User.objects.get(username="ada"))
-    assert strict.post(CLEAR, asked(lock)).status_code == 403
-    assert lock.owned()
-
-
-@pytest.mark.parametrize("method", ["get", "post"])
-def test_lock_that_another_run_has_by_now_stays(operator, take, method):
-    query = asked(take())
-    assert TaskLock("nightly").clear()
-    other = take()
-    response = getattr(operator, method)(CLEAR, query, follow=True)
-    assert "Nothing was freed" in response.content.decode()
-    assert other.owned()
-    assert not LogEntry.objects.exists()
-
-
-def test_of_two_who_clear_at_once_the_second_is_told(operator, log_in, take, monkeypatch):
-    lock = take()
-    second = log_in("view_tasklockevent", "clear_lock", name="grace")
-    really, answers = registry.clear, []
-
-    def meanwhile(held, *, actor):
-        # After this one has looked and before it frees, the other frees.
-        if actor == "ada":
-            answers.append(second.post(CLEAR, asked(lock), follow=True))
-        return really(held, actor=actor)
-
-    monkeypatch.setattr(registry, "clear", meanwhile)
-    answers.append(operator.post(CLEAR, asked(lock), follow=True))
-    first, late = (answer.content.decode() for answer in answers)
-    assert "was freed" in first
-    assert "Nothing was freed" in late
-    assert TaskLockEvent.objects.get(kind="cleared").actor == "grace"
-    assert LogEntry.objects.get().user.username == "grace"
-
-
-@pytest.mark.parametrize(
-    "query",
-    [{"key": "x"}, {"key": "singletask:x:0", "token": "\0"}, {"key": "a(", "token": ""}],
-)
-def test_odd_addresses_free_nothing(operator, take, query):
-    lock = take()
-    for ask in (operator.get, operator.post):
-        assert "Nothing was freed" in ask(CLEAR, query, follow=True).content.decode()
-    assert lock.owned()
-
-
-def test_clear_of_nothing_says_what_to_do(operator):
-    for ask in (operator.get, operator.post):
-        response = ask(CLEAR, follow=True)
-        assert response.redirect_chain == [(BASE, 302)]
-        assert "choose here which lock to clear" in response.content.decode()
 
 
 def test_lock_that_memcached_without_history_no_longer_has(operator, settings, empty_cache):
@@ -500,53 +390,6 @@ def test_lock_that_memcached_without_history_no_longer_has(operator, settings, e
     settings.SINGLETASK_CACHE, settings.SINGLETASK_HISTORY = "pymemcache", "off"
     response = operator.post(CLEAR, {"key": "singletask:x:0", "token": "t"})
     assert response.url == BASE
-
-
-def test_queued_call_is_forgotten(operator):
-    key = name_key("nightly").beside(QUEUED, "nightly").key
-    sent = time.time() - 95
-    holder = put("nightly", key, pid=0, task="t", task_id="5d1c", since=sent)
-    make(kind="duplicate", count=3, blocked_by=holder.token)
-    query = {"key": key, "token": holder.token}
-    text = text_of(operator.get(CLEAR, query).content.decode())
-    assert "Forget this queued call?" in text
-    assert "Queued call task 5d1c of t Since 20" in text
-    assert ", for 1m 35s Equal calls stopped 3 Stops them for " in text
-    assert "This does not take the call out of the queue." in text
-    assert "app.control.revoke(&quot;5d1c&quot;)" in text
-    assert "Process" not in text
-    response = operator.post(CLEAR, query, follow=True)
-    assert "The queued call of nightly is forgotten" in response.content.decode()
-    assert get_store("redis").read(key) is None
-    for ask in (operator.get, operator.post):
-        content = ask(CLEAR, query, follow=True).content.decode()
-        assert "Nothing was forgotten: this call stops no equal ones any more." in content
-        assert "Nothing was freed" not in content
-
-
-# The timeline's page
-
-
-@pytest.mark.parametrize("span", ["15m", "1h", "24h", "7d"])
-def test_ranges(operator, span):
-    content = operator.get(TIMELINE, {"range": span}).content.decode()
-    assert content.count('aria-current="true"') == 1
-    assert "Nothing happened" in content
-
-
-@pytest.mark.parametrize("span", ["", "2h", "-1", "7d'", "15M", "\0", "99999999999999999d"])
-def test_odd_range_is_an_hour_and_says_so(operator, span):
-    response = operator.get(TIMELINE, {"range": span})
-    assert response.status_code == 200
-    content = response.content.decode()
-    assert "this is the last hour" in content
-    assert 'range=1h" aria-current="true"' in content
-
-
-@pytest.mark.parametrize("query", [{"name": "no such"}, {"task": "none.such"}, {"name": "\0"}])
-def test_odd_names(operator, query):
-    response = operator.get(TIMELINE, query, follow=True)
-    assert "Nothing happened" in response.content.decode()
 
 
 def test_timeline_without_its_table_says_so(operator):
@@ -558,50 +401,237 @@ def test_timeline_without_its_table_says_so(operator):
     assert 'aria-current="page">Timeline' in content
 
 
-def test_timeline_whose_database_is_away_says_so(operator):
-    with connection.execute_wrapper(away):
-        content = operator.get(TIMELINE).content.decode()
+def test_timeline_without_a_connection_to_its_database_says_so(operator):
+    with connection.execute_wrapper(gone):
+        content = content_of(operator, TIMELINE)
     assert "The history cannot be read: connection already closed" in content
 
 
-def test_what_is_held_is_shown_while_the_database_of_the_history_is_away(operator):
-    put("nightly")
-    with connection.execute_wrapper(away):
-        content = operator.get(BASE).content.decode()
-    assert "nightly" in content
-    assert "The history cannot be read: connection already closed" in content
+# The page that asks
 
 
-def test_timeline_of_one_lock_and_of_one_task(operator):
-    make(name="feeds.import(7)", task="feeds.import")
-    make(name="feeds.import(8)", task="feeds.import")
-    make(name="nightly")
+def test_page_names_the_holder_and_how_to_stop_the_task(operator):
+    holder = put(task="t", task_id="3f0c")
+    text = clear_page(operator, holder)
+    assert f"task 3f0c on {holder.host}, process {os.getpid()}" in text
+    assert "Alive , on this host since 20" in text
+    assert "a second run can then start beside it" in text
+    assert "app.control.revoke(&quot;3f0c&quot;, terminate=True)" in text
 
-    def lanes(**query):
-        return operator.get(TIMELINE, query).content.decode().count('class="singletask-lane"')
 
-    assert lanes() == 3
-    assert lanes(name="feeds.import(7)") == 1
-    assert lanes(task="feeds.import") == 2
+def test_task_id_to_revoke_is_quoted_as_python(operator):
+    text = clear_page(operator, put(task_id='a"b\\'))
+    assert json.dumps('a"b\\').replace('"', "&quot;") in text
+
+
+def test_page_says_that_the_holder_is_dead_and_how_that_is_known(operator):
+    pid = end_process()
+    text = clear_page(operator, put(pid=pid))
+    assert f"Dead : process {pid} is gone." in text
+    assert "beside" not in text
+
+
+@pytest.mark.parametrize("facts", [{"boot_id": "another"}, {"pid": 0}])
+def test_page_says_that_it_cannot_see_the_process(operator, facts):
+    text = clear_page(operator, put(**facts))
+    assert "Not known : it cannot be seen from this host or container" in text
+    assert "Alive" not in text
+
+
+@pytest.mark.parametrize("codename", ["view_tasklockevent", "clear_lock", "delete_tasklockevent"])
+def test_clearing_needs_its_own_permission_and_that_to_view(take, codename):
+    lock, client = take(), log_in(codename)
+    assert client.get(CLEAR, query_of(lock)).status_code == 403
+    assert client.post(CLEAR, query_of(lock)).status_code == 403
+    assert lock.owned()
+
+
+def test_viewer_is_offered_no_clear(take):
+    take()
+    assert "Clear" not in rows(log_in("view_tasklockevent"))[0]
+
+
+def test_get_frees_nothing(operator, take):
+    lock = take()
+    assert operator.get(CLEAR, query_of(lock)).status_code == 200
+    assert lock.owned()
+
+
+def test_clearing_needs_the_csrf_token_of_the_form(take):
+    lock = take()
+    client = log_in("view_tasklockevent", "clear_lock", enforce_csrf_checks=True)
+    assert client.post(CLEAR, query_of(lock)).status_code == 403
+    assert lock.owned()
+
+
+# Clear
+
+
+def test_clear_frees_the_lock_and_is_recorded(operator, take):
+    lock = take()
+    response = operator.post(CLEAR, query_of(lock), follow=True)
+    assert response.redirect_chain == [(BASE, 302)]
+    assert "The lock nightly was freed." in response.content.decode()
+    assert not lock.locked()
+    row = TaskLockEvent.objects.get(kind="cleared")
+    assert (row.actor, row.token, row.name) == ("ada", lock.token, "nightly")
+
+
+def test_clear_is_in_the_admins_own_log(operator, take):
+    lock = take()
+    operator.post(CLEAR, query_of(lock))
+    entry = LogEntry.objects.get()
+    assert (entry.user.username, entry.object_repr) == ("ada", "nightly: cleared")
+    assert lock.token in entry.get_change_message()
+    assert TaskLockEvent.objects.get(pk=entry.object_id).kind == "acquired"
+    assert operator.get("/admin/").status_code == 200  # it lists recent actions
+
+
+def test_clear_of_a_holder_without_a_row_is_logged_without_an_event(operator):
+    clear(operator, put())
+    assert LogEntry.objects.get().object_id is None
+    assert not TaskLock("nightly").locked()
+
+
+@pytest.mark.parametrize("method", ["get", "post"])
+def test_lock_that_another_run_has_by_now_stays(operator, take, method):
+    query = query_of(take())
+    assert TaskLock("nightly").clear()
+    other = take()
+    response = getattr(operator, method)(CLEAR, query, follow=True)
+    assert "Nothing was freed" in response.content.decode()
+    assert other.owned()
+    assert not LogEntry.objects.exists()
+
+
+def test_of_two_who_clear_at_once_the_second_is_told(operator, take, monkeypatch):
+    lock = take()
+    grace = log_in("view_tasklockevent", "clear_lock", name="grace")
+    really, responses = held_locks.clear, []
+
+    def clear_after_grace(held, *, actor):
+        # Ada's request has looked, and has not freed yet: now the one of Grace frees.
+        if actor == "ada":
+            responses.append(grace.post(CLEAR, query_of(lock), follow=True))
+        return really(held, actor=actor)
+
+    monkeypatch.setattr(held_locks, "clear", clear_after_grace)
+    responses.append(operator.post(CLEAR, query_of(lock), follow=True))
+    first, second = (response.content.decode() for response in responses)
+    assert "was freed" in first
+    assert "Nothing was freed" in second
+    assert TaskLockEvent.objects.get(kind="cleared").actor == "grace"
+    assert LogEntry.objects.get().user.username == "grace"
+
+
+@pytest.mark.parametrize("method", ["get", "post"])
+@pytest.mark.parametrize(
+    "query",
+    [{"key": "x"}, {"key": "singletask:x:0", "token": "\0"}, {"key": "a(", "token": ""}],
+)
+def test_odd_addresses_free_nothing(operator, take, query, method):
+    lock = take()
+    response = getattr(operator, method)(CLEAR, query, follow=True)
+    assert "Nothing was freed" in response.content.decode()
+    assert lock.owned()
+
+
+@pytest.mark.parametrize("method", ["get", "post"])
+def test_clear_without_a_lock_says_what_to_do(operator, method):
+    response = getattr(operator, method)(CLEAR, follow=True)
+    assert response.redirect_chain == [(BASE, 302)]
+    assert "choose here which one to clear" in response.content.decode()
+
+
+def test_page_of_a_queued_call_says_what_it_stops(operator):
+    sent = time.time() - 95
+    holder = put(key=QUEUED_KEY, pid=0, task="t", task_id="5d1c", since=sent)
+    event(kind="duplicate", count=3, blocked_by=holder.token)
+    text = clear_page(operator, holder, QUEUED_KEY)
+    assert "Forget this queued call?" in text
+    assert "Queued call task 5d1c of t Since 20" in text
+    assert ", for 1m 35s Equal calls stopped 3 Stops them for at most " in text
+    assert "This does not take the call out of the queue." in text
+    assert "app.control.revoke(&quot;5d1c&quot;)" in text
+    assert "Process" not in text
+
+
+def test_queued_call_is_forgotten_once(operator):
+    holder = put(key=QUEUED_KEY, pid=0, task="t", task_id="5d1c")
+    assert "The queued call of nightly is forgotten" in clear(operator, holder, QUEUED_KEY)
+    assert get_store("redis").read(QUEUED_KEY) is None
+    content = clear(operator, holder, QUEUED_KEY)
+    assert "Nothing was forgotten: this call no longer stops equal calls." in content
+    assert "Nothing was freed" not in content
+
+
+# The timeline
+
+
+@pytest.mark.parametrize("span", ["15m", "1h", "24h", "7d"])
+def test_time_spans_of_the_timeline(operator, span):
+    content = content_of(operator, TIMELINE, {"range": span})
+    assert content.count('aria-current="true"') == 1
+    assert f'range={span}" aria-current="true"' in content
+    assert "Nothing happened" in content
+
+
+@pytest.mark.parametrize("span", ["", "2h", "-1", "7d'", "15M", "\0", "99999999999999999d"])
+def test_odd_time_span_is_an_hour_and_the_page_says_so(operator, span):
+    content = content_of(operator, TIMELINE, {"range": span})
+    assert "this is the last hour" in content
+    assert 'range=1h" aria-current="true"' in content
+
+
+@pytest.mark.parametrize("query", [{"name": "no such"}, {"task": "none.such"}, {"name": "\0"}])
+def test_timeline_of_an_unknown_name_is_empty(operator, query):
+    response = operator.get(TIMELINE, query, follow=True)
+    assert "Nothing happened" in response.content.decode()
+
+
+@pytest.mark.parametrize(
+    ("query", "lanes"), [({}, 3), ({"name": "feeds.import(7)"}, 1), ({"task": "feeds.import"}, 2)]
+)
+def test_timeline_of_one_lock_or_one_task(operator, query, lanes):
+    for number in (7, 8):
+        event(name=f"feeds.import({number})", task="feeds.import")
+    event(name="nightly")
+    content = content_of(operator, TIMELINE, query)
+    assert content.count('class="singletask-lane"') == lanes
+
+
+def test_other_time_spans_keep_the_lock_or_the_task(operator):
+    content = content_of(operator, TIMELINE, {"name": "a(b=1)&c", "task": "t"})
+    assert f'href="{TIMELINE}?range=7d&amp;name=a%28b%3D1%29%26c"' in content
+    assert f'href="{TIMELINE}?range=7d&amp;task=t"' in content_of(operator, TIMELINE, {"task": "t"})
+
+
+def test_places_of_marks_are_written_for_the_browser_in_every_language(operator, settings):
+    now = timezone.now()
+    event(name="nightly", at=now - timedelta(minutes=30), ended_at=now - timedelta(minutes=15))
+    settings.LANGUAGE_CODE = "de"
+    content = content_of(operator, TIMELINE)
+    assert 'lang="de"' in content
+    assert re.search(r'x="(50\.00|49\.99)%" y="5" width="25\.0.%"', content)
 
 
 def test_timeline_that_leaves_out_locks_leads_to_the_tasks(operator, monkeypatch):
     monkeypatch.setattr(timeline, "LANES", 1)
     monkeypatch.setattr(timeline, "ROWS", 2)
-    make(name="a")
-    make(name="b")
-    content = operator.get(TIMELINE).content.decode()
+    event(name="a")
+    event(name="b")
+    content = content_of(operator, TIMELINE)
     assert "1 more lock is left out" in content
-    assert "There is more than can be drawn" in content
+    assert "There are more events than can be drawn" in content
     assert content.count('<a href="#singletask-tasks">a task</a>') == 2
     assert '<h2 id="singletask-tasks">' in content
 
 
 def test_legend_shows_the_marks(operator):
-    make(name="nightly", kind="lost")
-    make(name="nightly", kind="skipped")
-    make(name="nightly", outcome="lost", ended_at=timezone.now())
-    content = operator.get(TIMELINE).content.decode()
+    event(name="nightly", kind="lost")
+    event(name="nightly", kind="skipped")
+    event(name="nightly", outcome="lost", ended_at=timezone.now())
+    content = content_of(operator, TIMELINE)
     legend = content.partition("<figcaption")[2].partition("</figcaption>")[0]
     assert text_of(legend.partition(">")[2]) == "lost skipped"
     lost, skipped = legend.split('class="singletask-state')[1:]
@@ -609,86 +639,81 @@ def test_legend_shows_the_marks(operator):
     assert (skipped.count("<rect"), skipped.count("<path")) == (1, 0)
 
 
-def test_timeline_has_no_inline_script_or_style(operator):
-    make(name="nightly")
-    make(name="nightly", kind="lost")
-    make(name="nightly", kind="skipped")
-    for page in ("", "timeline/", "history/"):
-        content = operator.get(BASE + page).content.decode()
-        assert " style=" not in content
-        assert "<style" not in content
-        assert "<script>" not in content
-        assert " onclick=" not in content
+@pytest.mark.parametrize("page", ["", "timeline/", "history/"])
+def test_pages_have_no_inline_script_or_style(operator, page):
+    for kind in ("acquired", "lost", "skipped"):
+        event(name="nightly", kind=kind)
+    content = content_of(operator, BASE + page)
+    for text in (" style=", "<style", "<script>", " onclick="):
+        assert text not in content
 
 
-def test_facts_of_a_mark_are_told_thrice(operator):
-    """To the screen reader, to pointer and keyboard, and in the table."""
-    make(name="nightly", kind="cleared", actor="grace", task_id="3f0c", host="web-1", pid=40)
-    content = operator.get(TIMELINE).content.decode()
+def test_facts_of_a_mark_are_there_for_screen_reader_pointer_and_table(operator):
+    event(name="nightly", kind="cleared", actor="grace", task_id="3f0c", host="web-1", pid=40)
+    content = content_of(operator, TIMELINE)
     assert content.count("cleared, by grace, task 3f0c, web-1:40") == 3
     assert 'href="#event-1"' in content
     assert 'id="event-1"' in content
 
 
-def test_timeline_reads_by_indexes_and_bounded(operator):
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO {TABLE} (kind, outcome, result, name, key, cache, task, task_id, token, "
-            "host, pid, at, timeout, count, blocked_by, blocked_by_task_id, actor, reason) "
-            "SELECT 'acquired', 'released', '', 'a' || n % 50, 'k', 'c', 't' || n % 9, '', "
-            "md5(n::text), 'h', 1, now() - n * interval '1 second', 60, 1, '', '', '', '' "
-            "FROM generate_series(30000, 1, -1) n"
-        )
-        cursor.execute(f"ANALYZE {TABLE}")
-    make(name="a1", kind="skipped", blocked_by="b" * 32)
-    with plans() as found:
-        for query in ({"range": "7d"}, {"range": "1h", "name": "a1"}, {"task": "t3"}):
-            assert operator.get(TIMELINE, query).status_code == 200
-    assert len(found) >= 9
-    for sql, plan in found:
-        assert "Seq Scan" not in plan, sql
-        assert "LIMIT" in sql or "IN (" in sql
+def test_timeline_reads_a_bounded_number_of_rows_by_indexes(operator):
+    fill_table()
+    name = "feeds.tasks.import_feed(feed_id=1)"
+    event(name=name, kind="skipped", blocked_by="b" * 32)
+    addresses = [
+        {"range": "7d"},
+        {"range": "1h", "name": name},
+        {"task": "tests.testapp.tasks.meet"},
+    ]
+    sent = plans("default", lambda: [operator.get(TIMELINE, query) for query in addresses])
+    sent = [plan for plan in sent if TABLE in plan.sql]
+    assert len(sent) >= 9
+    for plan in sent:
+        assert not plan.reads_the_table(), plan.sql
+        assert "LIMIT" in plan.sql or "IN (" in plan.sql
 
 
-# A site of one's own
+# Another admin site
 
 own = AdminSite(name="operations")
 own.register(TaskLockEvent, TaskLockEventAdmin)
 urlpatterns = [path("here/it/is/", own.urls)]
+PREFIX = "/here/it/is/django_singletask/tasklockevent/"
 
 
 @pytest.mark.urls("tests.test_pages")
-def test_all_pages_work_on_a_site_of_ones_own(operator, take):
-    prefix = "/here/it/is/django_singletask/tasklockevent/"
-    assert reverse("operations:django_singletask_tasklockevent_changelist") == prefix
+@pytest.mark.parametrize("page", ["", "history/", "timeline/", "{}/change/", "clear/?{}"])
+def test_all_pages_work_on_another_admin_site(operator, take, page):
+    assert reverse("operations:django_singletask_tasklockevent_changelist") == PREFIX
     lock = take()
-    event = make(kind="skipped", blocked_by=lock.token)
-    clear = f"clear/?key={lock.key}&token={lock.token}"
-    for page in ("", "history/", "timeline/", f"{event.pk}/change/", clear):
-        response = operator.get(prefix + page)
-        assert response.status_code == 200, page
-        assert "/admin/django" not in response.content.decode()
-        assert prefix in response.content.decode()
-    response = operator.post(f"{prefix}clear/", asked(lock))
-    assert response.url == prefix
+    row = event(kind="skipped", blocked_by=lock.token)
+    query = f"key={lock.key}&token={lock.token}"
+    response = operator.get(PREFIX + page.format(query if "clear" in page else row.pk))
+    assert response.status_code == 200
+    assert "/admin/django" not in response.content.decode()
+    assert PREFIX in response.content.decode()
 
 
-def test_page_of_the_event_links_to_its_holder(operator, take):
+@pytest.mark.urls("tests.test_pages")
+def test_clear_on_another_admin_site_leads_back_to_its_page(operator, take):
+    assert operator.post(f"{PREFIX}clear/", query_of(take())).url == PREFIX
+
+
+# Links from an event to the run that blocked it
+
+
+def test_event_links_to_the_run_that_blocked_it(operator, take):
     lock = take()
-    row = TaskLockEvent.objects.get(token=lock.token)
-    event = make(kind="skipped", blocked_by=lock.token)
-    link = f'<a href="{BASE}{row.pk}/change/">'
-    assert link in operator.get(f"{BASE}{event.pk}/change/").content.decode()
-    assert link in operator.get(LIST).content.decode()
+    run = TaskLockEvent.objects.get(token=lock.token)
+    skip = event(kind="skipped", blocked_by=lock.token)
+    link = f'<a href="{BASE}{run.pk}/change/">'
+    assert link in content_of(operator, f"{BASE}{skip.pk}/change/")
+    assert link in content_of(operator, LIST)
 
 
-def test_blocker_whose_row_is_pruned_is_named_without_a_link(operator):
-    event = make(kind="skipped", blocked_by="f" * 32)
-    assert "f" * 32 in operator.get(LIST).content.decode()
-    assert "f" * 32 in operator.get(f"{BASE}{event.pk}/change/").content.decode()
-
-
-def test_revoke_line_is_quoted_as_python(operator):
-    holder = put("nightly", task_id='a"b\n')
-    response = operator.get(CLEAR, {"key": name_key("nightly").key, "token": holder.token})
-    assert json.dumps('a"b\n').replace('"', "&quot;") in response.content.decode()
+def test_blocker_whose_row_was_pruned_is_named_without_a_link(operator):
+    skip = event(kind="skipped", blocked_by="f" * 32)
+    for address in (LIST, f"{BASE}{skip.pk}/change/"):
+        content = content_of(operator, address)
+        assert "f" * 32 in content
+        assert f"{'f' * 32}</a>" not in content

@@ -1,9 +1,11 @@
+"""What the timeline draws, within which limits, and what it says of each task."""
+
 from __future__ import annotations
 
 import datetime
 
 import pytest
-from django.utils import timezone, translation
+from django.utils import timezone
 
 from django_singletask.history.writing import SWEEPER
 from django_singletask.models import TaskLockEvent
@@ -27,15 +29,15 @@ def ago(minutes):
 
 
 def hold(begin, end=None, **facts):
-    """Write a hold from so many to so many minutes ago; it goes on if there is no end."""
-    done = {} if end is None else {"outcome": "released", "result": "returned"}
-    ended_at = None if end is None else ago(end)
-    return event(begin, kind="acquired", ended_at=ended_at, **{**done, **facts})
+    """Write a hold that lasted from ``begin`` to ``end`` minutes ago, or goes on."""
+    ending = {"outcome": "released", "result": "returned", "ended_at": ago(end or 0)}
+    return event(begin, kind="acquired", **{**(ending if end is not None else {}), **facts})
 
 
 def event(minutes, kind="skipped", **facts):
-    known = {"name": "nightly", "key": "k", "timeout": 60, "at": ago(minutes), "kind": kind}
-    return TaskLockEvent.objects.create(**{**known, **facts})
+    """Write an event that happened so many minutes ago."""
+    usual = {"name": "nightly", "key": "k", "timeout": 60, "at": ago(minutes), "kind": kind}
+    return TaskLockEvent.objects.create(**{**usual, **facts})
 
 
 def drawn(span="1h", **only):
@@ -43,6 +45,7 @@ def drawn(span="1h", **only):
 
 
 def marks(span="1h", **only):
+    """Return shape, state, place and width of each mark."""
     return [(m.shape, m.state, f"{m.x:.2f}%", f"{m.width:.2f}%") for m in drawn(span, **only).marks]
 
 
@@ -59,18 +62,18 @@ def test_open_hold_reaches_to_now():
     assert marks() == [("bar", "held", "90.00%", "10.00%")]
 
 
-def test_hold_that_began_before_the_range_begins_at_its_edge():
+def test_hold_that_began_before_the_time_span_begins_at_its_edge():
     hold(90, 45)
     assert marks() == [("bar", "returned", "0.00%", "25.00%")]
 
 
 @pytest.mark.parametrize(("begin", "end"), [(90, 61), (200, 100)])
-def test_what_ended_before_the_range_is_left_out(begin, end):
+def test_hold_that_ended_before_the_time_span_is_left_out(begin, end):
     hold(begin, end)
     assert marks() == []
 
 
-def test_short_hold_can_be_seen():
+def test_short_hold_is_wide_enough_to_be_seen():
     hold(30, 30)
     hold(0, 0, name="just now")
     assert marks() == [
@@ -82,7 +85,7 @@ def test_short_hold_can_be_seen():
 @pytest.mark.parametrize(
     ("begin", "end", "x", "width"), [(30, 31, "50.00%", "0.30%"), (30, -5, "50.00%", "50.00%")]
 )
-def test_clocks_of_other_hosts_break_nothing(begin, end, x, width):
+def test_hold_whose_end_another_clock_wrote_is_drawn(begin, end, x, width):
     hold(begin, end)
     assert marks() == [("bar", "returned", x, width)]
 
@@ -104,29 +107,29 @@ def test_trouble_is_a_sign(kind):
 @pytest.mark.parametrize(
     ("count", "size"), [(1, 4), (2, 6), (8, 9), (32, 12), (1000, 12), (10**9, 12)]
 )
-def test_skips_are_a_tick_as_high_as_they_are_many(count, size):
+def test_height_of_a_tick_grows_with_the_number_of_skips(count, size):
     event(15, count=count)
     [mark] = drawn().marks
     assert (mark.shape, mark.state, mark.size) == ("tick", "skipped", size)
 
 
-def test_counted_skips_stand_at_the_last_of_them():
+def test_counted_skips_are_drawn_where_the_last_of_them_was():
     event(120, count=3, last_at=ago(15))
     assert marks() == [("tick", "skipped", "75.00%", "0.30%")]
 
 
-def test_sweeper_is_no_lock_of_the_project():
+def test_lock_of_the_sweep_is_not_drawn():
     hold(30, 15, name=SWEEPER)
     assert drawn().lanes == {}
 
 
-def test_lanes_are_the_names_in_their_order():
+def test_lanes_are_ordered_by_name():
     for name in ("b", "a", "c"):
         hold(30, 15, name=name)
     assert list(drawn().lanes) == ["a", "b", "c"]
 
 
-def test_one_lock_or_one_task_alone():
+def test_one_lock_or_one_task_can_be_drawn_alone():
     hold(30, 15, name="a(1)", task="a")
     hold(30, 15, name="a(2)", task="a")
     hold(30, name="b")
@@ -135,7 +138,7 @@ def test_one_lock_or_one_task_alone():
 
 
 @pytest.mark.parametrize("alias", ["default", "sqlite", "mariadb"])
-def test_every_database_finds_the_open_ones(alias):
+def test_every_database_finds_the_open_holds(alias):
     facts = {"name": "nightly", "key": "k", "at": ago(500), "kind": "acquired"}
     TaskLockEvent.objects.using(alias).create(**facts)
     TaskLockEvent.objects.using(alias).create(**{**facts, "outcome": "released"}, ended_at=ago(400))
@@ -143,7 +146,7 @@ def test_every_database_finds_the_open_ones(alias):
     assert [mark.state for mark in draw(rows, SPANS["15m"], now=NOW).marks] == ["held"]
 
 
-def test_times_of_a_project_without_time_zones(settings):
+def test_project_without_time_zones_has_a_timeline(settings):
     settings.USE_TZ = False
     now = timezone.now()
     facts = {"name": "nightly", "key": "k", "kind": "skipped"}
@@ -153,10 +156,10 @@ def test_times_of_a_project_without_time_zones(settings):
     assert len(drawing.labels) == 7
 
 
-# Bounds
+# Limits
 
 
-def test_what_would_hide_each_other_is_one_mark():
+def test_holds_that_would_hide_each_other_are_one_mark():
     for second in range(10):
         hold(30 - second / 60, 30 - second / 60 - 0.01)
     [mark] = drawn().marks
@@ -171,7 +174,7 @@ def test_skips_at_one_place_are_added_up():
     assert [mark.text for mark in drawn().marks] == ["skipped × 30, blocked by x"]
 
 
-def test_neither_trouble_nor_other_outcomes_are_swallowed():
+def test_trouble_other_outcomes_and_long_holds_have_marks_of_their_own():
     for kind in ("expired", "lost", "cleared", "cleared"):
         event(30, kind=kind)
     hold(30, 30)
@@ -188,7 +191,7 @@ def test_merged_marks_count_once_in_the_facts():
     assert facts.skipped == 30
 
 
-def test_many_names_are_cut_to_the_most_important(monkeypatch):
+def test_only_the_most_important_locks_are_drawn(monkeypatch):
     monkeypatch.setattr(timeline, "LANES", 3)
     event(50, kind="lost", name="trouble")
     hold(50, name="open")
@@ -209,22 +212,22 @@ def test_drawing_says_how_far_back_it_goes(monkeypatch):
     assert drawing.unread == "50.00%"
 
 
-def test_nothing_is_said_where_all_was_read(monkeypatch):
+def test_drawing_of_all_events_does_not_say_how_far_back_it_goes(monkeypatch):
     monkeypatch.setattr(timeline, "ROWS", 3)
     for minute in (90, 40, 30):
         hold(minute, minute - 1)
     assert (drawn().read_back_to, drawn().unread) == ("", "")
 
 
-def test_open_holds_trouble_and_who_was_in_the_way_are_drawn_beyond_the_bound(monkeypatch):
+def test_open_holds_trouble_and_blocking_runs_are_drawn_beyond_the_limit(monkeypatch):
     monkeypatch.setattr(timeline, "ROWS", 2)
     hold(58, 1, name="quiet")
-    hold(57, 2, name="in the way", token="t")
+    hold(57, 2, name="blocking", token="t")
     hold(56, name="open")
     event(55, kind="lost", name="trouble")
-    event(2, name="in the way", blocked_by="t")
+    event(2, name="blocking", blocked_by="t")
     event(1, name="another")
-    assert set(drawn().lanes) == {"in the way", "open", "trouble", "another"}
+    assert set(drawn().lanes) == {"blocking", "open", "trouble", "another"}
 
 
 @pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
@@ -274,7 +277,7 @@ def test_text_of_a_mark(facts, text):
     assert [mark.text for mark in drawn().marks] == [text]
 
 
-def test_several_blockers_are_hinted_at():
+def test_text_of_skips_that_several_runs_caused_has_dots():
     for number in range(3):
         event(30, blocked_by_task_id=f"x{number}", reason="wait")
     assert [mark.text for mark in drawn().marks] == ["skipped × 3, wait, blocked by x0 …"]
@@ -284,24 +287,18 @@ def test_several_blockers_are_hinted_at():
     ("span", "labels", "first"),
     [("15m", 5, "11:48"), ("1h", 6, "11:10"), ("24h", 6, "16:00"), ("7d", 7, "Sat 27")],
 )
-def test_labels_stand_at_round_times(span, labels, first):
-    found = drawn(span).labels
-    assert len(found) == labels
-    assert found[0][1] == first
-    assert found[-1][1] in ("12:00", "Fri 2")
+def test_labels_are_round_times(span, labels, first):
+    texts = [text for _x, text in drawn(span).labels]
+    assert len(texts) == labels
+    assert texts[0] == first
+    assert texts[-1] in ("12:00", "Fri 2")
 
 
-def test_long_ranges_tell_the_day():
+def test_marks_of_long_time_spans_are_dated():
     hold(300, 290)
     assert [mark.when for mark in drawn("24h").marks] == [
         "2026-01-02 07:00:00 – 2026-01-02 07:10:00"
     ]
-
-
-def test_places_are_written_for_the_browser_in_every_language():
-    hold(30, 15)
-    with translation.override("de"):
-        assert marks()[0][2:] == ("50.00%", "25.00%")
 
 
 # Per task
@@ -346,7 +343,7 @@ def test_facts_of_a_lock_without_a_task():
     assert (facts.label, facts.field, facts.lease, facts.of_lease) == ("nightly", "name", "-", "")
 
 
-def test_facts_where_nothing_ran():
+def test_facts_of_a_task_without_runs():
     event(30, kind="cleared")
     [facts] = drawn().tasks
     assert (facts.runs, facts.median, facts.longest, facts.skip_rate) == (0, "-", "-", "-")

@@ -145,7 +145,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         query = request.POST if request.method == "POST" else request.GET
         key, token = query.get("key", ""), query.get("token", "")
         if not key:
-            text = _("Nothing was asked for: choose here which lock to clear.")
+            text = _("No lock was named: choose here which one to clear.")
             return self.back_to_held(request, messages.WARNING, text)
         lock, trouble = attempt(partial(held.still_held, key, token), None)
         if lock is not None and request.method != "POST":
@@ -164,8 +164,8 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         )
         if key.startswith(QUEUED):
             text = _(
-                "Nothing was forgotten: this call stops no equal ones any more. It has started, "
-                "was revoked, or was forgotten by somebody else."
+                "Nothing was forgotten: this call no longer stops equal calls. It has started, was "
+                "revoked, or was forgotten by somebody else."
             )
         return self.back_to_held(request, messages.WARNING, text)
 
@@ -194,7 +194,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 
         runs, trouble = attempt(read_runs, list[TaskLockEvent]())
         if trouble and conf.history != "off":
-            text = _("This is recorded in the admin's own log only, for now. {}")
+            text = _("For now, only the admin's own log has a record of this. {}")
             self.message_user(request, text.format(trouble), messages.WARNING)
         event = TaskLockEvent(name=lock.name, outcome="cleared", pk=runs[0].pk if runs else None)
         text = _("Cleared the lock {}, held by {}, token {}.")
@@ -202,7 +202,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         self.log_change(request, event, text)
         text = _("The lock {} was freed. The run that held it, if there is one, goes on.")
         if lock.queued:
-            text = _("The queued call of {} is forgotten: equal ones can be sent again.")
+            text = _("The queued call of {} is forgotten: equal calls can be sent again.")
         return self.back_to_held(request, messages.SUCCESS, text.format(lock.name))
 
     def back_to_held(self, request: HttpRequest, level: int, text: str) -> HttpResponse:
