@@ -5,7 +5,8 @@ from __future__ import annotations
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
-from django_singletask.history.queries import TaskLockEventQuerySet
+from django_singletask.history.queries import TaskLockEventQuerySet, timestamp
+from django_singletask.holder import Holder
 
 __all__ = ["COUNTED", "TROUBLE", "HoldOutcome", "Kind", "Result", "TaskLockEvent"]
 
@@ -123,6 +124,11 @@ class TaskLockEvent(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.outcome or self.kind}"
+
+    def holder(self) -> Holder:
+        """Return the holder of the lock, as far as its row says who that is."""
+        facts = {"task": self.task or None, "task_id": self.task_id or None}
+        return Holder.from_dict({**vars(self), **facts, "since": timestamp(self.at)})
 
     @property
     def is_counted(self) -> bool:

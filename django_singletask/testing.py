@@ -15,7 +15,6 @@ from django.test.utils import TestContextDecorator
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict
-from django_singletask.history import recorder
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.lock import TaskLock
@@ -76,7 +75,10 @@ class _StandIn(TestContextDecorator):
                 # Not by override_settings(): whoever overrides a setting inside and restores it
                 # outside, as the fixture "settings" of pytest-django can, would restore this too.
                 conf.history = "off"
-                recorder.stop()
+                # Imported here since it imports the models, which a conftest.py may not do yet.
+                from django_singletask.history.recorder import stop
+
+                stop()
             _active.append(self)
             open_with(self.open_store)
             return entered

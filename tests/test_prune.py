@@ -4,7 +4,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from django_singletask.history.writing import prune
+from django_singletask.history.sweep import prune
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.starving import starving
 from tests.past_rows import ran, row, skipped

@@ -1,123 +1,172 @@
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
 from django.utils import timezone
 
-from django_singletask import TaskLock
-from django_singletask.history import writing as history
-from django_singletask.locks import clock
+from django_singletask.history import sweep
+from django_singletask.history.sweep import Sweeper, prune
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import held
 from django_singletask.stores import get_store
-from django_singletask.worker.watcher import Watcher, sweep
+from django_singletask.worker import watcher
+from tests.past_rows import ran, row, skipped
 
-pytestmark = pytest.mark.django_db(databases="__all__")
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
 
 
-@pytest.fixture(autouse=True)
-def on_redis(settings, empty_cache, monkeypatch):
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
-    TaskLockEvent.objects.all().delete()
-    monkeypatch.setattr(history, "_missed", {})
+class Clock:
+    """The clock of a sweeper, on which the time since the rows were written passes as well."""
+
+    def __init__(self):
+        self.now = time.monotonic()
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+        for run in TaskLockEvent.objects.filter(kind="acquired"):
+            TaskLockEvent.objects.filter(pk=run.pk).update(at=run.at - timedelta(seconds=seconds))
 
 
 @pytest.fixture
-def later(monkeypatch):
-    """Let the sweep believe that so many seconds have passed since the rows were written."""
-
-    def pass_time(seconds):
-        now = clock.now()
-        monkeypatch.setattr(clock, "now", lambda: now + seconds)
-        age = timedelta(seconds=seconds)
-        for row in TaskLockEvent.objects.filter(kind="acquired"):
-            TaskLockEvent.objects.filter(pk=row.pk).update(at=row.at - age)
-
-    return pass_time
+def clock():
+    return Clock()
 
 
-def lose_without_a_word(lock):
-    """Let the entry end as if the holder's host was lost."""
-    get_store("redis").release(lock.key, lock.lease.value)
+@pytest.fixture
+def sweeper(clock):
+    return Sweeper(clock)
 
 
-def row_of(lock):
-    return TaskLockEvent.objects.get(kind="acquired", token=lock.lease.token)
+def lose_host(lock):
+    """Let the entry end as if the holder's host was lost; return its token and its bytes."""
+    store = get_store("redis")
+    value = store.read(lock.key).value
+    store.release(lock.key, value)
+    return lock.token, value
 
 
-def test_a_row_whose_token_is_gone_twice_is_expired(later):
-    lock = TaskLock("nightly", timeout=10)
-    lock.acquire()
-    lose_without_a_word(lock)
-    later(11)
-    history.sweep()
-    assert row_of(lock).outcome == ""
-    later(11)
-    history.sweep()
-    assert row_of(lock).outcome == "expired"
+def outcome(token):
+    return TaskLockEvent.objects.get(kind="acquired", token=token).outcome
+
+
+# Open rows
+
+
+def test_row_whose_token_is_gone_at_two_looks_is_expired(take, clock, sweeper):
+    token, _value = lose_host(take("nightly", timeout=10))
+    clock.advance(11)
+    sweeper.sweep()
+    assert outcome(token) == ""
+    clock.advance(11)
+    sweeper.sweep()
+    assert outcome(token) == "expired"
     expired = TaskLockEvent.objects.get(kind="expired")
-    assert (expired.token, expired.reason) == (lock.lease.token, "its lease ended unreleased")
+    assert (expired.token, expired.reason) == (token, "its lease ended unreleased")
 
 
-def test_once_is_not_enough(later):
-    lock = TaskLock("nightly", timeout=10)
-    lock.acquire()
-    lose_without_a_word(lock)
-    later(11)
-    history.sweep()
-    history.sweep()
-    assert row_of(lock).outcome == ""
+def test_looks_that_are_less_than_a_lease_apart_are_not_enough(take, clock, sweeper):
+    token, _value = lose_host(take("nightly", timeout=10))
+    clock.advance(11)
+    sweeper.sweep()
+    clock.advance(9)
+    sweeper.sweep()
+    assert outcome(token) == ""
 
 
-def test_a_row_within_its_lease_is_left_alone():
-    lock = TaskLock("nightly", timeout=1000)
-    lock.acquire()
-    lose_without_a_word(lock)
-    history.sweep()
-    assert not history._missed
+def test_row_within_its_lease_is_not_looked_at(take, clock, sweeper):
+    token, _value = lose_host(take("nightly", timeout=1000))
+    clock.advance(900)
+    sweeper.sweep()
+    clock.advance(150)
+    sweeper.sweep()  # the first look
+    clock.advance(900)
+    sweeper.sweep()
+    assert outcome(token) == ""
 
 
-def test_a_held_lock_is_left_alone_however_old(later):
-    with TaskLock("nightly", timeout=10) as lock:
-        for _ in range(3):
-            later(100)
-            history.sweep()
-        assert row_of(lock).outcome == ""
+def test_row_whose_token_is_found_again_must_be_missed_twice_anew(take, clock, sweeper):
+    lock = take("nightly", timeout=10)
+    token, value = lose_host(lock)
+    clock.advance(11)
+    sweeper.sweep()
+    get_store("redis").add(lock.key, value, 60)
+    clock.advance(11)
+    sweeper.sweep()
+    lose_host(lock)
+    clock.advance(11)
+    sweeper.sweep()
+    assert outcome(token) == ""
 
 
-def test_a_lock_of_another_cache_is_looked_for_there(later, empty_cache):
-    empty_cache("pymemcache")
-    with TaskLock("nightly", timeout=10, cache="pymemcache") as lock:
-        for _ in range(3):
-            later(100)
-            history.sweep()
-        assert row_of(lock).outcome == ""
+@pytest.mark.parametrize("alias", ["redis", "pymemcache"])
+def test_held_lock_is_left_alone_however_old(take, clock, sweeper, empty_cache, alias):
+    empty_cache(alias)
+    lock = take("nightly", timeout=10, cache=alias)
+    for _ in range(3):
+        clock.advance(100)
+        sweeper.sweep()
+    assert outcome(lock.token) == ""
 
 
-def test_the_owners_own_word_stands_above(later):
-    lock = TaskLock("nightly", timeout=10)
-    lock.acquire()
-    lose_without_a_word(lock)
+def test_run_has_the_last_word_about_its_row(take, clock, sweeper):
+    lock = take("nightly", timeout=10)
+    token, value = lose_host(lock)
     for _ in range(2):
-        later(11)
-        history.sweep()
-    get_store("redis").add(lock.key, lock.lease.value, 10)
+        clock.advance(11)
+        sweeper.sweep()
+    get_store("redis").add(lock.key, value, 10)
     lock.release()
-    assert row_of(lock).outcome == "released"
+    assert outcome(token) == "released"
     assert not TaskLockEvent.objects.filter(kind="expired").exists()
 
 
-def test_the_lock_of_a_dead_process_is_freed(later, monkeypatch):
-    lock = TaskLock("nightly", timeout=10)
-    lock.acquire()
-    monkeypatch.setattr(history, "proof_of_death", lambda holder: "the test killed it")
-    later(11)
-    history.sweep()
+def test_lock_of_a_dead_process_is_freed(take, clock, sweeper, monkeypatch):
+    lock = take("nightly", timeout=10)
+    monkeypatch.setattr(sweep, "proof_of_death", lambda holder: "the test killed it")
+    clock.advance(11)
+    sweeper.sweep()
     assert not lock.locked()
-    assert row_of(lock).outcome == "dead"
+    assert outcome(lock.token) == "dead"
     assert TaskLockEvent.objects.get(kind="expired").reason == "the test killed it"
+
+
+def test_cache_that_is_down_does_not_keep_the_rows_of_others_from_being_swept(
+    take, clock, sweeper, dead_redis, caplog
+):
+    for number in range(2):
+        row("acquired", 100, key=f"a{number}", cache=dead_redis, timeout=10, token=f"d{number}")
+    token, _value = lose_host(take("nightly", timeout=10))
+    for _ in range(2):
+        clock.advance(11)
+        sweeper.sweep()
+    assert outcome(token) == "expired"
+    assert outcome("d0") == outcome("d1") == ""
+    assert caplog.text.count("The rows of the cache 'dead' are not swept") == 2
+
+
+def test_cache_that_is_no_longer_in_the_settings_is_not_asked(clock, sweeper, caplog):
+    row("acquired", 100, cache="removed", timeout=10, token="t")
+    for _ in range(2):
+        clock.advance(11)
+        sweeper.sweep()
+    assert (outcome("t"), caplog.text) == ("", "")
+
+
+# Old rows
+
+
+def test_sweep_prunes(sweeper):
+    ran(31 * 86_400)
+    sweeper.sweep()
+    assert not TaskLockEvent.objects.exists()
 
 
 def test_prune_deletes_what_is_too_old_in_batches(settings):
@@ -128,55 +177,40 @@ def test_prune_deletes_what_is_too_old_in_batches(settings):
     TaskLockEvent.objects.bulk_create(rows)
     TaskLockEvent.objects.create(kind="skipped", **{**event, "at": timezone.now()})
     TaskLockEvent.objects.create(kind="acquired", **event)
-    assert history.prune(batch=10) == 25
+    deleted = []
+    assert prune(batch=10, progress=deleted.append) == 25
+    assert deleted == [10, 20, 25]
     assert TaskLockEvent.objects.count() == 2
 
 
+def test_prune_keeps_what_went_on_until_lately():
+    ran(60, lasted=1000)
+    skipped(1000, last=60)
+    assert prune(older_than=500) == 0
+
+
+def test_prune_deletes_skips_before_the_runs_that_they_met():
+    ran(9000, lasted=60, token="t")
+    skipped(9050, 9040, 3, blocked_by="t")
+    assert prune(older_than=600, limit=1) == 1
+    assert [row.kind for row in TaskLockEvent.objects.all()] == ["acquired"]
+
+
+# The worker
+
+
 def test_one_worker_sweeps(monkeypatch):
-    swept = []
-    monkeypatch.setattr(history, "sweep", lambda: swept.append(1))
-    monkeypatch.setattr("django_singletask.worker.watcher.connections.close_all", lambda: None)
-    one, two = Watcher().leader, Watcher().leader
-    sweep(one)
-    sweep(two)
-    sweep(one)
-    assert len(swept) == 2
+    sweeps = []
+    monkeypatch.setattr(Sweeper, "sweep", lambda self: sweeps.append(1))
+    monkeypatch.setattr(watcher.connections, "close_all", lambda: None)
+    one, two = watcher.Watcher().leader, watcher.Watcher().leader
+    watcher.sweep(one)
+    watcher.sweep(two)
+    watcher.sweep(one)
+    assert len(sweeps) == 2
     assert [lock.name for lock in held()] == []
     assert not TaskLockEvent.objects.exists()
     one.release()
-    sweep(two)
-    assert len(swept) == 3
+    watcher.sweep(two)
+    assert len(sweeps) == 3
     two.release()
-
-
-def test_a_watcher_gives_up_on_what_has_no_lock(monkeypatch):
-    from types import SimpleNamespace
-
-    from django_singletask.worker import watcher as worker
-    from tests.testapp.tasks import hold
-
-    request = SimpleNamespace(task=hold, request_dict={}, id="i", _payload=((), {"x": 1}, {}))
-    watcher = Watcher()
-    watcher.runs[1] = worker.Accepted("token", "", request)
-    monkeypatch.setattr(worker, "is_gone", lambda pid, start: "gone")
-    watcher.look()
-    assert watcher.runs == {}
-    assert watcher.corpses == []
-
-
-def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
-    settings, dead_redis, monkeypatch, caplog
-):
-    from django_singletask.worker import watcher as worker
-
-    settings.SINGLETASK_CACHE = dead_redis
-    monkeypatch.setattr("django_singletask.worker.watcher.connections.close_all", lambda: None)
-    watcher = Watcher()
-    now = worker.time.monotonic()
-    corpse = worker.Corpse(TaskLock("nightly"), "token", "gone", now + 100, run=None)
-    over = corpse._replace(until=now - 1)
-    watcher.corpses = [corpse, over]
-    watcher.bury()
-    assert watcher.corpses == [corpse]
-    watcher.bury()
-    assert caplog.text.count("not freed yet") == 1

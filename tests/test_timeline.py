@@ -7,7 +7,7 @@ import datetime
 import pytest
 from django.utils import timezone
 
-from django_singletask.history.writing import SWEEPER
+from django_singletask.history.queries import SWEEPER
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import timeline
 from django_singletask.operators.timeline import SPANS, draw

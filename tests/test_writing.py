@@ -1,27 +1,25 @@
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import io
 import logging
 import os
-import re
 import socket
 
 import pytest
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from django.apps import apps
-from django.contrib.auth.models import Permission, User
-from django.core.management import call_command
+from django.contrib.auth.models import User
 from django.db import connection, connections, models, transaction
-from django.utils.functional import Promise
 
 from django_singletask import LockConflict, SingletonTask, TaskLock
-from django_singletask.history import recorder as writer
-from django_singletask.history import writing as history
+from django_singletask.history import recorder
+from django_singletask.history.writing import write
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
+from tests.past_rows import keep_history_in
+from tests.plans import plans
 from tests.servers import free_port
 
 pytestmark = [
@@ -41,12 +39,12 @@ def locks_in_memory(settings, empty_cache):
 
 @pytest.fixture(autouse=True)
 def no_outage_outlives_its_test(monkeypatch):
-    monkeypatch.setattr(writer._losses, "count", 0)
+    monkeypatch.setattr(recorder, "losses", recorder.Losses())
 
 
 @pytest.fixture
 def work():
-    """Give a task that raises what it is given, or returns."""
+    """Return a task that raises its argument, or returns if that is None."""
     with Celery("recorded", set_as_current=False, broker="memory://") as app:
 
         @app.task(base=SingletonTask, name="work", shared=False, lock_on=[])
@@ -72,6 +70,12 @@ def logged(caplog):
         for record in caplog.records
         if record.name == "django_singletask" and "history" in record.getMessage()
     ]
+
+
+def lose(lock):
+    """Let the cache forget the lock, as by an eviction."""
+    store = get_store("locmem")
+    store.release(lock.key, store.read(lock.key).value)
 
 
 def event(kind="acquired", **facts):
@@ -143,7 +147,7 @@ def test_skipped_task_names_itself_and_the_task_in_the_way(work):
     assert (row.task, row.task_id, row.blocked_by_task_id) == ("first", "second-id", "first-id")
 
 
-def test_repeated_skips_are_counted_on_one_row():
+def test_repeated_skips_are_counted_in_one_row():
     with TaskLock("shared"):
         for _ in range(3):
             TaskLock("shared").acquire()
@@ -168,14 +172,14 @@ def test_skips_for_two_reasons_are_two_rows():
 
 
 def test_skip_against_an_unknown_holder_has_a_row():
-    history.write([event("skipped", token="", reason="skip")])
-    history.write([event("skipped", token="", reason="skip")])
+    write([event("skipped", token="", reason="skip")])
+    write([event("skipped", token="", reason="skip")])
     assert [row.count for row in rows(kind="skipped")] == [1, 1]
 
 
 def test_duplicates_are_counted_like_skips():
     for _ in range(2):
-        history.write([event("duplicate", token="", blocked_by="b")])
+        write([event("duplicate", token="", blocked_by="b")])
     assert [(row.kind, row.count) for row in rows()] == [("duplicate", 2)]
 
 
@@ -202,7 +206,7 @@ def test_cleared_run_stays_cleared_when_it_ends():
 
 def test_lost_lock_has_a_row_that_says_how():
     with TaskLock("nightly") as lock:
-        get_store(lock.address.cache).release(lock.key, lock.lease.value)
+        lose(lock)
     [acquired, lost] = rows()
     assert (acquired.outcome, acquired.result) == ("lost", "returned")
     assert (lost.kind, lost.reason, lost.token) == (
@@ -214,7 +218,7 @@ def test_lost_lock_has_a_row_that_says_how():
 
 def test_lock_lost_to_another_run_names_it():
     with TaskLock("nightly") as lock:
-        get_store(lock.address.cache).release(lock.key, lock.lease.value)
+        lose(lock)
         other = TaskLock("nightly")
         other.acquire()
     [lost] = rows(kind="lost")
@@ -224,29 +228,29 @@ def test_lock_lost_to_another_run_names_it():
 
 @pytest.mark.parametrize("outcome", ["dead", "expired"])
 def test_expired_lease_closes_the_row_and_says_how_it_is_known(outcome):
-    history.write([event()])
-    history.write([event("expired", outcome=outcome, reason="no such process")])
+    write([event()])
+    write([event("expired", outcome=outcome, reason="no such process")])
     [acquired, expired] = rows()
     assert (acquired.outcome, acquired.ended_at) == (outcome, NOW)
     assert (expired.kind, expired.outcome, expired.reason) == ("expired", "", "no such process")
 
 
-def test_owner_has_the_last_word_about_its_row():
-    history.write([event()])
-    history.write([event("expired")])
-    history.write([event("released", outcome="released", result="returned")])
+def test_run_has_the_last_word_about_its_row():
+    write([event()])
+    write([event("expired")])
+    write([event("released", outcome="released", result="returned")])
     assert [row.outcome for row in rows(kind="acquired")] == ["released"]
 
 
 def test_trouble_of_an_unknown_holder_closes_no_row():
-    history.write([event(token="")])
-    history.write([event("cleared", token="")])
+    write([event(token="")])
+    write([event("cleared", token="")])
     assert [row.outcome for row in rows(kind="acquired")] == [""]
 
 
 def test_longest_renewal_gap_is_kept():
-    history.write([event()])
-    history.write([event("released", outcome="released", longest_renewal_gap=7.5)])
+    write([event()])
+    write([event("released", outcome="released", longest_renewal_gap=7.5)])
     assert rows()[0].longest_renewal_gap == 7.5
 
 
@@ -277,7 +281,7 @@ def test_quiet_task_leaves_no_row_of_its_skips(work):
 def test_trouble_of_a_quiet_task_is_recorded(work):
     work.lock_history = False
     with work.lock() as lock:
-        get_store(lock.address.cache).release(lock.key, lock.lease.value)
+        lose(lock)
     assert [row.kind for row in rows()] == ["lost"]
 
 
@@ -326,7 +330,7 @@ def test_end_of_an_outage_is_one_log_line(work, logged):
 
 
 @pytest.mark.django_db(databases=["default"], transaction=True)
-def test_database_that_is_down_breaks_nothing(work, logged, monkeypatch):
+def test_database_that_is_down_breaks_no_task(work, logged, monkeypatch):
     connection.close()
     with monkeypatch.context() as patch:
         patch.setitem(connection.settings_dict, "PORT", free_port())
@@ -340,8 +344,8 @@ def test_database_that_is_down_breaks_nothing(work, logged, monkeypatch):
 
 
 def test_failed_row_leaves_the_rows_before_it():
-    writer.receive(event=event())
-    writer.receive(event=event(pid="no number"))
+    recorder.receive(event=event())
+    recorder.receive(event=event(pid="no number"))
     assert len(rows()) == 1
 
 
@@ -356,9 +360,9 @@ def test_soft_time_limit_is_not_taken_for_a_failure(monkeypatch, logged):
     def interrupt(events):
         raise SoftTimeLimitExceeded
 
-    monkeypatch.setattr(writer, "write", interrupt)
+    monkeypatch.setattr(recorder, "write", interrupt)
     with pytest.raises(SoftTimeLimitExceeded):
-        writer.receive(event=event())
+        recorder.receive(event=event())
     assert logged() == []
 
 
@@ -367,25 +371,25 @@ def test_soft_time_limit_is_not_taken_for_a_failure(monkeypatch, logged):
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
 def test_texts_longer_than_the_columns_are_cut(settings, alias):
-    settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
+    keep_history_in(settings, alias)
     texts = [f.name for f in TaskLockEvent._meta.fields if isinstance(f, models.CharField)]
     texts.remove("kind")
-    history.write([event(**dict.fromkeys(texts, "\N{SNOWMAN}" * 300))])
-    [row] = TaskLockEvent.objects.using(alias).all()
+    write([event(**dict.fromkeys(texts, "\N{SNOWMAN}" * 300))])
+    [row] = TaskLockEvent.objects.all()
     assert (len(row.name), len(row.reason), len(row.host), len(row.token)) == (255, 255, 255, 32)
 
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
 def test_characters_that_no_text_column_holds_are_replaced(settings, alias):
-    settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
-    history.write([event(task_id="a\x00b\ud800c", reason="\x00")])
-    [row] = TaskLockEvent.objects.using(alias).all()
+    keep_history_in(settings, alias)
+    write([event(task_id="a\x00b\ud800c", reason="\x00")])
+    [row] = TaskLockEvent.objects.all()
     assert (row.task_id, row.reason) == ("a\ufffdb\ufffdc", "\ufffd")
 
 
 def test_cut_tokens_are_found_again():
     for _ in range(2):
-        history.write([event("skipped", token="", blocked_by="b" * 99, reason="r" * 999)])
+        write([event("skipped", token="", blocked_by="b" * 99, reason="r" * 999)])
     assert [row.count for row in rows()] == [2]
 
 
@@ -393,56 +397,11 @@ def test_cut_tokens_are_found_again():
 def test_local_times_are_stored_where_the_project_has_no_time_zones(settings, alias):
     settings.USE_TZ = False
     settings.TIME_ZONE = "Asia/Tokyo"
-    settings.DATABASE_ROUTERS = [type("Router", (), {"db_for_write": lambda *a, **k: alias})()]
-    history.write([event()])
-    history.write([event("released", outcome="released")])
-    [row] = TaskLockEvent.objects.using(alias).all()
+    keep_history_in(settings, alias)
+    write([event()])
+    write([event("released", outcome="released")])
+    [row] = TaskLockEvent.objects.all()
     assert row.at == row.ended_at == datetime.datetime(2026, 1, 2, 12, 4, 5)
-
-
-# The model
-
-
-def test_migrations_are_complete():
-    call_command("makemigrations", "--check", "--dry-run", verbosity=0, stdout=io.StringIO())
-
-
-def test_migrations_are_complete_under_another_default_auto_field(settings):
-    settings.DEFAULT_AUTO_FIELD = "django.db.models.SmallAutoField"
-    arguments = ["django_singletask", "--check", "--dry-run"]
-    call_command("makemigrations", *arguments, verbosity=0, stdout=io.StringIO())
-    assert apps.get_app_config("django_singletask").default_auto_field.endswith("BigAutoField")
-
-
-def test_fields_are_those_of_the_design():
-    names = {field.name for field in TaskLockEvent._meta.get_fields()}
-    designed = """
-        id kind outcome result name key cache task task_id token host pid at ended_at timeout count
-        last_at blocked_by blocked_by_task_id actor reason longest_renewal_gap
-    """
-    assert names == set(re.findall(r"\w+", designed))
-
-
-def test_labels_are_translatable():
-    for field in TaskLockEvent._meta.fields:
-        assert isinstance(field.verbose_name, Promise)
-    assert isinstance(TaskLockEvent._meta.verbose_name, Promise)
-    for field in ("kind", "outcome", "result"):
-        for _value, label in TaskLockEvent._meta.get_field(field).flatchoices:
-            assert isinstance(label, Promise)
-
-
-def test_permissions_are_to_view_to_delete_and_to_clear():
-    found = Permission.objects.filter(content_type__app_label="django_singletask")
-    codenames = set(found.values_list("codename", flat=True))
-    assert codenames == {"view_tasklockevent", "delete_tasklockevent", "clear_lock"}
-
-
-def test_row_names_itself():
-    history.write([event()])
-    assert str(rows()[0]) == "n: acquired"
-    history.write([event("released", outcome="released")])
-    assert str(rows()[0]) == "n: released"
 
 
 def test_history_is_a_receiver_that_can_be_taken_off(work):
@@ -450,12 +409,115 @@ def test_history_is_a_receiver_that_can_be_taken_off(work):
     try:
         work.apply()
     finally:
-        writer.connect()
+        recorder.connect()
     assert rows() == []
 
 
+# Several events at once
+
+
+def runs(count):
+    """Yield the events of so many runs that end at once."""
+    for number in range(count):
+        begun = event(token=f"run {number}")
+        yield begun
+        yield dataclasses.replace(begun, kind="released", outcome="released", result="returned")
+
+
+def skips(count):
+    """Yield the events of so many calls that meet one holder."""
+    for second in range(count):
+        at = NOW + datetime.timedelta(seconds=second)
+        yield event("skipped", reason="skip", blocked_by="b", token="", at=at)
+
+
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
-def test_indexes_exist_on_every_database(alias):
+def test_no_statement_of_a_write_reads_the_table(settings, alias):
+    keep_history_in(settings, alias)
+    TaskLockEvent.objects.bulk_create(
+        TaskLockEvent(kind="acquired", outcome="released", name="n", key="k", at=NOW)
+        for _ in range(5000)
+    )
+    run, dead = event(token="run"), event(token="dead")
+    write([run, dead, *skips(1)])
     with connections[alias].cursor() as cursor:
-        constraints = connections[alias].introspection.get_constraints(cursor, TABLE)
-    assert {index.name for index in TaskLockEvent._meta.indexes} <= set(constraints)
+        cursor.execute(f"ANALYZE {'TABLE ' if alias == 'mariadb' else ''}{TABLE}")
+    events = [
+        dataclasses.replace(run, kind="released", outcome="released"),
+        *skips(2),
+        dataclasses.replace(dead, kind="expired", outcome="dead"),
+    ]
+    statements = plans(alias, lambda: write(events))
+    TaskLockEvent.objects.all().delete()
+    assert len(statements) >= 5
+    indexes = ("singletask_token", "singletask_blocked_by", "PRIMARY", "pkey", "(id = ")
+    for statement in statements:
+        assert any(index in statement.text for index in indexes), statement
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_a_batch_says_what_single_events_say(settings, alias):
+    keep_history_in(settings, alias)
+    raised, dead, cleared = (event(token=token) for token in ("raised", "dead", "cleared"))
+    ending = {"outcome": "released", "result": "raised", "longest_renewal_gap": 2.5}
+    events = [
+        *runs(3),
+        raised,
+        dead,
+        cleared,
+        *skips(2),
+        dataclasses.replace(dead, kind="expired", outcome="dead", reason="process 1 is gone"),
+        *skips(2),
+        dataclasses.replace(cleared, kind="cleared", actor="ada"),
+        dataclasses.replace(cleared, kind="released", outcome="lost", result="returned"),
+        dataclasses.replace(raised, kind="released", **ending),
+        event("skipped", reason="skip", token=""),
+        event("skipped", reason="skip", token=""),
+    ]
+
+    def contents():
+        fields = ("kind", "outcome", "result", "reason", "count", "token", "longest_renewal_gap")
+        return sorted(map(str, TaskLockEvent.objects.values_list(*fields)))
+
+    for each in events:
+        write([each])
+    single = contents()
+    TaskLockEvent.objects.all().delete()
+    write(events)
+    assert contents() == single
+    TaskLockEvent.objects.all().delete()
+
+
+def test_many_runs_end_in_statements_of_a_batch_each(monkeypatch, django_assert_num_queries):
+    monkeypatch.setattr("django_singletask.history.queries.BATCH", 10)
+    monkeypatch.setattr("django_singletask.history.writing.BATCH", 10)
+    events = list(runs(25))
+    write(events[::2])
+    with django_assert_num_queries(2 + 3 + 3):  # the savepoint, the rows, their ends
+        write(events[1::2])
+    assert {(row.outcome, row.result) for row in rows()} == {("released", "returned")}
+
+
+# A second attempt, since the reply to the first was lost
+
+
+def test_second_attempt_writes_no_run_twice():
+    events = list(runs(3))
+    write(events[:5])
+    write(events, again=True)
+    assert [row.outcome for row in rows()] == ["released"] * 3
+
+
+def test_second_attempt_counts_nothing_twice():
+    events = [
+        *skips(3),
+        event("skipped", reason="skip", token=""),
+        event("cleared", actor="ada"),
+    ]
+    write(events)
+    write(events, again=True)
+    assert sorted((row.kind, row.count) for row in rows()) == [
+        ("cleared", 1),
+        ("skipped", 1),
+        ("skipped", 3),
+    ]

@@ -7,6 +7,7 @@ database must be told for that is said here, beside the query that needs it, and
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -52,6 +53,7 @@ FIRST = 1000
 LATE = timedelta(hours=1)
 """How late a row may be written: a process keeps its events while the database is away."""
 DONE = ("returned", "raised")
+UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 BATCH = 500
 """Values in one condition: SQLite takes so many parameters."""
 
@@ -287,50 +289,11 @@ def ago(at: datetime | None) -> float:
     return 0.0 if at is None else max(0.0, time.time() - timestamp(at))
 
 
+def storable(text: str) -> str:
+    """Replace the characters that a text of PostgreSQL cannot have."""
+    return UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def timestamp(at: datetime) -> float:
     """Return the Unix time of a time of the history, which is naive without ``USE_TZ``."""
     return (make_aware(at, get_default_timezone()) if is_naive(at) else at).timestamp()
-
-
-# The loose functions of before, until their last caller uses the methods.
-
-
-def stored() -> TaskLockEventQuerySet:
-    from django_singletask.models import TaskLockEvent
-
-    return TaskLockEvent.objects.newest()
-
-
-def rows() -> TaskLockEventQuerySet:
-    with reading():
-        return stored()
-
-
-def last_rows(name: str, limit: int = NEWEST) -> list[TaskLockEvent]:
-    with reading():
-        return list(stored().named(name)[:limit])
-
-
-def usual_hold(name: str, task: str = "") -> UsualHold | None:
-    return stored().usual_hold(name, task)
-
-
-def find(**facts: Any) -> list[TaskLockEvent]:
-    return stored().find(**facts)
-
-
-def names_of_key(key: str) -> list[str]:
-    with reading(even_if_off=True):
-        return [name for name in [stored().name_of_key(key)] if name]
-
-
-def of_task(rows: Any, task: str) -> TaskLockEventQuerySet:
-    return rows.of_task(task)
-
-
-def open_rows() -> TaskLockEventQuerySet:
-    return rows().open()[:OPEN]
-
-
-def is_completed(row: TaskLockEvent) -> bool:
-    return row.is_completed

@@ -23,40 +23,51 @@ from django.db import (
 )
 
 from django_singletask.conf import conf
-from django_singletask.history.writing import TROUBLE, write
+from django_singletask.history.writing import write
 from django_singletask.locks.renewal import has_threads
+from django_singletask.models import TROUBLE
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import asks_again
 
-__all__ = ["connect", "flush", "stop"]
+__all__ = [
+    "AT_ONCE",
+    "BOUND",
+    "IDLE",
+    "LISTENER",
+    "RETRY",
+    "Losses",
+    "Writer",
+    "connect",
+    "flush",
+    "losses",
+    "receive",
+    "stop",
+    "writer",
+]
 
 logger = logging.getLogger("django_singletask")
 
+LISTENER = "django_singletask.history"
 BOUND = 50_000
-"""Events that are kept while the database is away; then the oldest go."""
-
+"""Events that are kept while the database is away; of more, the oldest are dropped."""
 AT_ONCE = 1000
 """Events in one transaction at most."""
-
 RETRY = 1.0
+"""Seconds between two attempts to write while the database is away."""
 PAUSE = 0.005
-"""Seconds for which few events gather: many small writes take the processor from the tasks."""
-
+"""Seconds for which a few events gather: many small writes take processor time from the tasks."""
 SHARE = 10
-"""A pause is so many times as long as the last write took, so that much gathers under load."""
-
+"""A pause is so many times as long as the last write took: under load, more events gather."""
 LONGEST = 0.05
 """Seconds of the longest pause."""
-
 IDLE = 5.0
 """Seconds without an event after which the connection is closed."""
-
-
-LISTENER = "django_singletask.history"
+INCORRECT_STRING = 1366
+"""MySQL's code for a text that it refuses; Django takes that for an operational error."""
 
 
 def connect(**kwargs: Any) -> None:
-    """Listen, unless there is no history: then a lock need not tell anybody."""
+    """Receive the events of locks, unless the history is off: then no event is made at all."""
     if conf.history == "off":
         lock_event.disconnect(sender=LockEvent, dispatch_uid=LISTENER)
     else:
@@ -67,49 +78,43 @@ setting_changed.connect(connect)
 
 
 def receive(*, event: LockEvent, **kwargs: Any) -> None:
-    """Record an event; what fails here costs the row and one log line, never the task."""
+    """Record an event; a failure costs the row and one log line, never the task."""
     mode = conf.history
     if mode == "off" or (event.quiet and event.kind not in TROUBLE):
         return
     if mode == "background" and has_threads():
-        _writer.put(event)
+        writer.put(event)
         return
     try:
         write([event])
     except SoftTimeLimitExceeded:
         raise  # it is meant for the task
     except Exception as error:
-        _losses.add(1, error)
+        losses.add(error)
     else:
-        _losses.end()
+        losses.end()
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Wait until what has happened is written; say whether it was, within ``timeout`` seconds."""
-    return _writer.flush(timeout)
+    """Wait until all events are written; say whether they were, within ``timeout`` seconds."""
+    return writer.flush(timeout)
 
 
 def stop() -> None:
-    """Write what has happened and end the thread; the next event starts another."""
-    _writer.stop()
+    """Write all events and end the thread; the next event starts another."""
+    writer.stop()
 
 
 class Losses:
-    """Count what is not recorded, and log a row of losses at its begin and its end."""
+    """Count the events that are not recorded; log the first of a series, and its end."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def add(self, count: int, error: object) -> None:
+    def add(self, error: Exception) -> None:
         if not self.count:
-            logger.warning(
-                "The history of the locks cannot be written, which does no harm to the tasks: "
-                "events are not recorded (%s: %s). Has 'manage.py migrate' run? "
-                "SINGLETASK_HISTORY = 'off' stops recording.",
-                type(error).__name__,
-                str(error).partition("\n")[0],
-            )
-        self.count += count
+            warn(error, ": events are not recorded")
+        self.count += 1
 
     def end(self) -> None:
         if self.count:
@@ -120,18 +125,26 @@ class Losses:
         self.count = 0
 
 
-_losses = Losses()
+def warn(error: Exception, consequence: str) -> None:
+    logger.warning(
+        "The history of the locks cannot be written, which does no harm to the tasks%s (%s: %s). "
+        "Has 'manage.py migrate' run? SINGLETASK_HISTORY = 'off' stops recording.",
+        consequence,
+        type(error).__name__,
+        str(error).partition("\n")[0],
+    )
+
 
 # Group commit
 #
-# The thread writes in one transaction what has gathered since its last write, and unless that is
-# much already, for some milliseconds more, in which a short run ends: one row is then inserted, and
-# none changed. No task waits.
+# The thread writes in one transaction all events that have come since its last write. Unless they
+# are many already, it waits some milliseconds more, in which a short run ends: then one row is
+# inserted, and none is changed. No task waits.
 #
 #   tasks:    a        b c d                e
 #   thread:    .. write a   .. write b c d    .. write e
 #
-# SIGKILL loses what has gathered since. An outage loses nothing up to BOUND.
+# SIGKILL loses the events since the last write. An outage of the database loses none up to BOUND.
 
 
 class Writer:
@@ -140,23 +153,23 @@ class Writer:
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
         self.dropped = 0
-        self.there = threading.Event()
-        self.in_a_hurry = threading.Event()
+        self.unwritten = 0  # events that the thread has taken, and not written yet
+        self.arrived = threading.Event()
+        self.hurry = threading.Event()
         self.written = threading.Condition()
-        self.unwritten = 0  # taken from the events by the thread
         self.starting = threading.Lock()
         self.thread: threading.Thread | None = None
-        self.open: list[Any] = []  # the connections of the thread
-        self.away = False
         self.ended = threading.Event()
+        self.open_connections: list[Any] = []  # those of the thread
+        self.away = False
 
     def put(self, event: LockEvent) -> None:
         self.events.append(event)
         if len(self.events) > BOUND:
             self.events.popleft()
             self.dropped += 1
-        if not self.there.is_set():
-            self.there.set()
+        if not self.arrived.is_set():
+            self.arrived.set()
         if self.thread is None or not self.thread.is_alive():
             self.start()
 
@@ -164,7 +177,8 @@ class Writer:
         with self.starting:
             if self.thread is None or not self.thread.is_alive():
                 self.ended = threading.Event()
-                # Known before it starts, or a signal between the two would leave a stranger.
+                # Assigned before it starts: a signal between the two must not leave a thread that
+                # runs unknown.
                 self.thread = threading.Thread(
                     target=self.run, args=(self.ended,), name="singletask-history", daemon=True
                 )
@@ -175,101 +189,14 @@ class Writer:
             return
         self.flush(RETRY)
         self.ended.set()
-        self.there.set()
+        self.arrived.set()
         self.thread.join(RETRY)
         self.thread = None
-
-    def run(self, ended: threading.Event) -> None:
-        while not ended.is_set():
-            if not self.there.wait(IDLE if self.open else None):
-                self.close()
-                continue
-            self.there.clear()
-            pause = PAUSE
-            while self.events and not ended.is_set():
-                if len(self.events) < AT_ONCE:
-                    self.in_a_hurry.wait(pause)
-                began = time.monotonic()
-                self.write_some(ended)
-                took = time.monotonic() - began
-                pause = min(max(PAUSE, SHARE * took), LONGEST)
-        self.close()
-
-    def write_some(self, ended: threading.Event) -> None:
-        # Looked at before they are taken away, so that flush() never finds nothing in between.
-        self.unwritten = count = min(len(self.events), AT_ONCE)
-        events = [self.events.popleft() for _ in range(count)]
-        again = False
-        while not self.try_to_write(events, again):
-            again = True
-            if ended.wait(RETRY):
-                self.events.extendleft(reversed(events))
-                break
-        with self.written:
-            self.unwritten = 0
-            self.written.notify_all()
-
-    def try_to_write(self, events: list[LockEvent], again: bool) -> bool:
-        """Write events; say whether they are done with."""
-        try:
-            write(events, again=again)
-        except (OperationalError, InterfaceError, InternalError, ProgrammingError) as error:
-            if not is_about_values(error):
-                # Away, read-only, without the table yet: it may come.
-                self.tell_once(error)
-                self.close()
-                return False
-            return self.write_singly(events, error)
-        except Exception as error:
-            return self.write_singly(events, error)
-        finally:
-            self.open = list(connections.all(initialized_only=True))
-        if self.away:
-            self.away = False
-            logger.warning("The history of the locks is written again.")
-        if self.dropped:
-            dropped, self.dropped = self.dropped, 0
-            logger.warning("%d events were dropped: more than %d had gathered.", dropped, BOUND)
-        _losses.end()
-        return True
-
-    def write_singly(self, events: list[LockEvent], error: Exception) -> bool:
-        """Leave out the one that cannot be written; what is written is taken off the list."""
-        if len(events) == 1:
-            _losses.add(1, error)
-            return True
-        while events:
-            if not self.try_to_write(events[:1], True):
-                return False
-            del events[0]
-        return True
-
-    def tell_once(self, error: Exception) -> None:
-        if self.away or asks_again(error):
-            return
-        self.away = True
-        logger.warning(
-            "The history of the locks cannot be written, which does no harm to the tasks; the last "
-            "%d events of each process are kept and written when it can be (%s: %s). Has "
-            "'manage.py migrate' run? SINGLETASK_HISTORY = 'off' stops recording.",
-            BOUND,
-            type(error).__name__,
-            str(error).partition("\n")[0],
-        )
-
-    def close(self) -> None:
-        """Close the connections of the thread; a broken one may fail at that, too."""
-        for connection in connections.all(initialized_only=True):
-            try:
-                connection.close()
-            except Error:
-                connection.connection = None
-        self.open = []
 
     def flush(self, timeout: float) -> bool:
         until = time.monotonic() + timeout
         try:
-            self.in_a_hurry.set()
+            self.hurry.set()
             with self.written:
                 while self.events or self.unwritten:
                     left = until - time.monotonic()
@@ -277,35 +204,105 @@ class Writer:
                         return False
                     self.written.wait(min(left, 0.05))
         finally:
-            self.in_a_hurry.clear()
+            self.hurry.clear()
         return True
 
+    def run(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            if not self.arrived.wait(IDLE if self.open_connections else None):
+                self.close()
+                continue
+            self.arrived.clear()
+            pause = PAUSE
+            while self.events and not ended.is_set():
+                if len(self.events) < AT_ONCE:
+                    self.hurry.wait(pause)
+                began = time.monotonic()
+                self.write_some(ended)
+                took = time.monotonic() - began
+                pause = min(max(PAUSE, SHARE * took), LONGEST)
+        self.close()
 
-INCORRECT_STRING = 1366
+    def write_some(self, ended: threading.Event) -> None:
+        # Counted before they are taken, so that flush() never sees none in between.
+        self.unwritten = at_once = min(len(self.events), AT_ONCE)
+        events = [self.events.popleft() for _ in range(at_once)]
+        again = False
+        while events and not ended.is_set():
+            try:
+                write(events[:at_once], again=again)
+            except Exception as error:
+                again = True
+                if is_outage(error):
+                    self.begin_outage(error)
+                    ended.wait(RETRY)
+                    continue
+                if at_once > 1:
+                    at_once = 1  # to leave out the one that cannot be written
+                    continue
+                losses.add(error)
+            else:
+                self.end_outage()
+            finally:
+                self.open_connections = list(connections.all(initialized_only=True))
+            del events[:at_once]
+        self.events.extendleft(reversed(events))
+        with self.written:
+            self.unwritten = 0
+            self.written.notify_all()
+
+    def begin_outage(self, error: Exception) -> None:
+        if not (self.away or asks_again(error)):
+            self.away = True
+            warn(
+                error,
+                f"; the last {BOUND} events of each process are kept and written when it can be",
+            )
+        self.close()
+
+    def end_outage(self) -> None:
+        if self.away:
+            self.away = False
+            logger.warning("The history of the locks is written again.")
+        if self.dropped:
+            dropped, self.dropped = self.dropped, 0
+            logger.warning("%d events were dropped: more than %d had gathered.", dropped, BOUND)
+        losses.end()
+
+    def close(self) -> None:
+        """Close the connections of the thread; even that may fail for a broken one."""
+        for connection in connections.all(initialized_only=True):
+            try:
+                connection.close()
+            except Error:
+                connection.connection = None
+        self.open_connections = []
 
 
-def is_about_values(error: Exception) -> bool:
-    """Say whether MySQL refuses a text, which it calls an operational error."""
-    return bool(error.args) and error.args[0] == INCORRECT_STRING
+def is_outage(error: Exception) -> bool:
+    """Say whether a later attempt may succeed: away, read-only, or without the table yet."""
+    kinds = (OperationalError, InterfaceError, InternalError, ProgrammingError)
+    return isinstance(error, kinds) and error.args[:1] != (INCORRECT_STRING,)
 
 
-_writer = Writer()
+losses = Losses()
+writer = Writer()
 
 
 @atexit.register
 def _at_exit() -> None:
-    if _writer.thread is not None:
+    if writer.thread is not None:
         flush(2.0)
 
 
 def _after_fork() -> None:
-    # What has gathered is the parent's to write. Its connection is, too: it must not be closed
-    # here, where that would say "quit" on the shared socket.
-    global _writer
-    for connection in _writer.open:
+    # The events until now are the parent's to write. Its connection is the parent's too: closed
+    # here, it would say "quit" on the shared socket, so it must never be deleted.
+    global writer
+    for connection in writer.open_connections:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
-    _writer = Writer()
-    _losses.count = 0
+    writer = Writer()
+    losses.count = 0
 
 
 if hasattr(os, "register_at_fork"):

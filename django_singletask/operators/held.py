@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from django_singletask.history.queries import (
     NoHistory,
     UsualHold,
     reading,
+    storable,
     timestamp,
 )
 from django_singletask.holder import Holder
@@ -47,8 +47,6 @@ logger = logging.getLogger("django_singletask")
 
 USUAL = 30
 """Locks whose usual hold is looked up."""
-UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
-"""Characters that PostgreSQL's texts cannot have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,11 +214,8 @@ def _read(keys: Iterable[str]) -> list[HeldLock]:
 def _stored(key: str, entry: Entry) -> HeldLock:
     holder = Holder.decode(entry.value)
     # Something else may have written the entry: no query and no page can have these characters.
-    texts: Any = {
-        field: UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
-        for field, text in vars(holder).items()
-        if isinstance(text, str) and UNSTORABLE.search(text)
-    }
+    facts = vars(holder).items()
+    texts: Any = {field: storable(text) for field, text in facts if isinstance(text, str)}
     holder = dataclasses.replace(holder, **texts)
     if key.startswith(QUEUED):
         return _lock(key, holder, "queued", entry.remaining)
@@ -243,12 +238,7 @@ def _expired(tokens: Collection[str]) -> list[HeldLock]:
             over = TaskLockEvent.objects.still_open(over)
     except NoHistory:
         return []
-    return [_lock(row.key, _holder(row), "expired") for row in over]
-
-
-def _holder(row: TaskLockEvent) -> Holder:
-    since, task, task_id = timestamp(row.at), row.task or None, row.task_id or None
-    return Holder.from_dict({**vars(row), "since": since, "task": task, "task_id": task_id})
+    return [_lock(row.key, row.holder(), "expired") for row in over]
 
 
 def _lock(key: str, holder: Holder, state: str, remaining: float | None = None) -> HeldLock:

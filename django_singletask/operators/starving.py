@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import Any
 
 from django.utils.timezone import now as django_now
 
@@ -149,8 +148,3 @@ def _suspects(longer_than: float, task: str | None) -> list[str]:
         if row.name != SWEEPER and task in (None, row.task) and row.blocked_by not in completed
     )
     return list(names)
-
-
-def who_starves(longer_than: float, **options: Any) -> tuple[list[Starving], int]:
-    # Of before, until its last caller uses starving().
-    return starving(longer_than, **options), 0

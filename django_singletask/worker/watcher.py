@@ -26,8 +26,9 @@ from django.db import connections, router
 
 from django_singletask.checks import run
 from django_singletask.conf import conf
-from django_singletask.history import writing as history
+from django_singletask.history.queries import SWEEPER
 from django_singletask.history.recorder import flush
+from django_singletask.history.sweep import Sweeper
 from django_singletask.holder import start_time
 from django_singletask.locks.address import lease_length
 from django_singletask.locks.keys import LockKey
@@ -159,7 +160,7 @@ class Watcher(threading.Thread):
         self.bury_at = 0.0
         self.sweep_at = time.monotonic() + SWEEP
         self.sweeper: threading.Thread | None = None
-        self.leader = TaskLock(history.SWEEPER, run=Run(quiet=True))
+        self.leader = TaskLock(SWEEPER, run=Run(quiet=True))
 
     def accepted(self, pid: int, run: Accepted) -> None:
         run.start = start_time(pid)
@@ -236,6 +237,9 @@ def lock_of(request: Any) -> TaskLock | None:
     return lock
 
 
+_history = Sweeper()
+
+
 def sweep(leader: TaskLock) -> None:
     """Close the history's rows of locks that nobody holds any more, and clean up the lock table.
 
@@ -247,7 +251,7 @@ def sweep(leader: TaskLock) -> None:
             with suppress(CannotList):  # a key function hides which entries are locks
                 get_store(conf.cache).purge()
             if conf.history != "off":
-                history.sweep()
+                _history.sweep()
     except Exception:
         logger.exception("The sweep failed; the next one is in a minute.")
     finally:

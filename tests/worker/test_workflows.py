@@ -18,7 +18,7 @@ from celery.exceptions import TimeoutError as NotInTime
 from celery.result import AsyncResult
 
 from django_singletask import DuplicateTask, TaskLock
-from django_singletask.history.writing import SWEEPER
+from django_singletask.history.queries import SWEEPER
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.stores import CannotList, get_store

@@ -18,7 +18,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
-from django_singletask.history.writing import prune
+from django_singletask.history.sweep import prune
 from django_singletask.management import alarms, listings
 from django_singletask.management.arguments import add_actions, check_choice
 from django_singletask.management.sentences import explain

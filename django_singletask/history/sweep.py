@@ -1,0 +1,108 @@
+"""Close the rows of runs that nobody can close any more, and delete old rows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from django.conf import settings
+
+from django_singletask.history.queries import timestamp
+from django_singletask.holder import Holder
+from django_singletask.locks import clock
+from django_singletask.locks.address import Address
+from django_singletask.locks.keys import LockKey
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.models import TaskLockEvent
+from django_singletask.stores import get_store
+
+__all__ = ["Sweeper", "prune"]
+
+logger = logging.getLogger("django_singletask")
+
+SWEPT = 50_000
+"""Rows that one sweep deletes at most: the next sweep is soon."""
+
+
+class Sweeper:
+    """Close the open rows of locks that nobody holds any more.
+
+    Sweep again and again with one sweeper: a row is closed when its token was not in the store at
+    two looks that are at least its lease apart. After a single look the row could be closed too
+    early, because a renewal may find the entry gone and take the lock again, and because the end
+    of a run may be on its way to the history.
+    """
+
+    def __init__(self, now: Callable[[], float] = clock.now) -> None:
+        self.now = now
+        self.missed: dict[int, float] = {}  # when the token of an open row was first not found
+
+    def sweep(self) -> None:
+        """Close rows, and prune the history."""
+        still_open, down = set(), set()
+        for row in TaskLockEvent.objects.primary().open().iterator():
+            still_open.add(row.pk)
+            over = timestamp(row.at) + row.timeout <= time.time()
+            if over and row.cache in settings.CACHES and row.cache not in down:
+                try:
+                    self.look_after(row)
+                except Exception as error:
+                    # A cache that is down, or can no longer hold locks, must not keep the rows of
+                    # other caches from being swept.
+                    down.add(row.cache)
+                    logger.warning("The rows of the cache %r are not swept: %s", row.cache, error)
+        for pk in self.missed.keys() - still_open:
+            del self.missed[pk]
+        prune(limit=SWEPT)
+
+    def look_after(self, row: TaskLockEvent) -> None:
+        """Look at an open row whose lease is over, unless the lease was renewed."""
+        entry = get_store(row.cache).read(row.key)
+        holder = Holder.decode(entry.value) if entry is not None else None
+        if holder is not None and holder.token == row.token:
+            self.missed.pop(row.pk, None)
+            how = proof_of_death(holder)
+            if how is not None:
+                Address(row.cache, LockKey(row.name, row.key)).bury(row.token, how)
+        elif self.now() - self.missed.setdefault(row.pk, self.now()) >= row.timeout:
+            del self.missed[row.pk]
+            _expire(row)
+
+
+def _expire(row: TaskLockEvent) -> None:
+    logger.warning("%s: the lease of a run on %s:%s ended unreleased.", row.key, row.host, row.pid)
+    address = Address(row.cache, LockKey(row.name, row.key))
+    address.tell("expired", row.holder(), reason="its lease ended unreleased")
+
+
+def prune(
+    batch: int = 1000,
+    *,
+    older_than: float | None = None,
+    limit: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Delete what is older than ``older_than`` seconds (default ``SINGLETASK_HISTORY_DAYS``).
+
+    In small batches, each a transaction of its own; at most ``limit`` rows. ``progress`` is
+    called after each batch with the number of rows deleted so far. Returns that number.
+    """
+    rows = TaskLockEvent.objects.primary()
+    old, deleted = rows.older_than(older_than).order_by("at"), 0
+    rest = old
+    while batch := batch if limit is None else min(batch, limit - deleted):
+        oldest = list(rest.values_list("pk", "at", "token")[:batch])
+        if not oldest:
+            break
+        # Skips are deleted before the runs that they met: without those, they would look like
+        # calls that came to nothing, between two batches or after the last batch of a limit.
+        tokens = [token for _pk, _at, token in oldest if token]
+        met = rows.filter(blocked_by__in=tokens).order_by().values_list("pk", flat=True)
+        first = list(met[:batch])
+        deleted += rows.filter(pk__in=first or [pk for pk, _at, _token in oldest]).delete()[0]
+        if progress is not None:
+            progress(deleted)
+        # PostgreSQL's index still has the deleted rows: do not pass them again each time.
+        rest = old.filter(at__gte=oldest[0 if first else -1][1])
+    return deleted
