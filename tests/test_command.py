@@ -268,17 +268,20 @@ def test_clear_of_what_is_not_plain_frees_nothing(take, answer, arguments, messa
     ("arguments", "message"),
     [
         (["nightly"], "Not held: nightly."),
-        (["one", "nightly", "x\x1b"], "Not held: nightly, x\\x1b."),
+        (["one", "nightly", "was\x1b"], "Not held: nightly, was\\x1b."),
         (["--task", "x"], "Not held: --task x."),
         (["--token", "x"], "Not held: --token x."),
         (["one", "--token", "x"], "Not held by that token: one."),
         (["one", "--dead"], "Not held by a dead process: one."),
         (["one", "--queued"], "Not queued: one."),
-        (["onee"], "Not held: onee. No lock is known as 'onee'. Did you mean \"one\"?"),
+        (["onee"], "No lock is known as 'onee'. Did you mean \"one\"?"),
+        (["one", "x\x1b"], "No lock is known as 'x\\x1b'. 'manage.py locks' lists what is held."),
     ],
 )
 def test_clear_of_what_is_not_there_frees_nothing(take, arguments, message):
     lock = take("one")
+    ran(60)
+    ran(60, name="was\x1b", key="singletask:was:0")
     error = refused("clear", *arguments, "--yes")
     assert (str(error), error.returncode) == (message, 1)
     assert lock.owned()
@@ -322,17 +325,11 @@ def test_clear_asks_first(take, answer, text):
     assert not lock.locked()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *((text, "Nothing was freed.") for text in ("", "n", "maybe", "yessir")),
-        (KeyboardInterrupt, "Nothing was freed."),
-        (EOFError, "Nobody answered; --yes frees without asking."),
-    ],
-)
-def test_anything_but_yes_frees_nothing(take, answer, text, message):
+@pytest.mark.parametrize("text", ["", "n", "maybe", "yessir", KeyboardInterrupt, EOFError])
+def test_anything_but_yes_frees_nothing(take, answer, text):
     lock = take("nightly")
     answer(text)
+    message = "Nothing was freed; --yes frees without asking."
     assert str(refused("clear", "nightly")) == message
     assert lock.owned()
 
@@ -452,7 +449,7 @@ def test_dry_run_of_clear_queued_forgets_nothing(queued):
 def test_clear_queued_asks_what_it_is_about(queued, answer):
     queued("a")
     questions = answer("n")
-    assert str(refused("clear", "--queued")) == "Nothing was freed."
+    assert str(refused("clear", "--queued")).startswith("Nothing was freed")
     assert questions[0].startswith("Forget 1 queued call? Those that the broker has still run")
 
 

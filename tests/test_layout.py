@@ -49,7 +49,6 @@ NOT_YET: set[str] = {
     "django_singletask.holder",
     "django_singletask.locks.lock",
     "django_singletask.locks.renewal",
-    "django_singletask.management.commands.locks",
     "django_singletask.operators.explain",
     "django_singletask.operators.held",
     "django_singletask.task.delivery",

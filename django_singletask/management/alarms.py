@@ -10,7 +10,7 @@ from django_singletask.history.queries import NoHistory
 from django_singletask.management.tables import few, printable
 from django_singletask.operators import names as calls
 from django_singletask.operators import starving as starvation
-from django_singletask.operators.explain import UnknownLock, why
+from django_singletask.operators.explain import why
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.words import compact, in_words, plural
 
@@ -18,13 +18,13 @@ __all__ = ["held_over", "is_among", "must_be_known", "starving", "unknown"]
 
 
 def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLock]) -> None:
-    """Raise if nothing is known of what a monitor watches: its name may be misspelled."""
-    try:
-        for name in names:
-            if not is_among(name, locks):
-                why(name)
-    except UnknownLock as error:
-        raise CommandError(unknown("lock", error.name, error.matches), returncode=2) from error
+    """Raise if nothing is known of what a monitor watches: its name may be misspelled.
+
+    Of a lock :class:`UnknownLock`, of a task ``CommandError``.
+    """
+    for name in names:
+        if not is_among(name, locks):
+            why(name)
     if task is None or any(lock.holder.task == task for lock in locks) or calls.is_task(task):
         return
     tasks = [call.partition("(")[0] for call in calls.patterns()]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 from django_singletask.history.queries import timestamp
@@ -24,7 +24,7 @@ from django_singletask.operators.words import (
     status,
 )
 
-__all__ = ["COMMAND", "as_json", "findings", "held", "history", "locks_as_json", "rows_as_json"]
+__all__ = ["COMMAND", "as_json", "findings", "held", "history", "locks_as_json"]
 
 COMMAND = " (manage.py locks)"
 """End of the actor's name if it was this command."""
@@ -49,9 +49,9 @@ def held(locks: Sequence[HeldLock]) -> list[str]:
         ],
         [
             f"(slow: usual {duration(max(1, round(usual.median))).partition(' ')[0]})"
-            if usual and usual.is_exceeded_by(lock.held_for)
+            if usual and slow
             else ""
-            for lock, usual in _with_usual(locks)
+            for _lock, usual, slow in _with_usual(locks)
         ],
     )
 
@@ -67,10 +67,12 @@ def _holder(lock: HeldLock) -> str:
     return name if lock.state == "held" else f"{STATES[lock.state]} {name}"
 
 
-def _with_usual(locks: Sequence[HeldLock]) -> list[tuple[HeldLock, UsualHold | None]]:
-    """Return each lock with how long it usually is held, where that is known."""
-    usual = usual_holds(locks)
-    return [(lock, usual.get(whose(lock)) if lock.state == "held" else None) for lock in locks]
+def _with_usual(locks: Sequence[HeldLock]) -> Iterator[tuple[HeldLock, UsualHold | None, bool]]:
+    """Yield each lock with how long it usually is held, if known, and whether it is slow."""
+    holds = usual_holds(locks)
+    for lock in locks:
+        usual = holds.get(whose(lock)) if lock.state == "held" else None
+        yield lock, usual, usual is not None and usual.is_exceeded_by(lock.held_for)
 
 
 def history(rows: Sequence[TaskLockEvent]) -> list[str]:
@@ -86,7 +88,7 @@ def history(rows: Sequence[TaskLockEvent]) -> list[str]:
                 status(row)[1] + (f" ×{row.count}" if row.count > 1 else ""),
                 "-" if row.ended_at is None else hold_time(hold_seconds(row)),
                 # Nor for the host of somebody who used the command.
-                row.actor.removesuffix(COMMAND).rpartition(" on ")[0]
+                row.actor.rpartition(" on ")[0]
                 if row.actor.endswith(COMMAND)
                 else row.actor or process(row.host, row.pid) or row.host or "unknown",
             )
@@ -100,11 +102,13 @@ def findings(probe: Probe) -> list[str]:
     backend = probe.backend.rpartition(".")[2]
     lines = [printable(f"Cache {probe.cache!r}: {backend}, {probe.server}", width())]
     for finding in probe.findings:
-        text = textwrap.wrap(printable(finding.text), width() - 11, break_on_hyphens=False)
-        lines += [
-            f"  {level:<7}  {line}"
-            for level, line in zip_longest([finding.level], text, fillvalue="")
-        ]
+        lines += textwrap.wrap(
+            printable(finding.text),
+            width(),
+            initial_indent=f"  {finding.level:<7}  ",
+            subsequent_indent=" " * 11,
+            break_on_hyphens=False,
+        )
     warnings = sum(finding.level == "warning" for finding in probe.findings)
     if probe.fit:
         but = f", with {plural(warnings, 'warning')}" if warnings else ""
@@ -113,18 +117,26 @@ def findings(probe: Probe) -> list[str]:
 
 
 def as_json(fact: Any) -> Any:
-    """Return what JSON has for a fact, or for one that consists of others; spans in seconds."""
+    """Return what JSON has for a fact, or for one that consists of others.
+
+    Times become Unix times, spans seconds, both to the millisecond.
+    """
     if isinstance(fact, HeldLock):
-        lock = {name: getattr(fact, name) for name in LOCK}
-        return as_json({**lock, **{name: getattr(fact.holder, name) for name in HOLDER}})
+        facts = {name: getattr(fact, name) for name in LOCK}
+        return as_json({**facts, **{name: getattr(fact.holder, name) for name in HOLDER}})
     if isinstance(fact, UsualHold):
         return as_json(fact._asdict())
+    if isinstance(fact, TaskLockEvent):
+        fields = fact._meta.concrete_fields
+        return as_json({field.name: getattr(fact, field.name) for field in fields})
     if dataclasses.is_dataclass(fact):
         return as_json(vars(fact))
     if isinstance(fact, dict):
         return {name: as_json(value) for name, value in fact.items()}
     if isinstance(fact, list):
         return [as_json(value) for value in fact]
+    if isinstance(fact, datetime):
+        fact = timestamp(fact)
     return round(fact, 3) if isinstance(fact, float) else fact
 
 
@@ -135,23 +147,6 @@ HOLDER = ("token", "task", "task_id", "host", "pid", "since", "timeout")
 def locks_as_json(locks: Sequence[HeldLock]) -> list[dict[str, Any]]:
     """Return locks for JSON, with how long they usually are held, where that is known."""
     return [
-        {
-            **as_json(lock),
-            "usual": as_json(usual),
-            "slow": usual is not None and usual.is_exceeded_by(lock.held_for),
-        }
-        for lock, usual in _with_usual(locks)
-    ]
-
-
-def rows_as_json(rows: Sequence[TaskLockEvent]) -> list[dict[str, Any]]:
-    """Return rows of the history for JSON; times are Unix times, spans seconds."""
-    fields = [field.name for field in TaskLockEvent._meta.concrete_fields]
-    times = {"at", "ended_at", "last_at"}
-    return [
-        {
-            name: timestamp(value) if name in times and value else value
-            for name, value in ((name, getattr(row, name)) for name in fields)
-        }
-        for row in rows
+        {**as_json(lock), "usual": as_json(usual), "slow": slow}
+        for lock, usual, slow in _with_usual(locks)
     ]

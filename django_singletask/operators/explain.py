@@ -96,7 +96,7 @@ def why(name: str) -> Why:
     lock = next((lock for lock in locks if lock.state in HOLDING), None)
     queued = next((lock for lock in locks if lock.queued), None)
     expired = [lock for lock in locks if lock.state == "expired"]
-    shown, key, task = name, keys_of(name)[0], name.partition("(")[0]
+    shown, key, task = name, next(iter(keys_of(name)), name), name.partition("(")[0]
     if first := lock or queued or next(iter(expired), None):
         shown, key, task = first.name, first.key, first.holder.task or ""
     elif rows:

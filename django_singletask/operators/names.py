@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
@@ -39,8 +39,15 @@ def locks_of(name: str) -> list[LockKey]:
     locks = []
     with suppress(ValueError):
         locks.append(name_key(name))
-    for task, lock in _locks_of_call(name):
-        locks += [lock, lock.beside(QUEUED, task)]
+    call = _parse(name)
+    if call is not None:
+        task, args, kwargs = call
+        calls = [_lock_of(*call)]
+        # A lock's name shows the arguments that make it, and the task may be of another project.
+        with suppress(TypeError, ValueError):
+            calls += [] if args else [call_key(task, AS_SHOWN, (), kwargs)]
+        for lock in filter(None, calls):
+            locks += [lock, lock.beside(QUEUED, task)]
     return locks
 
 
@@ -102,21 +109,6 @@ def nearest(name: str, candidates: Iterable[str]) -> list[str]:
         alike.setdefault(part, []).append(candidate)
     tasks = get_close_matches(task, alike)
     return [each for part in tasks for each in get_close_matches(typed, alike[part], cutoff=0)][:3]
-
-
-def _locks_of_call(name: str) -> Iterator[tuple[str, LockKey]]:
-    """Yield the task and the lock of a call: as it is written, and as the task itself binds it."""
-    call = _parse(name)
-    if call is None:
-        return
-    task, args, kwargs = call
-    if not args:
-        # The name of a lock shows the arguments that make it, also those of other projects' tasks.
-        with suppress(TypeError, ValueError):
-            yield task, call_key(task, AS_SHOWN, (), kwargs)
-    lock = _lock_of(*call)
-    if lock is not None:
-        yield task, lock
 
 
 def _parse(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:

@@ -76,6 +76,10 @@ class Command(BaseCommand):
                 raise CommandError(f"{message.msg} Those of others cannot be seen. {message.hint}")
         try:
             getattr(self, action)(options)
+        except UnknownLock as error:
+            message = alarms.unknown("lock", error.name, error.matches)
+            # Of a lock that a monitor watches the command line is wrong.
+            raise CommandError(message, returncode=2 if action == "list" else 1) from error
         except (ImproperlyConfigured, NoHistory) as error:
             raise CommandError(printable(str(error))) from error
 
@@ -99,11 +103,8 @@ class Command(BaseCommand):
 
     def why(self, options: dict[str, Any]) -> None:
         """Print what is known of one lock."""
-        try:
-            with asking_the_cache():
-                facts = why(options["name"])
-        except UnknownLock as error:
-            raise CommandError(alarms.unknown("lock", error.name, error.matches)) from error
+        with asking_the_cache():
+            facts = why(options["name"])
         if options["json"]:
             self.print_json({**listings.as_json(facts), "free": facts.lock is None})
         else:
@@ -148,14 +149,11 @@ class Command(BaseCommand):
         )
         try:
             answer = input(question)
-        except EOFError:
-            self.stdout.write("")
-            raise CommandError("Nobody answered; --yes frees without asking.") from None
-        except KeyboardInterrupt:
+        except (EOFError, KeyboardInterrupt):
             self.stdout.write("")
             answer = ""
         if answer.strip().lower() not in {"y", "yes"}:
-            raise CommandError("Nothing was freed.")
+            raise CommandError("Nothing was freed; --yes frees without asking.")
 
     def report(
         self, locks: Sequence[HeldLock], freed: Sequence[HeldLock], options: dict[str, Any]
@@ -189,7 +187,7 @@ class Command(BaseCommand):
         if conf.history == "off":
             self.stderr.write("SINGLETASK_HISTORY = 'off': only old rows are there.")
         if options["json"]:
-            self.print_json(listings.rows_as_json(rows))
+            self.print_json(listings.as_json(rows))
         elif rows:
             self.print_table(listings.history(rows))
         else:
@@ -277,7 +275,12 @@ def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
 
 
 def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
-    """Say that what was asked for is not there, and why, where that is known."""
+    """Say that what was asked for is not there, and why, where that is known.
+
+    Raises :class:`UnknownLock` for a name that nobody has ever used.
+    """
+    for name in missing:
+        why(name)
     token, task, queued, dead = (options[name] for name in ("token", "task", "queued", "dead"))
     what = "queued" if queued else "held by a dead process" if dead else "held"
     asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
@@ -290,10 +293,4 @@ def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[
         sentences.append("Expired is not held: there is nothing to free.")
     if "queued" in states and not (queued or dead):
         sentences.append("A call is queued: --queued lets an equal one be sent.")
-    try:
-        for name in missing[:1]:
-            why(name)
-    except UnknownLock as error:
-        if error.matches:
-            sentences.append(alarms.unknown("lock", error.name, error.matches))
     return " ".join(sentences)
