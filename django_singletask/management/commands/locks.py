@@ -77,9 +77,10 @@ class Command(BaseCommand):
         try:
             getattr(self, action)(options)
         except UnknownLock as error:
-            message = alarms.unknown("lock", error.name, error.matches)
-            # Of a lock that a monitor watches the command line is wrong.
-            raise CommandError(message, returncode=2 if action == "list" else 1) from error
+            # If a monitor watches an unknown lock, its command line is wrong.
+            code = 2 if action == "list" else 1
+            text = alarms.unknown("lock", error.name, error.matches)
+            raise CommandError(text, returncode=code) from error
         except (ImproperlyConfigured, NoHistory) as error:
             raise CommandError(printable(str(error))) from error
 
