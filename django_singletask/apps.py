@@ -18,8 +18,8 @@ class SingletaskConfig(AppConfig):
     def ready(self) -> None:
         from django_singletask import checks
         from django_singletask.history import recorder as writer
-        from django_singletask.worker import watcher as worker
+        from django_singletask.worker import startup
 
         checks.register()
         writer.connect()
-        worker.connect()
+        startup.connect()

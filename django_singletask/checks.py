@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-import string
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +13,11 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from django_singletask.conf import HISTORY_MODES, check_seconds, conf
-from django_singletask.locks.keys import has_literal_text
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
 from django_singletask.stores.places import backend_is, servers_of
 from django_singletask.task.base import SingletonTask
-from django_singletask.task.options import CHOICES, SECONDS
+from django_singletask.task.options import LockOptions
 from django_singletask.task.registered import import_tasks, singleton_tasks
 
 __all__ = ["check_cache", "check_deployment", "check_settings", "check_tasks", "register", "run"]
@@ -190,33 +187,10 @@ def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
 
 
 def _task(task: SingletonTask) -> Iterator[checks.CheckMessage]:
-    for option, zero in SECONDS.items():
-        value = getattr(task, option)
-        if option == "lock_timeout" and value is None:
-            continue
-        error = _seconds_error(f"{option} of {task.name}", value, zero=zero)
-        if error:
-            hint = f"Set {option} to seconds, such as 60, or remove it."
-            yield checks.Error(error, hint=hint, obj=task.name, id="django_singletask.E008")
-            return
-    yield from _lock_on(task)
-    yield from _lock_name(task)
-    for option, choices in CHOICES.items():
-        value = getattr(task, option)
-        if value not in choices:
-            yield checks.Error(
-                f"{option}={value!r} of {task.name} is none of {', '.join(map(str, choices))}.",
-                hint=f"Set {option} to one of them, or remove it.",
-                obj=task.name,
-                id="django_singletask.E012",
-            )
-    if task.on_conflict == "wait" and not task.lock_wait:
-        yield checks.Warning(
-            f'on_conflict="wait" of {task.name} has no lock_wait, so it raises at once.',
-            hint='Set lock_wait to seconds, or on_conflict to "raise".',
-            obj=task.name,
-            id="django_singletask.W009",
-        )
+    for problem in LockOptions.of(task).problems(f"of {task.name}", task.parameters):
+        message = checks.Error if problem.check.startswith("E") else checks.Warning
+        number = f"django_singletask.{problem.check}"
+        yield message(problem.text, hint=problem.hint, obj=task.name, id=number)
     if not task.lock_renew:
         yield from _fixed_lease(task)
     if task.acks_late and not task.reject_on_worker_lost:
@@ -229,70 +203,13 @@ def _task(task: SingletonTask) -> Iterator[checks.CheckMessage]:
         )
 
 
-def _lock_on(task: SingletonTask) -> Iterator[checks.CheckMessage]:
-    parameters = task.parameters.signature.parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for argument in task.lock_on or ():
-        if argument not in parameters:
-            yield checks.Error(
-                f"lock_on={list(task.lock_on or ())!r} of {task.name} names {argument!r}, "
-                "which is no argument of it.",
-                hint=f"Its arguments are: {', '.join(parameters) or 'none; use lock_on=[]'}.",
-                obj=task.name,
-                id="django_singletask.E009",
-            )
-
-
-def _lock_name(task: SingletonTask) -> Iterator[checks.CheckMessage]:
-    template = task.lock_name
-    if not isinstance(template, str):
-        return
-    parameters = task.parameters.signature.parameters
-    extra = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
-        if not has_literal_text(template):
-            message = "has no text of its own: two tasks could share a lock by accident"
-            hint = f"Write what it stands for, as in 'customer:{template}'."
-        else:
-            unknown = [
-                field
-                for field in fields
-                if field is not None
-                and (name := re.split(r"[.\[]", field)[0]) not in parameters
-                and not (extra and name.isidentifier())
-            ]
-            if not unknown:
-                return
-            message = f"uses {{{unknown[0]}}}, which is no argument of it"
-            hint = f"Its arguments are: {', '.join(parameters) or 'none'}."
-    except ValueError as error:
-        message, hint = f"is no format string: {error}", "Double a brace that is meant as such."
-    yield checks.Error(
-        f"lock_name={template!r} of {task.name} {message}.",
-        hint=hint,
-        obj=task.name,
-        id="django_singletask.E010",
-    )
-
-
 def _fixed_lease(task: SingletonTask) -> Iterator[checks.CheckMessage]:
-    if task.lock_timeout is None:
-        yield checks.Error(
-            f"lock_renew=False of {task.name} has no lock_timeout: after it the lock would end "
-            "under a running task.",
-            hint="Set lock_timeout to more seconds than the task can run, or let it renew.",
-            obj=task.name,
-            id="django_singletask.E011",
-        )
-        return
     limits = {
         name: getattr(task, name) or getattr(task.app.conf, f"task_{name}")
         for name in ("time_limit", "soft_time_limit")
     }
     name, limit = max(limits.items(), key=lambda item: item[1] or -math.inf)
-    if limit and limit > task.lock_timeout:
+    if limit and task.lock_timeout and limit > task.lock_timeout:
         yield checks.Warning(
             f"lock_timeout={task.lock_timeout!r} of {task.name} is not renewed and shorter than "
             f"its {name} of {limit} s: the lock can end under a running task.",

@@ -27,7 +27,7 @@ from django.db import connections
 from django_redis.cache import RedisCache as DjangoRedisCache
 
 from django_singletask import SingletonTask, checks
-from django_singletask.task import registered
+from django_singletask.task import options, registered
 from tests.settings import cache as configured
 
 ROOT = Path(__file__).parent.parent
@@ -650,8 +650,9 @@ def test_check_deploy_end_to_end():
 
 
 def ids() -> list[str]:
-    source = Path(str(checks.__file__)).read_text()
-    return re.findall(r"django_singletask\.([EW]\d{3})", source)
+    """Return the ids in the modules that find something."""
+    source = "".join(Path(str(module.__file__)).read_text() for module in (checks, options))
+    return re.findall(r"[.\"]([EW]\d{3})\"", source)
 
 
 def test_each_id_means_one_thing():

@@ -17,9 +17,10 @@ from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, LockKey
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.task import delivery as conflicts
-from django_singletask.task import rerun as latest
-from django_singletask.task.delivery import HEADER, LOOKS, WAITS, _hop
+from django_singletask.task import delivery, postpone, rerun
+from django_singletask.task.delivery import Delivery
+from django_singletask.task.header import HEADER, LOOKS, WAITS
+from django_singletask.task.postpone import hop
 from tests.testapp import tasks
 
 pytestmark = [
@@ -167,7 +168,7 @@ def test_a_failing_publish_gives_the_message_back(monkeypatch, caplog):
     with held_by("mine"), pytest.raises(Reject) as caught:
         receive(tasks.hold, "a")
     assert caught.value.requeue
-    assert "could not be put off" in caplog.text
+    assert "could not be postponed" in caplog.text
 
 
 def test_what_is_hidden_stays_hidden(sent):
@@ -184,25 +185,20 @@ def test_an_ignored_result_stays_ignored(sent):
 
 
 def test_hops_grow_to_a_quarter_of_the_lease(monkeypatch):
-    lock = tasks.hold.lock("a")
-    lock.blocker = Holder.new("n", 20, task=None, task_id=None, retries=0)
     monkeypatch.setattr("random.uniform", lambda low, high: 1)
-    hops = [_hop(tasks.hold, lock, 1, number) for number in range(8)]
+    hops = [hop(tasks.hold.app, 20, 1, number) for number in range(8)]
     assert hops == sorted(hops)
     assert hops[0] == 1
     assert hops[-1] == 5
 
 
 def test_hops_are_shorter_than_the_visibility_timeout():
-    lock = tasks.hold.lock("a")
     conf = SimpleNamespace(broker_transport_options={"visibility_timeout": 3})
-    task = SimpleNamespace(
-        app=SimpleNamespace(conf=conf, producer_pool=tasks.hold.app.producer_pool)
-    )
-    assert max(_hop(task, lock, 1, number) for number in range(30)) <= 1
+    app = SimpleNamespace(conf=conf, producer_pool=tasks.hold.app.producer_pool)
+    assert max(hop(app, 60, 1, number) for number in range(30)) <= 1
 
 
-def test_own_header_of_another_call_says_nothing(sent):
+def test_header_of_another_call_says_nothing(sent):
     done = []
 
     def run():
@@ -218,7 +214,7 @@ def test_own_header_of_another_call_says_nothing(sent):
 
 def test_hops_on_quorum_queues_are_of_a_second_at_least():
     """Celery lets RabbitMQ keep such a message, and refuses less."""
-    if conflicts.detect_quorum_queues is None:
+    if postpone.detect_quorum_queues is None:
         pytest.skip("Celery 5.4 does not know quorum queues")
     queue = Queue("q", queue_arguments={"x-queue-type": "quorum"})
     broker = SimpleNamespace(transport=SimpleNamespace(driver_type="amqp"))
@@ -228,10 +224,9 @@ def test_hops_on_quorum_queues_are_of_a_second_at_least():
         producer_pool=pool,
         amqp=SimpleNamespace(queues={"q": queue}),
     )
-    lock = tasks.hold.lock("a")
-    assert _hop(SimpleNamespace(app=app), lock, 0.05, 0) == 1
+    assert hop(app, 60, 0.05, 0) == 1
     queue.queue_arguments = {}
-    assert _hop(SimpleNamespace(app=app), lock, 0.05, 0) <= 0.05
+    assert hop(app, 60, 0.05, 0) <= 0.05
 
 
 class TestRequeue:
@@ -268,7 +263,7 @@ class TestRequeue:
 def state(task=tasks.rerun):
     """Return the highest number taken and noted."""
     entry = get_store("redis").read(task.lock_key("a", {}, {}).beside(LATEST, task.name).key)
-    return None if entry is None else latest.State.decode(entry.value)[1:]
+    return None if entry is None else rerun.State.decode(entry.value)[1:]
 
 
 @pytest.fixture
@@ -299,11 +294,11 @@ class TestRerun:
         @contextmanager
         def between():
             with monkeypatch.context() as patch:
-                patch.setattr(conflicts, "_gives_way", lambda *args: asleep.append(args))
+                patch.setattr(Delivery, "gives_way", lambda *facts: asleep.append(facts))
                 yield
 
         asleep = []
-        between.wake = lambda: conflicts._gives_way(*asleep.pop())
+        between.wake = lambda: Delivery.gives_way(*asleep.pop())
         return between
 
     def test_the_last_runs(self, sent, ran):
@@ -420,7 +415,7 @@ class TestRerun:
         def interrupt(*args):
             raise SoftTimeLimitExceeded
 
-        monkeypatch.setattr(conflicts, "is_superseded", interrupt)
+        monkeypatch.setattr(delivery, "is_superseded", interrupt)
         with held_by("holder", task=tasks.rerun), pytest.raises(Postponed):
             receive(tasks.rerun, "a", task_id="B")
 
@@ -480,7 +475,7 @@ class TestRerun:
         def take():
             barrier.wait()
             for _ in range(5):
-                numbers.append(latest.take_ticket(get_store(cache_alias), key).number)
+                numbers.append(rerun.take_ticket(get_store(cache_alias), key).number)
             close_stores()
 
         threads = [threading.Thread(target=take) for _ in range(8)]

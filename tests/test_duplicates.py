@@ -19,7 +19,7 @@ from django_singletask.holder import Holder
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.task.delivery import HEADER, LOOKS
+from django_singletask.task.header import HEADER, LOOKS, Header
 from django_singletask.task.unique import QueuedCall, delay_of, discard
 from tests.entries import eventually
 from tests.test_conflicts import held_by, receive
@@ -507,15 +507,15 @@ class TestFinish:
 class TestDiscard:
     def test_frees_in_the_background(self, sent, cache_alias):
         unique.delay("a")
-        discard(unique.name, sent[0].headers[HEADER])
+        discard(Header.of(sent[0].headers, sent[0].task_id, unique.name))
         eventually(lambda: unique.queued("a") is None)
 
     def test_frees_no_other(self, sent):
         unique.delay("a")
         entry_of(unique, "a").clear()
         second = unique.delay("a")
-        discard(unique.name, sent[0].headers[HEADER])
-        discard(unique.name, {})
+        discard(Header.of(sent[0].headers, sent[0].task_id, unique.name))
+        discard(Header(second.id, unique.name))
         with TaskLock("something that the background does later"):
             pass
         assert unique.queued("a").id == second.id

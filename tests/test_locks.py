@@ -308,7 +308,7 @@ class TestFailures:
         """The release or a debt frees it, or nobody renews it when the object is gone."""
         names = []
         for line in itertools.count(1):
-            names.append(f"interrupted at line {line}")
+            names.append(f"interrupted in {use} at line {line}")
             # In a context of its own, which an interrupted block leaves with its lock in it.
             context = contextvars.copy_context()
             if not context.run(take_and_give_back, names[-1], use, line):
@@ -597,7 +597,7 @@ def take_and_give_back(name, use, line):
 @contextlib.contextmanager
 def interrupt_at(number):
     """Raise KeyboardInterrupt where that line of lock.py or lease.py is about to run."""
-    seen = 0
+    seen, before = 0, sys.gettrace()
 
     def trace(frame, event, argument):
         nonlocal seen
@@ -606,7 +606,7 @@ def interrupt_at(number):
         if event == "line":
             seen += 1
             if seen == number:
-                sys.settrace(None)
+                sys.settrace(before)
                 raise KeyboardInterrupt
         return trace
 
@@ -614,7 +614,7 @@ def interrupt_at(number):
     try:
         yield
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
 
 
 class held_elsewhere:

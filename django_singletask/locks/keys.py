@@ -78,6 +78,11 @@ class Parameters:
                 except Exception:  # a translation, for one, cannot be read before Django is ready
                     self._unstable[name] = parameter.default
 
+    @property
+    def takes_any_name(self) -> bool:
+        """Whether the body has ``**kwargs``."""
+        return self._extra is not None
+
     def bind(
         self, task: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, defaults: bool = False
     ) -> dict[str, Any]:

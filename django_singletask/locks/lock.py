@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+import weakref
 from contextvars import ContextVar, Token
 from types import TracebackType
 
@@ -25,12 +26,15 @@ logger = logging.getLogger("django_singletask")
 POLL = 0.05
 MAX_POLL = 0.5
 
-_current: ContextVar[TaskLock | None] = ContextVar("current_lock", default=None)
+# A weak reference: after a signal that strikes between a body and its __exit__, the context would
+# keep the lock, and so its renewal, for ever.
+_current: ContextVar[weakref.ref[TaskLock] | None] = ContextVar("current_lock", default=None)
 
 
 def current_lock() -> TaskLock | None:
     """Return the innermost lock whose ``with`` block, function or task body is running here."""
-    return _current.get()
+    reference = _current.get()
+    return None if reference is None else reference()
 
 
 class TaskLock:
@@ -82,7 +86,7 @@ class TaskLock:
         self.blocker_remaining: float | None = None
         self._use: dict[str, object] = {}
         self._in_block = False
-        self._context: Token[TaskLock | None] | None = None
+        self._context: Token[weakref.ref[TaskLock] | None] | None = None
 
     def __repr__(self) -> str:
         state = f"held, token {self.token}" if self.token else "not held"
@@ -266,7 +270,7 @@ class TaskLock:
             self._begin_use(use)
             self._in_block = True
             if self.take(self.wait):
-                self._context = _current.set(self)
+                self._context = _current.set(weakref.ref(self))
             else:
                 self.meet_conflict()
             return self

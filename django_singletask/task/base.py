@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,6 @@ from typing import Any
 from celery.contrib.django.task import DjangoTask
 from celery.result import AsyncResult, EagerResult
 from celery.utils import uuid
-from celery.utils.saferepr import saferepr
 from django.db import transaction
 
 from django_singletask.exceptions import DuplicateTask, LockConflict
@@ -21,21 +21,16 @@ from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.locks.keys import LockKey, Parameters, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.run import Run
-from django_singletask.task import delivery as conflicts
-from django_singletask.task.delivery import HEADER, POLICIES, QUEUED_AGAIN, own_header
-from django_singletask.task.options import (
-    OPTIONS,
-    check_lock_options,
-    check_types,
-    choice_error,
-    refuse_misspelt,
-    refuse_unwrapped,
-)
+from django_singletask.task.delivery import QUEUED_AGAIN, deliver
+from django_singletask.task.header import Header, hidden_arguments
+from django_singletask.task.options import LockOptions, refuse_misspelt, refuse_unwrapped
 from django_singletask.task.unique import QueuedCall, delay_of
 
 __all__ = ["SingletonTask"]
 
 logger = logging.getLogger("django_singletask")
+
+EMPTY: Mapping[str, Any] = {}
 
 
 class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
@@ -51,7 +46,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     * ``lock_on``: names of the arguments that make the lock; ``[]`` is one lock for the task.
     * ``lock_name``: the name itself, a format string over the arguments or a callable with them.
     * ``on_conflict``: ``"skip"``; ``"raise"`` (:class:`LockConflict`); ``"wait"``; ``"requeue"``:
-      put off until it has run; ``"rerun"``: of all that conflict, the last runs after the holder.
+      postpone it until it has run; ``"rerun"``: of all that conflict, the last runs afterwards.
       A call without a message (direct, ``apply()``) raises instead of these two.
     * ``lock_wait``: seconds that ``"wait"`` waits before it raises.
     * ``skip_result``: what a skipped run returns.
@@ -88,9 +83,9 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
         if "_decorated" in cls.__dict__:
             refuse_misspelt(what, cls.__dict__.keys() - set(dir(SingletonTask)))
-        check_types(what, {name: cls.__dict__[name] for name in OPTIONS & cls.__dict__.keys()})
-        if cls.lock_on is not None and cls.lock_name is not None:
-            raise TypeError(f"{what}: lock_on and lock_name exclude each other; keep one.")
+        for problem in LockOptions.of(cls).problems(f"of {what}"):
+            if problem.early and problem.error is not None:
+                raise problem.error(problem.text)
         run = cls.__dict__.get("run")
         if run is not None:
             refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
@@ -123,7 +118,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         ``task.lock(7).locked()`` asks whether that call is running. Raises ``TypeError`` if the
         arguments do not fit the task or have no stable form.
         """
-        return self.lock_for(self.lock_key(args, kwargs, {}), {})
+        return self._lock(self.lock_key(args, kwargs), LockOptions.of(self))
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
         """Return the result of the call that stops one with these arguments at enqueue, if any.
@@ -131,8 +126,13 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         Asks the cache; the answer can be out of date when you act on it. Raises ``TypeError`` as
         :meth:`lock` does.
         """
-        holder = self.queued_call(self.lock_key(args, kwargs, {}), {}, Run(self.name)).holder()
+        key, options = self.lock_key(args, kwargs), LockOptions.of(self)
+        holder = QueuedCall(key, options, Run(self.name)).holder()
         return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
+
+    def _lock(self, key: LockKey, options: LockOptions) -> TaskLock:
+        run = Run(self.name, quiet=not options.lock_history)
+        return TaskLock(key, timeout=options.lock_timeout, renew=options.lock_renew, run=run)
 
     # Sending
 
@@ -158,37 +158,28 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         with ``unique_until``.
         """
         refuse_unwrapped(f"apply_async of {self.name}", options)
-        again = bool(own_header(options.get("headers"), task_id, self.name))
+        again = Header.of(options.get("headers"), task_id, self.name) is not None
         # Others wait for a call that has its id already, as the links of a chain and the members
         # of a group have, or that is to tell of its end: it must be sent.
         awaited = task_id or link or link_error or any(map(options.get, AWAITED))
-        task_id = task_id or uuid()
-        headers = self._headers(args, kwargs, task_id, lock_options, options)
-        options["headers"] = headers
-        own = headers[HEADER]
-        call = None
-        # A call that runs at once is never queued.
-        if not (again or self.app.conf.task_always_eager) and self.option(
-            "unique_until", own["options"]
-        ):
-            key = LockKey(own["name"], own["key"])
-            call = self.queued_call(key, own["options"], Run(self.name, task_id))
+        header = self._header(args, kwargs, task_id or uuid(), lock_options, options)
         when = options.get("countdown") or options.get("eta")
+        queued_call = None if again else self._queued_call(header)
         try:
-            if call is not None:
-                queued = call.enqueue(delay_of(when))
-                if call.value is not None:
-                    own["queued"] = call.value.decode()
-                elif queued is not None and not awaited:
-                    return self._duplicate(own, queued)
+            if queued_call is not None:
+                holder = queued_call.enqueue(delay_of(when))
+                header = header.next(queued=queued_call.value)
+                if holder is not None and not awaited:
+                    return self._duplicate(header, holder)
+            options["headers"] = header.into(options.get("headers"))
             result = super().apply_async(
-                args, kwargs, task_id, producer, link, link_error, shadow, **options
+                args, kwargs, header.task_id, producer, link, link_error, shadow, **options
             )
         except BaseException:
-            if call is not None:
-                call.give_back()
+            if queued_call is not None:
+                queued_call.give_back()
             raise
-        if again and own.get("queued"):
+        if again and header.queued:
             setattr(self.request, QUEUED_AGAIN, delay_of(when))
         return result
 
@@ -207,19 +198,24 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         with suppress(DuplicateTask):
             self.apply_async(*args, **kwargs)
 
-    def queued_call(self, key: LockKey, options: Mapping[str, Any], run: Run) -> QueuedCall:
-        """Return the entry of a queued call with this lock."""
-        names = ("unique_until", "unique_for", "lock_timeout")
-        return QueuedCall(key, {name: self.option(name, options) for name in names}, run)
+    def _queued_call(self, header: Header) -> QueuedCall | None:
+        options = LockOptions.of(self).but(header.overrides)
+        # A call that runs at once is never queued.
+        if self.app.conf.task_always_eager or not options.unique_until:
+            return None
+        assert header.lock_key is not None
+        return QueuedCall(header.lock_key, options, Run(self.name, header.task_id))
 
-    def _duplicate(self, header: Mapping[str, Any], queued: Holder) -> AsyncResult[Any]:
-        lock = self.lock_for(LockKey(header["name"], header["key"]), header["options"])
-        lock.blocker = queued
-        logger.info("%s is queued already, as task %s.", lock, queued.task_id)
+    def _duplicate(self, header: Header, holder: Holder) -> AsyncResult[Any]:
+        options = LockOptions.of(self).but(header.overrides)
+        assert header.lock_key is not None
+        lock = self._lock(header.lock_key, options)
+        lock.blocker = holder
+        logger.info("%s is queued already, as task %s.", lock, holder.task_id)
         lock.tell_of_blocker("duplicate", "queued")
-        if self.option("on_duplicate", header["options"]) == "raise":
-            raise DuplicateTask(lock.name, queued.task_id or "")
-        return self.AsyncResult(queued.task_id or "")
+        if options.on_duplicate == "raise":
+            raise DuplicateTask(lock.name, holder.task_id or "")
+        return self.AsyncResult(holder.task_id or "")
 
     def apply(
         self,
@@ -234,8 +230,8 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     ) -> EagerResult[Any]:
         """Run the task here and now, under its lock; see :meth:`apply_async`."""
         if lock_options:
-            task_id = task_id or uuid()
-            options["headers"] = self._headers(args, kwargs, task_id, lock_options, options)
+            header = self._header(args, kwargs, task_id or uuid(), lock_options, options)
+            task_id, options["headers"] = header.task_id, header.into(options.get("headers"))
         return super().apply(args, kwargs, link, link_error, task_id, *rest, **options)
 
     def signature_from_request(
@@ -243,54 +239,55 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     ) -> Any:
         """Describe the next message of a request, as ``retry()`` does."""
         signature = super().signature_from_request(request, args, kwargs, *rest, **options)
-        header = (signature.options.get("headers") or {}).get(HEADER)
-        if header:
-            # How often this message was put off says nothing about the next one.
-            kept = {k: v for k, v in header.items() if k not in HOPPING}
+        request = self.request if request is None else request
+        header = Header.of(signature.options.get("headers"), request.id, self.name)
+        if header is not None:
+            header = header.next()
             if args is not None or kwargs is not None:
-                # Other arguments may mean another lock: derive the key anew, keep the options.
-                kept["was"] = kept.pop("key", None)
-            signature.options["headers"] = {**signature.options["headers"], HEADER: kept}
+                # Other arguments may mean another lock: compute the key anew, keep the options.
+                key = header.lock_key.key if header.lock_key else None
+                header = header.next(lock_key=None, previous_key=key)
+            signature.options["headers"] = header.into(signature.options["headers"])
         return signature
 
     def on_replace(self, sig: Any) -> Any:
         """Send what replaces this task, or run it here: then this task's run is over."""
         lock = current_lock()
-        if (
-            self.request.is_eager
-            and lock
-            and lock.lease
-            and lock.run
-            and lock.run.task_id == self.request.id
-        ):
-            # A message would be put off until this body has ended; eager, it runs inside it.
-            lock.lease.give_back("ignored")
+        lease = lock.lease if lock else None
+        if self.request.is_eager and lease and lease.holder.task_id == self.request.id:
+            # A message would be postponed until this body has ended; eager, it runs inside it.
+            lease.give_back("ignored")
         return super().on_replace(sig)
 
-    def _headers(
+    def _header(
         self,
         args: Any,
         kwargs: Any,
         task_id: str,
         lock_options: Mapping[str, Any] | None,
         options: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        headers = options.get("headers") or {}
-        # The token is for one delivery only: it was made by the worker that received it.
-        own = {k: v for k, v in own_header(headers, task_id, self.name).items() if k != "token"}
-        overrides = own.get("options") or {}
+    ) -> Header:
+        """Return the header of a message, given the arguments of ``apply_async``."""
+        header = Header.of(options.get("headers"), task_id, self.name)
+        header = Header(task_id, self.name) if header is None else header
+        overrides = header.overrides
         if lock_options is not None:
-            check_lock_options(self, lock_options)
+            LockOptions.of(self).check_call(self.name, lock_options)
             overrides = {**overrides, **lock_options}
-        if own.get("key") and lock_options is None:
-            return {**headers, HEADER: own}
-        key = self.lock_key(args, kwargs, overrides, _shown(options))
-        # The key is made, and a callable could not travel.
-        travels = {k: v for k, v in overrides.items() if not callable(v)}
-        if key.key != own.pop("was", own.get("key")):
-            own.pop("queued", None)  # the entry beside another lock
-        made = {"id": task_id, "task": self.name, "key": key.key, "name": key.name}
-        return {**headers, HEADER: {**own, **made, "options": travels}}
+        elif header.lock_key is not None:
+            return dataclasses.replace(header, token=None)
+        key = self.lock_key(args, kwargs, overrides, hidden_arguments(options))
+        previous = header.previous_key or (header.lock_key.key if header.lock_key else None)
+        return dataclasses.replace(
+            header,
+            token=None,
+            lock_key=key,
+            previous_key=None,
+            # The key is made, and a callable could not travel.
+            overrides={name: value for name, value in overrides.items() if not callable(value)},
+            # The entry beside another lock is not this call's.
+            queued=header.queued if key.key == previous else None,
+        )
 
     # Running
 
@@ -298,91 +295,38 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         """Run the body under its lock."""
         request: Any = self.request_stack.top
         if request is None or request.called_directly or request._protected:
-            lock = self.lock_for(self.lock_key(args, kwargs, {}), {}, delivered=True)
-            return conflicts.run(self, lock, {}, super().__call__, args, kwargs)
+            return deliver(self, Header("", self.name), super().__call__, args, kwargs)
         # The worker's own call for a message, or apply()'s: the request is pushed already, and
         # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's:
         # a call of this task from its own body is a direct one.
         request._protected = 1
-        own = own_header(request.headers, request.id, self.name)
-        options = own.get("options") or {}
-        if own.get("key"):
-            key = LockKey(own["name"], own["key"])
-        else:
-            key = self.lock_key(args, kwargs, options, self._shown_by(request, args, kwargs))
-        lock = self.lock_for(
-            key, options, request.id, request.retries or 0, own.get("token"), delivered=True
-        )
-        message = None if request.is_eager else request
-        return conflicts.run(self, lock, options, self.run, args, kwargs, message)
-
-    def lock_for(
-        self,
-        key: LockKey,
-        options: Mapping[str, Any],
-        task_id: str | None = None,
-        retries: int = 0,
-        token: str | None = None,
-        *,
-        delivered: bool = False,
-    ) -> TaskLock:
-        """Return the lock of this key with the lock options of this task and of one call."""
-        policy = self.option("on_conflict", options)
-        if policy not in POLICIES:
-            raise ValueError(choice_error(self.name, "on_conflict", policy))
-        quiet = not self.option("lock_history", options)
-        return (conflicts.DeliveryLock if delivered else TaskLock)(
-            key,
-            timeout=self.option("lock_timeout", options),
-            renew=self.option("lock_renew", options),
-            wait=self.option("lock_wait", options) if delivered and policy == "wait" else 0,
-            run=Run(self.name, task_id, retries, token, quiet),
-        )
-
-    def option(self, name: str, options: Mapping[str, Any]) -> Any:
-        """Return an option of this task, or of one call where that has its own."""
-        return options[name] if name in options else getattr(self, name)
+        header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
+        return deliver(self, header, self.run, args, kwargs, request)
 
     def lock_key(
-        self, args: Any, kwargs: Any, options: Mapping[str, Any], shown: str | None = None
+        self,
+        args: Any,
+        kwargs: Any,
+        overrides: Mapping[str, Any] = EMPTY,
+        hidden: str | None = None,
     ) -> LockKey:
-        """Return name and key of the lock of a call; ``options`` are lock options of that call."""
-        # Of the two, one call's own stands for both.
-        own = (
-            options
-            if "lock_on" in options or "lock_name" in options
-            else {"lock_on": self.lock_on, "lock_name": self.lock_name}
-        )
+        """Return name and key of the lock of a call; ``overrides`` are lock options of that call.
+
+        ``hidden`` stands in the name instead of the arguments.
+        """
+        options = LockOptions.of(self).but(overrides)
         return call_key(
             self.name,
             self.parameters,
             args or (),
             kwargs or {},
-            lock_on=own.get("lock_on"),
-            lock_name=own.get("lock_name"),
-            shown=shown,
+            lock_on=options.lock_on,
+            lock_name=options.lock_name,
+            shown=hidden,
         )
-
-    def _shown_by(self, request: Any, args: Any, kwargs: Any) -> str | None:
-        # Celery always sends a representation of the arguments. One that is not what it would
-        # have made was given by the caller, to hide something.
-        size = self.app.amqp.argsrepr_maxsize
-        given = {name: getattr(request, name, None) for name in ("argsrepr", "kwargsrepr")}
-        if given["argsrepr"] == saferepr(tuple(args), size):
-            given["argsrepr"] = None
-        if given["kwargsrepr"] == saferepr(kwargs, self.app.amqp.kwargsrepr_maxsize):
-            given["kwargsrepr"] = None
-        return _shown(given)
 
 
 AWAITED = ("chain", "chord", "group_id")
-HOPPING = ("hops", "redelivered", "ticket")
-"""What the header says of a message while it is put off."""
-
-
-def _shown(options: Mapping[str, Any]) -> str | None:
-    given = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
-    return ", ".join(map(str, given)) if given else None
 
 
 def _mentions(code: Any, name: str) -> bool:

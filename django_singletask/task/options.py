@@ -1,50 +1,224 @@
-"""The lock options of a task: their names, types and values."""
+"""The lock options of a task: their defaults, one call's own, and what is wrong with them."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from django_singletask.conf import check_seconds
-from django_singletask.task.delivery import POLICIES
-from django_singletask.task.unique import ON_DUPLICATE, UNIQUE_UNTIL
+from django_singletask.locks.keys import Parameters, has_literal_text
 
-if TYPE_CHECKING:
-    from django_singletask.task.base import SingletonTask
+__all__ = ["POLICIES", "LockOptions", "Problem", "refuse_misspelt", "refuse_unwrapped"]
 
-__all__ = [
-    "CHOICES",
-    "OPTIONS",
-    "SECONDS",
-    "check_lock_options",
-    "check_types",
-    "choice_error",
-    "refuse_foreign",
-    "refuse_misspelt",
-    "refuse_unwrapped",
-]
+POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
-CHOICES: dict[str, tuple[str | None, ...]] = {
+CHOICES: dict[str, tuple[Any, ...]] = {
     "on_conflict": POLICIES,
-    "unique_until": (None, *UNIQUE_UNTIL),
-    "on_duplicate": ON_DUPLICATE,
+    "unique_until": (None, "start", "finish"),
+    "on_duplicate": ("return", "raise"),
+    "lock_renew": (True, False),
+    "lock_history": (True, False),
 }
 SECONDS = {"lock_timeout": False, "lock_wait": True, "unique_for": False}
 """Options in seconds, and whether each can be 0."""
 
-OPTIONS = frozenset(
-    {
-        *CHOICES,
-        *SECONDS,
-        "lock_history",
-        "lock_name",
-        "lock_on",
-        "lock_renew",
-        "skip_result",
-    }
-)
+CHECKS = {
+    "seconds": "E008",
+    "lock_on": "E009",
+    "lock_name": "E010",
+    "fixed lease": "E011",
+    "choice": "E012",
+    "wait": "W009",
+}
+"""Numbers of the system checks."""
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with options.
+
+    ``check`` is the number of the system check. ``error`` is what a call with these options
+    raises; None: only the check tells. ``early``: the body of a class raises it too.
+    """
+
+    text: str
+    hint: str
+    check: str
+    error: type[Exception] | None = None
+    early: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LockOptions:
+    """The lock options of one task, or of one call; see :class:`SingletonTask`."""
+
+    lock_timeout: float | None = None
+    lock_renew: bool = True
+    lock_on: Sequence[str] | None = None
+    lock_name: str | Callable[..., str] | None = None
+    on_conflict: str = "skip"
+    lock_wait: float = 0
+    skip_result: Any = None
+    unique_until: str | None = None
+    unique_for: float = 3600
+    on_duplicate: str = "return"
+    lock_history: bool = True
+
+    @classmethod
+    def of(cls, task: object) -> LockOptions:
+        """Return the options that are the attributes of a task, or of its class."""
+        options = object.__new__(cls)
+        # A quarter of the time of a frozen dataclass's own way to set its fields one by one.
+        vars(options).update({name: getattr(task, name) for name in NAMES})
+        return options
+
+    def but(self, overrides: Mapping[str, Any]) -> LockOptions:
+        """Return these options with those of one call; see :meth:`check_call`."""
+        if not overrides:
+            return self
+        if "lock_on" in overrides or "lock_name" in overrides:
+            # They exclude each other: the one of the call replaces the other of the task.
+            overrides = {"lock_on": None, "lock_name": None, **overrides}
+        return dataclasses.replace(self, **overrides)
+
+    def check_call(self, task: str, overrides: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for options of one call that cannot work."""
+        where = f"in lock_options of {task}"
+        if not isinstance(overrides, Mapping):
+            raise TypeError(f"lock_options of {task} must be a dict, not {overrides!r}.")
+        unknown = sorted(map(str, overrides.keys() - NAMES))
+        if unknown:
+            raise TypeError(
+                f"{unknown[0]!r} {where} is unknown; the options are {', '.join(sorted(NAMES))}."
+            )
+        both = overrides.get("lock_on") is not None and overrides.get("lock_name") is not None
+        options = dataclasses.replace(self, **overrides) if both else self.but(overrides)
+        for problem in options.problems(where):
+            if problem.error is not None:
+                raise problem.error(problem.text)
+
+    def problems(self, where: str, parameters: Parameters | None = None) -> Iterator[Problem]:
+        """Yield what is wrong, for the body of a class, for one call and for the check alike.
+
+        ``where`` follows the name of an option in the texts: ``"of shop.tasks.add"``. With the
+        ``parameters`` of the body the names of arguments are looked at, too.
+        """
+        yield from self._wrong_seconds(where)
+        yield from self._wrong_choices(where)
+        yield from self._wrong_lock_on(where, parameters)
+        yield from self._wrong_lock_name(where, parameters)
+        if self.lock_on is not None and self.lock_name is not None:
+            yield Problem(
+                f"lock_on and lock_name {where} exclude each other.",
+                "Keep one of them.",
+                CHECKS["lock_name"],
+                TypeError,
+                early=True,
+            )
+        if not self.lock_renew and self.lock_timeout is None:
+            yield Problem(
+                f"lock_renew=False {where} has no lock_timeout: after it the lock would end under "
+                "a running task.",
+                "Set lock_timeout to more seconds than the task can run, or let it renew.",
+                CHECKS["fixed lease"],
+                TypeError,
+            )
+        if self.on_conflict == "wait" and self.lock_wait == 0:
+            yield Problem(
+                f'on_conflict="wait" {where} has no lock_wait, so it raises at once.',
+                'Set lock_wait to seconds, or on_conflict to "raise".',
+                CHECKS["wait"],
+            )
+
+    def _wrong_seconds(self, where: str) -> Iterator[Problem]:
+        for option, zero in SECONDS.items():
+            value = getattr(self, option)
+            if option == "lock_timeout" and value is None:
+                continue
+            try:
+                check_seconds(f"{option} {where}", value, zero=zero)
+            except (TypeError, ValueError) as error:
+                hint = f"Set {option} to seconds, such as 60, or remove it."
+                wrong_type = isinstance(error, TypeError)
+                yield Problem(str(error), hint, CHECKS["seconds"], type(error), early=wrong_type)
+
+    def _wrong_choices(self, where: str) -> Iterator[Problem]:
+        for option, choices in CHOICES.items():
+            value = getattr(self, option)
+            # 1 equals True, but is not it.
+            if value in choices and (True not in choices or isinstance(value, bool)):
+                continue
+            wrong_type = not isinstance(value, str) or True in choices
+            yield Problem(
+                f"{option}={value!r} {where} is none of {', '.join(map(str, choices))}.",
+                f"Set {option} to one of them, or remove it.",
+                CHECKS["choice"],
+                TypeError if wrong_type else ValueError,
+                early=wrong_type,
+            )
+
+    def _wrong_lock_on(self, where: str, parameters: Parameters | None) -> Iterator[Problem]:
+        names: Any = self.lock_on
+        if names is None:
+            return
+        if isinstance(names, str):
+            text = f"lock_on={names!r} {where} is a string; did you mean [{names!r}]?"
+            yield Problem(text, "Set lock_on to a list.", CHECKS["lock_on"], TypeError, early=True)
+        elif not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            text = f"lock_on {where} must be a list of argument names, not {names!r}."
+            yield Problem(text, "Set lock_on to a list.", CHECKS["lock_on"], TypeError, early=True)
+        elif parameters is not None and not parameters.takes_any_name:
+            arguments = ", ".join(parameters.names) or "none; use lock_on=[]"
+            for name in names:
+                if name not in parameters.names:
+                    yield Problem(
+                        f"lock_on={list(names)!r} {where} names {name!r}, which is no argument of "
+                        "it.",
+                        f"Its arguments are: {arguments}.",
+                        CHECKS["lock_on"],
+                    )
+
+    def _wrong_lock_name(self, where: str, parameters: Parameters | None) -> Iterator[Problem]:
+        template: Any = self.lock_name
+        if template is None or callable(template):
+            return
+        if not isinstance(template, str):
+            text = f"lock_name {where} must be a format string or a callable, not {template!r}."
+            yield Problem(
+                text, "Set lock_name to a string.", CHECKS["lock_name"], TypeError, early=True
+            )
+        elif parameters is not None:
+            yield from _wrong_template(template, f"lock_name={template!r} {where}", parameters)
+
+
+NAMES = frozenset(field.name for field in dataclasses.fields(LockOptions))
+
+
+def _wrong_template(template: str, what: str, parameters: Parameters) -> Iterator[Problem]:
+    try:
+        has_text = has_literal_text(template)
+        parts = string.Formatter().parse(template)
+        fields = [field for _, field, _, _ in parts if field is not None]
+    except ValueError as error:
+        hint = "Double a brace that is meant as such."
+        yield Problem(f"{what} is no format string: {error}.", hint, CHECKS["lock_name"])
+        return
+    if not has_text:
+        yield Problem(
+            f"{what} has no text of its own: two tasks could share a lock by accident.",
+            f"Write what it stands for, as in 'customer:{template}'.",
+            CHECKS["lock_name"],
+        )
+        return
+    arguments = ", ".join(parameters.names) or "none"
+    for field in fields:
+        name = re.split(r"[.\[]", field)[0]
+        if name not in parameters.names and not (parameters.takes_any_name and name.isidentifier()):
+            text = f"{what} uses {{{field}}}, which is no argument of it."
+            yield Problem(text, f"Its arguments are: {arguments}.", CHECKS["lock_name"])
 
 
 ELSEWHERE = {
@@ -53,86 +227,30 @@ ELSEWHERE = {
     "lock_expiry": "unique_for, and lock_timeout for the run",
     "raise_on_duplicate": "on_duplicate='raise'",
 }
-"""Options of celery-once and celery-singleton, which Celery would take without a word."""
+"""Options of celery-once and celery-singleton, which Celery would accept and nobody would read."""
 
 
-def refuse_foreign(what: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an option of another library."""
+def refuse_unwrapped(what: str, names: Iterable[str]) -> None:
+    """Raise ``TypeError`` for what is no option of ``apply_async``; Celery would accept it."""
+    _refuse_foreign(what, names)
+    for name in names:
+        if name in NAMES:
+            raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
+
+
+def refuse_misspelt(what: str, names: Iterable[str]) -> None:
+    """Raise ``TypeError`` for a name in the decorator that is almost a lock option."""
+    _refuse_foreign(what, names)
+    for name in names:
+        similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
+        if similar:
+            raise TypeError(f"{what} has no option {name!r}; did you mean {similar[0]!r}?")
+
+
+def _refuse_foreign(what: str, names: Iterable[str]) -> None:
     for name in names:
         if name in ELSEWHERE:
             raise TypeError(
                 f"{what} has no option {name!r}: here it is {ELSEWHERE[name]}; see 'Coming from "
                 "celery-once, celery-singleton, the cookbook recipe' in the documentation."
             )
-
-
-def refuse_unwrapped(what: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for what is no option of ``apply_async``; Celery would keep quiet."""
-    refuse_foreign(what, names)
-    for name in names:
-        if name in OPTIONS:
-            raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
-
-
-def refuse_misspelt(what: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for a name in the decorator that is almost a lock option."""
-    refuse_foreign(what, names)
-    for name in names:
-        meant = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.8)
-        if meant:
-            raise TypeError(f"{what} has no option {name!r}; did you mean {meant[0]!r}?")
-
-
-def check_types(what: str, options: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for a lock option of a wrong type; the message begins with ``what``."""
-    for name, value in options.items():
-        if name in {"lock_renew", "lock_history"} and not isinstance(value, bool):
-            raise TypeError(f"{what}: {name} must be True or False, not {value!r}.")
-        if name in SECONDS and not (name == "lock_timeout" and value is None):
-            # A number that cannot work is for the system check, which names it with a hint.
-            with suppress(ValueError):
-                check_seconds(f"{what}: {name}", value, zero=True)
-        if name in CHOICES and not isinstance(value, str) and value not in CHOICES[name]:
-            raise TypeError(choice_error(what, name, value))
-        if name == "lock_name" and not (value is None or isinstance(value, str) or callable(value)):
-            raise TypeError(
-                f"{what}: lock_name must be a format string or a callable, not {value!r}."
-            )
-        if name == "lock_on" and value is not None:
-            if isinstance(value, str):
-                raise TypeError(f"{what}: lock_on={value!r} is a string; did you mean [{value!r}]?")
-            if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-                raise TypeError(f"{what}: lock_on must be a list of argument names, not {value!r}.")
-
-
-def choice_error(what: str, option: str, value: object) -> str:
-    """Say that an option cannot be ``value``."""
-    choices = ", ".join(map(str, CHOICES[option]))
-    return f"{what}: {option} must be one of {choices}, not {value!r}."
-
-
-def check_lock_options(task: SingletonTask, lock_options: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for options of one call that cannot work."""
-    if not isinstance(lock_options, Mapping):
-        raise TypeError(f"lock_options of {task.name} must be a dict, not {lock_options!r}.")
-    unknown = lock_options.keys() - OPTIONS
-    if unknown:
-        raise TypeError(
-            f"lock_options of {task.name} has no {sorted(unknown)[0]!r}; "
-            f"it knows {', '.join(sorted(OPTIONS))}."
-        )
-    check_types(f"lock_options of {task.name}", lock_options)
-    if None not in (lock_options.get("lock_on"), lock_options.get("lock_name")):
-        raise TypeError(
-            f"lock_options of {task.name}: lock_on and lock_name exclude each other; keep one."
-        )
-    fixed = not task.option("lock_renew", lock_options)
-    if fixed and task.option("lock_timeout", lock_options) is None:
-        raise TypeError(f"lock_options of {task.name}: lock_renew=False needs a lock_timeout.")
-    for name, zero in SECONDS.items():
-        if lock_options.get(name) is not None:
-            check_seconds(f"lock_options of {task.name}: {name}", lock_options[name], zero=zero)
-    for name, choices in CHOICES.items():
-        value = task.option(name, lock_options)
-        if value not in choices:
-            raise ValueError(choice_error(f"lock_options of {task.name}", name, value))

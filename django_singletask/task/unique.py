@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -20,13 +19,12 @@ from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.run import Run
 from django_singletask.stores import get_store
+from django_singletask.task.header import Header
+from django_singletask.task.options import LockOptions
 
-__all__ = ["ON_DUPLICATE", "UNIQUE_UNTIL", "QueuedCall", "delay_of", "discard"]
+__all__ = ["QueuedCall", "delay_of", "discard"]
 
 logger = logging.getLogger("django_singletask")
-
-UNIQUE_UNTIL = ("start", "finish")
-ON_DUPLICATE = ("return", "raise")
 
 # The life of an entry
 #
@@ -58,7 +56,7 @@ class QueuedCall:
     ``value`` is the entry's bytes while the call is queued; None if the call has no entry.
     """
 
-    def __init__(self, key: LockKey, options: Mapping[str, Any], run: Run) -> None:
+    def __init__(self, key: LockKey, options: LockOptions, run: Run) -> None:
         self.address = Address(conf.cache, key.beside(QUEUED, run.task or ""), silent=True)
         self.options = options
         self.run = run
@@ -92,7 +90,7 @@ class QueuedCall:
         return None if holder is None or proof_of_death(holder) else holder
 
     def _queued_for(self, delay: float) -> float:
-        return float(min(self.options["unique_for"] + delay, MAX_LEASE))
+        return float(min(self.options.unique_for + delay, MAX_LEASE))
 
     def _holder(self, length: float) -> Holder:
         return Holder.new(self.address.lock_key.name, length, **self.run.facts)
@@ -104,7 +102,7 @@ class QueuedCall:
 
         An error costs the protection against duplicates, never the run.
         """
-        if self.options["unique_until"] != "finish":
+        if self.options.unique_until != "finish":
             self.give_back()
             return
         try:
@@ -116,7 +114,7 @@ class QueuedCall:
 
     def _keep_until_finished(self) -> None:
         assert self.value is not None
-        self.lease = Lease(self.address, self._holder(lease_length(self.options["lock_timeout"])))
+        self.lease = Lease(self.address, self._holder(lease_length(self.options.lock_timeout)))
         # The entry may have ended, or have been freed with a killed earlier run: then it is taken
         # again, unless another call is queued by now.
         if not self.lease.replace(self.value) and self.lease.take() is not None:
@@ -161,17 +159,12 @@ class QueuedCall:
             renewal.keeper().owe(self.address.cache, self.address.key, self.value, length)
 
 
-def discard(task: str, header: Mapping[str, Any]) -> None:
-    """Free the entry of a call that a worker discards, in the background.
-
-    The worker's main process must not wait for a cache that is down.
-    """
-    key, queued = header.get("key"), header.get("queued")
-    if key and queued:
-        value = str(queued).encode()
-        beside = LockKey(header["name"], key).beside(QUEUED, task)
-        lease = Holder.decode(value).timeout
-        renewal.keeper().owe(conf.cache, beside.key, value, lease)
+def discard(header: Header) -> None:
+    """Free the entry of a queued call that a worker discards, in the background."""
+    if header.lock_key is not None and header.queued is not None:
+        queued_call = QueuedCall(header.lock_key, LockOptions(), Run(header.task))
+        queued_call.value = header.queued
+        queued_call.discard()
 
 
 def delay_of(when: Any) -> float:

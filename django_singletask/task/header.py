@@ -1,0 +1,146 @@
+"""What travels in a message beside Celery's own headers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from celery import Celery
+from celery.utils.saferepr import saferepr
+
+from django_singletask.locks.keys import LockKey
+from django_singletask.task.rerun import Ticket
+
+__all__ = ["HEADER", "LOOKS", "WAITS", "Header", "hidden_arguments", "hidden_in_message"]
+
+HEADER = "singletask"
+"""Name of the message header that holds all this."""
+
+# A message and the lock of its own earlier run
+#
+# The same task id can meet its own lock: a retry or a replacement is published by the body, so it
+# can arrive before the body has ended; a redelivery can arrive while the first run goes on,
+# because the broker took it for lost. To skip it would lose the work, to raise would fail it.
+#
+#   first run: takes the lock ........... result stored? not yet  -> gives back -> result SUCCESS
+#   message:             again: postponed     postponed       free: one more hop -> SUCCESS: drop
+#
+# The lock comes back before the result is stored, hence one more hop after it is free. If the
+# first run was killed, there is no result, and the message runs: at least once.
+
+WAITS = 1
+"""``redelivered`` of a message that waits for the end of its first run."""
+LOOKS = 2
+"""``redelivered`` of a message whose first run has ended; the result decides at the next look."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What this package writes into a message, and who writes and reads it.
+
+    Bodies pass ``headers=self.request.headers`` on to the calls that they make. So a header names
+    the call that it was made for, and says nothing about another id or another task.
+    """
+
+    task_id: str
+    """Written by ``apply_async``; read by :meth:`of`."""
+    task: str
+    """Written by ``apply_async``; read by :meth:`of`."""
+    lock_key: LockKey | None = None
+    """Written by ``apply_async``; read by the delivery. None: the worker computes it."""
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The lock options of this call. Written by ``apply_async``; read by the delivery."""
+    queued: bytes | None = None
+    """The entry of the queued call (``unique_until``), as the producer has added it. Written by
+    ``apply_async``; read by the delivery and by a worker that discards the message."""
+    token: str | None = None
+    """Chosen by the main process of a worker for one delivery; read by the body's process. Never
+    sent on."""
+    hops: int = 0
+    """How often this message was postponed. Written and read by the delivery."""
+    redelivered: int = 0
+    """``WAITS`` or ``LOOKS``. Written and read by the delivery."""
+    ticket: Ticket | None = None
+    """The message's place among those that conflict (``rerun``). Written and read by the
+    delivery."""
+    previous_key: str | None = None
+    """The key before ``retry()`` or ``replace()`` gave other arguments. Written by
+    ``signature_from_request``; read by ``apply_async``, which sends it no further."""
+
+    @classmethod
+    def of(cls, headers: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
+        """Read the header of a call; None if there is none that was made for this call."""
+        wire = (headers or {}).get(HEADER)
+        if not isinstance(wire, Mapping) or task_id is None:
+            return None
+        if (wire.get("id"), wire.get("task")) != (task_id, task):
+            return None
+        ticket, queued = wire.get("ticket"), wire.get("queued")
+        return cls(
+            task_id,
+            task,
+            lock_key=LockKey(wire["name"], wire["key"]) if wire.get("key") else None,
+            overrides=wire.get("options") or {},
+            queued=queued.encode() if queued else None,
+            token=wire.get("token"),
+            hops=wire.get("hops") or 0,
+            redelivered=wire.get("redelivered") or 0,
+            ticket=Ticket(*ticket) if ticket else None,
+            previous_key=wire.get("was"),
+        )
+
+    def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the headers of a message with this one among them."""
+        wire: dict[str, Any] = {"id": self.task_id, "task": self.task}
+        if self.lock_key is not None:
+            wire["name"], wire["key"] = self.lock_key
+        if self.queued is not None:
+            wire["queued"] = self.queued.decode()
+        if self.ticket is not None:
+            wire["ticket"] = list(self.ticket)
+        for name, value in (
+            ("options", self.overrides),
+            ("token", self.token),
+            ("hops", self.hops),
+            ("redelivered", self.redelivered),
+            ("was", self.previous_key),
+        ):
+            if value:
+                wire[name] = value
+        return {**(headers or {}), HEADER: wire}
+
+    def next(self, **changes: Any) -> Header:
+        """Return the header of another message of the same call.
+
+        How often this message was postponed says nothing about the next one, and the token is for
+        one delivery.
+        """
+        fresh = {"token": None, "hops": 0, "redelivered": 0, "ticket": None}
+        return dataclasses.replace(self, **{**fresh, **changes})
+
+    def postponed(self, **changes: Any) -> Header:
+        """Return the header of this message, sent once more for a little later."""
+        return dataclasses.replace(self, **{"token": None, "hops": self.hops + 1, **changes})
+
+
+def hidden_arguments(options: Mapping[str, Any]) -> str | None:
+    """Return what a caller shows instead of the arguments, by ``argsrepr`` and ``kwargsrepr``."""
+    texts = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
+    return ", ".join(map(str, texts)) if texts else None
+
+
+def hidden_in_message(app: Celery, request: Any, args: Any, kwargs: Any) -> str | None:
+    """Return what the sender of a message shows instead of the arguments; None for nothing.
+
+    Celery always sends a representation of the arguments. One that is not what Celery would have
+    made was given by the sender, to hide something.
+    """
+    texts = {}
+    for name, value, size in (
+        ("argsrepr", tuple(args), app.amqp.argsrepr_maxsize),
+        ("kwargsrepr", kwargs, app.amqp.kwargsrepr_maxsize),
+    ):
+        text = getattr(request, name, None)
+        texts[name] = None if text == saferepr(value, size) else text
+    return hidden_arguments(texts)

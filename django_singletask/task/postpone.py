@@ -1,0 +1,81 @@
+"""Publish a message again for a little later, so that this delivery of it can go."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any, NoReturn
+
+from celery import Celery, Task
+from celery.exceptions import Reject, SoftTimeLimitExceeded
+
+try:
+    from celery.utils.quorum_queues import detect_quorum_queues
+except ImportError:  # Celery 5.4
+    detect_quorum_queues = None  # type: ignore[assignment]
+
+from django_singletask.exceptions import Postponed
+from django_singletask.task.header import Header
+
+__all__ = ["FIRST_HOP", "SHORT_HOP", "hop", "postpone"]
+
+logger = logging.getLogger("django_singletask")
+
+FIRST_HOP = 1.0
+SHORT_HOP = 0.05
+"""Seconds of the first hop, and of that behind an earlier run that is about to end."""
+
+
+def postpone(
+    task: Task[..., Any], request: Any, header: Header, delay: float, *, lost: bool
+) -> NoReturn:
+    """Publish the message of a request again with this header, and let this delivery go.
+
+    Same task id, chord, chain, headers and retries. With ``acks_late`` this delivery is
+    acknowledged after the next is published: a process that is killed in between leaves two, and
+    the lock decides between them. ``lost`` says whether the broker may have forgotten the message,
+    so that nobody else would tell of an error. Raises :class:`Postponed`.
+    """
+    signature = task.signature_from_request(request, countdown=delay, retries=request.retries)
+    # What the caller hides stays hidden, and a result that nobody wants is not stored: Celery keeps
+    # the first on no version, the second not on 5.4.
+    names = ("argsrepr", "kwargsrepr", "ignore_result")
+    kept = {name: vars(request)[name] for name in names if name in vars(request)}
+    headers = header.into(signature.options.get("headers"))
+    try:
+        signature.set(headers=headers, **kept).apply_async()
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
+        logger.exception("%s could not be postponed.", request.id)
+        if lost and not task.acks_late:
+            raise
+        # It is no failure of the task: give the message back to the broker. Of a redelivery that
+        # the broker has forgotten, the other run is there.
+        raise Reject(error, requeue=True) from error
+    raise Postponed
+
+
+def hop(app: Celery, lease: float, first: float, hops: int) -> float:
+    """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
+
+    ``lease`` is that of the holder in seconds, 0 if it is not known. The hops are short, because a
+    delivery that waits for its time longer than the broker's visibility timeout is itself
+    redelivered, and multiplies.
+    """
+    transport = app.conf.broker_transport_options or {}
+    longest = float(transport.get("visibility_timeout") or 3600) / 3
+    if lease:
+        longest = min(longest, lease / 4)
+    # After a short first hop, continue with the ordinary ones.
+    seconds = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
+    seconds = min(seconds, longest) * random.uniform(0.75, 1)
+    # Quorum queues of RabbitMQ delay a message themselves, for a whole second at least.
+    return float(max(seconds, 1.0) if _has_quorum_queues(app) else seconds)
+
+
+def _has_quorum_queues(app: Celery) -> bool:
+    if detect_quorum_queues is None:
+        return False
+    driver = app.producer_pool.connections.connection.transport.driver_type
+    return bool(detect_quorum_queues(app, driver)[0])
