@@ -6,8 +6,8 @@ Without arguments the tests run in three parts at the same time, each with serve
 parts with Celery workers, which mostly wait, and one with all other tests.
 
 --install-services  On Debian and Ubuntu: first install what is missing, with apt the servers and
-                    the browser, then with pip pylibmc and mysqlclient, which need headers. apt does not
-                    start the servers as services of the system.
+                    the browser, then with pip pylibmc and mysqlclient, which need headers. apt does
+                    not start the servers as services of the system.
 --quick             Run only the tests that need no Celery worker, no browser and no race of 16
                     processes.
 tests/browser --pictures

@@ -47,8 +47,6 @@ NOT_YET: set[str] = {
     "django_singletask.history.queries",
     "django_singletask.history.recorder",
     "django_singletask.holder",
-    "django_singletask.locks.lock",
-    "django_singletask.locks.renewal",
     "django_singletask.operators.explain",
     "django_singletask.operators.held",
     "django_singletask.task.delivery",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from django_singletask.locks import clock
 from django_singletask.stores import get_store
 
-__all__ = ["Debt", "Debts"]
+__all__ = ["MAX_DEBTS", "Debt", "Debts"]
 
 logger = logging.getLogger("django_singletask")
 

@@ -17,7 +17,7 @@ except ImportError:  # Celery 5.4
 from django_singletask.exceptions import Postponed
 from django_singletask.task.header import Header
 
-__all__ = ["FIRST_HOP", "SHORT_HOP", "hop", "postpone"]
+__all__ = ["FIRST_HOP", "SHORT_HOP", "detect_quorum_queues", "hop", "postpone"]
 
 logger = logging.getLogger("django_singletask")
 
