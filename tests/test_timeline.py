@@ -82,6 +82,12 @@ def test_short_hold_is_wide_enough_to_be_seen():
     ]
 
 
+def test_no_mark_lies_beyond_the_edge():
+    for second in (12, 4):
+        hold(second / 60, second / 60)
+    assert marks() == [("bar", "returned", "99.67%", "0.33%")]
+
+
 @pytest.mark.parametrize(
     ("begin", "end", "x", "width"), [(30, 31, "50.00%", "0.30%"), (30, -5, "50.00%", "50.00%")]
 )

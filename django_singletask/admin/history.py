@@ -39,7 +39,7 @@ def moment(field: str, label: Any) -> Callable[[Any, TaskLockEvent], SafeString]
 
 
 class EventList(ChangeList):
-    """A page of events that knows the rows of the runs that blocked them."""
+    """A page of events that knows the rows of the runs which blocked them."""
 
     def get_results(self, request: HttpRequest) -> None:
         """Look up all these runs at once, by their tokens."""
@@ -93,7 +93,7 @@ class TaskLockEventAdmin(OperatorPages):
         return False
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
-        """Return the list that looks up the runs in the way."""
+        """Return the list that looks up the runs which blocked the events."""
         return EventList
 
     def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:

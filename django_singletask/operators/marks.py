@@ -132,5 +132,7 @@ def merged(marks: list[Mark]) -> list[Mark]:
             if not single:
                 last[mark.shape, mark.state] = mark
     for mark in result:
-        mark.x = min(mark.x, 100 - NEAR)  # or its width would lie beyond the edge
+        # No part of a mark lies beyond the edge.
+        mark.x = min(mark.x, 100 - NEAR)
+        mark.width = min(mark.width, 100 - mark.x)
     return sorted(result, key=lambda mark: (SHAPES.index(mark.shape), mark.x))
