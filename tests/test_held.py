@@ -17,8 +17,8 @@ from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.locks.run import Run
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
-from django_singletask.operators.held import CannotList, clear, held
-from django_singletask.stores import get_store
+from django_singletask.operators.held import clear, held
+from django_singletask.stores import CannotList, get_store
 from tests.past_rows import row
 
 pytestmark = [
@@ -123,7 +123,7 @@ def test_entry_beside_that_cannot_be_freed_does_not_hide_that_the_lock_was(on_re
     # Of another type: the server refuses to read it.
     beside = name_key("nightly").beside(QUEUED, "t").key
     store.client.rpush(store.make_key(beside), "x")
-    [shown] = registry.look(key)
+    [shown] = registry.look([key])
     assert clear(shown, actor="ada")
     assert store.read(key) is None
     assert "was freed, but not the entry of its call: ResponseError: WRONGTYPE" in caplog.text
@@ -445,20 +445,20 @@ def test_without_history_nothing_is_expired(on_redis, settings):
 def test_look_finds_what_is_named_without_a_list(memcached, settings, take):
     settings.SINGLETASK_HISTORY = "off"
     key = take("nightly").key
-    assert [lock.name for name in ("nightly", key) for lock in registry.look(name)] == [
+    assert [lock.name for name in ("nightly", key) for lock in registry.look([name])] == [
         "nightly",
         "nightly",
     ]
-    assert registry.look("other") == []
+    assert registry.look(["other"]) == []
 
 
 def test_look_finds_a_name_that_hides_its_arguments(on_redis):
     holder = Holder.from_dict({"token": "t", "name": "feeds.import_feed(#1a2b3c4d)"})
     get_store("redis").add(name_key("x").key, holder.encode(), 30)
-    assert [lock.holder.token for lock in registry.look("feeds.import_feed(#1a2b3c4d)")] == ["t"]
+    assert [lock.holder.token for lock in registry.look(["feeds.import_feed(#1a2b3c4d)"])] == ["t"]
 
 
 def test_look_finds_the_expired_hold_beside_the_held_lock(on_redis, take):
     take("nightly")
     row("acquired", 100, timeout=60, token="t")
-    assert {lock.state for lock in registry.look("nightly")} == {"held", "expired"}
+    assert {lock.state for lock in registry.look(["nightly"])} == {"held", "expired"}

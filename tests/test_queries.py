@@ -91,8 +91,8 @@ def test_no_question_reads_the_table(settings, alias):
         lambda: history.task_names(3),
         lambda: history.usual_hold("t5(5)"),
         lambda: history.usual_hold("t5(5)", "t5"),
-        lambda: history.find(names=["t5(5)"]),
-        lambda: history.find(task_ids=["id 7"]),
+        lambda: history.find(name__in=["t5(5)"]),
+        lambda: history.find(task_id__in=["id 7"]),
         lambda: history.find(task="t5", kind="lost"),
         lambda: history.find(outcome="dead", since=60),
     ]
@@ -274,8 +274,8 @@ def test_rows_are_found_by_every_filter():
 
     assert kinds() == ["skipped", "acquired", "acquired"]
     assert kinds(limit=1) == ["skipped"]
-    assert kinds(names=["one", "three"]) == ["acquired"]
-    assert kinds(task_ids=["5d1c"]) == ["acquired"]
+    assert kinds(name__in=["one", "three"]) == ["acquired"]
+    assert kinds(task_id__in=["5d1c"]) == ["acquired"]
     assert kinds(task="b") == ["skipped", "acquired"]
     assert kinds(kind="skipped") == ["skipped"]
     assert kinds(outcome="released", since=3600) == ["acquired"]
@@ -283,8 +283,8 @@ def test_rows_are_found_by_every_filter():
 
 def test_no_name_has_no_rows():
     ran(60)
-    assert history.find(names=[]) == []
-    assert len(history.find(names=None)) == 1
+    assert history.find(name__in=[]) == []
+    assert len(history.find(name__in=None)) == 1
 
 
 def test_times_without_time_zones_are_times_of_the_project(settings):

@@ -39,7 +39,6 @@ def background(settings, empty_cache, monkeypatch):
     empty_cache("locmem")
     TaskLockEvent.objects.all().delete()
     monkeypatch.setattr(recorder, "writer", recorder.Writer())
-    monkeypatch.setattr(recorder, "losses", recorder.Losses())
     yield recorder.writer
     recorder.stop()
 

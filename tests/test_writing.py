@@ -39,7 +39,7 @@ def locks_in_memory(settings, empty_cache):
 
 @pytest.fixture(autouse=True)
 def no_outage_outlives_its_test(monkeypatch):
-    monkeypatch.setattr(recorder, "losses", recorder.Losses())
+    monkeypatch.setattr(recorder, "writer", recorder.Writer())
 
 
 @pytest.fixture

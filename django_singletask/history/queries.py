@@ -73,13 +73,9 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
     try:
         yield
     except Error as error:
-        raise unreadable(error) from error
-
-
-def unreadable(error: Error) -> NoHistory:
-    """Return the error that says why the history cannot be read."""
-    reason = str(error).partition("\n")[0]
-    return NoHistory(f"The history cannot be read: {reason}. Has 'manage.py migrate' run?")
+        reason = str(error).partition("\n")[0]
+        text = f"The history cannot be read: {reason}. Has 'manage.py migrate' run?"
+        raise NoHistory(text) from error
 
 
 class UsualHold(NamedTuple):
@@ -260,24 +256,18 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     def find(
         self,
         *,
-        names: Collection[str] | None = None,
-        task_ids: Collection[str] | None = None,
         task: str | None = None,
-        kind: str | None = None,
-        outcome: str | None = None,
         since: float | None = None,
         limit: int = 50,
+        **lookups: Any,
     ) -> list[TaskLockEvent]:
-        """Return the newest rows that fit, the newest first; ``since`` is in seconds before now.
+        """Return the newest rows that fit, the newest first; None as a value leaves a lookup out.
 
-        An empty collection of names finds nothing. Old rows are found with the history off, too.
-        Raises :class:`NoHistory` if it cannot be read.
+        ``since`` is in seconds before now. Old rows are found with the history off, too. Raises
+        :class:`NoHistory` if it cannot be read.
         """
-        conditions: dict[str, Any] = {"kind": kind, "outcome": outcome}
-        conditions["name__in"] = None if names is None else set(names)
-        conditions["task_id__in"] = None if task_ids is None else set(task_ids)
         rows = self.newest() if task is None else self.of_task(task)
-        rows = rows.filter(**{key: each for key, each in conditions.items() if each is not None})
+        rows = rows.filter(**{key: each for key, each in lookups.items() if each is not None})
         with reading(even_if_off=True):
             if since is not None:
                 rows = rows.since(django_now() - timedelta(seconds=since))

@@ -35,11 +35,9 @@ __all__ = [
     "IDLE",
     "LISTENER",
     "RETRY",
-    "Losses",
     "Writer",
     "connect",
     "flush",
-    "losses",
     "receive",
     "stop",
     "writer",
@@ -90,9 +88,9 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
     except SoftTimeLimitExceeded:
         raise  # it is meant for the task
     except Exception as error:
-        losses.add(error)
+        writer.lose(error)
     else:
-        losses.end()
+        writer.succeed()
 
 
 def flush(timeout: float = 5.0) -> bool:
@@ -103,26 +101,6 @@ def flush(timeout: float = 5.0) -> bool:
 def stop() -> None:
     """Write all events and end the thread; the next event starts another."""
     writer.stop()
-
-
-class Losses:
-    """Count the events that are not recorded; log the first of a series, and its end."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self, error: Exception) -> None:
-        if not self.count:
-            warn(error, ": events are not recorded")
-        self.count += 1
-
-    def end(self) -> None:
-        if self.count:
-            logger.warning(
-                "The history of the locks is written again; %d events were not recorded.",
-                self.count,
-            )
-        self.count = 0
 
 
 def warn(error: Exception, consequence: str) -> None:
@@ -152,11 +130,9 @@ class Writer:
 
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
-        self.dropped = 0
+        self.dropped = self.lost = 0
         self.unwritten = 0  # events that the thread has taken, and not written yet
         self.arrived = threading.Event()
-        self.hurry = threading.Event()
-        self.written = threading.Condition()
         self.starting = threading.Lock()
         self.thread: threading.Thread | None = None
         self.ended = threading.Event()
@@ -195,16 +171,10 @@ class Writer:
 
     def flush(self, timeout: float) -> bool:
         until = time.monotonic() + timeout
-        try:
-            self.hurry.set()
-            with self.written:
-                while self.events or self.unwritten:
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        return False
-                    self.written.wait(min(left, 0.05))
-        finally:
-            self.hurry.clear()
+        while self.events or self.unwritten:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(PAUSE)
         return True
 
     def run(self, ended: threading.Event) -> None:
@@ -216,7 +186,7 @@ class Writer:
             pause = PAUSE
             while self.events and not ended.is_set():
                 if len(self.events) < AT_ONCE:
-                    self.hurry.wait(pause)
+                    time.sleep(pause)
                 began = time.monotonic()
                 self.write_some(ended)
                 took = time.monotonic() - began
@@ -234,40 +204,46 @@ class Writer:
             except Exception as error:
                 again = True
                 if is_outage(error):
-                    self.begin_outage(error)
+                    self.keep(error)
                     ended.wait(RETRY)
                     continue
                 if at_once > 1:
                     at_once = 1  # to leave out the one that cannot be written
                     continue
-                losses.add(error)
+                self.lose(error)
             else:
-                self.end_outage()
+                self.succeed()
             finally:
                 self.open_connections = list(connections.all(initialized_only=True))
             del events[:at_once]
         self.events.extendleft(reversed(events))
-        with self.written:
-            self.unwritten = 0
-            self.written.notify_all()
+        self.unwritten = 0
 
-    def begin_outage(self, error: Exception) -> None:
+    def lose(self, error: Exception) -> None:
+        """Note that an event is not recorded; of several, the first is logged."""
+        if not self.lost:
+            warn(error, ": events are not recorded")
+        self.lost += 1
+
+    def keep(self, error: Exception) -> None:
+        """Note that the database is away; an outage is logged once."""
         if not (self.away or asks_again(error)):
             self.away = True
-            warn(
-                error,
-                f"; the last {BOUND} events of each process are kept and written when it can be",
-            )
+            consequence = f"; the last {BOUND} events of each process are kept and written when "
+            warn(error, f"{consequence}it can be")
         self.close()
 
-    def end_outage(self) -> None:
+    def succeed(self) -> None:
+        """Note that events were written, and log that what kept others from it is over."""
         if self.away:
-            self.away = False
             logger.warning("The history of the locks is written again.")
+        if self.lost:
+            text = "The history of the locks is written again; %d events were not recorded."
+            logger.warning(text, self.lost)
+        self.away, self.lost = False, 0
         if self.dropped:
-            dropped, self.dropped = self.dropped, 0
+            dropped, self.dropped = self.dropped, 0  # other threads may raise it meanwhile
             logger.warning("%d events were dropped: more than %d had gathered.", dropped, BOUND)
-        losses.end()
 
     def close(self) -> None:
         """Close the connections of the thread; even that may fail for a broken one."""
@@ -285,7 +261,6 @@ def is_outage(error: Exception) -> bool:
     return isinstance(error, kinds) and error.args[:1] != (INCORRECT_STRING,)
 
 
-losses = Losses()
 writer = Writer()
 
 
@@ -302,7 +277,6 @@ def _after_fork() -> None:
     for connection in writer.open_connections:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
     writer = Writer()
-    losses.count = 0
 
 
 if hasattr(os, "register_at_fork"):

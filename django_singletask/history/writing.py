@@ -172,25 +172,24 @@ def _count(repeats: list[LockEvent], again: bool) -> None:
         if not again or (first.kind, first.key, first.task_id) not in set(same):
             _row(first, last_at=last.at, outcome="").save(force_insert=True)
         return
-    if _raise_count(repeats, again):
-        return
-    try:
-        with transaction.atomic(using=router.db_for_write(TaskLockEvent)):
-            _row(first, count=len(repeats), last_at=last.at, outcome="").save(force_insert=True)
-    except IntegrityError:
-        # Another process has inserted it since.
-        _raise_count(repeats, again)
-
-
-def _raise_count(repeats: list[LockEvent], again: bool) -> bool:
-    first, last = repeats[0], repeats[-1]
-    alike = (first.kind, first.key, first.reason)
-    rows = _rows().blocked_by([first.blocked_by])
-    rows = [row for row in rows if (row.kind, row.key, row.reason) == alike]
-    if not rows:
-        return False
-    # MySQL does not know the constraint, and may have several rows: all processes take the first.
-    row = min(rows, key=lambda row: row.pk)
-    if not again or row.last_at != last.at:
+    row = _counted(first)
+    if row is None:
+        try:
+            with transaction.atomic(using=router.db_for_write(TaskLockEvent)):
+                _row(first, count=len(repeats), last_at=last.at, outcome="").save(force_insert=True)
+                return
+        except IntegrityError:
+            row = _counted(first)  # another process has inserted it since
+    if row is not None and not (again and row.last_at == last.at):
         _rows().filter(pk=row.pk).update(count=F("count") + len(repeats), last_at=last.at)
-    return True
+
+
+def _counted(event: LockEvent) -> TaskLockEvent | None:
+    """Return the row in which such calls against one holder are counted.
+
+    MySQL does not know the constraint, and may have several rows: all processes take the first.
+    """
+    alike = (event.kind, event.key, event.reason)
+    rows = _rows().blocked_by([event.blocked_by])
+    rows = [row for row in rows if (row.kind, row.key, row.reason) == alike]
+    return min(rows, key=lambda row: row.pk, default=None)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from django_singletask.history.queries import timestamp
+from django_singletask.history.queries import UsualHold, timestamp
 from django_singletask.management.tables import LEFT, LONG, RIGHT, printable, table, width
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.held import HeldLock, UsualHold, usual_holds, whose
+from django_singletask.operators.held import HeldLock, usual_holds, whose
 from django_singletask.operators.probe import Probe
 from django_singletask.operators.words import (
     STATES,

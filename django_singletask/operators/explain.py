@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import suppress
 
 from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading, timestamp
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
-from django_singletask.operators.held import CannotList, HeldLock, held, look
+from django_singletask.operators.held import HeldLock, look
 from django_singletask.operators.names import is_call, keys_of, locks_of, nearest, patterns
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.stores.base import PREFIX
@@ -82,7 +81,7 @@ def why(name: str) -> Why:
 
     Raises :class:`UnknownLock` if there is nothing, and the errors of the cache's client.
     """
-    locks = look(name)
+    locks = look([name])
     rows, no_history = [], ""
     try:
         rows = _newest_rows(name, locks)
@@ -176,17 +175,11 @@ def _past(row: TaskLockEvent, what: str) -> Past:
 
 def _others(task: str) -> list[str]:
     """Return the names of the locks that a task holds now, as far as they can be listed."""
-    try:
-        locks = held(task=task) if task else []
-    except CannotList:
-        return []
-    return [lock.name for lock in locks if lock.state in HOLDING]
+    return [lock.name for lock in look(task=task) if lock.state in HOLDING] if task else []
 
 
 def _like(name: str) -> list[str]:
-    names: list[str] = []
-    with suppress(CannotList):
-        names += (lock.name for lock in held())
+    names = [lock.name for lock in look()]
     with reading():
         names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
     return nearest(name, names) or nearest(name, patterns())

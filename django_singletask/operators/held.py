@@ -19,25 +19,20 @@ from django_singletask.history.queries import (
     timestamp,
 )
 from django_singletask.holder import Holder
+from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.lock import TaskLock
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import keys_of
-from django_singletask.operators.starving import Starving, starving
 from django_singletask.stores import CannotList, Entry, get_store
 
 __all__ = [
-    "CannotList",
+    "USUAL",
     "HeldLock",
-    "NoHistory",
-    "Starving",
-    "UsualHold",
     "clear",
     "held",
     "look",
     "must_list",
-    "starving",
     "still_held",
     "usual_holds",
     "whose",
@@ -101,13 +96,10 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
     return sorted(_with_skips(locks), key=lambda lock: (-lock.held_for, lock.name))
 
 
-def look(name: str) -> list[HeldLock]:
-    """Return what is held, dead, queued or expired under one name, as far as it can be found.
-
-    Raises the errors of the cache's client.
-    """
+def look(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
+    """List what :func:`held` does; nothing where the cache cannot list its entries."""
     try:
-        return held([name])
+        return held(names, task=task)
     except CannotList:
         return []
 
@@ -117,7 +109,7 @@ def still_held(key: str, token: str) -> HeldLock | None:
 
     Raises the errors of the cache's client.
     """
-    locks = (lock for lock in look(key) if lock.state != "expired")
+    locks = (lock for lock in look([key]) if lock.state != "expired")
     return next((lock for lock in locks if (lock.key, lock.holder.token) == (key, token)), None)
 
 
@@ -175,8 +167,8 @@ def clear(lock: HeldLock, *, actor: str) -> bool:
 
 
 def _clear(lock: HeldLock, actor: str) -> bool:
-    key = LockKey(lock.name, lock.key)
-    return TaskLock(key).clear(token=lock.holder.token, actor=actor)
+    address = Address(conf.cache, LockKey(lock.name, lock.key))
+    return address.clear(lock.holder.token, actor, timeout=None)
 
 
 def _find(wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:

@@ -180,11 +180,11 @@ class Command(BaseCommand):
         names = options["names"]
         narrowed = {name: options[name] for name in ("task", "kind", "outcome", "since", "limit")}
         spelled = {each for name in names for each in names_of(name)}
-        rows = TaskLockEvent.objects.find(names=spelled if names else None, **narrowed)
+        rows = TaskLockEvent.objects.find(name__in=spelled if names else None, **narrowed)
         if names and not rows:
             # The id of a lock that is no task's is empty in its rows.
             ids = [name for name in names if name and name.isprintable()]
-            rows = TaskLockEvent.objects.find(task_ids=ids, **narrowed)
+            rows = TaskLockEvent.objects.find(task_id__in=ids, **narrowed)
         if conf.history == "off":
             self.stderr.write("SINGLETASK_HISTORY = 'off': only old rows are there.")
         if options["json"]:
