@@ -64,14 +64,15 @@ def main(arguments: list[str]) -> int:
         print(explain(missing))
         return 1
     # Look for the modules without importing them: pytest must be the first to import its plugins.
-    modules = MODULES if quick else [*MODULES, "selenium"]
-    if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
+    if absent := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         print(f'Not installed: {", ".join(absent)}. They come with pip install -e ".[test]"')
         return 1
     if not quick and not arguments:
         return side_by_side()
     if quick:
-        arguments = ["-m", "not worker and not browser and not race", *arguments]
+        marks = "not worker and not browser and not race"
+        # Only the tests of the browser import selenium.
+        arguments = ["-m", marks, "--ignore=tests/browser", *arguments]
     import pytest
 
     os.chdir(Path(__file__).parent)
