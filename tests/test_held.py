@@ -12,6 +12,7 @@ from django.db import DatabaseError, InterfaceError, connection
 
 from django_singletask import SingletonTask, TaskLock
 from django_singletask.conf import conf
+from django_singletask.history.queries import timestamp
 from django_singletask.holder import Holder, this_process
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.locks.run import Run
@@ -423,7 +424,6 @@ def test_open_row_of_another_cache_is_not_told_from_this_one(on_redis):
 
 def test_row_that_is_closed_between_two_looks_is_not_expired(on_redis, monkeypatch):
     row("acquired", 100, timeout=60)
-    timestamp = registry.timestamp
 
     def close(at):
         TaskLockEvent.objects.update(outcome="released")

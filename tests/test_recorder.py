@@ -167,13 +167,13 @@ def test_processes_that_count_the_same_rows_in_different_orders_do_not_deadlock(
 
 def test_outage_amid_single_writes_doubles_nothing(background, monkeypatch):
     """One event cannot be written, so all are written singly; then the database goes away."""
-    real, calls = recorder.write, []
+    calls = []
 
     def fail(events, **options):
         calls.append(len(events))
         if len(events) == 1 and calls.count(1) == 4:
             raise InternalError("cannot execute INSERT in a read-only transaction")
-        real(events, **options)
+        write(events, **options)
 
     monkeypatch.setattr(recorder, "write", fail)
     monkeypatch.setattr(recorder, "RETRY", 0.01)
@@ -185,12 +185,11 @@ def test_outage_amid_single_writes_doubles_nothing(background, monkeypatch):
 
 
 def test_text_that_mysql_refuses_is_left_out(background, monkeypatch, caplog):
-    real = recorder.write
 
     def fail(events, **options):
         if any(each.actor == "snowman" for each in events):
             raise OperationalError(1366, "Incorrect string value")
-        real(events, **options)
+        write(events, **options)
 
     monkeypatch.setattr(recorder, "write", fail)
     put([*runs(1), event("cleared", actor="snowman"), *runs(1)])
@@ -200,7 +199,6 @@ def test_text_that_mysql_refuses_is_left_out(background, monkeypatch, caplog):
 
 
 def test_stop_in_an_outage_keeps_the_events_and_ends_the_thread(background, monkeypatch):
-    real = recorder.write
 
     def fail(events, **options):
         raise OperationalError("away")
@@ -212,7 +210,7 @@ def test_stop_in_an_outage_keeps_the_events_and_ends_the_thread(background, monk
     recorder.stop()
     thread.join(5)
     assert not thread.is_alive()
-    monkeypatch.setattr(recorder, "write", real)
+    monkeypatch.setattr(recorder, "write", write)
     put(runs(1))
     assert recorder.flush(10)
     assert len(rows()) == 4
@@ -229,13 +227,13 @@ def test_event_that_cannot_be_written_costs_no_other(caplog):
 @pytest.fixture
 def away(monkeypatch):
     """Let the database be away until this event is cleared."""
-    real, away = recorder.write, threading.Event()
+    away = threading.Event()
     away.set()
 
     def fail(events, **options):
         if away.is_set():
             raise OperationalError("the server is away")
-        real(events, **options)
+        write(events, **options)
 
     monkeypatch.setattr(recorder, "write", fail)
     monkeypatch.setattr(recorder, "RETRY", 0.01)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
 
 __all__ = [
+    "BATCH",
+    "ENOUGH",
+    "FREQUENT",
+    "NEWEST",
     "OPEN",
     "SWEEPER",
     "NoHistory",
@@ -32,6 +36,7 @@ __all__ = [
     "UsualHold",
     "ago",
     "reading",
+    "storable",
     "timestamp",
 ]
 

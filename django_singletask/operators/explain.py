@@ -14,7 +14,7 @@ from django_singletask.operators.names import is_call, keys_of, locks_of, neares
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.stores.base import PREFIX
 
-__all__ = ["Past", "UnknownLock", "Why", "why"]
+__all__ = ["UnknownLock", "Why", "why"]
 
 MATCHES = 2000
 """Newest rows among whose names those like an unknown name are looked for."""
