@@ -675,9 +675,9 @@ def test_timeline_reads_a_bounded_number_of_rows_by_indexes(operator):
 
 # Another admin site
 
-own = AdminSite(name="operations")
-own.register(TaskLockEvent, TaskLockEventAdmin)
-urlpatterns = [path("here/it/is/", own.urls)]
+other_site = AdminSite(name="operations")
+other_site.register(TaskLockEvent, TaskLockEventAdmin)
+urlpatterns = [path("here/it/is/", other_site.urls)]
 PREFIX = "/here/it/is/django_singletask/tasklockevent/"
 
 

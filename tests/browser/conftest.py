@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.contrib.auth.models import Permission, User
 from django.contrib.staticfiles.handlers import StaticFilesHandler
 from django.core.cache import caches
@@ -30,7 +31,7 @@ FLAGS += ["--disable-dev-shm-usage", "--hide-scrollbars", "--force-device-scale-
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pictures", action="store_true", help="make docs/pictures anew")
+    parser.addoption("--pictures", action="store_true", help="write docs/pictures")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,10 +48,8 @@ class QuietHandler(WSGIRequestHandler):
 
 @pytest.fixture(scope="session")
 def site() -> Iterator[str]:
-    """Serve the tests' site under a strict Content-Security-Policy; gives its address."""
+    """Serve the site of the tests with a strict Content-Security-Policy; return its address."""
     policy = "tests.browser.middleware.strict_policy"
-    from django.conf import settings
-
     with override_settings(MIDDLEWARE=[policy, *settings.MIDDLEWARE]):
         application = StaticFilesHandler(WSGIHandler())
     server = ThreadedWSGIServer(("127.0.0.1", servers.free_port()), QuietHandler)
@@ -126,23 +125,23 @@ class Browser:
         return self.one(selector).value_of_css_property(what)
 
     def cut(self) -> list[str]:
-        """What is wider than the column of the page."""
+        """Return the elements that are wider than the column of the page."""
         script = """
             const edge = document.querySelector("#content").getBoundingClientRect().right;
             return [...document.querySelectorAll("#content :not(svg, svg *)")]
                 .filter(e => e.getBoundingClientRect().right > edge || (
                     e.matches(".results") && e.scrollWidth > e.clientWidth))
                 .map(e => `${e.tagName} ${e.className}`)"""
-        found: list[str] = self.driver.execute_script(script)
-        return found
+        elements: list[str] = self.driver.execute_script(script)
+        return elements
 
     def complaints(self) -> list[str]:
-        """What the console of the browser has said since it was last asked."""
-        said = [entry["message"] for entry in self.driver.get_log("browser")]
-        return [message for message in said if "/favicon.ico " not in message]
+        """Return what the browser's console has had to say since the last call."""
+        messages = [entry["message"] for entry in self.driver.get_log("browser")]
+        return [message for message in messages if "/favicon.ico " not in message]
 
     def picture(self, name: str) -> None:
-        """Keep a picture of the window for the docs, if the option asks for pictures."""
+        """Write a picture of the window for the docs if the option --pictures is used."""
         if self.pictures:
             PICTURES.mkdir(exist_ok=True)
             self.driver.save_screenshot(str(PICTURES / f"{name}.png"))
@@ -156,13 +155,13 @@ def browser(chromium: Any, site: str, pytestconfig: pytest.Config) -> Iterator[B
     browser.complaints()
     yield browser
     complaints = browser.complaints()
-    chromium.get("about:blank")  # nothing asks the server when the tables are emptied
+    chromium.get("about:blank")  # no page sends requests while the tables are emptied
     assert complaints == []
 
 
 @pytest.fixture(scope="session")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """Run a real worker for all browser tests."""
+    """Run one real worker for all browser tests."""
     queue = f"test-browser-{uuid.uuid4().hex[:12]}"
     folder = tmp_path_factory.mktemp("worker")
     options = ("-I", "tests.browser.tasks")
@@ -175,7 +174,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 class Locks:
-    """Let the worker hold locks, until the end of the test."""
+    """Let the worker hold locks until the end of the test."""
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
@@ -210,7 +209,7 @@ def locks(worker: Worker) -> Iterator[Locks]:
 
 @pytest.fixture
 def operator(browser: Browser) -> Any:
-    """Log in somebody who has these permissions."""
+    """Log in a user who has these permissions."""
 
     def log_in(*codenames: str) -> User:
         user = User.objects.create_user("ada", is_staff=True)

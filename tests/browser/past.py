@@ -1,4 +1,4 @@
-"""An hour of history, the same each time but for the clock."""
+"""An hour of history, which differs from run to run only by the clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUSTOMER = "customer:4711"
 
 
 def fill() -> None:
-    """Write what a site of three kinds of tasks does within an hour."""
+    """Write what a site with three kinds of tasks does within an hour."""
     now = timezone.now().replace(microsecond=0)
     rows: list[TaskLockEvent] = []
 
@@ -31,8 +31,8 @@ def fill() -> None:
             "pid": 8000 + number,
             "timeout": 60,
         }
-        known = {"kind": "acquired", "name": name, "key": name, "task": task, "at": at}
-        rows.append(TaskLockEvent(**{**known, **run, **facts}))
+        usual = {"kind": "acquired", "name": name, "key": name, "task": task, "at": at}
+        rows.append(TaskLockEvent(**{**usual, **run, **facts}))
         return rows[-1]
 
     def hold(name: str, minutes: float, seconds: float, **facts: Any) -> TaskLockEvent:

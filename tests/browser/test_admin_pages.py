@@ -27,7 +27,7 @@ import os; os.kill(os.getpid(), 9)
 
 
 def die_holding(name):
-    """Let a process take a lock, and be killed."""
+    """Let a process take a lock and kill itself."""
     env = {
         **os.environ,
         "DJANGO_SETTINGS_MODULE": "tests.settings",
@@ -49,7 +49,7 @@ def test_index_leads_to_what_is_held(browser, operator, locks):
     assert holder.task_id in row
 
 
-def test_who_may_clear_does_and_the_run_goes_on(browser, operator, locks):
+def test_operator_clears_a_lock_and_its_run_goes_on(browser, operator, locks):
     past.fill()
     operator(VIEW, CLEAR)
     locks.hold(monthly)
@@ -80,7 +80,7 @@ def test_who_may_clear_does_and_the_run_goes_on(browser, operator, locks):
     assert LogEntry.objects.get().object_repr == f"{NAME}: cleared"
 
 
-def test_who_may_only_look_has_no_button(browser, operator, locks):
+def test_viewer_can_neither_see_nor_use_the_button_to_clear(browser, operator, locks):
     operator(VIEW)
     holder = locks.hold(monthly)
     browser.open()
@@ -90,11 +90,11 @@ def test_who_may_only_look_has_no_button(browser, operator, locks):
     browser.open(f"clear/?key={key}&token={holder.token}")
     assert "403" in browser.one("body").text
     assert monthly.lock().locked()
-    # The browser's own word for the answer 403.
+    # The browser itself complains about the status 403.
     assert all("403" in complaint for complaint in browser.complaints())
 
 
-def test_second_of_two_who_clear_is_told(browser, operator, locks):
+def test_of_two_users_who_clear_a_lock_the_second_is_told(browser, operator, locks):
     operator(VIEW, CLEAR)
     locks.hold(monthly)
     browser.open()
@@ -129,16 +129,16 @@ def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
     browser.open("timeline/")
     assert len(browser.all(".singletask-lane")) == 5
     browser.size(1200, 640)
-    dead = ".singletask-dead.singletask-mark rect"  # apart from an expired one in more than words
+    dead = ".singletask-dead.singletask-mark rect"  # unlike an expired one, its bar is hollow
     assert browser.colour(dead, "fill") != browser.colour(dead, "stroke")
     light = browser.colour(".singletask-held rect", "fill")
     browser.picture("timeline")
     browser.prefer("dark")
     dark = browser.colour(".singletask-held rect", "fill")
     assert dark != light
-    browser.open("timeline/")  # the admin's links change their colours slowly
+    browser.open("timeline/")  # at once, since the admin's links fade into their new colours
     browser.picture("timeline-dark")
-    # Django's own button: auto, then light whatever the system prefers.
+    # Django's own button: from "auto" to "light", whatever the system prefers.
     browser.one(".theme-toggle").click()
     assert browser.colour(".singletask-held rect", "fill") == light
     browser.prefer("light")
@@ -150,7 +150,7 @@ def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
     assert browser.texts(".singletask-lock")
 
 
-def test_nothing_is_cut_between_sidebars_or_on_a_telephone(browser, operator, locks):
+def test_nothing_is_cut_off_in_a_narrow_window(browser, operator, locks):
     past.fill()
     operator(VIEW, CLEAR, "delete_tasklockevent")
     locks.hold(fetch_feed, NEWS)
@@ -166,7 +166,7 @@ def test_nothing_is_cut_between_sidebars_or_on_a_telephone(browser, operator, lo
             assert browser.cut() == [], (width, address)
 
 
-def test_keyboard_and_pointer_tell_the_facts(browser, operator, locks):
+def test_keyboard_focus_shows_what_a_mark_means(browser, operator, locks):
     past.fill()
     operator(VIEW)
     browser.open("timeline/")
