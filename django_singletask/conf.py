@@ -8,6 +8,8 @@ from typing import Any
 
 from django.conf import settings
 
+__all__ = ["HISTORY_MODES", "MAX_LEASE", "check_seconds", "conf"]
+
 MAX_LEASE = 30 * 24 * 60 * 60
 """Longest lease in seconds: memcached takes anything above as a date."""
 
@@ -21,12 +23,11 @@ DEFAULTS: dict[str, Any] = {
 SETTINGS = {name.removeprefix("SINGLETASK_").lower(): name for name in DEFAULTS}
 HISTORY_MODES = ("background", "inline", "off")
 
-
 _ABSENT = object()
 
 
 class Conf:
-    """Give each ``SINGLETASK_…`` setting under its short name."""
+    """Give each ``SINGLETASK_…`` setting by its short name, such as ``conf.lock_timeout``."""
 
     cache: str
     """Alias in ``CACHES`` that holds the locks."""
@@ -48,44 +49,45 @@ class Conf:
         if setting is None:
             raise AttributeError(name)
         source = vars(settings)["_wrapped"]
-        if self._source is not source:  # first use, override_settings() and its like
-            getattr(settings, setting, None)  # lets Django read them first
+        if self._source is not source:  # the first use, or override_settings()
+            getattr(settings, setting, None)  # Django may not have read the settings yet
             self._source = source = vars(settings)["_wrapped"]
             self._inherited = {}
         value = vars(source).get(setting, _ABSENT)
         if value is _ABSENT:
-            # What an override does not name stands in the settings below it. Kept, since Django
-            # takes 3 µs to find that it is nowhere.
+            # An override has only the settings that it names; Django looks for the others below
+            # it. The result is kept, because Django takes 3 µs to find a setting nowhere.
             if setting not in self._inherited:
                 self._inherited[setting] = getattr(settings, setting, _ABSENT)
             value = self._inherited[setting]
         if value is not _ABSENT:
             return value
         if name == "history" and _is_test():
-            # A thread would write beside the transaction of the test, and keep its database open.
+            # A thread would write outside the test's transaction, and keep its database open.
             return "inline"
         return DEFAULTS[setting]
 
 
 def _is_test() -> bool:
-    # What setup_test_environment() leaves, of Django's runner and of pytest-django.
+    # Django's test runner and pytest-django both call setup_test_environment(), which leaves this.
     utils = sys.modules.get("django.test.utils")
-    return utils is not None and hasattr(utils._TestState, "saved_data")
+    return utils is not None and hasattr(utils._TestState, "saved_data")  # noqa: SLF001
 
 
 conf = Conf()
 
 
 def check_seconds(option: str, value: Any, *, zero: bool = False) -> float:
-    """Return ``value`` if it can be a duration of the option, in seconds.
+    """Return ``value`` if the option can be this number of seconds.
 
-    Raises ``TypeError`` for anything but a number and ``ValueError`` for a number that is not
-    finite, not positive (``zero=True`` lets 0 pass) or above 30 days.
+    Raises ``TypeError`` for anything but a number. Raises ``ValueError`` for a number that is not
+    finite, negative, 0 (unless ``zero=True``) or above 30 days.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{option} must be a number of seconds, not {value!r}.")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{option} must be a positive, finite number of seconds, not {value!r}.")
+        least = "0 or a positive" if zero else "a positive"
+        raise ValueError(f"{option} must be {least}, finite number of seconds, not {value!r}.")
     if value > MAX_LEASE:
         raise ValueError(
             f"{option} must be at most {MAX_LEASE} seconds (30 days), not {value!r}: "

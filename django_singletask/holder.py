@@ -13,7 +13,7 @@ import time
 from functools import cache
 from typing import Any
 
-__all__ = ["Holder", "Process", "describe_run", "read_stat", "start_time", "this_process"]
+__all__ = ["Holder", "boot_id", "describe_run", "read_stat", "start_time", "this_process"]
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -24,8 +24,8 @@ class Process:
     """Identify one process on one boot of one host.
 
     ``boot_id`` and ``pid_ns`` tell two hosts, or two containers on one host, apart even if both
-    carry the same name; ``start`` (clock ticks since boot) tells a process from a later one that
-    was given the same pid. Each is empty where the system does not tell.
+    have the same name. ``start``, in clock ticks since the boot, tells a process from a later one
+    with the same pid. Each is empty where the system does not tell.
     """
 
     host: str
@@ -36,7 +36,7 @@ class Process:
 
 
 @dataclasses.dataclass(frozen=True)
-class Holder:
+class Holder(Process):
     """The record stored as the value of a lock: who holds it, since when, for how long.
 
     ``since`` is a Unix time in seconds by the holder's own clock: for people to read, never to
@@ -48,11 +48,6 @@ class Holder:
     task: str | None
     task_id: str | None
     retries: int
-    host: str
-    boot_id: str
-    pid_ns: str
-    pid: int
-    start: str
     since: float
     timeout: float
 
@@ -67,9 +62,9 @@ class Holder:
         retries: int,
         token: str | None = None,
     ) -> Holder:
-        """Describe an acquisition by this process, now; the token is random if not given."""
+        """Describe an acquisition by this process, now; the default token is random."""
         holder = object.__new__(cls)
-        # A fifth of the time of a frozen dataclass's own way to set its fields one by one.
+        # In a fifth of the time of a frozen dataclass, which sets its fields one by one.
         vars(holder).update(
             vars(this_process()),
             token=token or os.urandom(16).hex(),
@@ -88,7 +83,7 @@ class Holder:
 
     @classmethod
     def decode(cls, value: bytes) -> Holder:
-        """Read a record; what something else wrote under the key becomes a nameless holder."""
+        """Read a record; bytes that something else wrote become a holder without a name."""
         try:
             return cls.from_dict(json.loads(value))
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -98,16 +93,16 @@ class Holder:
     def from_dict(cls, data: dict[str, Any]) -> Holder:
         """Read a record that may lack fields or hold values of a wrong type."""
         return cls(
-            token=str(data.get("token") or ""),
-            name=str(data.get("name") or ""),
-            task=_text(data.get("task")),
-            task_id=_text(data.get("task_id")),
-            retries=int(data.get("retries") or 0),
             host=str(data.get("host") or ""),
             boot_id=str(data.get("boot_id") or ""),
             pid_ns=str(data.get("pid_ns") or ""),
             pid=int(data.get("pid") or 0),
             start=str(data.get("start") or ""),
+            token=str(data.get("token") or ""),
+            name=str(data.get("name") or ""),
+            task=_text(data.get("task")),
+            task_id=_text(data.get("task_id")),
+            retries=int(data.get("retries") or 0),
             since=_finite(data.get("since")),
             timeout=_finite(data.get("timeout")),
         )
@@ -133,50 +128,17 @@ def _text(value: object) -> str | None:
 
 @cache
 def this_process() -> Process:
-    """Describe the running process; computed once a process, and anew after a fork."""
+    """Describe the running process; computed once in a process, and anew after a fork."""
     pid = os.getpid()
-    return Process(
-        host=socket.gethostname(),
-        boot_id=_boot_id(),
-        pid_ns=_pid_namespace(),
-        pid=pid,
-        start=start_time(pid),
-    )
+    return Process(socket.gethostname(), boot_id(), _pid_namespace(), pid, start_time(pid))
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=this_process.cache_clear)
 
 
-def start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks since the boot; empty where unknown."""
-    fields = read_stat(pid)
-    return fields[19] if fields else ""
-
-
-def read_stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/<pid>/stat`` from the state on; none if it cannot be read."""
-    # The name of the program stands in parentheses and may hold spaces and parentheses itself:
-    # count the fields from the last one. The first is then the state, the 20th the start time.
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields if len(fields) > 19 else []
-
-
-def _read(path: str) -> str:
-    # In a third of the time of open(): each conflict reads one.
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        return os.read(file, 4096).decode(errors="replace").strip()
-    except OSError:
-        return ""
-    finally:
-        os.close(file)
-
-
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Return the id that this machine was given when it was booted; empty where unknown."""
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -188,3 +150,31 @@ def _pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def start_time(pid: int) -> str:
+    """Return when a process started, in clock ticks since the boot; empty where unknown."""
+    fields = read_stat(pid)
+    return fields[19] if fields else ""
+
+
+def read_stat(pid: int) -> list[str]:
+    """Return the fields of ``/proc/<pid>/stat`` from the state on; an empty list if unreadable."""
+    # The name of the program is in parentheses and may itself contain spaces and parentheses. So
+    # the fields are counted from the last one: the first is the state, the 20th the start time.
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields if len(fields) > 19 else []
+
+
+def _read(path: str) -> str:
+    # This takes a third of the time of open(), and each conflict reads a file.
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return os.read(file, 4096).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    finally:
+        os.close(file)

@@ -1,9 +1,14 @@
+"""Is it proven that the process of a holder is gone?"""
+
 from __future__ import annotations
 
 import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,116 +17,126 @@ from django_singletask.holder import Holder, start_time, this_process
 from django_singletask.locks.liveness import is_gone, proof_of_death
 
 pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="reads /proc, as only Linux has it"
+    not sys.platform.startswith("linux"), reason="reads /proc, which only Linux has"
 )
+WAIT_FOR_INPUT = [sys.executable, "-c", "input()"]
 
 
 @pytest.fixture
-def child():
+def child() -> Iterator[subprocess.Popen[bytes]]:
     """Give a process that lives until it is told to end."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.stdin.close()
-    process.wait()
+    with subprocess.Popen(WAIT_FOR_INPUT, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
 
 
-def held_by(pid, **facts):
-    holder = Holder.new("nightly", 60, task=None, task_id=None, retries=0)
-    return dataclasses.replace(holder, pid=pid, start=start_time(pid), **facts)
-
-
-def test_a_living_process(child):
-    assert proof_of_death(held_by(child.pid)) is None
-
-
-def test_this_process():
-    assert proof_of_death(held_by(os.getpid())) is None
-
-
-def test_a_process_that_is_gone(child):
+@pytest.fixture
+def dead_child(child: subprocess.Popen[bytes]) -> Holder:
+    """Give the holder of a process that is gone."""
     holder = held_by(child.pid)
     child.kill()
     child.wait()
-    assert proof_of_death(holder) == f"process {child.pid} is gone"
+    return holder
 
 
-def test_a_zombie(child, wait_for):
+def held_by(pid: int, **changes: Any) -> Holder:
+    holder = Holder.new("nightly", 60, task=None, task_id=None, retries=0)
+    return dataclasses.replace(holder, **{"pid": pid, "start": start_time(pid), **changes})
+
+
+def test_a_living_process_is_not_dead(child: subprocess.Popen[bytes]) -> None:
+    assert proof_of_death(held_by(child.pid)) is None
+
+
+def test_this_process_is_not_dead() -> None:
+    assert proof_of_death(held_by(os.getpid())) is None
+
+
+def test_a_process_that_is_gone_is_dead(dead_child: Holder) -> None:
+    assert proof_of_death(dead_child) == f"process {dead_child.pid} is gone"
+
+
+def test_a_zombie_is_dead(child: subprocess.Popen[bytes], wait_for: Any) -> None:
     holder = held_by(child.pid)
     child.kill()
     wait_for(lambda: proof_of_death(holder), "it is a zombie")
     assert proof_of_death(holder) == f"process {child.pid} has ended"
 
 
-def test_a_pid_that_was_given_to_another(child):
-    holder = dataclasses.replace(held_by(child.pid), start="1")
+def test_a_process_whose_pid_another_has_now_is_dead(child: subprocess.Popen[bytes]) -> None:
+    holder = held_by(child.pid, start="1")
     assert proof_of_death(holder) == f"process {child.pid} is another one by now"
 
 
-def test_of_another_user(child, monkeypatch):
-    def denied(pid, number):
+def test_a_process_of_another_user_is_not_dead(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(pid: int, number: int) -> None:
         raise PermissionError
 
+    start = start_time(child.pid)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "kill", denied)
-        assert is_gone(child.pid, start_time(child.pid)) is None
+        patch.setattr(os, "kill", deny)
+        assert is_gone(child.pid, start) is None
 
 
-def test_hidden_processes_are_no_proof(child, monkeypatch):
-    holder = held_by(child.pid)
-    monkeypatch.setattr("django_singletask.holder._read", lambda path: "")
-    assert is_gone(holder.pid, holder.start) is None
+def test_an_unreadable_proc_file_is_no_proof(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mount option hidepid hides the processes of other users."""
+
+    def hide(path: str, flags: int) -> int:
+        raise FileNotFoundError
+
+    start = start_time(child.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", hide)
+        assert start_time(child.pid) == ""
+        assert is_gone(child.pid, start) is None
 
 
 @pytest.mark.parametrize(
-    "facts",
+    "changes",
     [{"boot_id": "another"}, {"pid_ns": "pid:[1]"}, {"boot_id": ""}],
     ids=["another boot or host", "another container", "unknown"],
 )
-def test_elsewhere_there_is_no_proof(child, facts):
-    holder = held_by(child.pid, **facts)
-    child.kill()
-    child.wait()
-    assert proof_of_death(holder) is None
+def test_there_is_no_proof_about_a_process_elsewhere(
+    dead_child: Holder, changes: dict[str, str]
+) -> None:
+    assert proof_of_death(dataclasses.replace(dead_child, **changes)) is None
 
 
 @pytest.mark.parametrize("pid", [0, -1])
-def test_no_process_group_is_asked(pid):
+def test_a_process_group_is_never_asked(pid: int) -> None:
     assert proof_of_death(dataclasses.replace(held_by(os.getpid()), pid=pid)) is None
 
 
-def test_never_on_windows(child, monkeypatch):
-    holder = held_by(child.pid)
-    child.kill()
-    child.wait()
+def test_there_is_no_proof_on_windows(dead_child: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     this_process()
     monkeypatch.setattr(os, "name", "nt")
-    assert is_gone(holder.pid, holder.start) is None
+    assert is_gone(dead_child.pid, dead_child.start) is None
 
 
-def test_a_name_with_parentheses_and_spaces(tmp_path):
+def test_a_program_name_may_have_parentheses_and_spaces(tmp_path: Path) -> None:
     program = tmp_path / "a) R (b 1"
     program.symlink_to(sys.executable)
-    process = subprocess.Popen([str(program), "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        assert start_time(process.pid).isdigit()
-        assert is_gone(process.pid, start_time(process.pid)) is None
-    finally:
+    command = [str(program), *WAIT_FOR_INPUT[1:]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        start = start_time(process.pid)
+        gone = is_gone(process.pid, start)
         process.kill()
-        process.stdin.close()
-        process.wait()
+    assert start.isdigit()
+    assert gone is None
 
 
-def test_a_fork_is_another_process():
+def test_a_fork_is_another_process() -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(this_process().pid == os.getpid())
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-@pytest.mark.django_db
-class TestTakeover:
-    SCRIPT = """
+TAKE = """
 import django
 django.setup()
 from django_singletask import TaskLock
@@ -131,46 +146,56 @@ print(lock.token, flush=True)
 input()
 """
 
-    @pytest.fixture
-    def holder(self, cache_alias):
-        """Hold the lock in another process."""
-        process = subprocess.Popen(
-            [sys.executable, "-c", self.SCRIPT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "SINGLETASK_TEST_CACHE": cache_alias},
-        )
-        process.token = process.stdout.readline().strip()
-        assert process.token
+
+@pytest.fixture
+def holder(cache_alias: str) -> Iterator[subprocess.Popen[str]]:
+    """Hold the lock "nightly" in another process."""
+    with subprocess.Popen(
+        [sys.executable, "-c", TAKE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SINGLETASK_TEST_CACHE": cache_alias},
+    ) as process:
         yield process
         process.kill()
-        process.stdin.close()
-        process.stdout.close()
-        process.wait()
 
-    @pytest.fixture(autouse=True)
-    def shared_caches_only(self, cache_alias):
-        if cache_alias == "locmem":
-            pytest.skip("LocMem locks in one process alone")
 
-    def test_the_lock_of_a_killed_process_is_taken_over(self, holder):
-        lock = TaskLock("nightly")
-        assert not lock.acquire()
-        assert lock.blocker.token == holder.token
+on_each_family = pytest.mark.parametrize(
+    "cache_alias", ["redis", "pymemcache", "db_sqlite"], indirect=True
+)
+
+
+@on_each_family
+@pytest.mark.django_db
+def test_the_lock_of_a_killed_process_is_taken_over(holder: subprocess.Popen[str]) -> None:
+    assert holder.stdout is not None
+    token = holder.stdout.readline().strip()
+    lock = TaskLock("nightly")
+    assert not lock.acquire()
+    assert lock.blocker is not None
+    assert lock.blocker.token == token
+    holder.kill()
+    holder.wait()
+    assert lock.acquire()
+    assert lock.lease is not None
+    assert lock.lease.took_over
+    lock.release()
+
+
+@on_each_family
+@pytest.mark.django_db
+def test_control_without_proof_the_lock_is_not_taken_over(
+    holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same death, on what looks like another host."""
+    assert holder.stdout is not None
+    assert holder.stdout.readline()
+    monkeypatch.setattr("django_singletask.holder.boot_id", lambda: "another machine")
+    this_process.cache_clear()
+    try:
         holder.kill()
         holder.wait()
-        assert lock.acquire()
-        assert lock.took_over
-        lock.release()
-
-    def test_without_proof_there_is_no_takeover(self, holder, monkeypatch):
-        """Negative control: the same death, on what looks like another host."""
-        monkeypatch.setattr("django_singletask.holder._boot_id", lambda: "another machine")
+        assert not TaskLock("nightly").acquire()
+    finally:
         this_process.cache_clear()
-        try:
-            holder.kill()
-            holder.wait()
-            assert not TaskLock("nightly").acquire()
-        finally:
-            this_process.cache_clear()

@@ -17,7 +17,7 @@ REDIS = urlsplit(os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:
 
 # A worker that is to look as if it ran on another machine.
 if "SINGLETASK_TEST_BOOT_ID" in os.environ:
-    holder._boot_id = lambda: os.environ["SINGLETASK_TEST_BOOT_ID"]
+    holder.boot_id = lambda: os.environ["SINGLETASK_TEST_BOOT_ID"]
 
 
 class ImportsOfThreads:
