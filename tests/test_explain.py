@@ -345,6 +345,14 @@ def test_queued_call_behind_a_held_lock_is_explained_too():
     assert f"clear --queued {BESIDE}" in text.replace("'", "")
 
 
+def test_queued_call_on_memcached_without_history_says_what_is_known(settings, empty_cache):
+    settings.SINGLETASK_CACHE = "pymemcache"
+    settings.SINGLETASK_HISTORY = "off"
+    empty_cache("pymemcache")
+    hold(NAME, LockKey(NAME, KEY).beside(QUEUED, TASK).key, alias="pymemcache", ago=20, pid=0)
+    assert re.search(r"for (39|40) s more at most\. To forget", told().replace("\n", " "))
+
+
 # Unknown
 
 

@@ -138,10 +138,9 @@ def _skipped(why: Why, lock: HeldLock) -> str:
         _counted(lock.skipped - why.duplicates, "run", "skipped"),
         _counted(why.duplicates, "duplicate", "stopped"),
     ]
-    last = ""
-    if why.skipped:
-        last = f", {'the last ' if lock.skipped > 1 else ''}{_whole(why.skipped.ago)} ago"
-    return f"{' and '.join(filter(None, counts))} meanwhile{last}."
+    last = "the last " if lock.skipped > 1 else ""
+    ago = f", {last}{_whole(why.skipped.ago)} ago" if why.skipped else ""
+    return f"{' and '.join(filter(None, counts))} meanwhile{ago}."
 
 
 def _counted(count: int, noun: str, verb: str) -> str:
@@ -170,15 +169,11 @@ def _queued(lock: HeldLock) -> Iterator[Sentence]:
     left = lock.remaining
     if left is None:
         left = max(0.0, lock.holder.timeout - lock.held_for)
-    stopped = ""
-    if lock.skipped is not None:
-        stopped = (
-            f" {_counted(lock.skipped, 'duplicate', 'stopped') or 'No duplicate was stopped'}."
-        )
+    stopped = _counted(lock.skipped or 0, "duplicate", "stopped") or "No duplicate was stopped"
     yield Sentence(
         f"Queued: task {lock.holder.task_id}, sent {_whole(lock.held_for)} ago from "
         f"{lock.holder.host or 'an unknown host'}. It stops equal calls until it has run, for "
-        f"{_whole(left)} more at most.{stopped}"
+        f"{_whole(left)} more at most.{'' if lock.skipped is None else f' {stopped}.'}"
     )
     yield Sentence("To forget it, so that an equal call can be sent beside it:", _clear(lock))
 

@@ -79,13 +79,11 @@ def printable(text: str, width: int | None = None, beginning: int = 255) -> str:
         text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if width is None or columns(text) <= width:
         return text
-    head, tail = text, ""
+    head = tail = text
     while columns(head) > min((width - 1) // 2, beginning):
         head = head[:-1]
-    for char in reversed(text):
-        if columns(head) + columns(tail) + columns(char) + 1 > width:
-            break
-        tail = char + tail
+    while tail and columns(head) + 1 + columns(tail) > width:
+        tail = tail[1:]
     return f"{head}…{tail}"
 
 

@@ -144,9 +144,5 @@ def _database(store: Any) -> Iterator[Finding]:
     }
     before = time.time()
     yield compare_clocks(float(store.execute(clocks[connection.vendor])[0][0]), before)
-    if connection.get_autocommit():
-        yield Finding("ok", "locks are written in autocommit, on a connection of their own")
-    else:
-        yield Finding("unfit", "the connection is not in autocommit: nobody would see a lock")
     if connection.vendor == "sqlite":
         yield Finding("note", "an SQLite file is shared by the processes of one host only")
