@@ -20,6 +20,8 @@ from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
+from django_singletask.locks.keys import QUEUED
+from django_singletask.stores.base import PREFIX
 
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
@@ -54,13 +56,12 @@ ENOUGH = 5
 FREQUENT = 5000
 """Rows that a search sorts at most; of more, it reads the newest."""
 FIRST = 1000
-"""First rows of a time window among which is the lowest id."""
+"""Rows at the beginning of a time window among which the lowest id is looked for."""
 LATE = timedelta(hours=1)
 """How late a row may be written: a process keeps its events while the database is away."""
-DONE = ("returned", "raised")
-UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 BATCH = 500
-"""Values in one condition: SQLite takes so many parameters."""
+"""Values in one condition: SQLite takes no more than 999 in older versions."""
+UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 
 
 class NoHistory(Exception):
@@ -99,7 +100,7 @@ class UsualHold(NamedTuple):
 class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     """The rows of the history, narrowed in ways that an index serves.
 
-    Methods that return a list ask the database; they raise its errors, but for those that say
+    Methods that return a list ask the database at once, and raise its errors unless they say
     otherwise.
     """
 
@@ -150,22 +151,22 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         return self.filter(name__startswith=beginning)
 
     def of_kind(self, kind: str) -> TaskLockEventQuerySet:
-        """Keep the rows of one kind, the newest first: of one, the index has them in this order."""
+        """Keep the rows of one kind, the newest first: an index has those of each kind in order."""
         return self.filter(kind=kind).newest()
 
     def since(self, start: datetime) -> TaskLockEventQuerySet:
-        """Keep what began at ``start`` or later; this asks for the first id of that time.
+        """Keep what began at ``start`` or later; this asks the database for the first id.
 
-        Rows are written nearly in the order of their times, and all indexes end with the id. The
-        first id is looked for among many rows, and from an hour earlier on, since "nearly" is not
-        "always": what a process kept while the database was away comes late.
+        All other indexes end with the id, and rows are written nearly in the order of their times.
+        Not always: a process keeps its events while the database is away. So the lowest id is
+        looked for among many rows, the first of which began an hour earlier.
         """
         later = self.model.objects.using(self.db).filter(at__gte=start - LATE)
         first = later.order_by("at").values("pk")[:FIRST].aggregate(first=models.Min("pk"))["first"]
         return self.filter(at__gte=start, pk__gte=first or 0)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
-        """Keep what a prune deletes (default: ``SINGLETASK_HISTORY_DAYS``), but for open rows."""
+        """Keep what is older, except for open rows (default: ``SINGLETASK_HISTORY_DAYS``)."""
         seconds = conf.history_days * 86_400 if seconds is None else seconds
         since = django_now() - timedelta(seconds=seconds)
         old = self.filter(at__lt=since).exclude(kind="acquired", outcome="")
@@ -222,7 +223,7 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
 
         No index has the keys, but a key begins with the task, or with the name of the lock.
         """
-        slug = key.rpartition(":")[0].removeprefix("singletask:").removeprefix("@queued:")
+        slug = key.removeprefix(QUEUED).removeprefix(PREFIX).rpartition(":")[0]
         for rows in (self.of_task(slug), self.named(slug)):
             for name, other in rows.values_list("name", "key")[:NEWEST]:
                 if other == key:
@@ -242,8 +243,8 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     def usual_hold(self, name: str, task: str = "") -> UsualHold | None:
         """Say how long the last hundred runs of a task had their lock, or of a name without a task.
 
-        Only runs that returned count: one that hung until it was stopped has raised, and the next
-        to hang would not be slow beside it. None if there are none, or no history.
+        Only runs that returned count: a run that hung until it was stopped has raised, and beside
+        it the next run that hangs would not be slow. None without such runs or without a history.
         """
         rows = self.of_task(task) if task else self.named(name)
         fields = rows.values_list("outcome", "result", "at", "ended_at")

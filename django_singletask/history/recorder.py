@@ -153,8 +153,8 @@ class Writer:
         with self.starting:
             if self.thread is None or not self.thread.is_alive():
                 self.ended = threading.Event()
-                # Assigned before it starts: a signal between the two must not leave a thread that
-                # runs unknown.
+                # Assigned before it starts: if a signal came in between, nothing would know of the
+                # thread that runs.
                 self.thread = threading.Thread(
                     target=self.run, args=(self.ended,), name="singletask-history", daemon=True
                 )
@@ -194,7 +194,7 @@ class Writer:
         self.close()
 
     def write_some(self, ended: threading.Event) -> None:
-        # Counted before they are taken, so that flush() never sees none in between.
+        # Counted before they are taken, so that flush() never sees both empty.
         self.unwritten = at_once = min(len(self.events), AT_ONCE)
         events = [self.events.popleft() for _ in range(at_once)]
         again = False
@@ -271,8 +271,8 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    # The events until now are the parent's to write. Its connection is the parent's too: closed
-    # here, it would say "quit" on the shared socket, so it must never be deleted.
+    # The parent writes its events itself. Its connections must never be deleted here: they would
+    # say "quit" on sockets that the parent goes on using.
     global writer
     for connection in writer.open_connections:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))

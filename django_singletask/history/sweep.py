@@ -15,7 +15,6 @@ from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import get_store
 
 __all__ = ["Sweeper", "prune"]
 
@@ -58,22 +57,18 @@ class Sweeper:
 
     def look_after(self, row: TaskLockEvent) -> None:
         """Look at an open row whose lease is over, unless the lease was renewed."""
-        entry = get_store(row.cache).read(row.key)
+        address = Address(row.cache, LockKey(row.name, row.key))
+        entry = address.read()
         holder = Holder.decode(entry.value) if entry is not None else None
-        if holder is not None and holder.token == row.token:
+        if entry and holder and holder.token == row.token:
             self.missed.pop(row.pk, None)
-            how = proof_of_death(holder)
-            if how is not None:
-                Address(row.cache, LockKey(row.name, row.key)).bury(row.token, how)
+            if how := proof_of_death(holder):
+                address.free_dead(entry, holder, how)
         elif self.now() - self.missed.setdefault(row.pk, self.now()) >= row.timeout:
             del self.missed[row.pk]
-            _expire(row)
-
-
-def _expire(row: TaskLockEvent) -> None:
-    logger.warning("%s: the lease of a run on %s:%s ended unreleased.", row.key, row.host, row.pid)
-    address = Address(row.cache, LockKey(row.name, row.key))
-    address.tell("expired", row.holder(), reason="its lease ended unreleased")
+            text = "%s: the lease of a run on %s:%s ended unreleased."
+            logger.warning(text, row.key, row.host, row.pid)
+            address.tell("expired", row.holder(), reason="its lease ended unreleased")
 
 
 def prune(
