@@ -29,7 +29,6 @@ from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as held_locks
 from django_singletask.operators import timeline
-from django_singletask.operators.marks import SIGNS
 from django_singletask.operators.starving import Starving
 from django_singletask.stores import get_store
 from tests.admin_pages import (
@@ -635,7 +634,7 @@ def test_legend_shows_the_marks(operator):
     legend = content.partition("<figcaption")[2].partition("</figcaption>")[0]
     assert text_of(legend.partition(">")[2]) == "lost skipped"
     lost, skipped = legend.split('class="singletask-state')[1:]
-    assert lost.count("<rect") == lost.count(f'<path d="{SIGNS["lost"]}"') == 1
+    assert lost.count("<rect") == lost.count(f'<path d="{timeline.SIGNS["lost"]}"') == 1
     assert (skipped.count("<rect"), skipped.count("<path")) == (1, 0)
 
 

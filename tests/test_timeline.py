@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from types import SimpleNamespace
 
 import pytest
 from django.utils import timezone
@@ -40,8 +41,14 @@ def event(minutes, kind="skipped", **facts):
     return TaskLockEvent.objects.create(**{**usual, **facts})
 
 
-def drawn(span="1h", **only):
-    return draw(TaskLockEvent.objects.all(), SPANS[span], now=NOW, **only)
+def drawn(span="1h", *, rows=None, now=NOW, **only):
+    rows = TaskLockEvent.objects.all() if rows is None else rows
+    return SimpleNamespace(**draw(rows, SPANS[span], now=now, **only))
+
+
+def facts_of_the_task():
+    [facts] = drawn().tasks
+    return SimpleNamespace(**facts)
 
 
 def marks(span="1h", **only):
@@ -149,7 +156,7 @@ def test_every_database_finds_the_open_holds(alias):
     TaskLockEvent.objects.using(alias).create(**facts)
     TaskLockEvent.objects.using(alias).create(**{**facts, "outcome": "released"}, ended_at=ago(400))
     rows = TaskLockEvent.objects.using(alias).all()
-    assert [mark.state for mark in draw(rows, SPANS["15m"], now=NOW).marks] == ["held"]
+    assert [mark.state for mark in drawn("15m", rows=rows).marks] == ["held"]
 
 
 def test_project_without_time_zones_has_a_timeline(settings):
@@ -157,7 +164,7 @@ def test_project_without_time_zones_has_a_timeline(settings):
     now = timezone.now()
     facts = {"name": "nightly", "key": "k", "kind": "skipped"}
     TaskLockEvent.objects.using("sqlite").create(at=now, **facts)
-    drawing = draw(TaskLockEvent.objects.using("sqlite").all(), SPANS["7d"], now=now)
+    drawing = drawn("7d", rows=TaskLockEvent.objects.using("sqlite").all(), now=now)
     assert len(drawing.marks) == 1
     assert len(drawing.labels) == 7
 
@@ -193,7 +200,7 @@ def test_trouble_other_outcomes_and_long_holds_have_marks_of_their_own():
 def test_merged_marks_count_once_in_the_facts():
     for second in range(10):
         event(30 - second / 60, count=3, task="t")
-    [facts] = drawn().tasks
+    facts = facts_of_the_task()
     assert facts.skipped == 30
 
 
@@ -315,7 +322,7 @@ def test_facts_of_a_task():
         hold(30, 30 - minutes, task="a", name=f"a({minutes})")
     event(20, task="a", name="a(1)", count=9)
     event(20, kind="lost", task="a", name="a(1)")
-    [facts] = drawn().tasks
+    facts = facts_of_the_task()
     assert (facts.label, facts.field) == ("a", "task")
     assert (facts.runs, facts.median, facts.longest) == (3, "2m 00s", "6m 00s")
     assert (facts.lease, facts.of_lease) == ("1m 00s", "6.0 ×")
@@ -332,24 +339,24 @@ def test_trouble_of_one_run_counts_once():
         ("cleared", "", "k"),
     ):
         event(20, kind=kind, token=token, key=key)
-    [facts] = drawn().tasks
+    facts = facts_of_the_task()
     assert facts.trouble == 4
 
 
 @pytest.mark.parametrize(("timeout", "of_lease"), [(60, "0.1 ×"), (61, "")])
 def test_small_part_of_the_lease_is_not_worth_a_word(timeout, of_lease):
     hold(30, 29.9, timeout=timeout)
-    [facts] = drawn().tasks
+    facts = facts_of_the_task()
     assert facts.of_lease == of_lease
 
 
 def test_facts_of_a_lock_without_a_task():
     hold(30, 30, timeout=0)
-    [facts] = drawn().tasks
+    facts = facts_of_the_task()
     assert (facts.label, facts.field, facts.lease, facts.of_lease) == ("nightly", "name", "-", "")
 
 
 def test_facts_of_a_task_without_runs():
     event(30, kind="cleared")
-    [facts] = drawn().tasks
+    facts = facts_of_the_task()
     assert (facts.runs, facts.median, facts.longest, facts.skip_rate) == (0, "-", "-", "-")

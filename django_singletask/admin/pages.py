@@ -233,11 +233,11 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             request,
             "timeline",
             "timeline",
-            drawing=drawing,
             spans=SPANS,
             range=chosen,
             only=f"&{query}" if query else "",
             **only,
+            **drawing,
         )
 
 

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
+from functools import cached_property
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from django.utils import timezone
 from django.utils.formats import date_format
 from django.utils.functional import Promise
-from django.utils.translation import gettext_lazy as _
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext
 
 from django_singletask.history.queries import OPEN, SWEEPER, TaskLockEventQuerySet
 from django_singletask.models import TROUBLE, TaskLockEvent
-from django_singletask.operators.marks import Mark, mark_of, merged, percent
-from django_singletask.operators.words import clock_time, duration, hold_seconds, hold_time
+from django_singletask.operators.words import (
+    clock_time,
+    duration,
+    hold_seconds,
+    hold_time,
+    process,
+    status,
+)
 
-__all__ = ["LANES", "ROWS", "SPANS", "TROUBLES", "draw"]
+__all__ = ["LANES", "ROWS", "SIGNS", "SPANS", "TROUBLES", "draw"]
 
 ROWS = 1000
 """Newest events that are read. If there are more, the drawing says how far back it goes."""
 LANES = 30
 TROUBLES = 100
 """Newest events of each kind of trouble that are drawn even if they are not among ``ROWS``."""
+SIGNS = {
+    "expired": "M0-6 6 5H-6Z",
+    "lost": "M0-7 6 0 0 7-6 0Z",
+    "cleared": "M-5-5 5 5M5-5-5 5",
+}
+"""Paths around (0, 0): a triangle, a diamond and a cross differ in form, not only in colour."""
+NEAR = 0.3
+"""Percent of the width: marks of one kind that are nearer to each other become one mark."""
 
 
 class Span(NamedTuple):
@@ -39,79 +56,111 @@ class Span(NamedTuple):
 
 DAY = timedelta(days=1)
 SPANS = {
-    "15m": Span(_("15 minutes"), timedelta(minutes=15), timedelta(minutes=3)),
-    "1h": Span(_("1 hour"), timedelta(hours=1), timedelta(minutes=10)),
-    "24h": Span(_("24 hours"), DAY, timedelta(hours=4)),
-    "7d": Span(_("7 days"), 7 * DAY, DAY),
+    "15m": Span(gettext_lazy("15 minutes"), timedelta(minutes=15), timedelta(minutes=3)),
+    "1h": Span(gettext_lazy("1 hour"), timedelta(hours=1), timedelta(minutes=10)),
+    "24h": Span(gettext_lazy("24 hours"), DAY, timedelta(hours=4)),
+    "7d": Span(gettext_lazy("7 days"), 7 * DAY, DAY),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskFacts:
-    """What the runs of a task, or of a lock without a task, have in common.
+@dataclasses.dataclass
+class Mark:
+    """One event in a lane, or several events of one shape and state at nearly the same place.
 
-    ``field`` says which of the two ``label`` names: ``"task"`` or ``"name"``.
+    ``shape`` is ``"bar"`` for a hold, ``"tick"`` for skips and duplicates, ``"sign"`` for trouble.
+    ``state`` and ``word`` are those of :func:`status`. ``x`` and ``width`` are percent of the width
+    of the lane; ``width`` is never too small to be seen.
     """
 
-    label: str
-    field: str
-    runs: int
-    median: str
-    longest: str
-    lease: str
-    of_lease: str
-    skipped: int
-    skip_rate: str
-    trouble: int
+    shape: str
+    state: str
+    word: str
+    at: datetime
+    until: datetime
+    x: float
+    width: float
+    events: list[TaskLockEvent]
+    number: int = 0
+    when: str = ""
 
+    @property
+    def count(self) -> int:
+        """Return the number of events."""
+        return sum(event.count for event in self.events)
 
-@dataclasses.dataclass(frozen=True)
-class Drawing:
-    """All that the page shows.
+    @property
+    def path(self) -> str:
+        """Return the outline of a sign."""
+        return SIGNS[self.state]
 
-    ``lanes`` has the marks of each name, ``legend`` one mark for each shape of each state.
-    ``read_back_to`` is empty if all events of the time span were read; else ``unread`` is the width
-    of the part before that time.
-    """
+    @property
+    def size(self) -> int:
+        """Return the height of a tick in pixels: 4 for one skip, 12 from about 30 skips on."""
+        return min(12, 4 + round(math.log2(self.count) * 1.6))
 
-    lanes: dict[str, list[Mark]]
-    labels: list[tuple[str, str]]
-    tasks: list[TaskFacts]
-    marks: list[Mark]
-    legend: list[list[Mark]]
-    lanes_left_out: int
-    read_back_to: str
-    unread: str
+    @cached_property
+    def text(self) -> str:
+        """Return what happened, as one line."""
+        event = self.events[0]
+        if self.shape == "tick":
+            reasons = {event.reason for event in self.events} - {"skip"}
+            blockers = {event.blocked_by_task_id or event.blocked_by for event in self.events}
+            several = len(blockers - {""}) > 1
+            blocked = _("blocked by {} …") if several else _("blocked by {}")
+            blocker = min(filter(None, blockers), default="")
+            word = self.word if self.count == 1 else f"{self.word} × {self.count}"
+            parts = [word, *sorted(reasons), blocker and blocked.format(blocker)]
+        elif len(self.events) > 1:
+            holds = sorted(hold_seconds(event) for event in self.events)
+            runs = ngettext("{} run: {}", "{} runs: {}", len(holds)).format(len(holds), self.word)
+            parts = [runs, f"{hold_time(holds[0])} – {hold_time(holds[-1])}"]
+        else:
+            word = self.word
+            if self.shape == "bar":
+                text = _("{} after {}") if event.ended_at else _("{} for {}")
+                word = text.format(word, hold_time(hold_seconds(event, self.until)))
+            actor = event.actor and _("by {}").format(event.actor)
+            task = event.task_id and _("task {}").format(event.task_id)
+            parts = [word, event.reason, actor, task, process(event.host, event.pid)]
+        return ", ".join(filter(None, parts))
 
 
 def draw(
     rows: TaskLockEventQuerySet, span: Span, *, now: datetime, name: str = "", task: str = ""
-) -> Drawing:
+) -> dict[str, Any]:
     """Draw the last ``span`` of the history, of all locks, of one lock or of one task.
+
+    Returns what the template needs. ``lanes`` has the marks of each name, ``marks`` has all marks,
+    the newest first, ``legend`` one mark for each shape of each state, ``labels`` the places and
+    texts of the round times, ``tasks`` the facts of each task. ``read_back_to`` is empty if all
+    events of the time span were read; else ``unread`` is the width of the part before that time.
 
     The number of rows that are read has a limit, and an index finds each of them, so that it takes
     no longer with ten million rows than with a thousand.
     """
     start = now - span.length
     events, cut = _read(rows, start, name, task)
-    marks = [mark for event in events if (mark := mark_of(event, start, now)) is not None]
-    tasks = _sum_up([mark.events[0] for mark in marks], now)
+    marks = [mark for event in events if (mark := _mark_of(event, start, now)) is not None]
+    by_task: dict[str, list[TaskLockEvent]] = defaultdict(list)
+    for event in (mark.events[0] for mark in marks):
+        by_task[event.task or event.name].append(event)
+    tasks = [_facts(label, of_task, now) for label, of_task in sorted(by_task.items())]
     lanes, lanes_left_out = _lanes(marks)
     drawn = sorted(chain(*lanes.values()), key=lambda mark: mark.at, reverse=True)
     legend: dict[str, dict[str, Mark]] = defaultdict(dict)
     for number, mark in enumerate(drawn, start=1):
         mark.number, mark.when = number, _when(mark, dated=span.length >= DAY)
         legend[mark.state][mark.shape] = mark
-    return Drawing(
-        lanes=lanes,
-        labels=_labels(start, now, span.step),
-        tasks=tasks,
-        marks=drawn,
-        legend=[[by_shape[shape] for shape in sorted(by_shape)] for by_shape in legend.values()],
-        lanes_left_out=lanes_left_out,
-        read_back_to=clock_time(cut, dated=span.length >= DAY) if cut else "",
-        unread=f"{percent(cut, start, now):.2f}%" if cut else "",
-    )
+    return {
+        "lanes": lanes,
+        "lanes_left_out": lanes_left_out,
+        "labels": _labels(start, now, span.step),
+        "tasks": tasks,
+        "marks": drawn,
+        "legend": [[shapes[shape] for shape in sorted(shapes)] for shapes in legend.values()],
+        "read_back_to": clock_time(cut, dated=span.length >= DAY) if cut else "",
+        "unread": f"{_percent(cut, start, now):.2f}%" if cut else "",
+    }
 
 
 def _read(
@@ -139,6 +188,27 @@ def _read(
     return [event for event in dict.fromkeys(events) if event.name != SWEEPER], cut
 
 
+def _mark_of(event: TaskLockEvent, start: datetime, now: datetime) -> Mark | None:
+    """Return the mark of an event, or None if it ended before the start."""
+    if event.kind == "acquired":
+        shape, until = "bar", event.ended_at or now
+    elif event.is_counted:
+        shape, until = "tick", event.last_at or event.at
+    else:
+        shape, until = "sign", event.at
+    # The clocks of two hosts differ: a hold may seem to end before it begins, or in the future.
+    until = max(until, event.at)
+    if until < start:
+        return None
+    end = _percent(until, start, now)
+    x = _percent(event.at, start, now) if shape == "bar" else end
+    return Mark(shape, *status(event), event.at, until, x, max(end - x, NEAR), [event])
+
+
+def _percent(at: datetime, start: datetime, now: datetime) -> float:
+    return min(100.0, max(0.0, 100 * ((at - start) / (now - start))))
+
+
 def _lanes(marks: Iterable[Mark]) -> tuple[dict[str, list[Mark]], int]:
     """Return the most important lanes, ordered by name, and how many are left out.
 
@@ -146,7 +216,7 @@ def _lanes(marks: Iterable[Mark]) -> tuple[dict[str, list[Mark]], int]:
     """
     by_name: dict[str, list[Mark]] = defaultdict(list)
     for mark in marks:
-        by_name[mark.name].append(mark)
+        by_name[mark.events[0].name].append(mark)
 
     def importance(name: str) -> tuple[bool, bool, datetime, str]:
         states = {mark.state for mark in by_name[name]}
@@ -154,8 +224,31 @@ def _lanes(marks: Iterable[Mark]) -> tuple[dict[str, list[Mark]], int]:
         return bool(states & TROUBLE), "held" in states, last, name
 
     names = sorted(by_name, key=importance, reverse=True)
-    lanes = {name: merged(by_name[name]) for name in sorted(names[:LANES])}
+    lanes = {name: _merged(by_name[name]) for name in sorted(names[:LANES])}
     return lanes, len(names) - len(lanes)
+
+
+def _merged(marks: list[Mark]) -> list[Mark]:
+    """Make one mark of those that would hide each other; signs and open holds stay single."""
+    result: list[Mark] = []
+    last: dict[tuple[str, str], Mark] = {}
+    for mark in sorted(marks, key=lambda mark: (mark.x, mark.at)):
+        before = last.get((mark.shape, mark.state))
+        single = mark.shape == "sign" or mark.state == "held" or mark.width > NEAR
+        if before is not None and not single and mark.x - before.x <= NEAR:
+            before.events += mark.events
+            before.width = max(before.width, mark.x + mark.width - before.x)
+            before.at, before.until = min(before.at, mark.at), max(before.until, mark.until)
+        else:
+            result.append(mark)
+            if not single:
+                last[mark.shape, mark.state] = mark
+    for mark in result:
+        # No part of a mark lies beyond the edge.
+        mark.x = min(mark.x, 100 - NEAR)
+        mark.width = min(mark.width, 100 - mark.x)
+    # What is drawn later covers what was drawn before: a sign is seen on a bar.
+    return sorted(result, key=lambda mark: (mark.shape == "sign", mark.x))
 
 
 def _when(mark: Mark, *, dated: bool) -> str:
@@ -173,36 +266,33 @@ def _labels(start: datetime, now: datetime, step: timedelta) -> list[tuple[str, 
     labels = []
     while at <= now:
         text = date_format(at, "D j" if step >= DAY else "H:i")
-        labels.append((f"{percent(at, start, now):.2f}%", text))
+        labels.append((f"{_percent(at, start, now):.2f}%", text))
         at += step
     return labels
 
 
-def _sum_up(events: Iterable[TaskLockEvent], now: datetime) -> list[TaskFacts]:
-    groups: dict[str, list[TaskLockEvent]] = defaultdict(list)
-    for event in events:
-        groups[event.task or event.name].append(event)
-    return [_facts(label, of_label, now) for label, of_label in sorted(groups.items())]
+def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> dict[str, Any]:
+    """Return what the runs of a task, or of a lock without a task, have in common.
 
-
-def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> TaskFacts:
+    ``field`` says which of the two ``label`` names: ``"task"`` or ``"name"``.
+    """
     runs = [event for event in events if event.kind == "acquired"]
     holds = [hold_seconds(run, now) for run in runs]
     skipped = sum(event.count for event in events if event.kind == "skipped")
     calls = len(runs) + skipped
     longest = max(holds, default=0.0)
     lease = max((run.timeout for run in runs), default=0.0)
-    return TaskFacts(
-        label=label,
-        field="task" if events[0].task else "name",
-        runs=len(runs),
-        median=hold_time(statistics.median(holds)) if holds else "-",
-        longest=hold_time(longest) if holds else "-",
-        lease=duration(lease) if lease else "-",
-        of_lease=f"{longest / lease:.1f} ×" if lease and longest >= lease / 10 else "",
-        skipped=skipped,
-        skip_rate=f"{100 * skipped / calls:.0f} %" if calls else "-",
+    return {
+        "label": label,
+        "field": "task" if events[0].task else "name",
+        "runs": len(runs),
+        "median": hold_time(statistics.median(holds)) if holds else "-",
+        "longest": hold_time(longest) if holds else "-",
+        "lease": duration(lease) if lease else "-",
+        "of_lease": f"{longest / lease:.1f} ×" if lease and longest >= lease / 10 else "",
+        "skipped": skipped,
+        "skip_rate": f"{100 * skipped / calls:.0f} %" if calls else "-",
         # One event can leave several rows: a run whose lock is cleared finds it lost, and its
         # entry of unique_until="finish" is cleared with the lock. All these rows have its token.
-        trouble=len({event.token or event.pk for event in events if event.kind in TROUBLE}),
-    )
+        "trouble": len({event.token or event.pk for event in events if event.kind in TROUBLE}),
+    }
