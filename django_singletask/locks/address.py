@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from django_singletask.conf import check_seconds, conf
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LockKey
+from django_singletask.locks.run import Run
 from django_singletask.signals import send_event
 from django_singletask.stores import Entry, Outcome, get_store
 
@@ -51,6 +52,17 @@ class Address(NamedTuple):
         """Send an event about a holder of this entry, or about what this process met there."""
         if not self.silent:
             send_event(kind, self.lock_key, holder, cache=self.cache, quiet=self.quiet, **facts)
+
+    def tell_of_conflict(self, kind: str, reason: str, run: Run, blocker: Holder | None) -> None:
+        """Send the event of a run or a call that met ``blocker``."""
+        self.tell(
+            kind,
+            None,
+            reason=reason,
+            task=run.task or "",
+            task_id=run.task_id or "",
+            **blocker_facts(blocker),
+        )
 
     def free_dead(self, entry: Entry, holder: Holder, how: str) -> bool:
         """Free the entry of a holder that is known to be dead; say whether it was freed.

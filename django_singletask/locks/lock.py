@@ -8,12 +8,13 @@ import time
 import weakref
 from contextvars import ContextVar, Token
 from types import TracebackType
+from typing import NoReturn
 
 from django_singletask.conf import check_seconds, conf
 from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
 from django_singletask.locks import clock, renewal
-from django_singletask.locks.address import Address, blocker_facts, lease_length
+from django_singletask.locks.address import Address, lease_length
 from django_singletask.locks.keys import LockKey, name_key
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
@@ -49,9 +50,8 @@ class TaskLock:
 
     The lock is an entry in the cache that ends by itself: see "What a lock of this kind cannot
     promise" in the README. It is not re-entrant, and one object serves one acquisition at a time.
-    The words are those of ``redis.lock.Lock`` and ``threading.Lock``.
-
-    Raises ``TypeError`` and ``ValueError`` for options that cannot work.
+    Raises ``TypeError`` and ``ValueError`` for options that cannot work. The words are those of
+    ``redis.lock.Lock`` and ``threading.Lock``.
     """
 
     def __init__(
@@ -168,8 +168,7 @@ class TaskLock:
             if self.run and blocker and blocker.task_id == self.run.task_id is not None:
                 return False  # an earlier run of the same message: not to be waited for here
             if wait and blocker and renewal.keeper().holds_in_this_thread(blocker.token, self.key):
-                self.report_conflict("wait")
-                raise self.conflict()
+                self.refuse("wait")
             if left <= 0:
                 return False
             time.sleep(min(left, pause * random.uniform(0.5, 1)))
@@ -301,27 +300,16 @@ class TaskLock:
     def meet_conflict(self) -> None:
         """Do what ``on_conflict`` says in a ``with`` that finds the lock held."""
         if self.on_conflict == "raise":
-            self.report_conflict("wait" if self.wait else "raise")
-            raise self.conflict()
+            self.refuse("wait" if self.wait else "raise")
         self.report_conflict("skip")
 
-    def conflict(self) -> LockConflict:
-        """Return the error that says who was in the way."""
-        return LockConflict(self.name, self.blocker, self.blocker_remaining)
+    def refuse(self, reason: str) -> NoReturn:
+        """Report the conflict and raise :class:`LockConflict`."""
+        self.report_conflict(reason)
+        raise LockConflict(self.name, self.blocker, self.blocker_remaining)
 
     def report_conflict(self, reason: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
         logger.info("%s is held by %s: %s.", self, self.blocker, reason)
-        self.tell_of_blocker("skipped", reason)
-
-    def tell_of_blocker(self, kind: str, reason: str) -> None:
-        """Send the event of a run or a call that met ``blocker``."""
         run = self.run or Run.current()
-        self.address.tell(
-            kind,
-            None,
-            reason=reason,
-            task=run.task or "",
-            task_id=run.task_id or "",
-            **blocker_facts(self.blocker),
-        )
+        self.address.tell_of_conflict("skipped", reason, run, self.blocker)

@@ -58,7 +58,8 @@ class Keeper:
         # By token and key: a run has one token for its lock and for the entry of its queued call.
         self.leases: weakref.WeakValueDictionary[tuple[str, str], Renewable]
         self.leases = weakref.WeakValueDictionary()
-        self.debts = Debts()
+        self.debts: dict[str, Debts] = {}
+        """The releases that are owed, by cache: one that is down holds up no other."""
         self.wakes_at = math.inf
         self.changed = threading.Condition()
         self.sleeps = False
@@ -93,8 +94,9 @@ class Keeper:
 
     def owe(self, cache: str, key: str, value: bytes, lease: float) -> None:
         """Release an entry in the background, and try again for as long as its lease can last."""
-        self.debts.add(Debt(cache, key, value, clock.now() + lease))
-        self.wake(self.debts.due_at)
+        debts = self.debts.setdefault(cache, Debts(cache))
+        debts.add(Debt(key, value, clock.now() + lease))
+        self.wake(debts.due_at)
 
     def wake_for(self, lease: Renewable) -> None:
         """Wake the thread if the lease is due before the thread would wake by itself.
@@ -150,7 +152,8 @@ class Keeper:
 
     def next_due(self) -> float:
         """Return when the next lease or debt is due."""
-        return min([self.debts.due_at, *(lease.due_at for lease in self.renewed())])
+        times = [debts.due_at for debts in list(self.debts.values())]
+        return min([math.inf, *times, *(lease.due_at for lease in self.renewed())])
 
     def tick(self) -> None:
         """Renew what is due now or soon (so leases taken together stay together); pay debts."""
@@ -161,8 +164,9 @@ class Keeper:
                 by_cache.setdefault(lease.cache, []).append(lease)
         for alias, leases in by_cache.items():
             self.renew_all(alias, leases)
-        if self.debts.due_at <= now:
-            self.debts.pay()
+        for debts in list(self.debts.values()):
+            if debts.due_at <= now:
+                debts.pay()
 
     def renewed(self) -> list[Renewable]:
         """Return the leases that renew."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,19 +15,16 @@ from celery.utils import uuid
 from django.db import transaction
 
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.holder import Holder
-from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.locks.keys import LockKey, Parameters, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.run import Run
+from django_singletask.task.definition import check_definition
 from django_singletask.task.delivery import QUEUED_AGAIN, deliver
 from django_singletask.task.header import Header, hidden_arguments
-from django_singletask.task.options import LockOptions, refuse_misspelt, refuse_unwrapped
+from django_singletask.task.options import LockOptions, refuse_unwrapped
 from django_singletask.task.unique import QueuedCall, delay_of
 
 __all__ = ["SingletonTask"]
-
-logger = logging.getLogger("django_singletask")
 
 EMPTY: Mapping[str, Any] = {}
 
@@ -80,21 +76,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
-        if "_decorated" in cls.__dict__:
-            refuse_misspelt(what, cls.__dict__.keys() - set(dir(SingletonTask)))
-        for problem in LockOptions.of(cls).problems(f"of {what}"):
-            if problem.early and problem.error is not None:
-                raise problem.error(problem.text)
-        run = cls.__dict__.get("run")
-        if run is not None:
-            refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
-        call = cls.__dict__.get("__call__")
-        if call is not None and not _mentions(getattr(call, "__code__", None), "__call__"):
-            raise TypeError(
-                f"{what}.__call__ never calls super().__call__(*args, **kwargs), "
-                "so the task would run without its lock."
-            )
+        check_definition(cls, SingletonTask)
         if LockConflict not in cls.throws:
             cls.throws = (*cls.throws, LockConflict)
         if "_decorated" in cls.__dict__ and inspect.isfunction(cls.__dict__.get("lock_name")):
@@ -118,7 +100,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         ``task.lock(7).locked()`` asks whether that call is running. Raises ``TypeError`` if the
         arguments do not fit the task or have no stable form.
         """
-        return self._lock(self.lock_key(args, kwargs), LockOptions.of(self))
+        return LockOptions.of(self).lock(self.lock_key(args, kwargs), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
         """Return the result of the call that stops one with these arguments at enqueue, if any.
@@ -129,10 +111,6 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         key, options = self.lock_key(args, kwargs), LockOptions.of(self)
         holder = QueuedCall(key, options, Run(self.name)).holder()
         return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
-
-    def _lock(self, key: LockKey, options: LockOptions) -> TaskLock:
-        run = Run(self.name, quiet=not options.lock_history)
-        return TaskLock(key, timeout=options.lock_timeout, renew=options.lock_renew, run=run)
 
     # Sending
 
@@ -170,7 +148,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
                 holder = queued_call.enqueue(delay_of(when))
                 header = header.next(queued=queued_call.value)
                 if holder is not None and not awaited:
-                    return self._duplicate(header, holder)
+                    return self.AsyncResult(queued_call.duplicate_of(holder))
             options["headers"] = header.into(options.get("headers"))
             result = super().apply_async(
                 args, kwargs, header.task_id, producer, link, link_error, shadow, **options
@@ -205,17 +183,6 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
             return None
         assert header.lock_key is not None
         return QueuedCall(header.lock_key, options, Run(self.name, header.task_id))
-
-    def _duplicate(self, header: Header, holder: Holder) -> AsyncResult[Any]:
-        options = LockOptions.of(self).but(header.overrides)
-        assert header.lock_key is not None
-        lock = self._lock(header.lock_key, options)
-        lock.blocker = holder
-        logger.info("%s is queued already, as task %s.", lock, holder.task_id)
-        lock.tell_of_blocker("duplicate", "queued")
-        if options.on_duplicate == "raise":
-            raise DuplicateTask(lock.name, holder.task_id or "")
-        return self.AsyncResult(holder.task_id or "")
 
     def apply(
         self,
@@ -327,9 +294,3 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
 
 
 AWAITED = ("chain", "chord", "group_id")
-
-
-def _mentions(code: Any, name: str) -> bool:
-    if code is None or name in code.co_names:
-        return True
-    return any(_mentions(inner, name) for inner in code.co_consts if inspect.iscode(inner))

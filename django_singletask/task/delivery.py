@@ -190,19 +190,18 @@ class Delivery:
 
     def refuse(self) -> NoReturn:
         """Raise ``LockConflict``; the policy ``wait`` has waited before."""
-        self.lock.report_conflict(self.options.on_conflict)
-        raise self.lock.conflict()
+        self.lock.refuse(self.options.on_conflict)
 
     def requeue(self) -> NoReturn:
         """Postpone the message until it has the lock."""
         if self.request is None:
-            self.refuse_directly()
+            self.lock.refuse("raise")  # a direct call cannot be postponed
         self.postpone("requeue")
 
     def rerun(self) -> NoReturn:
         """Postpone the message behind the holder, as the last that has met a conflict so far."""
         if self.request is None:
-            self.refuse_directly()
+            self.lock.refuse("raise")  # a direct call cannot be postponed
         ticket = None
         if self.header.ticket is None:
             ticket = take_ticket(*self._tickets())
@@ -215,11 +214,6 @@ class Delivery:
             with suppress(SoftTimeLimitExceeded):
                 self.gives_way(ticket)
             raise
-
-    def refuse_directly(self) -> NoReturn:
-        """Raise for a call without a message, which cannot be postponed."""
-        self.lock.report_conflict("raise")
-        raise self.lock.conflict()
 
 
 ON_CONFLICT: dict[str, Callable[[Delivery], Any]] = {

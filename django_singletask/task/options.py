@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from django_singletask.conf import check_seconds
-from django_singletask.locks.keys import Parameters, has_literal_text
+from django_singletask.locks.keys import LockKey, Parameters, has_literal_text
+from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.run import Run
 
-__all__ = ["POLICIES", "LockOptions", "Problem", "refuse_misspelt", "refuse_unwrapped"]
+__all__ = ["NAMES", "POLICIES", "LockOptions", "Problem", "refuse_foreign", "refuse_unwrapped"]
 
 POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
@@ -83,6 +84,11 @@ class LockOptions:
             # They exclude each other: the one of the call replaces the other of the task.
             overrides = {"lock_on": None, "lock_name": None, **overrides}
         return dataclasses.replace(self, **overrides)
+
+    def lock(self, key: LockKey, task: str) -> TaskLock:
+        """Return the lock of a task with these options, not acquired."""
+        run = Run(task, quiet=not self.lock_history)
+        return TaskLock(key, timeout=self.lock_timeout, renew=self.lock_renew, run=run)
 
     def check_call(self, task: str, overrides: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for options of one call that cannot work."""
@@ -232,22 +238,14 @@ ELSEWHERE = {
 
 def refuse_unwrapped(what: str, names: Iterable[str]) -> None:
     """Raise ``TypeError`` for what is no option of ``apply_async``; Celery would accept it."""
-    _refuse_foreign(what, names)
+    refuse_foreign(what, names)
     for name in names:
         if name in NAMES:
             raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
 
 
-def refuse_misspelt(what: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for a name in the decorator that is almost a lock option."""
-    _refuse_foreign(what, names)
-    for name in names:
-        similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
-        if similar:
-            raise TypeError(f"{what} has no option {name!r}; did you mean {similar[0]!r}?")
-
-
-def _refuse_foreign(what: str, names: Iterable[str]) -> None:
+def refuse_foreign(what: str, names: Iterable[str]) -> None:
+    """Raise ``TypeError`` for an option of another library."""
     for name in names:
         if name in ELSEWHERE:
             raise TypeError(

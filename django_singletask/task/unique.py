@@ -11,6 +11,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from django_singletask.conf import MAX_LEASE, conf
+from django_singletask.exceptions import DuplicateTask
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.address import Address, lease_length
@@ -57,6 +58,7 @@ class QueuedCall:
     """
 
     def __init__(self, key: LockKey, options: LockOptions, run: Run) -> None:
+        self.lock_address = Address(conf.cache, key, quiet=not options.lock_history)
         self.address = Address(conf.cache, key.beside(QUEUED, run.task or ""), silent=True)
         self.options = options
         self.run = run
@@ -82,6 +84,19 @@ class QueuedCall:
         queued_call = Holder.decode(entry.value)
         # Without an id it is no call's, or it came and went all the time: the lock will decide.
         return queued_call if queued_call.task_id else None
+
+    def duplicate_of(self, holder: Holder) -> str:
+        """Report that an equal call is queued, and return its task id.
+
+        Raises :class:`DuplicateTask` instead if ``on_duplicate`` says so.
+        """
+        task_id = holder.task_id or ""
+        logger.info("%s is queued already, as task %s.", self.lock_address, task_id)
+        caller = dataclasses.replace(self.run, task_id=None)
+        self.lock_address.tell_of_conflict("duplicate", "queued", caller, holder)
+        if self.options.on_duplicate == "raise":
+            raise DuplicateTask(self.lock_address.lock_key.name, task_id)
+        return task_id
 
     def holder(self) -> Holder | None:
         """Ask the cache which call is queued."""

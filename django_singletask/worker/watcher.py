@@ -170,8 +170,7 @@ def lock_of(delivery: Accepted) -> TaskLock | None:
         if key is None:
             args, kwargs, _embed = delivery.request._payload
             key = task.lock_key(args, kwargs, header.overrides)
-        run = Run(task.name, quiet=not options.lock_history)
-        return TaskLock(key, timeout=options.lock_timeout, renew=options.lock_renew, run=run)
+        return options.lock(key, task.name)
     except (TypeError, ValueError):
         return None  # the run itself failed with it, and took no lock
 

@@ -1,0 +1,50 @@
+"""Refuse the class of a task that could not run under its lock."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from django_singletask.locks.deferred import refuse_deferred
+from django_singletask.task.options import NAMES, LockOptions, refuse_foreign
+
+__all__ = ["check_definition"]
+
+
+def check_definition(cls: type, base: type) -> None:
+    """Raise ``TypeError`` for what is wrong in the body of a class, or in its decorator.
+
+    ``base`` is the class whose attributes are known. A number that cannot work is left to the
+    system check, which gives a hint.
+    """
+    what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
+    if "_decorated" in cls.__dict__:
+        _refuse_misspelt(what, cls.__dict__.keys() - set(dir(base)))
+    for problem in LockOptions.of(cls).problems(f"of {what}"):
+        if problem.early and problem.error is not None:
+            raise problem.error(problem.text)
+    run = cls.__dict__.get("run")
+    if run is not None:
+        refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
+    call = cls.__dict__.get("__call__")
+    if call is not None and not _mentions(getattr(call, "__code__", None), "__call__"):
+        raise TypeError(
+            f"{what}.__call__ never calls super().__call__(*args, **kwargs), "
+            "so the task would run without its lock."
+        )
+
+
+def _refuse_misspelt(what: str, names: Iterable[str]) -> None:
+    refuse_foreign(what, names)
+    for name in names:
+        similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
+        if similar:
+            raise TypeError(f"{what} has no option {name!r}; did you mean {similar[0]!r}?")
+
+
+def _mentions(code: Any, name: str) -> bool:
+    if code is None or name in code.co_names:
+        return True
+    return any(_mentions(inner, name) for inner in code.co_consts if inspect.iscode(inner))
