@@ -80,8 +80,7 @@ class TaskLock:
         self.on_conflict = on_conflict
         self.cache = cache
         self.run = run
-        self.lease: Lease | None = None
-        """The last acquisition; ``lease.held`` says whether it lasts."""
+        self.lease: Lease | None = None  # the last acquisition; lease.held says whether it lasts
         self.blocker: Holder | None = None
         self.blocker_remaining: float | None = None
         self._use: dict[str, object] = {}
@@ -91,9 +90,6 @@ class TaskLock:
     def __repr__(self) -> str:
         state = f"held, token {self.token}" if self.token else "not held"
         return f"<TaskLock {self.name} ({state})>"
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.key})"
 
     def __bool__(self) -> bool:
         return self.lease is not None and self.lease.held
@@ -118,16 +114,17 @@ class TaskLock:
         :class:`LockConflict` instead of waiting for a lock that this very thread holds,
         :class:`LockError` if this object is in use already, and the errors of the cache's client.
         """
-        if wait is not None:
-            check_seconds("wait", wait, zero=True)
+        wait = self.wait if wait is None else check_seconds("wait", wait, zero=True)
         use = object()
         try:
             self._begin_use(use)
-            if not self.take(self.wait if wait is None else wait):
+            if not self.take(wait):
                 self.report_conflict("skip")
             return bool(self)
         except BaseException:
-            self._interrupt(use)
+            # A signal struck after the take: the caller does not know that it holds the lock.
+            if self._use.get("now") is use and self.lease is not None and self.lease.held:
+                self.lease.give_back("raised")
             raise
         finally:
             if not self:
@@ -152,11 +149,6 @@ class TaskLock:
     def _end_use(self, use: object) -> None:
         if self._use.get("now") is use:
             del self._use["now"]
-
-    def _interrupt(self, use: object) -> None:
-        # After a signal struck anywhere since the take: the caller does not know that it holds.
-        if self._use.get("now") is use and self.lease is not None and self.lease.held:
-            self.lease.give_back("raised")
 
     def take(self, wait: float = 0) -> bool:
         """Take the lock as :meth:`acquire` does, but report no conflict and reserve nothing."""
@@ -187,8 +179,6 @@ class TaskLock:
         self.blocker = None
         lease.address.tell("acquired", holder)
         return True
-
-    # Giving back
 
     def release(self) -> bool:
         """Give the lock back; say whether it still was this object's own to give.
@@ -226,9 +216,7 @@ class TaskLock:
         Raises :class:`LockError` if the lock was not acquired and :class:`LockLost` if it is gone.
         """
         lease = self._held_lease()
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        lease.extend(lease.length if timeout is None else timeout)
+        lease.extend(lease.length if timeout is None else check_seconds("timeout", timeout))
         self.check()
 
     # Asking
@@ -241,7 +229,7 @@ class TaskLock:
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
         entry, lease = self.address.read(), self.lease
-        return bool(lease and lease.held and entry and entry.value == lease.value)
+        return bool(self and lease and entry and entry.value == lease.value)
 
     def holder(self) -> Holder | None:
         """Ask the cache who holds the lock."""
@@ -260,8 +248,6 @@ class TaskLock:
         another run can start beside it. Say whether a lock was freed.
         """
         return self.address.clear(token, actor, self.timeout)
-
-    # With
 
     def __enter__(self) -> TaskLock:
         use = object()
@@ -295,8 +281,6 @@ class TaskLock:
             if context is not None:
                 _current.reset(context)
 
-    # Conflicts
-
     def meet_conflict(self) -> None:
         """Do what ``on_conflict`` says in a ``with`` that finds the lock held."""
         if self.on_conflict == "raise":
@@ -310,6 +294,6 @@ class TaskLock:
 
     def report_conflict(self, reason: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
-        logger.info("%s is held by %s: %s.", self, self.blocker, reason)
+        logger.info("%s is held by %s: %s.", self.address, self.blocker, reason)
         run = self.run or Run.current()
         self.address.tell_of_conflict("skipped", reason, run, self.blocker)

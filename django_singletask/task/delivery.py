@@ -178,7 +178,9 @@ class Delivery:
             raise
         except Exception:
             # In doubt the message runs.
-            logger.exception("%s: it is not known whether a later call waits for it.", self.lock)
+            logger.exception(
+                "%s: it is not known whether a later call waits for it.", self.lock.address
+            )
             return False
 
     # The policies
