@@ -43,14 +43,19 @@ def hold_elsewhere(**facts):
     return hold(boot_id="another", host="web-3", pid=8121, **facts)
 
 
-def told(name=NAME):
+def explained(name=NAME):
     return "\n".join(explain(why(name)))
+
+
+def flat(name=NAME):
+    """Return the sentences in one line, wherever they are wrapped."""
+    return explained(name).replace("\n", " ")
 
 
 # Held
 
 
-def test_held_lock_is_explained_as_in_the_design(monkeypatch):
+def test_held_lock_is_explained_in_full(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     holder = hold()
     for lasted in (3, 4, 31):
@@ -67,13 +72,13 @@ def test_held_lock_is_explained_as_in_the_design(monkeypatch):
         r'app\.control\.revoke\("3f0c", terminate=True\)\.\n'
         r"To free only the lock \(a second run can then start beside this one\): "
         r"manage\.py locks clear --token 9ab2",
-        told(),
+        explained(),
     )
 
 
 def test_commands_stay_on_lines_of_their_own_where_they_do_not_fit():
     hold()
-    lines = told().splitlines()
+    lines = explained().splitlines()
     assert "    manage.py locks clear --token 9ab2" in lines
     assert all(columns(line) <= 80 for line in lines)
 
@@ -87,41 +92,43 @@ def test_name_key_and_call_explain_the_same():
 
 def test_process_elsewhere_cannot_be_seen():
     hold_elsewhere()
-    assert "process 8121 (on another host or in another" in told().replace("\n", " ")
+    assert "process 8121 (on another host or in another" in flat()
     assert why(NAME).alive is None
 
 
-def test_process_that_started_on_another_day_says_which(monkeypatch):
+def test_start_of_a_process_on_another_day_has_its_date(monkeypatch):
     hold()
     monkeypatch.setattr("django_singletask.management.sentences.started_at", lambda _: 1e9)
-    assert re.search(r"started\s2001-09-09\s\d\d:46:40\)", told())
+    assert re.search(r"started\s2001-09-09\s\d\d:46:40\)", explained())
 
 
-def test_unknown_start_is_left_out():
+def test_start_of_a_process_is_left_out_where_unknown():
     hold(start="")
-    assert "(alive: same host)" in told().replace("\n", " ")
+    assert "(alive: same host)" in flat()
 
 
-def test_lease_that_was_not_renewed_yet_says_nothing_of_it():
+def test_lease_that_was_not_renewed_yet_has_no_time_of_renewal():
     hold(ago=30)
-    assert re.search(r"^Lease: 60 s, ends in (29|30) s unless renewed\.$", told(), re.MULTILINE)
+    assert re.search(
+        r"^Lease: 60 s, ends in (29|30) s unless renewed\.$", explained(), re.MULTILINE
+    )
 
 
 def test_lease_of_memcached_is_only_its_length(settings, empty_cache):
     settings.SINGLETASK_CACHE = "pymemcache"
     empty_cache("pymemcache")
     hold(alias="pymemcache")
-    assert "Lease: 60 s.\n" in told()
+    assert "Lease: 60 s.\n" in explained()
 
 
 @pytest.mark.parametrize(
     ("count", "words"),
     [(1, "1 run was skipped meanwhile, 5 s ago."), (2, "2 runs were skipped meanwhile, the last")],
 )
-def test_few_skips_are_grammatical(count, words):
+def test_one_skip_is_written_in_the_singular(count, words):
     hold()
     skipped(9, 5, count, name=NAME, key=KEY, blocked_by="9ab2")
-    assert words in told()
+    assert words in explained()
 
 
 @pytest.mark.parametrize(
@@ -131,29 +138,29 @@ def test_few_skips_are_grammatical(count, words):
         (1, "1 run was skipped and 2 duplicates were stopped meanwhile, the last 3 s ago."),
     ],
 )
-def test_duplicates_are_no_skipped_runs(skips, words):
+def test_duplicates_are_counted_apart_from_skipped_runs(skips, words):
     hold()
     if skips:
         skipped(9, 5, skips, name=NAME, key=KEY, blocked_by="9ab2")
     key = BESIDE
     skipped(9, 3, 2, kind="duplicate", name=NAME, key=key, task=TASK, blocked_by="9ab2")
-    assert words in told().replace("\n", " ")
+    assert words in flat()
 
 
 def test_no_skip_and_no_completed_run_are_said():
     hold()
-    assert "No run was skipped meanwhile. No completed run is in its history." in told()
+    assert "No run was skipped meanwhile. No completed run is in its history." in explained()
 
 
-def test_run_that_raised_is_said_to_have():
+def test_last_completed_run_that_raised_says_so():
     hold()
     ran(60, name=NAME, key=KEY, result="raised")
-    assert "Last completed: 60 s ago (it raised)." in told()
+    assert "Last completed: 60 s ago (it raised)." in explained()
 
 
 def test_lock_in_code_has_no_task_to_stop():
     hold(task=None, task_id=None)
-    text = told()
+    text = explained()
     assert "by a lock in code on " in text
     assert "It is freed when its block of code ends or its process dies.\n" in text
     assert "revoke" not in text
@@ -162,26 +169,26 @@ def test_lock_in_code_has_no_task_to_stop():
 def test_lock_that_starves_since_before_its_holder_says_so():
     hold()
     skipped(8000, 60, 40, name=NAME, key=KEY, blocked_by="earlier")
-    assert "Starving: 40 calls came to nothing in 2h 13m, the last 60 s ago." in told()
+    assert "Starving: 40 calls came to nothing in 2h 13m, the last 60 s ago." in explained()
 
 
 def test_lock_whose_calls_stopped_does_not_starve():
     skipped(8000, 7000, 40, name=NAME, key=KEY)
-    assert "\n40 calls came to nothing in 2h 13m, the last 1h 56m ago." in told()
+    assert "\n40 calls came to nothing in 2h 13m, the last 1h 56m ago." in explained()
 
 
 def test_usual_hold_of_other_runs_of_the_task_says_so():
     hold()
     ran(60, 5, name=f"{TASK}(feed_id=8)", task=TASK)
-    assert " Usual hold of the task's other runs: 5 s, longest 5 s." in told().replace("\n", " ")
+    assert " Usual hold of the task's other runs: 5 s, longest 5 s." in flat()
 
 
 def test_dead_holder_is_taken_over():
     child = subprocess.Popen(["true"])
     child.wait()
     hold(pid=child.pid)
-    text = told()
-    assert f"(dead: process {child.pid} is gone)" in text.replace("\n", " ")
+    text = explained()
+    assert f"(dead: process {child.pid} is gone)" in flat()
     assert "The next call on this host takes it over. To free it now:" in text
     assert why(NAME).alive is False
 
@@ -194,7 +201,7 @@ def test_free_lock_tells_what_was():
     row("cleared", 200, name=NAME, key=KEY, task_id="y", host="web-2", pid=8, actor="ada")
     skipped(150, 100, 2, name=NAME, key=KEY, blocked_by="b", blocked_by_task_id="z")
     ran(90, 5, name=NAME, key=KEY, task=TASK, task_id="w", host="web-1", pid=9)
-    assert told().splitlines() == [
+    assert explained().splitlines() == [
         f"Free: {NAME}.",
         "Last completed: 1m 30s ago, by task w on web-1, process 9 (held for 5 s).",
         "Usual hold: 5 s, longest 5 s.",
@@ -207,21 +214,21 @@ def test_free_lock_tells_what_was():
 
 def test_free_lock_that_starves_says_so():
     skipped(8000, 60, 40, name=NAME, key=KEY)
-    assert "Starving: 40 calls came to nothing in 2h 13m, the last 60 s ago." in told()
+    assert "Starving: 40 calls came to nothing in 2h 13m, the last 60 s ago." in explained()
 
 
 def test_free_lock_is_found_by_its_key():
     ran(90, name=NAME, key=KEY, task=TASK)
-    assert "Last completed" in told(KEY)
+    assert "Last completed" in explained(KEY)
     ran(90, name="nightly", key=name_key("nightly").key)
-    assert "Last completed" in told(name_key("nightly").key)
+    assert "Last completed" in explained(name_key("nightly").key)
 
 
 def test_rows_of_a_name_that_shows_less_than_the_key_holds_are_kept_apart():
     hold()
     ran(90, name=NAME, key="another key")
     ran(400, name=NAME, key=KEY)
-    assert "Last completed: 6m 40s ago." in told()
+    assert "Last completed: 6m 40s ago." in explained()
 
 
 LONG = "feeds.import_feed('https://…xml')"
@@ -232,14 +239,14 @@ def test_held_locks_of_one_name_are_told_apart():
     hold(LONG, "singletask:feeds:2", token="2")
     ran(90, name=LONG, key="singletask:feeds:2")
     ran(400, name=LONG, key="singletask:feeds:1")
-    text = told(LONG).replace("\n", " ")
+    text = flat(LONG)
     assert text.startswith(
         "2 locks have this name, and this is about the one with the key singletask:feeds:1. "
         "The others: singletask:feeds:2. Held for 8m "
     )
     assert "clear --token 1" in text
     assert "Last completed: 6m 40s ago." in text
-    assert "have this name" not in told("singletask:feeds:2")
+    assert "have this name" not in explained("singletask:feeds:2")
     assert why(LONG).same_name == ["singletask:feeds:2"]
 
 
@@ -263,10 +270,10 @@ def test_lock_and_its_queued_call_are_no_two_locks():
 
 def test_task_that_never_ran_is_free():
     name = "tests.testapp.tasks.unique('a')"
-    assert told(name).startswith(f"Free: {name}.\nNo completed run")
+    assert explained(name).startswith(f"Free: {name}.\nNo completed run")
 
 
-def test_free_lock_names_those_of_its_task_that_are_held(empty_cache):
+def test_free_lock_names_the_locks_that_its_task_holds(empty_cache):
     for feed in range(7):
         key = call_key(TASK, AS_SHOWN, (), {"feed_id": feed}).key
         hold(f"{TASK}(feed_id={feed})", key, token=str(feed), ago=100 - feed)
@@ -278,20 +285,22 @@ def test_free_lock_names_those_of_its_task_that_are_held(empty_cache):
         key=call_key(TASK, AS_SHOWN, (), {"feed_id": 8}).key,
     )
     others = ", ".join(f"(feed_id={feed})" for feed in range(5))
-    text = told(f"{TASK}(feed_id=8)").replace("\n", " ")
+    text = flat(f"{TASK}(feed_id=8)")
     assert f"(feed_id=8). Held with other arguments: {others} and 2 more. Last" in text
-    assert "other arguments" not in told(NAME.replace("7", "1"))
+    assert "other arguments" not in explained(NAME.replace("7", "1"))
 
 
-def test_free_call_that_never_ran_names_those_that_are_held():
+def test_call_that_never_ran_names_the_locks_that_its_task_holds():
     name = "tests.testapp.tasks.unique(key='b')"
     hold(name, name_key(name).key, task="tests.testapp.tasks.unique")
-    assert "\nHeld with other arguments: (key='b').\n" in told("tests.testapp.tasks.unique('a')")
+    assert "\nHeld with other arguments: (key='b').\n" in explained(
+        "tests.testapp.tasks.unique('a')"
+    )
 
 
 def test_expired_hold_says_that_there_is_nothing_to_free():
     row("acquired", 100, name=NAME, key=KEY, timeout=60, host="web-1", pid=7, task_id="x")
-    text = told().replace("\n", " ")
+    text = flat()
     assert text.startswith(
         f"Free: {NAME}. An open row of the history: task x on web-1, process 7 took it "
     )
@@ -299,9 +308,9 @@ def test_expired_hold_says_that_there_is_nothing_to_free():
     assert "If its process lives, that may take the lock again at its next renewal; else" in text
 
 
-def test_history_off_is_said(settings):
+def test_history_that_is_off_is_mentioned(settings):
     settings.SINGLETASK_HISTORY = "off"
-    assert told("nightly") == (
+    assert explained("nightly") == (
         "Free: nightly.\nSINGLETASK_HISTORY = 'off': nothing is known of what was."
     )
 
@@ -311,7 +320,7 @@ def test_history_off_on_memcached_still_explains_what_is_held(settings, empty_ca
     settings.SINGLETASK_HISTORY = "off"
     empty_cache("pymemcache")
     hold(alias="pymemcache")
-    assert told().startswith("Held for 2m 1")
+    assert explained().startswith("Held for 2m 1")
 
 
 # Queued
@@ -323,23 +332,22 @@ def test_queued_call_is_explained():
     holder = dataclasses.replace(holder, pid=0, start="", since=time.time() - 3, host="web-1")
     get_store("redis").add(key, holder.encode(), 3597)
     skipped(1, kind="duplicate", name=NAME, key=key, blocked_by="t", count=2)
-    text = told()
-    flat = text.replace("\n", " ")
+    text = explained()
     assert re.match(
         r"Queued: task 5d1c, sent [34] s ago from web-1\. It stops equal calls until it has run, "
         r"for 59m 5\ds more at most\. 2 duplicates were stopped\.",
-        flat,
+        flat(),
     )
     assert f'manage.py locks clear --queued "{NAME}"' in text
     assert "Last found a duplicate: 1 s ago." in text
-    assert "came to nothing" not in text  # the duplicates are told already
+    assert "came to nothing" not in text  # the duplicates are mentioned above
 
 
 def test_queued_call_behind_a_held_lock_is_explained_too():
     hold_elsewhere()
     queued = Holder.from_dict({"name": "a$b", "token": "q", "task_id": "5d1c", "timeout": 60})
     get_store("redis").add(BESIDE, queued.encode(), 30)
-    text = told()
+    text = explained()
     assert text.startswith("Held for")
     # A shell would read the name otherwise.
     assert f"clear --queued {BESIDE}" in text.replace("'", "")
@@ -350,13 +358,13 @@ def test_queued_call_on_memcached_without_history_says_what_is_known(settings, e
     settings.SINGLETASK_HISTORY = "off"
     empty_cache("pymemcache")
     hold(NAME, LockKey(NAME, KEY).beside(QUEUED, TASK).key, alias="pymemcache", ago=20, pid=0)
-    assert re.search(r"for (39|40) s more at most\. To forget", told().replace("\n", " "))
+    assert re.search(r"for (39|40) s more at most\. To forget", flat())
 
 
 # Unknown
 
 
-def test_history_that_is_away_is_said():
+def test_history_that_is_away_is_mentioned():
     def away(*args):
         raise InterfaceError("connection already closed")
 
@@ -389,24 +397,24 @@ def test_unknown_key_is_unknown():
         why(f"{KEY}0")
 
 
-def test_what_steers_a_terminal_is_escaped():
+def test_characters_that_control_a_terminal_are_escaped():
     hold(task_id="a\x1b[2Jb", host="c\rd")
-    assert "\x1b" not in told()
-    assert "\r" not in told()
-    assert "a\\x1b[2Jb" in told()
+    assert "\x1b" not in explained()
+    assert "\r" not in explained()
+    assert "a\\x1b[2Jb" in explained()
 
 
 def test_foreign_entry_is_cleared_by_its_key():
     key = name_key("foreign").key
     get_store("redis").add(key, b"text", 30)
-    assert "Held by a lock in code on an unknown host" in told(key)
-    assert f"manage.py locks clear {key}" in told(key)
+    assert "Held by a lock in code on an unknown host" in explained(key)
+    assert f"manage.py locks clear {key}" in explained(key)
 
 
 # As a process
 
 
-def test_process_of_a_lock_that_is_held_by_another(tmp_path):
+def test_command_explains_a_lock_of_another_process():
     lock = TaskLock("nightly")
     lock.acquire()
     try:
@@ -419,7 +427,7 @@ def test_process_of_a_lock_that_is_held_by_another(tmp_path):
     assert "(alive: same host, started" in done.stdout.replace("\n", " ")
 
 
-def test_process_of_an_unknown_name_exits_with_one():
+def test_command_exits_with_1_for_an_unknown_name():
     command = [sys.executable, "-m", "django", "locks", "why", "nothing\x1b"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
