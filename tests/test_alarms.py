@@ -80,7 +80,7 @@ def test_lock_that_is_not_watched_is_no_alarm(limit, watched):
         (["--task", "zzz"], "No task is known as 'zzz'. 'manage.py locks' lists what is held."),
     ],
 )
-def test_what_is_watched_must_be_known(take, option, watched, message):
+def test_watching_an_unknown_name_is_an_error(take, option, watched, message):
     take("nightly")
     with pytest.raises(CommandError, match=f"^{re.escape(message)}") as caught:
         locks("list", option, "1h", *watched)
@@ -93,7 +93,7 @@ def test_task_is_known_without_history_too(settings):
     assert "known as 'zzz'" in alarm("--fail-if-held-over", "1h", "--task", "zzz")[1]
 
 
-def test_both_alarms_are_told_at_once():
+def test_both_alarms_are_one_message():
     skipped(8000, 60, 40)
     hold(since=time.time() - 8000)
     message = alarm("--fail-if-starving", "1h", "--fail-if-held-over", "1h")[1]

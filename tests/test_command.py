@@ -60,7 +60,7 @@ def test_unknown_values_are_dashes(settings, take, empty_cache):
     assert re.match(r"nightly +0s +- +0  ", locks().splitlines()[1])
 
 
-def test_missing_history_is_a_dash(settings, take):
+def test_skips_are_a_dash_without_history(settings, take):
     settings.SINGLETASK_HISTORY = "off"
     take("nightly")
     assert re.match(r"nightly +0s +(59s|1m 00s) +-  ", locks().splitlines()[1])
@@ -77,7 +77,7 @@ def test_missing_history_is_a_dash(settings, take):
         (["--json", "list"], "[]\n"),
     ],
 )
-def test_nothing_held_is_said(arguments, output):
+def test_message_if_nothing_is_held(arguments, output):
     assert locks(*arguments) == output
 
 
@@ -116,7 +116,7 @@ def test_dead_and_expired_are_marked_by_a_word(ended_process):
 
 
 @pytest.mark.parametrize("evil", ["\x00", "\ud800"], ids=ascii)
-def test_what_no_database_takes_is_replaced(evil):
+def test_characters_that_databases_refuse_are_replaced(evil):
     hold(name=f"a{evil}b")
     assert locks().splitlines()[1].startswith("a\N{REPLACEMENT CHARACTER}b ")
 
@@ -255,7 +255,7 @@ def test_clear_works_on_memcached(settings, take, empty_cache):
         ),
     ],
 )
-def test_clear_of_what_is_not_plain_frees_nothing(take, answer, arguments, message):
+def test_clear_refuses_options_that_do_not_fit(take, answer, arguments, message):
     lock, questions = take("nightly"), answer("y")
     error = refused("clear", *arguments)
     assert str(error).startswith(message)
@@ -278,7 +278,7 @@ def test_clear_of_what_is_not_plain_frees_nothing(take, answer, arguments, messa
         (["one", "x\x1b"], "No lock is known as 'x\\x1b'. 'manage.py locks' lists what is held."),
     ],
 )
-def test_clear_of_what_is_not_there_frees_nothing(take, arguments, message):
+def test_clear_of_a_lock_that_is_not_held_is_an_error(take, arguments, message):
     lock = take("one")
     ran(60)
     ran(60, name="was\x1b", key="singletask:was:0")
@@ -297,7 +297,7 @@ def test_clear_of_what_is_not_there_frees_nothing(take, arguments, message):
         (["--all", "--json"], "[]\n"),
     ],
 )
-def test_clear_of_nothing_that_was_named_is_done(arguments, output):
+def test_clear_without_names_may_find_nothing(arguments, output):
     assert locks("clear", *arguments, "--yes") == output
 
 
@@ -370,7 +370,7 @@ def test_clear_leaves_a_row_with_who_did_it(take, monkeypatch):
     assert TaskLockEvent.objects.get(kind="acquired").outcome == "cleared"
 
 
-def test_user_without_a_name_is_no_obstacle(take, monkeypatch):
+def test_clear_works_for_a_user_without_a_name(take, monkeypatch):
     def unknown():
         raise KeyError("getpwuid(): uid not found: 1234")
 
@@ -381,7 +381,7 @@ def test_user_without_a_name_is_no_obstacle(take, monkeypatch):
 
 
 @pytest.mark.parametrize(("option", "is_freed"), [("--yes", True), ("--dry-run", False)])
-def test_json_of_clear_is_alone_and_says_what_was_freed(take, option, is_freed):
+def test_json_of_clear_says_what_was_freed(take, option, is_freed):
     lock = take("nightly")
     [facts] = locks_as_json("clear", "nightly", option)
     assert (facts["token"], facts["freed"]) == (lock.token, is_freed)
@@ -446,7 +446,7 @@ def test_dry_run_of_clear_queued_forgets_nothing(queued):
     assert queued("a") == first
 
 
-def test_clear_queued_asks_what_it_is_about(queued, answer):
+def test_clear_queued_asks_about_queued_calls(queued, answer):
     queued("a")
     questions = answer("n")
     assert str(refused("clear", "--queued")).startswith("Nothing was freed")
@@ -461,7 +461,7 @@ def test_clear_all_leaves_queued_calls(queued, take):
 
 
 @pytest.mark.parametrize("name", [NAME, "tests.testapp.tasks.unique('a')"])
-def test_on_memcached_a_queued_call_is_named(settings, empty_cache, queued, name):
+def test_queued_call_on_memcached_must_be_named(settings, empty_cache, queued, name):
     settings.SINGLETASK_CACHE = "pymemcache"
     empty_cache("pymemcache")
     first = queued("a")
@@ -472,13 +472,13 @@ def test_on_memcached_a_queued_call_is_named(settings, empty_cache, queued, name
     assert queued("a") != first
 
 
-def test_clear_of_a_queued_call_says_how(queued):
+def test_clear_of_a_queued_call_suggests_the_option_queued(queued):
     queued("a")
     error = refused("clear", "--yes", NAME)
     assert str(error) == f"Not held: {NAME}. A call is queued: --queued lets an equal one be sent."
 
 
-def test_clear_by_a_token_says_nothing_of_other_calls(queued):
+def test_clear_by_token_mentions_no_other_calls(queued):
     queued("a")
     assert str(refused("clear", "--yes", "--token", "zzz")) == "Not held: --token zzz."
 
@@ -589,7 +589,7 @@ def test_history_as_json_has_unix_times():
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "a\0b", "two\nlines"])
-def test_history_of_what_can_be_no_name_is_empty(name):
+def test_history_of_an_impossible_name_is_empty(name):
     ran(60, name="nightly")
     assert locks("history", name) == "Nothing of this is in the history.\n"
     assert locks_as_json("history", name) == []
@@ -670,7 +670,7 @@ def test_prune_that_is_interrupted_says_how_far_it_is(old):
 
 
 @pytest.mark.parametrize("arguments", [[], ["clear", "--all", "--yes"]])
-def test_memcached_without_history_says_plainly_that_it_cannot(settings, arguments):
+def test_memcached_without_history_cannot_be_listed(settings, arguments):
     settings.SINGLETASK_CACHE = "pymemcache"
     settings.SINGLETASK_HISTORY = "off"
     message = str(refused(*arguments))
@@ -685,7 +685,7 @@ def test_store_that_is_down_is_one_message(settings, dead_redis, arguments):
     assert "\n" not in message
 
 
-def test_other_errors_are_not_told_as_those_of_the_cache(take, monkeypatch):
+def test_other_errors_are_not_blamed_on_the_cache(take, monkeypatch):
     def broken(locks):
         raise LookupError("of a table")
 
@@ -697,7 +697,7 @@ def test_other_errors_are_not_told_as_those_of_the_cache(take, monkeypatch):
 
 @pytest.mark.parametrize("arguments", [[], ["why", "nightly"], ["clear", "--all", "--yes"]])
 @pytest.mark.parametrize("eager", [True, False])
-def test_locks_of_other_processes_cannot_be_seen_in_local_memory(settings, arguments, eager):
+def test_command_refuses_a_cache_in_local_memory(settings, arguments, eager):
     settings.SINGLETASK_CACHE = "locmem"
     settings.CELERY_TASK_ALWAYS_EAGER = eager
     message = "SINGLETASK_CACHE = 'locmem' uses django.core.cache.backends.locmem.LocMemCache: each"
@@ -705,13 +705,13 @@ def test_locks_of_other_processes_cannot_be_seen_in_local_memory(settings, argum
         locks(*arguments)
 
 
-def test_cache_that_cannot_hold_locks_says_so(settings):
+def test_command_refuses_a_cache_that_cannot_hold_locks(settings):
     settings.SINGLETASK_CACHE = "dummy"
     assert "SINGLETASK_CACHE = 'dummy' cannot hold locks" in str(refused())
 
 
 @pytest.mark.parametrize("arguments", [["history"], ["prune"], ["prune", "--dry-run"]])
-def test_history_whose_table_is_not_there_says_what_to_run(arguments):
+def test_missing_history_table_suggests_migrate(arguments):
     table = TaskLockEvent._meta.db_table
     with connection.cursor() as cursor:
         cursor.execute(f"ALTER TABLE {table} RENAME TO {table}_gone")

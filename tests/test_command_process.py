@@ -96,7 +96,7 @@ def test_clear_exits_with_zero(take):
     assert not lock.locked()
 
 
-def test_reader_that_is_gone_ends_it_as_sigpipe_would(take):
+def test_closed_pipe_exits_as_if_by_sigpipe(take):
     take("nightly")
     reader, writer = os.pipe()
     os.close(reader)
@@ -115,7 +115,7 @@ def test_full_disk_is_an_error(take):
     assert done.stderr.count("\n") == 1
 
 
-def test_terminal_of_few_characters_has_the_others_replaced(take, monkeypatch):
+def test_characters_that_the_terminal_lacks_are_replaced(take, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
     take("x" * 200)
     done = run()

@@ -29,7 +29,7 @@ UNIQUE = "tests.testapp.tasks.unique"
         ("\x00", 0),
     ],
 )
-def test_what_a_name_can_stand_for(name, count):
+def test_number_of_keys_that_a_name_can_mean(name, count):
     assert len(keys_of(name)) == count
 
 
@@ -69,7 +69,7 @@ def test_call_of_a_task_of_the_project_is_known(name):
         "celery.backend_cleanup()",
     ],
 )
-def test_what_is_no_call_of_a_task(name):
+def test_other_names_are_no_calls(name):
     assert not is_call(name)
 
 
@@ -102,7 +102,7 @@ def test_names_like_an_unknown_one_are_found(name, likely):
 
 
 @pytest.mark.parametrize("name", ["", " ", "something else"])
-def test_nothing_is_like_a_strange_name(name):
+def test_no_name_is_suggested_for_a_strange_one(name):
     assert nearest(name, KNOWN) == []
 
 

@@ -44,7 +44,7 @@ def test_memory_of_one_process_is_unfit():
     assert texts(result.findings, "unfit").startswith("another process does not see the lock")
 
 
-def test_process_that_uses_other_keys_is_seen():
+def test_process_that_uses_other_keys_is_unfit():
     finding = look_from_another_process("django_redis", get_store("redis"))
     assert finding.level == "unfit"
     assert "uses other keys (KEY_PREFIX, KEY_FUNCTION)" in finding.text
@@ -71,7 +71,7 @@ def test_without_a_settings_module_it_says_what_to_set(on_redis, monkeypatch):
         probe("redis")
 
 
-def test_process_that_fails_tells_why(on_redis, settings):
+def test_failure_of_the_other_process_says_why(on_redis, settings):
     settings.CACHES = {**settings.CACHES, "only here": settings.CACHES["redis"]}
     with pytest.raises(RuntimeError, match=r"The other process failed: .*'only here' is not in"):
         look_from_another_process("only here", get_store("redis"))
@@ -135,7 +135,7 @@ def test_policy_that_evicts_locks_is_a_warning(own_store, policy):
     ("save", "text"),
     [("", "a restart forgets all locks"), ("3600 1", "since the last RDB snapshot")],
 )
-def test_persistence_is_told(own_store, save, text):
+def test_persistence_is_reported(own_store, save, text):
     own_store.client.config_set("save", save)
     assert text in texts(look_at(own_store), "note")
 
@@ -145,12 +145,12 @@ def test_replica_is_unfit(settings):
         assert "it is a slave, and locks need the primary" in texts(look_at(store), "unfit")
 
 
-def test_server_that_tells_nothing_is_a_note(own_store):
+def test_server_that_refuses_to_answer_is_a_note(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-info")
     assert look_at(own_store) == [Finding("note", "the server tells no more: NoPermissionError")]
 
 
-def test_server_that_forbids_config_still_tells_the_rest(own_store):
+def test_server_that_forbids_config_still_answers_the_rest(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-config")
     *rest, last = look_at(own_store)
     assert "it evicts nothing" in texts(rest, "ok")

@@ -28,7 +28,7 @@ pytestmark = [
         ("abc", 1, "…"),
     ],
 )
-def test_long_text_loses_its_middle(text, width, expected):
+def test_long_text_is_cut_in_the_middle(text, width, expected):
     assert printable(text, width) == expected
 
 
@@ -54,7 +54,7 @@ def test_wide_terminal_shows_more(monkeypatch):
     assert "x" * 120 in locks()
 
 
-def test_columns_stand_below_each_other_whatever_the_script():
+def test_columns_are_aligned_in_any_script():
     hold(name="字字", token="1")
     hold(name="e\u0301", token="2")
     hold(name="long enough", token="3")
@@ -67,7 +67,7 @@ def test_function_and_end_of_a_long_name_are_shown():
     assert re.search(r"^…import_feed\(…x+/7\.xml'\)  ", locks(), re.MULTILINE)
 
 
-def test_as_many_letters_of_the_modules_are_shown_as_there_is_room_for():
+def test_modules_of_a_long_name_are_cut_first():
     hold(name="a.package.of.a.project.tasks.import_feed(number=7)")
     line = locks().splitlines()[1]
     assert line.startswith("….of.a.project.tasks.import_feed(number=7)  ")
@@ -76,13 +76,13 @@ def test_as_many_letters_of_the_modules_are_shown_as_there_is_room_for():
 
 @pytest.mark.parametrize("place", ["name", "host"])
 @pytest.mark.parametrize("evil", ["\x1b[2J", "\r", "\n", "\x9b31m", "\u202e"], ids=ascii)
-def test_what_steers_a_terminal_is_escaped(place, evil):
+def test_control_characters_are_escaped(place, evil):
     hold(**{place: f"a{evil}b"})
     escaped = evil.encode("unicode_escape").decode()
     assert f"a{escaped}b" in locks().splitlines()[1]
 
 
-def test_note_that_does_not_fit_stands_below():
+def test_note_that_does_not_fit_is_on_the_next_line():
     for _ in range(5):
         ran(60, 5, task="t")
     hold(task="t", name="x" * 200, host="h" * 200, since=time.time() - 500)
@@ -92,7 +92,7 @@ def test_note_that_does_not_fit_stands_below():
     assert note == "    (slow: usual 5s)"
 
 
-def test_note_takes_no_room_from_names():
+def test_note_does_not_shorten_the_name():
     """Two names that differ in the middle would look alike."""
     hold(task="t", name=f"imports.feed('{'x' * 20}', 1)", since=time.time() - 500)
     before = locks().splitlines()[1]

@@ -20,7 +20,7 @@ def test_duration_is_read(text, seconds):
         *("9" * 60 + "s", "5s\n"),
     ],
 )
-def test_what_is_no_duration_says_how_to_write_one(text):
+def test_refused_duration_says_how_to_write_one(text):
     with pytest.raises(ValueError, match=r"is no duration: write it as 90s, 15m, 2h or 7d\."):
         parse_duration(text)
 
@@ -34,11 +34,11 @@ def test_duration_out_of_range_says_what_it_must_be(text):
 
 
 @pytest.mark.parametrize("text", ["90s", "15m", "2h", "7d", "1h30m", "3d4h5m6s"])
-def test_what_is_written_compactly_is_read_again(text):
+def test_compact_duration_can_be_read_again(text):
     assert parse_duration(compact(parse_duration(text))) == parse_duration(text)
 
 
-def test_no_time_is_written_compactly():
+def test_compact_writes_zero():
     assert compact(0.2) == "0s"
 
 

@@ -31,9 +31,8 @@ import django
 django.setup()
 from django_singletask.stores import get_store
 
-alias, key, value = sys.argv[1:]
-entry = get_store(alias).read(key)
-sys.exit(0 if entry and entry.value == value.encode() else 3)
+alias, key = sys.argv[1:]
+sys.exit(0 if get_store(alias).read(key) else 3)
 """
 """Program of the other process, which exits with 3 if it does not see the lock."""
 
@@ -70,12 +69,9 @@ def probe(alias: str) -> Probe:
         f"{slowest * 1000:.2f} ms (99%)",
     )
     backend = f"{type(store.cache).__module__}.{type(store.cache).__qualname__}"
+    server = ", ".join(sorted(servers_of(alias))) or store.place
     findings = [seen, speed, *look_at(store)]
-    return Probe(alias, backend, _server(alias, store), findings, median, slowest)
-
-
-def _server(alias: str, store: Store) -> str:
-    return ", ".join(sorted(servers_of(alias))) or store.place
+    return Probe(alias, backend, server, findings, median, slowest)
 
 
 def look_from_another_process(alias: str, store: Store) -> Finding:
@@ -87,7 +83,7 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
         raise RuntimeError(f"{key}: nobody else can have this lock.")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", READER, alias, key, value.decode()],
+            [sys.executable, "-c", READER, alias, key],
             env={**os.environ, "PYTHONPATH": paths},
             capture_output=True,
             text=True,
