@@ -1,8 +1,8 @@
-"""The feed importer of the Celery cookbook, working: one task a feed, one run at a time."""
+"""The feed importer of the Celery cookbook: one lock for each feed, one run at a time."""
 
 from __future__ import annotations
 
 from example_project.celery import app as celery_app
 
-# Celery's own advice: loaded with the project, so that shared_task finds this app everywhere.
+# As Celery advises: import the app with the project, so that shared_task always finds it.
 __all__ = ["celery_app"]

@@ -1,4 +1,4 @@
-"""Celery's filesystem broker, safe for several workers that read while messages are written."""
+"""Celery's filesystem broker, made safe for workers that read while messages are written."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kombu.utils.json import dumps
 
 class Channel(filesystem.Channel):
     def _put(self, queue: str, payload: dict[str, Any], **kwargs: Any) -> None:
-        """Write the message under another name, then rename it: it appears whole or not at all.
+        """Write the message to a file with another name, then rename the file.
 
-        The stock method creates the file first and fills it afterwards, and readers take no
-        lock:
+        So a worker sees a whole message or none. The method of kombu creates the file first and
+        writes it afterwards, and readers take no lock:
 
             sender: open("….msg")                               write(…)
-            worker:                move("….msg")  read() -> ""           JSON error, message gone
+            worker:                move("….msg")  read() -> ""           JSON error, message lost
         """
         folder = Path(self.data_folder_out)
         name = f"{time.monotonic_ns():020}_{uuid.uuid4()}"

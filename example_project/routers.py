@@ -6,9 +6,9 @@ from django.db.models import Model
 
 
 class LockTableRouter:
-    """Put the lock cache's table, and nothing else, into the database "locks".
+    """Put only the table of the lock cache into the database "locks".
 
-    "django_cache" is the app label under which Django's DatabaseCache asks for its table.
+    Django's DatabaseCache uses the app label "django_cache" when it asks where its table is.
     """
 
     def db_for_read(self, model: type[Model], **hints: Any) -> str | None:

@@ -1,9 +1,9 @@
-"""Settings of the example. They need no server; environment variables switch to real ones.
+"""Settings of the example. They need no server, but environment variables can name real ones.
 
 EXAMPLE_HOME    an existing folder for the databases, the file broker and the results
 EXAMPLE_CACHE   redis://… or memcached://host:port for the locks, instead of an SQLite file
 EXAMPLE_BROKER  redis://… or another Celery broker, instead of files
-EXAMPLE_PREFIX  keeps two demos on one server apart (cache keys and queue)
+EXAMPLE_PREFIX  separates two demos on one server (cache keys and queue)
 EXAMPLE_SECRET_KEY
 """
 
@@ -71,8 +71,8 @@ def sqlite(name: str) -> dict[str, Any]:
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": HOME / name,
         "OPTIONS": {
-            # Many worker processes write to one file: wait for the writer before, and ask for
-            # the write lock at BEGIN, since a transaction that asks later fails at once.
+            # Many worker processes write to one file: wait for the other writer, and ask for the
+            # write lock at BEGIN, because a transaction that asks later fails at once.
             "timeout": 20,
             "transaction_mode": "IMMEDIATE",
             "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL",
@@ -103,7 +103,7 @@ def lock_cache(url: str) -> dict[str, Any]:
     )
 
 
-# The locks have a file of their own: on SQLite a lock could else not be taken inside atomic().
+# The locks have a separate file: otherwise SQLite could not take a lock inside atomic().
 DATABASES = {"default": sqlite("data.sqlite3"), "locks": sqlite("locks.sqlite3")}
 DATABASE_ROUTERS = ["example_project.routers.LockTableRouter"]
 CACHES = {
@@ -118,7 +118,7 @@ if BROKER:
     CELERY_BROKER_URL = BROKER
     if urlsplit(BROKER).scheme in ("redis", "rediss"):
         CELERY_BROKER_TRANSPORT_OPTIONS = {
-            # Also the list of messages that workers have taken is then the demo's own.
+            # This also separates the list of messages that workers have received.
             "global_keyprefix": f"{PREFIX}:",
             "socket_connect_timeout": 3,
             "socket_timeout": 10,
@@ -130,7 +130,7 @@ else:
         "data_folder_in": str(HOME / "queue"),
         "data_folder_out": str(HOME / "queue"),
         "control_folder": str(HOME / "queue" / "control"),
-        # Taken messages are else moved through the system's temporary folder, which can lie on
+        # Otherwise messages are moved through the system's temporary folder. That folder can be on
         # another file system, where a move is a copy.
         "store_processed": True,
         "processed_folder": str(HOME / "queue" / "taken"),
@@ -140,11 +140,11 @@ CELERY_TASK_DEFAULT_QUEUE = f"feeds-{PREFIX}"
 CELERY_RESULT_BACKEND = f"file://{HOME}"
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_BROKER_CONNECTION_TIMEOUT = 3
-# A call waits in the queue, where each worker can take it, not in the memory of a busy one.
+# A call waits in the queue, where any worker can take it, not in the memory of a busy worker.
 CELERY_WORKER_PREFETCH_MULTIPLIER = 1
 CELERY_WORKER_ENABLE_REMOTE_CONTROL = False
 
-# Where each run of import_feed writes when it began and ended (feeds/run_log.py).
+# Each run of import_feed writes here when it began and ended (feeds/run_log.py).
 FEEDS_RUN_LOG = HOME / "runs.log"
 FEEDS_TIMEOUT = 1.5
 FEEDS_MAX_BYTES = 5_000_000

@@ -1,4 +1,4 @@
-"""The example project: its importer against a real HTTP server, its demo from end to end."""
+"""The example project: its importer with a real HTTP server, and its demo from end to end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import current_app
 from django.contrib import admin
 from django.db import connection
+
+from tests.testapp.celery import app
 
 TOP = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
 def example(settings: Any) -> Iterator[SimpleNamespace]:
-    """Give modules of the example project; the current Celery application stays the tests' own."""
-    app = current_app._get_current_object()
+    """Give modules of the example project. The tests' Celery application stays the current one."""
     settings.INSTALLED_APPS = [*settings.INSTALLED_APPS, "example_project.feeds"]
     settings.FEEDS_TIMEOUT = 1.0
     settings.FEEDS_MAX_BYTES = 100_000
@@ -35,14 +35,15 @@ def example(settings: Any) -> Iterator[SimpleNamespace]:
     modules = {name.partition(".")[2]: import_module(f"example_project.{name}") for name in names}
     app.set_current()
     yield SimpleNamespace(**modules)
-    for model in list(admin.site._registry):
-        if model._meta.app_label == "feeds":
-            admin.site.unregister(model)
+    for model in filter(
+        admin.site.is_registered, [modules["models"].Feed, modules["models"].Entry]
+    ):
+        admin.site.unregister(model)
 
 
 @pytest.fixture
 def tables(example: SimpleNamespace, db: None) -> None:
-    # Gone with the test's transaction.
+    # The test's transaction removes them.
     with connection.schema_editor() as editor:
         editor.create_model(example.models.Feed)
         editor.create_model(example.models.Entry)
@@ -64,11 +65,13 @@ def address(site: Any, name: str) -> str:
     [("planet", "Planet", 12), ("commits", "Commits", 20), ("library", "Library", 8)],
     ids=["RSS 2.0", "Atom", "RSS 1.0"],
 )
-def test_imports(example: SimpleNamespace, site: Any, name: str, title: str, entries: int) -> None:
+def test_imports_each_format(
+    example: SimpleNamespace, site: Any, name: str, title: str, entries: int
+) -> None:
     url = address(site, name)
-    done = example.importer.import_feed(url)
+    result = example.importer.import_feed(url)
 
-    assert done == {"feed": url, "status": "imported", "new": entries}
+    assert result == {"feed": url, "status": "imported", "new": entries}
     feed = example.models.Feed.objects.get()
     assert (feed.url, feed.title, feed.last_error) == (url, title, "")
     assert feed.checked_at
@@ -144,7 +147,7 @@ def test_a_success_clears_the_last_error(example: SimpleNamespace, site: Any) ->
     ],
     ids=["a page", "nothing"],
 )
-def test_refuses_what_is_no_feed(example: SimpleNamespace, body: bytes, reason: str) -> None:
+def test_refuses_what_is_not_a_feed(example: SimpleNamespace, body: bytes, reason: str) -> None:
     with pytest.raises(example.importer.FeedError, match=reason):
         example.importer.parse(example.importer.Answer(body, "text/html"))
 
@@ -161,7 +164,7 @@ def test_fetches_over_http_only(example: SimpleNamespace, url: str) -> None:
         example.importer.fetch(url)
 
 
-def test_an_unreachable_server_is_a_reason(example: SimpleNamespace, site: Any) -> None:
+def test_an_unreachable_server_is_the_reason(example: SimpleNamespace, site: Any) -> None:
     url = address(site, "planet")
     site.__exit__(None, None, None)
     with pytest.raises(example.importer.FeedError, match="cannot fetch: Connection refused"):
@@ -173,13 +176,13 @@ def test_measures_overlaps_from_what_the_runs_wrote(
 ) -> None:
     spans = {
         "a1": ("a", 1.0, 2.0),
-        "a2": ("a", 2.0, 3.0),  # begins as a1 ends: no overlap
+        "a2": ("a", 2.0, 3.0),  # begins when a1 ends: no overlap
         "a3": ("a", 2.9, 3.5),  # overlaps a2
-        "b1": ("b", 1.0, 9.0),  # another feed beside a1, a2 and a3: none
+        "b1": ("b", 1.0, 9.0),  # of another feed than a1, a2 and a3: no overlap
         "b2": ("b", 2.0, 3.0),  # within b1
-        "b3": ("b", 4.0, 5.0),  # within b1, though after b2
+        "b3": ("b", 4.0, 5.0),  # within b1, after b2
         "c1": ("c", 1.0, None),  # never ended
-        "c2": ("c", 7.0, 8.0),  # so this overlaps it
+        "c2": ("c", 7.0, 8.0),  # overlaps c1
     }
     lines = []
     for run, (feed, start, end) in spans.items():
@@ -192,9 +195,9 @@ def test_measures_overlaps_from_what_the_runs_wrote(
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"event": "sta')
 
     runs = example.measure.RunLog(log).update()
-    found = {(o.first.task_id, o.second.task_id) for o in example.measure.find_overlaps(runs)}
+    overlaps = {(o.first.task_id, o.second.task_id) for o in example.measure.find_overlaps(runs)}
     assert len(runs) == len(spans)
-    assert found == {("a2", "a3"), ("b1", "b2"), ("b1", "b3"), ("c1", "c2")}
+    assert overlaps == {("a2", "a3"), ("b1", "b2"), ("b1", "b3"), ("c1", "c2")}
     assert example.measure.most_at_once(runs) == 5
 
 
@@ -213,7 +216,7 @@ def test_follows_a_log_that_grows(example: SimpleNamespace, tmp_path: Path) -> N
 
 
 class Demo:
-    """`manage.py demo` as a process, known by a variable that all its processes inherit."""
+    """A process of `manage.py demo`. All its children inherit a variable that identifies them."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
@@ -227,7 +230,7 @@ class Demo:
         self.process = subprocess.Popen(
             [sys.executable, str(TOP / "manage.py"), "demo", *options],
             env=environment,
-            # It runs from any folder.
+            # The demo must run from any folder.
             cwd=folder.parent,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -242,15 +245,15 @@ class Demo:
         raise AssertionError(f"the demo never wrote {text!r}")
 
     def left(self) -> list[int]:
-        """Return the pids of its processes that are still there; zombies are none."""
-        found = []
+        """Return the pids of the demo's processes that still run. Zombies do not count."""
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
+                    pids.append(int(folder.name))
             except OSError:
                 continue
-        return found
+        return pids
 
     def end(self) -> None:
         self.process.kill()
@@ -322,8 +325,16 @@ def test_demo_finds_the_overlaps_of_runs_without_lock(demo: Any) -> None:
 
 @needs_proc
 @pytest.mark.worker
-@pytest.mark.parametrize("moment", ["Locks:", "Starting", "Sending", "round 2"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("Locks:", signal.SIGINT),
+        ("Starting", signal.SIGINT),
+        ("Sending", signal.SIGTERM),
+        ("locks held: ", signal.SIGINT),
+    ],
+    ids=["before workers", "workers start", "calls are sent", "imports run"],
+)
 def test_demo_leaves_nothing_when_interrupted(demo: Any, moment: str, number: int) -> None:
     process = demo()
     process.read_until(moment)
@@ -361,7 +372,7 @@ def test_workers_end_when_the_demo_is_killed(demo: Any) -> None:
         (["--serve", "99999"], "'99999' is not a port"),
     ],
 )
-def test_demo_says_plainly_what_is_wrong(demo: Any, options: list[str], message: str) -> None:
+def test_demo_says_what_is_wrong(demo: Any, options: list[str], message: str) -> None:
     process = demo(*options)
     output, _ = process.process.communicate(timeout=30)
 

@@ -1,1 +1,1 @@
-"""The parts of `manage.py demo`."""
+"""The modules of `manage.py demo`."""

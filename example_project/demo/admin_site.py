@@ -15,11 +15,11 @@ from django.core.wsgi import get_wsgi_application
 
 class QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep the terminal for the demo."""
+        """Print nothing: the terminal belongs to the demo."""
 
 
 class AdminSite:
-    """Hold the port from the beginning, so that a taken one is told before the work."""
+    """Open the port at once, so that the demo fails early if another program uses the port."""
 
     def __init__(self, port: int) -> None:
         try:
@@ -33,7 +33,7 @@ class AdminSite:
 
     def start(self) -> None:
         get_user_model().objects.create_superuser(self.name, password=self.password)
-        # What `runserver` does for the admin's style sheets.
+        # Serve the admin's style sheets as `runserver` does.
         self._server.set_app(StaticFilesHandler(get_wsgi_application()))
         threading.Thread(target=self._server.serve_forever, name="admin", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""The calls that were sent, and what became of each."""
+"""The calls that were sent, and their results."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Calls:
         self.pending[result.id] = (feed_url, result)
 
     def update(self) -> bool:
-        """Look which calls are done and say whether any is, newly."""
+        """Count the calls that are done. Return whether any is done since the last update."""
         finished = [key for key, (_, result) in self.pending.items() if _is_done(result)]
         for key in finished:
             feed_url, result = self.pending.pop(key)
             if result.failed():
                 self.failed[feed_url][str(result.result)] += 1
             elif result.result is None:
-                # The skip_result of a run that found the lock held.
+                # This is the skip_result of a run that found the lock held.
                 self.skipped[feed_url] += 1
             else:
                 self.imported[feed_url] += 1
@@ -48,5 +48,5 @@ def _is_done(result: AsyncResult) -> bool:
     try:
         return bool(result.ready())
     except ValueError:
-        # Celery's file backend does not write at once: this one is half there.
+        # Celery's file backend has written only a part of this result.
         return False

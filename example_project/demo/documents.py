@@ -17,7 +17,7 @@ class Item:
     published: datetime
 
 
-# From the feed's title, its address and its items, the newest first.
+# Arguments: the feed's title, its address, and its items with the newest first.
 Writer = Callable[[str, str, Sequence[Item]], bytes]
 
 
@@ -86,7 +86,7 @@ def rss10(title: str, home: str, items: Sequence[Item]) -> bytes:
   </item>"""
         for item in items
     )
-    # In Latin-1, as many of these old feeds are.
+    # Many of these old feeds are in Latin-1.
     return f"""<?xml version="1.0" encoding="ISO-8859-1"?>
 <rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"
          xmlns:dc="http://purl.org/dc/elements/1.1/" xmlns="http://purl.org/rss/1.0/">
@@ -104,5 +104,5 @@ def rss10(title: str, home: str, items: Sequence[Item]) -> bytes:
 
 
 def malformed(title: str, home: str, items: Sequence[Item]) -> bytes:
-    """Break off an RSS document in the middle of its last item."""
+    """Return an RSS document that ends in the middle of its last item."""
     return rss20(title, home, items).rpartition(b"</title>")[0]

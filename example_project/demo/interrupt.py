@@ -1,4 +1,4 @@
-"""Ctrl-C and its like, noticed where it is safe."""
+"""Handle Ctrl-C and similar signals where it is safe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """The demo was asked to end."""
+    """A signal has asked the demo to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -18,10 +18,10 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Note the signals that ask to end, and raise in check() and sleep() only.
+    """Record the signals that ask the demo to end, and raise only in check() and sleep().
 
-    An exception at any point could fall between the start of a worker and the note that there
-    is one to end:
+    An exception at any point could happen after a worker has been started and before it is in the
+    list of workers to end:
 
         process = Popen(…)
                             <- KeyboardInterrupt
@@ -32,7 +32,7 @@ class Interrupt:
         self.number = 0
         for number in SIGNALS:
             signal.signal(number, self._note)
-        # They have been held back since before the restart: see launch.py.
+        # launch.py has blocked these signals before it restarted the process.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Begin the demo: choose its folder and servers, then start it anew under these settings."""
+"""Start the demo: choose its folder and servers, then restart the process with these settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from django.core.management import CommandError
 
-# Holds the pid of the process that launched itself. Its children inherit the variable, not the pid.
+# The pid of the process that restarted itself. Its children inherit the variable, but not the pid.
 LAUNCHED = "EXAMPLE_DEMO"
 
 
@@ -24,7 +24,7 @@ def is_launched() -> bool:
 def restart(options: dict[str, Any]) -> None:
     """Replace this process by one whose settings read the options. Does not return.
 
-    Settings are complete before Django asks a command for its options, so these go through the
+    Django loads the settings before it parses the options of a command. So pass the options in the
     environment, where the worker processes find them too.
     """
     if not hasattr(os, "fork"):
@@ -33,9 +33,9 @@ def restart(options: dict[str, Any]) -> None:
         )
     if importlib.util.find_spec("feedparser") is None:
         raise CommandError('feedparser is not installed: pip install -e ".[demo]"')
-    from example_project.demo.interrupt import SIGNALS  # has signals that Windows has not
+    from example_project.demo.interrupt import SIGNALS  # imports signals that Windows does not have
 
-    # Ctrl-C waits until the new process is ready for it: nothing removes the folder before.
+    # Block Ctrl-C until the new process can handle it: only that process removes the folder.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     local = "127.0.0.1,localhost"
     environment = os.environ | {
@@ -45,7 +45,7 @@ def restart(options: dict[str, Any]) -> None:
         "EXAMPLE_BROKER": options["broker"] or "",
         "EXAMPLE_PREFIX": f"demo-{secrets.token_hex(4)}",
         "EXAMPLE_SECRET_KEY": secrets.token_urlsafe(40),
-        # The feeds are on this machine, where no proxy finds them.
+        # The feeds are on this machine, and a proxy cannot reach them.
         "no_proxy": ",".join(filter(None, [os.environ.get("no_proxy"), local])),
     }
     sys.stdout.flush()

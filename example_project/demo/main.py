@@ -30,9 +30,9 @@ from example_project.feeds.tasks import import_feed, import_feed_without_lock
 
 WORKERS, CONCURRENCY = 2, 4
 ROUNDS, BURSTS, CALLS_A_BURST = 3, 3, 4
-# How long an answer of the feed site takes: long enough that calls meet a running import.
+# The time that the feed site takes to answer: long enough that calls meet a running import.
 ANSWER_SECONDS = 0.3
-# Nothing at all happens for so long: what is still open then is lost.
+# If no call ends for so many seconds, the calls that are still pending are lost.
 PATIENCE = 15.0
 
 LIVE = "{:<10} {:<30} {:>6}  {:>5} {:>8} {:>7}"
@@ -43,7 +43,7 @@ def run(options: dict[str, Any]) -> int:
     interrupt = Interrupt()
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper):
-        # An ASCII terminal lacks the ellipsis, which is no reason to end.
+        # An ASCII terminal cannot show the ellipsis. The demo must not fail for that.
         stream.reconfigure(errors="replace")
     try:
         with contextlib.ExitStack() as stack:
@@ -53,7 +53,7 @@ def run(options: dict[str, Any]) -> int:
             stream.write("\nInterrupted: the workers are ended, the temporary folder is removed.\n")
         return 128 + interrupted.number
     except BrokenPipeError:
-        # The reader is gone (`| head`): nothing is left to say, nor may Python try when it exits.
+        # The reader has gone (`| head`). Python must not try to flush the output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -90,7 +90,7 @@ class Demo:
         self.wait_for_workers()
         stack.enter_context(self.site)
 
-        # Without locks all calls run, the slow feed's too; one round of that is proof enough.
+        # Without locks every call runs, also those of the slow feed. One round is proof enough.
         rounds = ROUNDS if self.locked else 1
         total = len(self.site.feeds) * rounds * BURSTS * CALLS_A_BURST
         how_often = f"{rounds} round{'s' * (rounds > 1)}"
@@ -105,7 +105,7 @@ class Demo:
 
         code = self.report()
         if admin and not code:
-            # Here Ctrl-C is how it is meant to end.
+            # Ctrl-C is the normal end here.
             with contextlib.suppress(Interrupted):
                 self.serve(admin, stack)
         say("Ending the workers …")
@@ -124,7 +124,7 @@ class Demo:
             raise CommandError(trouble)
 
     def send(self, bursts: int, calls: int) -> None:
-        """Call each feed's import `calls` times in a row, in `bursts`, each in another order."""
+        """In each burst, import each feed `calls` times in a row, in a random order of feeds."""
         for _ in range(bursts):
             for feed in random.sample(self.site.feeds, len(self.site.feeds)):
                 for _ in range(calls):
@@ -133,7 +133,7 @@ class Demo:
                 self.show()
 
     def follow(self, every: float) -> None:
-        """Show who holds which lock until all calls are done, or none has been for long."""
+        """Show who holds which lock, until all calls are done or none has ended for PATIENCE."""
         last = time.monotonic()
         while self.calls.pending and time.monotonic() - last < PATIENCE:
             if self.calls.update():
@@ -146,7 +146,7 @@ class Demo:
         self.screen.show(self.live_table, self.live_line, every=every)
 
     def holders(self) -> dict[str, Any]:
-        """Ask the locks themselves: feed name -> holder."""
+        """Ask the locks for their holders: feed name -> holder."""
         if not self.locked:
             return {}
         holders = {f.name: import_feed.lock(feed_url=f.url).holder() for f in self.site.feeds}
@@ -192,13 +192,13 @@ class Demo:
         answers = self.site.answers
         say(f"The site answered 200 {answers[200]} times, 304 (not modified) {answers[304]} times.")
         say()
-        if found := report.problems(*parts, in_history):
-            for problem in found:
+        if problems := report.problems(*parts, in_history):
+            for problem in problems:
                 say(textwrap.fill(f"FAILED: {problem}", 80))
             return 1
         say(
-            f"No run overlapped another of its feed, by the times that the {len(runs)} runs wrote\n"
-            f"down themselves; up to {most_at_once(runs)} feeds were imported at once. "
+            f"No two runs of one feed overlapped, by the times that the {len(runs)} runs wrote\n"
+            f"themselves. Up to {most_at_once(runs)} feeds were imported at once. "
             f"No call was lost. {self.elapsed:.1f} s."
         )
         return 0
@@ -209,13 +209,13 @@ class Demo:
         self.screen.say(
             f"\nAdmin: {admin.url}  name: {admin.name}  password: {admin.password}\n"
             f"The locks in another terminal:\n{command_line('locks')}\n"
-            "Imports go on, so that there is something to see. Ctrl-C ends all.\n"
+            "Imports go on, so that there is something to see. Ctrl-C ends the demo.\n"
         )
         self.site.delay = 1.0
         self.round = "serving"
         while True:
             self.send(1, 2)
-            # Not a line each second: they would push the address and the password away.
+            # A line each second would scroll the address and the password out of sight.
             self.follow(every=60.0)
             for _ in range(30):
                 self.show(every=60.0)

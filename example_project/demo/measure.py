@@ -1,4 +1,4 @@
-"""What the runs wrote, and which of them overlapped."""
+"""Read what the runs wrote, and find the runs that overlapped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass
 class Run:
-    """One run of a task: times of the monotonic clock; `end` is infinite until it ended."""
+    """One run of a task, in times of the monotonic clock; `end` is infinite until the run ends."""
 
     feed: str
     task_id: str
@@ -24,7 +24,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Overlap:
-    """`second` began while `first`, of the same feed, had not ended."""
+    """`second` began before `first` ended, and both are runs of one feed."""
 
     first: Run
     second: Run
@@ -54,7 +54,7 @@ class RunLog:
                 added = file.read()
         except FileNotFoundError:
             return []
-        # A line counts once it is whole.
+        # Leave a line that is not complete for the next update.
         whole = added[: added.rfind(b"\n") + 1]
         self._read += len(whole)
         for text in whole.splitlines():
@@ -75,20 +75,20 @@ def find_overlaps(runs: Iterable[Run]) -> list[Overlap]:
     by_feed: defaultdict[str, list[Run]] = defaultdict(list)
     for run in runs:
         by_feed[run.feed].append(run)
-    found = []
+    overlaps = []
     for of_feed in by_feed.values():
         of_feed.sort(key=lambda run: run.start)
         latest = of_feed[0]
         for run in of_feed[1:]:
             if run.start < latest.end:
-                found.append(Overlap(latest, run))
+                overlaps.append(Overlap(latest, run))
             if run.end > latest.end:
                 latest = run
-    return found
+    return overlaps
 
 
 def most_at_once(runs: Iterable[Run]) -> int:
-    """Return how many runs, of whatever feeds, were running at the same moment."""
+    """Return the largest number of runs, of any feeds, that were running at the same moment."""
     changes = [(run.start, 1) for run in runs] + [(run.end, -1) for run in runs]
     running = most = 0
     for _, change in sorted(changes):

@@ -43,7 +43,7 @@ def final_table(
         for reason, count in calls.failed[feed.url].items()
     ]
     if failures:
-        lines += ["", "Failed, as these three should:", *failures]
+        lines += ["", "These three feeds should fail:", *failures]
     return lines
 
 
@@ -55,31 +55,33 @@ def problems(
     stored: dict[str, int],
     skipped_in_history: int,
 ) -> list[str]:
-    """Say what did not come out as it must, in a sentence each."""
-    found = []
+    """Return a sentence for each result that is not as it must be."""
+    sentences = []
     if overlaps:
         worst = max(overlaps, key=lambda overlap: overlap.seconds)
-        found.append(
+        sentences.append(
             f"{len(overlaps)} runs began while another of the same feed was running, for up to "
             f"{worst.seconds:.2f} s (processes {worst.first.pid} and {worst.second.pid})."
         )
     if calls.pending:
-        found.append(f"{len(calls.pending)} calls never came to an end.")
+        sentences.append(f"{len(calls.pending)} calls never came to an end.")
     skipped = calls.skipped.total()
     if not calls.pending and calls.sent.total() != len(runs) + skipped:
-        found.append(
-            f"{calls.sent.total()} calls are not {len(runs)} runs and {skipped} skipped ones."
+        sentences.append(
+            f"{calls.sent.total()} calls were sent, but {len(runs)} ran and {skipped} were skipped."
         )
     if skipped_in_history != skipped:
-        found.append(f"The history has {skipped_in_history} skipped runs, the results {skipped}.")
+        sentences.append(
+            f"The history has {skipped_in_history} skipped runs, the results {skipped}."
+        )
     for feed in feeds:
         if stored.get(feed.url, 0) != feed.stored:
-            found.append(
-                f"{feed.name} has {feed.stored} entries, stored are {stored.get(feed.url, 0)}."
+            sentences.append(
+                f"{feed.name} has {feed.stored} entries, but {stored.get(feed.url, 0)} are stored."
             )
         if not feed.importable and calls.imported[feed.url]:
-            found.append(f"{feed.name} cannot be imported, yet an import of it succeeded.")
+            sentences.append(f"{feed.name} cannot be imported, but an import of it succeeded.")
         if feed.importable and calls.failed[feed.url]:
             reason = next(iter(calls.failed[feed.url]))
-            found.append(f"{feed.name} failed: {reason}")
-    return found
+            sentences.append(f"{feed.name} failed: {reason}")
+    return sentences

@@ -1,4 +1,4 @@
-"""What the demo shows: on a terminal a table that is drawn anew, else a line now and then."""
+"""Show a table that is redrawn in place on a terminal, and lines from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Screen:
         self._shown = 0.0
 
     def say(self, text: str = "") -> None:
-        """Print for good, below what is there."""
+        """Print a text that stays, below the table."""
         self._drawn = 0
         self.stream.write(text + "\n")
         self.stream.flush()
 
     def clear(self) -> None:
-        """Take the table away, to make room for another in its place."""
+        """Remove the table, so that something else can be printed in its place."""
         if self._drawn:
             self.stream.write(f"\x1b[{self._drawn}A\x1b[J")
             self._drawn = 0
@@ -33,7 +33,10 @@ class Screen:
     def show(
         self, table: Callable[[], Sequence[str]], line: Callable[[], str], *, every: float = 1.0
     ) -> None:
-        """Draw `table` over the last one; where that cannot be, print `line` `every` seconds."""
+        """Draw `table` over the last table, or print `line` if the stream is no terminal.
+
+        `every` is the least time between two lines, in seconds.
+        """
         size = shutil.get_terminal_size()
         now = time.monotonic()
         if now - self._shown < (0.2 if self.live else every):
@@ -41,7 +44,7 @@ class Screen:
         self._shown = now
         lines = table() if self.live else []
         if lines and len(lines) < size.lines:
-            # Wider lines would wrap, and the cursor then not find back to the first.
+            # Wider lines would wrap, and the cursor would not return to the first line.
             width = min(WIDTH, size.columns - 1)
             up = f"\x1b[{self._drawn}A" if self._drawn else ""
             self.stream.write(up + "".join(f"\r{fit(text, width)}\x1b[K\n" for text in lines))

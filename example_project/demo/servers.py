@@ -1,4 +1,4 @@
-"""The servers of the demo: make the databases, and see early whether others answer."""
+"""The servers of the demo: create the databases, and check early that the servers answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from example_project.celery import app
 
 
 def prepare() -> None:
-    """Make what the workers find when they start. Raises CommandError if a server is away."""
+    """Create what the workers need at their start. Raises CommandError if a server is down."""
     if settings.CACHE:
         with _answering("cache", settings.CACHE):
             caches["locks"].get("is-there-a-server")
     with _answering("broker", settings.BROKER):
         with app.connection_for_write() as connection:
             connection.ensure_connection(max_retries=1, interval_start=0, timeout=3)
-            # The file broker keeps its list of queues in one file, and two workers that both
-            # begin it can read it half written.
+            # The file broker keeps its list of queues in one file. If two workers create that file,
+            # one of them can read a part of it only.
             app.amqp.queues[app.conf.task_default_queue](connection).declare()
     call_command("migrate", verbosity=0, interactive=False)
     if not settings.CACHE:
@@ -30,16 +30,16 @@ def prepare() -> None:
 
 
 def remove_queue() -> None:
-    """Leave nothing of this demo on a broker that others use too."""
+    """Remove everything of this demo from a broker that others use too."""
     if not settings.BROKER:
         return
     queue = app.conf.task_default_queue
-    # A broker that is gone has nothing to be removed from.
+    # Nothing can be removed from a broker that is down.
     with contextlib.suppress(Exception), app.connection_for_write() as connection:
         channel = connection.default_channel
         channel.queue_delete(queue)
         if "redis" in connection.transport_cls:
-            # What an ended worker had taken but not begun.
+            # The messages that a worker had received and not begun when it ended.
             names = ["unacked", "unacked_index", "unacked_mutex"]
             names += [f"_kombu.{kind}.{queue}" for kind in ("binding", "binding_permanent")]
             channel.client.delete(*names)
@@ -56,7 +56,7 @@ def _answering(what: str, url: str) -> Iterator[None]:
             f"The {what} {without_password(url)} needs a library: {error}"
         ) from error
     except Exception as error:
-        # A KeyError's text is its argument in quotes.
+        # str() of a KeyError puts its argument in quotes.
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         reason = " ".join(str(text).split()) or type(error).__name__
         raise CommandError(

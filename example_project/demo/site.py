@@ -21,7 +21,7 @@ FIRST_DAY = datetime(2024, 3, 1, 8, tzinfo=timezone.utc)
 
 @dataclass
 class PublishedFeed:
-    """One feed of the site. `grows` feeds have one entry more after each publish()."""
+    """One feed of the site. A feed that `grows` has one more entry after each publish()."""
 
     name: str
     format: str
@@ -62,7 +62,7 @@ class PublishedFeed:
 
     @property
     def stored(self) -> int:
-        """How many entries an importer has once it has read the present edition."""
+        """The number of entries that an importer has stored after it has read this edition."""
         return self.entries + (self.edition if self.grows else 0) if self.importable else 0
 
 
@@ -86,7 +86,7 @@ def feeds() -> list[PublishedFeed]:
 class FeedSite:
     """Serve `feeds` on a free port of 127.0.0.1 while the `with` block runs.
 
-    `delay` is how long an answer takes, in seconds. `answers` counts them by status.
+    `delay` is the time that an answer takes, in seconds. `answers` counts the answers by status.
     """
 
     def __init__(self, published: list[PublishedFeed], *, delay: float = 0.0) -> None:
@@ -131,7 +131,7 @@ class FeedSite:
             self.answers[status] += 1
 
     def wait(self, seconds: float) -> bool:
-        """Wait, and say whether the site is still open."""
+        """Wait. Return whether the site is still open."""
         return not self._closing.wait(seconds)
 
 
@@ -140,7 +140,7 @@ class _Server(ThreadingHTTPServer):
     site: FeedSite
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: importers hang up on the slow feed."""
+        """Print nothing: importers close the connection to the slow feed."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -182,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
 
     def _unchanged(self, feed: PublishedFeed, tag: str) -> bool:
-        # RFC 9110: If-Modified-Since counts only where there is no If-None-Match.
+        # RFC 9110: ignore If-Modified-Since if there is an If-None-Match.
         if feed.etag and (sent := self.headers.get("If-None-Match")):
             return sent == tag
         if feed.last_modified and (sent := self.headers.get("If-Modified-Since")):
@@ -190,4 +190,4 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep the terminal for the demo."""
+        """Print nothing: the terminal belongs to the demo."""

@@ -18,12 +18,12 @@ from example_project.celery import app
 def main(name: str, concurrency: str) -> None:
     threading.Thread(target=end_with_the_demo, name="end with the demo", daemon=True).start()
 
-    # Kept by the closure's name: Celery holds receivers weakly.
+    # By default Celery keeps only a weak reference, and the function would be gone after main().
     @worker_ready.connect(weak=False)
-    def tell(**kwargs: Any) -> None:
+    def mark_ready(**kwargs: Any) -> None:
         Path(settings.HOME, f"{name}.ready").touch()
 
-    # What these two save is chatter between workers, for which files are a poor broker.
+    # Turn off the messages between workers: the file broker is too slow for them.
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     app.worker_main(
         ["worker", f"--hostname={name}@%h", f"--concurrency={concurrency}", "-l", "INFO", *quiet]
@@ -31,10 +31,10 @@ def main(name: str, concurrency: str) -> None:
 
 
 def end_with_the_demo() -> None:
-    """Wait until the demo is gone, even by SIGKILL, then end this worker and its children.
+    """Wait until the demo has ended, even by SIGKILL, then end this worker and its children.
 
-    The pipe's other end is open in the demo's process alone. It is read without sys.stdin: a
-    child forked meanwhile would find that object's lock held for ever.
+    Only the demo's process has the other end of the pipe open. Read the pipe without sys.stdin: a
+    child that is forked meanwhile would inherit that object's lock, which is never released there.
     """
     while os.read(0, 1):
         pass

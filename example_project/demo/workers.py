@@ -1,4 +1,4 @@
-"""Start Celery workers as processes of their own, and end them."""
+"""Start Celery workers as processes, and end them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Workers:
-    """Real worker processes, each the leader of a process group with its pool inside."""
+    """Worker processes. Each is the leader of a process group that contains its pool."""
 
     def __init__(self, folder: Path, *, count: int, concurrency: int) -> None:
         self.folder = folder
@@ -33,13 +33,13 @@ class Workers:
                         str(self.concurrency),
                     ],
                     cwd=Path(__file__).resolve().parents[2],
-                    # What a killed pool leaves there goes with the demo's folder.
+                    # A killed pool leaves files here, which are removed with the demo's folder.
                     env=os.environ | {"TMPDIR": str(self.folder)},
-                    # The worker ends when this pipe closes: see demo/worker.py.
+                    # The worker ends when this pipe is closed: see demo/worker.py.
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    # A group of its own: Ctrl-C reaches the demo alone, which then ends the group.
+                    # A separate group: Ctrl-C reaches only the demo, which then ends the group.
                     start_new_session=True,
                 )
 
@@ -47,7 +47,7 @@ class Workers:
         return all((self.folder / f"{name}.ready").exists() for name in self._processes)
 
     def trouble(self) -> str:
-        """Return what a worker wrote last if it is gone, else nothing."""
+        """Return the last lines that a worker wrote if it has ended, else an empty string."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 text = self._log(name).read_text(errors="replace").strip()
@@ -56,10 +56,10 @@ class Workers:
         return ""
 
     def stop(self, patience: float = 1.0) -> None:
-        """Ask the workers to end, and after `patience` seconds end what is left of them.
+        """Ask the workers to end, and kill those that are left after `patience` seconds.
 
-        Runs that end meanwhile do so in good order. An idle worker on the file broker takes 5 s
-        to notice and to end its pool: there is nothing left in it that is worth the wait.
+        Runs can end normally in this time. An idle worker on the file broker needs 5 s to end its
+        pool, and nothing in it is worth the wait.
         """
         for process in self._processes.values():
             if process.poll() is None:

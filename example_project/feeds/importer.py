@@ -1,4 +1,4 @@
-"""Fetch a feed with a conditional GET, parse it, store its entries."""
+"""Fetch a feed with a conditional GET, parse it, and store its entries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FeedError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server sent, as it came."""
+    """The answer of a server, unchanged."""
 
     body: bytes
     content_type: str = ""
@@ -40,16 +40,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed feed. `entries` are keyed by guid, so that none comes twice."""
+    """A parsed feed. `entries` maps guids to entries, so that no entry is there twice."""
 
     title: str
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def import_feed(feed_url: str) -> dict[str, Any]:
-    """Import one feed; return what was done, as plain data for the result backend.
+    """Import one feed. Return what was done, as plain data for the result backend.
 
-    Raises FeedError, whose reason is also kept in Feed.last_error.
+    Raises FeedError. The reason is also stored in Feed.last_error.
     """
     feed, _ = Feed.objects.get_or_create(url=feed_url)
     try:
@@ -66,7 +66,7 @@ def import_feed(feed_url: str) -> dict[str, Any]:
 
 
 def fetch(url: str, *, etag: str = "", last_modified: str = "") -> Answer | None:
-    """Return the server's answer, or None if it says that nothing changed (304)."""
+    """Return the server's answer, or None if the feed has not changed (304)."""
     headers = {"User-Agent": AGENT}
     if etag:
         headers["If-None-Match"] = etag
@@ -100,8 +100,8 @@ def fetch(url: str, *, etag: str = "", last_modified: str = "") -> Answer | None
 
 
 def _read(response: Any, deadline: float) -> bytes:
-    # The timeout of a socket starts anew with each byte: a server that sends one now and then
-    # would hold the lock for hours.
+    # The timeout of a socket starts again with each byte. A server that sends a byte from time to
+    # time would make this run hold its lock for hours.
     body = b""
     while chunk := response.read1(65536):
         body += chunk
@@ -113,12 +113,12 @@ def _read(response: Any, deadline: float) -> bytes:
 
 
 def parse(answer: Answer) -> Document:
-    """Read RSS or Atom of any version; nothing of a document that is not well-formed."""
-    # Not at the top: manage.py check and its like read the tasks, and need no feedparser.
+    """Read RSS or Atom of any version. Raises FeedError if the document is not well-formed."""
+    # Import it here: commands such as manage.py check import the tasks, and need no feedparser.
     import feedparser
 
     parsed = feedparser.parse(
-        # A stream, never bytes or text: feedparser opens those as file names or addresses.
+        # Pass a stream: feedparser opens bytes or text as a file name or an address.
         io.BytesIO(answer.body),
         response_headers={"content-type": answer.content_type},
     )
@@ -127,7 +127,7 @@ def parse(answer: Answer) -> Document:
         line = getattr(problem, "getLineNumber", lambda: None)()
         where = f" (line {line})" if line else ""
         raise FeedError(f"malformed XML: {problem.getMessage()}{where}")
-    # Of an empty document it says nothing at all.
+    # feedparser reports no problem for an empty document.
     if not parsed.get("version"):
         raise FeedError(f"not a feed ({answer.content_type or 'no content type'})")
     document = Document(title=parsed.feed.get("title", "")[:500])
@@ -156,16 +156,16 @@ def _moment(parsed: time.struct_time | None) -> datetime | None:
 
 
 def store(feed: Feed, answer: Answer, document: Document) -> int:
-    """Store what is new or changed and return how many entries are new.
+    """Store what is new or changed. Return how many entries are new.
 
-    Doing it twice changes nothing. The ETag is kept in the same transaction: kept earlier, a
-    crash in between would make the next answer a 304 and lose the entries.
+    To store a document twice changes nothing. The ETag is stored in the same transaction: if it was
+    stored earlier, a crash in between would make the next answer a 304, and lose the entries.
     """
     with transaction.atomic():
-        known = {entry.guid: entry for entry in feed.entries.filter(guid__in=document.entries)}
+        stored = {entry.guid: entry for entry in feed.entries.filter(guid__in=document.entries)}
         new, changed = [], []
         for guid, values in document.entries.items():
-            entry = known.get(guid)
+            entry = stored.get(guid)
             if entry is None:
                 new.append(Entry(feed=feed, guid=guid, **values))
             elif any(getattr(entry, name) != value for name, value in values.items()):

@@ -1,6 +1,6 @@
-"""When each run began and ended, in a file to which every process appends.
+"""Record when each run began and ended, in a file to which every process appends.
 
-The file knows nothing of locks: what it says about runs at the same time is measured.
+The file does not depend on the locks, so it can show whether runs overlapped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 @contextmanager
 def recorded_run(path: Path, feed_url: str, task_id: str | None) -> Iterator[None]:
     """Append a line when the block begins and one when it ends, however it ends."""
-    # Not the task id: a redelivered message runs twice under one.
+    # Do not use the task id: a redelivered message runs twice with one id.
     run = uuid.uuid4().hex
     outcome = "raised"
     _append(path, event="start", run=run, feed=feed_url, task_id=task_id)
@@ -30,9 +30,9 @@ def recorded_run(path: Path, feed_url: str, task_id: str | None) -> Iterator[Non
 
 
 def _append(path: Path, **line: Any) -> None:
-    # The monotonic clock is the same for all processes of a machine since it booted.
+    # All processes of a machine have the same monotonic clock.
     line |= {"pid": os.getpid(), "monotonic": time.monotonic(), "time": time.time()}
-    # O_APPEND and one write a line: lines of several processes never mix.
+    # With O_APPEND and one write for each line, the lines of several processes never mix.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(descriptor, json.dumps(line).encode() + b"\n")

@@ -27,7 +27,7 @@ class Command(BaseCommand):
             "--broker",
             type=broker_url,
             metavar="URL",
-            help="Use redis://host:port/db or another broker of Celery's.",
+            help="Use redis://host:port/db or another Celery broker.",
         )
         parser.add_argument(
             "--serve",
@@ -35,12 +35,12 @@ class Command(BaseCommand):
             nargs="?",
             const=0,
             metavar="PORT",
-            help="Leave the admin up afterwards, on this port or a free one, until Ctrl-C.",
+            help="Serve the admin afterwards, on this port or a free one, until Ctrl-C.",
         )
         parser.add_argument(
             "--no-lock",
             action="store_true",
-            help="Negative control: import without locks. The demo must then find overlaps.",
+            help="Import without locks, as a negative control: the demo must then find overlaps.",
         )
 
     def run_from_argv(self, argv: list[str]) -> None:
@@ -50,7 +50,7 @@ class Command(BaseCommand):
             finally:
                 launch.clean_up()
             return
-        # As Django does: a wrong option then shows the usage.
+        # As Django does, so that a wrong option prints the usage.
         self._called_from_command_line = True
         options = self.create_parser(argv[0], argv[1]).parse_args(argv[2:])
         try:
@@ -62,7 +62,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         if not launch.is_launched():
             raise CommandError("Run this from the command line: python manage.py demo")
-        # Not at the top: the demo's parts need a POSIX system, which launch.py asks for first.
+        # Import it here: the demo needs a POSIX system, and launch.py checks that first.
         from example_project.demo.main import run
 
         if code := run(options):
