@@ -262,7 +262,7 @@ class TestRequeue:
 
 def state(task=tasks.rerun):
     """Return the highest number taken and noted."""
-    entry = get_store("redis").read(task.lock_key("a", {}, {}).beside(LATEST, task.name).key)
+    entry = get_store("redis").read(task.lock_key("a", {}).beside(LATEST, task.name).key)
     return None if entry is None else rerun.State.decode(entry.value)[1:]
 
 
@@ -435,7 +435,7 @@ class TestRerun:
         assert ran == ["D"]
 
     def test_what_something_else_wrote_there_is_replaced(self, sent, ran):
-        key = tasks.rerun.lock_key("a", {}, {}).beside(LATEST, tasks.rerun.name).key
+        key = tasks.rerun.lock_key("a", {}).beside(LATEST, tasks.rerun.name).key
         get_store("redis").add(key, b"\xff nonsense", 60)
         back(*self.conflict(sent, "B"))
         assert ran == ["B"]

@@ -8,7 +8,7 @@ import threading
 from django_singletask.holder import Holder, this_process
 from django_singletask.locks import clock, liveness, renewal
 from django_singletask.locks.address import Address, blocker_facts
-from django_singletask.stores import Entry, Outcome, get_store
+from django_singletask.stores import Outcome, get_store
 from django_singletask.stores.base import marker_key
 
 __all__ = ["Lease"]
@@ -53,27 +53,28 @@ class Lease:
 
     # Taking
 
-    def take(self) -> Entry | None:
-        """Add the entry; return None if it was added, else the entry that is in the way.
+    def take(self) -> tuple[Holder | None, float | None]:
+        """Add the entry; return None if it was added, else who is in the way, and for how long.
 
-        Entries of holders that are proven dead are freed first. Raises the errors of the cache's
-        client, and then gives back what the request may have taken.
+        The seconds left are None where the store cannot tell. Entries of holders that are proven
+        dead are freed first. Raises the errors of the cache's client, and then gives back what the
+        request may have taken.
         """
         store = get_store(self.cache)
-        entry = None
         try:
-            for _ in range(MAX_DEAD):
+            freed = 0
+            while True:
                 sent = clock.now()
                 entry = store.add(self.key, self.value, self.length)
                 if entry is None or entry.value == self.value:
                     self.begin(sent)
-                    return None
+                    return None, None
                 holder = Holder.decode(entry.value)
                 how = liveness.proof_of_death(holder)
-                if how is None:
-                    return entry
+                if how is None or freed == MAX_DEAD:
+                    return holder, entry.remaining
                 self.took_over = self.address.free_dead(entry, holder, how)
-            return entry
+                freed += 1
         except BaseException:
             self.abandon()
             raise

@@ -18,7 +18,7 @@ from django_singletask.locks.address import Address, lease_length
 from django_singletask.locks.keys import LockKey, name_key
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.run import Run, result_of
+from django_singletask.locks.run import NO_RUN, Run, result_of
 
 __all__ = ["TaskLock", "current_lock"]
 
@@ -102,8 +102,7 @@ class TaskLock:
     @property
     def address(self) -> Address:
         """Where the entry is, by the settings of this moment."""
-        quiet = self.run is not None and self.run.quiet
-        return Address(self.cache or conf.cache, self.lock_key, quiet=quiet)
+        return Address(self.cache or conf.cache, self.lock_key, (self.run or NO_RUN).quiet)
 
     # Taking
 
@@ -169,14 +168,12 @@ class TaskLock:
 
     def _take_once(self) -> bool:
         run = self.run or Run.current()
-        holder = Holder.new(self.name, lease_length(self.timeout), **run.facts)
+        holder = run.holder(self.name, lease_length(self.timeout))
         # Known here before it is taken: whatever strikes after the take, this object can give back.
         self.lease = lease = Lease(self.address, holder, renews=self.renew)
-        entry = lease.take()
-        if entry is not None:
-            self.blocker, self.blocker_remaining = Holder.decode(entry.value), entry.remaining
+        self.blocker, self.blocker_remaining = lease.take()
+        if self.blocker is not None:
             return False
-        self.blocker = None
         lease.address.tell("acquired", holder)
         return True
 
@@ -294,6 +291,6 @@ class TaskLock:
 
     def report_conflict(self, reason: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
-        logger.info("%s is held by %s: %s.", self.address, self.blocker, reason)
-        run = self.run or Run.current()
-        self.address.tell_of_conflict("skipped", reason, run, self.blocker)
+        address = self.address
+        logger.info("%s is held by %s: %s.", address, self.blocker, reason)
+        address.tell_of_conflict("skipped", reason, self.run or Run.current(), self.blocker)

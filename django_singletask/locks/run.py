@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 from celery import current_task
 from celery.exceptions import Ignore, Reject, Retry
 
 from django_singletask.exceptions import Postponed
+from django_singletask.holder import Holder
 
-__all__ = ["Run", "result_of"]
+__all__ = ["NO_RUN", "Run", "result_of"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """The run of a task that wants a lock.
 
     ``token`` is the one that the worker's main process chose for it (None: a random one);
@@ -27,18 +26,27 @@ class Run:
     token: str | None = None
     quiet: bool = False
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the holder's record says of this run."""
-        return {name: value for name, value in vars(self).items() if name != "quiet"}
-
     @classmethod
     def current(cls) -> Run:
         """Describe the Celery task whose body is running here, if one is."""
-        task = current_task._get_current_object()  # type: ignore[attr-defined]
-        if task is None:  # a Proxy of None, which is why the object itself is asked for
-            return cls()
+        task = current_task._get_current_object()  # type: ignore[attr-defined] # noqa: SLF001
+        if task is None:  # current_task is a proxy of None, so the object itself is asked for
+            return NO_RUN
         return cls(task.name, task.request.id, task.request.retries or 0)
+
+    def holder(self, name: str, length: float) -> Holder:
+        """Return the record of an acquisition by this run, in this process, now."""
+        return Holder.new(
+            name,
+            length,
+            task=self.task,
+            task_id=self.task_id,
+            retries=self.retries,
+            token=self.token,
+        )
+
+
+NO_RUN = Run()
 
 
 def result_of(error: BaseException | None) -> str:

@@ -128,7 +128,7 @@ def _parse(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
 def _lock_of(task: str, args: list[Any], kwargs: dict[str, Any]) -> LockKey | None:
     """Return the lock of a call of a task of this project, or None if it has no such call."""
     try:
-        return _tasks()[task].lock_key(args, kwargs, {})
+        return _tasks()[task].lock_key(args, kwargs)
     except Exception:  # a callable lock_name may raise anything
         return None
 

@@ -26,8 +26,6 @@ from django_singletask.task.unique import QueuedCall, delay_of
 
 __all__ = ["SingletonTask"]
 
-EMPTY: Mapping[str, Any] = {}
-
 
 class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
     """A task of which only one run with the same arguments goes on at a time.
@@ -243,7 +241,8 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
             overrides = {**overrides, **lock_options}
         elif header.lock_key is not None:
             return dataclasses.replace(header, token=None)
-        key = self.lock_key(args, kwargs, overrides, hidden_arguments(options))
+        merged = LockOptions.of(self).but(overrides)
+        key = self.lock_key(args, kwargs, merged, hidden_arguments(options))
         previous = header.previous_key or (header.lock_key.key if header.lock_key else None)
         return dataclasses.replace(
             header,
@@ -271,17 +270,13 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         return deliver(self, header, self.run, args, kwargs, request)
 
     def lock_key(
-        self,
-        args: Any,
-        kwargs: Any,
-        overrides: Mapping[str, Any] = EMPTY,
-        hidden: str | None = None,
+        self, args: Any, kwargs: Any, options: LockOptions | None = None, hidden: str | None = None
     ) -> LockKey:
-        """Return name and key of the lock of a call; ``overrides`` are lock options of that call.
+        """Return name and key of the lock of a call with these options (default: the task's own).
 
         ``hidden`` stands in the name instead of the arguments.
         """
-        options = LockOptions.of(self).but(overrides)
+        options = LockOptions.of(self) if options is None else options
         return call_key(
             self.name,
             self.parameters,

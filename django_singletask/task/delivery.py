@@ -178,9 +178,8 @@ class Delivery:
             raise
         except Exception:
             # In doubt the message runs.
-            logger.exception(
-                "%s: it is not known whether a later call waits for it.", self.lock.address
-            )
+            address = self.lock.address
+            logger.exception("%s: it is not known whether a later call waits for it.", address)
             return False
 
     # The policies
@@ -236,15 +235,14 @@ def deliver(
     ``request`` is that of the message or of ``apply()``; None for a direct call.
     """
     options = LockOptions.of(task).but(header.overrides)
-    if header.lock_key is None:
+    key = header.lock_key
+    if key is None:
         hidden = request and hidden_in_message(task.app, request, args, kwargs)
-        key = task.lock_key(args, kwargs, header.overrides, hidden)
-        header = dataclasses.replace(header, lock_key=key)
-    assert header.lock_key is not None
+        key = task.lock_key(args, kwargs, options, hidden)
     task_id, retries = (request.id, request.retries or 0) if request is not None else (None, 0)
     run = Run(task.name, task_id, retries, header.token, quiet=not options.lock_history)
     lock = DeliveryLock(
-        header.lock_key,
+        key,
         timeout=options.lock_timeout,
         renew=options.lock_renew,
         wait=options.lock_wait if options.on_conflict == "wait" else 0,
@@ -252,7 +250,7 @@ def deliver(
     )
     queued_call = None
     if header.queued is not None:
-        queued_call = QueuedCall(header.lock_key, options, run)
+        queued_call = QueuedCall(key, options, run)
         queued_call.value = header.queued
     is_message = request is not None and not request.is_eager
     message = request if is_message else None

@@ -43,30 +43,23 @@ class Header:
     the call that it was made for, and says nothing about another id or another task.
     """
 
-    task_id: str
-    """Written by ``apply_async``; read by :meth:`of`."""
-    task: str
-    """Written by ``apply_async``; read by :meth:`of`."""
+    task_id: str  # written by apply_async, read by of()
+    task: str  # written by apply_async, read by of()
+    # Written by apply_async, read by the delivery and by the watcher. None: the worker computes it.
     lock_key: LockKey | None = None
-    """Written by ``apply_async``; read by the delivery. None: the worker computes it."""
+    # The lock options of this call: written by apply_async, read by the delivery and the watcher.
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The lock options of this call. Written by ``apply_async``; read by the delivery."""
+    # The entry of the queued call (unique_until), as the producer has added it: written by
+    # apply_async, read by the delivery, the watcher and a worker that discards the message.
     queued: bytes | None = None
-    """The entry of the queued call (``unique_until``), as the producer has added it. Written by
-    ``apply_async``; read by the delivery and by a worker that discards the message."""
+    # Chosen by a worker's main process for one delivery, read by the delivery; never sent on.
     token: str | None = None
-    """Chosen by the main process of a worker for one delivery; read by the body's process. Never
-    sent on."""
-    hops: int = 0
-    """How often this message was postponed. Written and read by the delivery."""
-    redelivered: int = 0
-    """``WAITS`` or ``LOOKS``. Written and read by the delivery."""
-    ticket: Ticket | None = None
-    """The message's place among those that conflict (``rerun``). Written and read by the
-    delivery."""
+    hops: int = 0  # how often it was postponed; written and read by the delivery
+    redelivered: int = 0  # WAITS or LOOKS; written and read by the delivery
+    ticket: Ticket | None = None  # its place among those that "rerun"; written and read likewise
+    # The key before retry() or replace() gave other arguments: written by signature_from_request,
+    # read by apply_async, which sends it no further.
     previous_key: str | None = None
-    """The key before ``retry()`` or ``replace()`` gave other arguments. Written by
-    ``signature_from_request``; read by ``apply_async``, which sends it no further."""
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
@@ -92,23 +85,21 @@ class Header:
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the headers of a message with this one among them."""
-        wire: dict[str, Any] = {"id": self.task_id, "task": self.task}
-        if self.lock_key is not None:
-            wire["name"], wire["key"] = self.lock_key
-        if self.queued is not None:
-            wire["queued"] = self.queued.decode()
-        if self.ticket is not None:
-            wire["ticket"] = list(self.ticket)
-        for name, value in (
-            ("options", self.overrides),
-            ("token", self.token),
-            ("hops", self.hops),
-            ("redelivered", self.redelivered),
-            ("was", self.previous_key),
-        ):
-            if value:
-                wire[name] = value
-        return {**(headers or {}), HEADER: wire}
+        name, key = self.lock_key or (None, None)
+        wire = {
+            "id": self.task_id,
+            "task": self.task,
+            "name": name,
+            "key": key,
+            "options": self.overrides,
+            "queued": self.queued and self.queued.decode(),
+            "token": self.token,
+            "hops": self.hops,
+            "redelivered": self.redelivered,
+            "ticket": self.ticket and list(self.ticket),
+            "was": self.previous_key,
+        }
+        return {**(headers or {}), HEADER: {field: wire[field] for field in wire if wire[field]}}
 
     def next(self, **changes: Any) -> Header:
         """Return the header of another message of the same call.

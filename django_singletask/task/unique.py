@@ -77,11 +77,10 @@ class QueuedCall:
         # The producer may end while its call is queued, which proves nothing: so no process.
         holder = dataclasses.replace(self._holder(self._queued_for(delay)), pid=0, start="")
         lease = Lease(self.address, holder)
-        entry = lease.take()
-        if entry is None:
+        queued_call, _remaining = lease.take()
+        if queued_call is None:
             self.value = lease.value
             return None
-        queued_call = Holder.decode(entry.value)
         # Without an id it is no call's, or it came and went all the time: the lock will decide.
         return queued_call if queued_call.task_id else None
 
@@ -92,7 +91,7 @@ class QueuedCall:
         """
         task_id = holder.task_id or ""
         logger.info("%s is queued already, as task %s.", self.lock_address, task_id)
-        caller = dataclasses.replace(self.run, task_id=None)
+        caller = Run(self.run.task)
         self.lock_address.tell_of_conflict("duplicate", "queued", caller, holder)
         if self.options.on_duplicate == "raise":
             raise DuplicateTask(self.lock_address.lock_key.name, task_id)
@@ -108,7 +107,7 @@ class QueuedCall:
         return float(min(self.options.unique_for + delay, MAX_LEASE))
 
     def _holder(self, length: float) -> Holder:
-        return Holder.new(self.address.lock_key.name, length, **self.run.facts)
+        return self.run.holder(self.address.lock_key.name, length)
 
     # In the worker
 
@@ -132,7 +131,7 @@ class QueuedCall:
         self.lease = Lease(self.address, self._holder(lease_length(self.options.lock_timeout)))
         # The entry may have ended, or have been freed with a killed earlier run: then it is taken
         # again, unless another call is queued by now.
-        if not self.lease.replace(self.value) and self.lease.take() is not None:
+        if not self.lease.replace(self.value) and self.lease.take()[0] is not None:
             logger.warning("%s: an equal call is queued beside this one.", self.address)
 
     def queue_again(self, delay: float) -> None:

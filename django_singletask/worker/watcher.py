@@ -169,7 +169,7 @@ def lock_of(delivery: Accepted) -> TaskLock | None:
     try:
         if key is None:
             args, kwargs, _embed = delivery.request._payload
-            key = task.lock_key(args, kwargs, header.overrides)
+            key = task.lock_key(args, kwargs, options)
         return options.lock(key, task.name)
     except (TypeError, ValueError):
         return None  # the run itself failed with it, and took no lock

@@ -185,7 +185,7 @@ class Locks:
         result = task.apply_async(args, queue=self.queue)
         lock = task.lock(*args)
         self.held.append((lock, result))
-        return wait_for(lock.holder, f"{lock} is held")
+        return wait_for(lock.holder, f"{lock.name} is held")
 
     def skip(self, task: Any, *args: Any) -> None:
         """Send a call that finds the lock held."""

@@ -26,7 +26,7 @@ def values(worker):
 
 def noted(key):
     """Return how many messages that met a conflict are noted."""
-    beside = tasks.rerun.lock_key((key,), {}, {}).beside(LATEST, tasks.rerun.name).key
+    beside = tasks.rerun.lock_key((key,), {}).beside(LATEST, tasks.rerun.name).key
     entry = get_store(conf.cache).read(beside)
     return 0 if entry is None else State.decode(entry.value).noted
 

@@ -395,7 +395,7 @@ def queued():
     def leave(flow, task, *args):
         result = task.apply_async(args, queue=queue)
         assert task.queued(*args).id == result.id
-        beside = task.lock_key(args, {}, {}).beside(QUEUED, task.name).key
+        beside = task.lock_key(args, {}).beside(QUEUED, task.name).key
         store = get_store(flow.cache)
         value = store.read(beside).value
         yield result
