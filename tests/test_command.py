@@ -690,7 +690,7 @@ def test_other_errors_are_not_blamed_on_the_cache(take, monkeypatch):
         raise LookupError("of a table")
 
     take("nightly")
-    monkeypatch.setattr("django_singletask.management.listings.held", broken)
+    monkeypatch.setattr("django_singletask.management.listings.lock_table", broken)
     with pytest.raises(LookupError, match="of a table"):
         locks()
 

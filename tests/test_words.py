@@ -1,8 +1,20 @@
 from __future__ import annotations
 
-import pytest
+from datetime import datetime, timezone
 
-from django_singletask.operators.words import compact, duration, in_words, parse_duration
+import pytest
+from django.utils.timezone import override
+
+from django_singletask.operators.words import (
+    clock_time,
+    compact,
+    duration,
+    hold_time,
+    in_words,
+    parse_duration,
+    plural,
+    process,
+)
 
 
 @pytest.mark.parametrize(
@@ -77,3 +89,35 @@ def test_duration_is_written_in_its_two_largest_units(seconds, text):
 )
 def test_duration_of_a_sentence(seconds, text):
     assert in_words(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.00s"), (0.123, "0.12s"), (9.99, "9.99s"), (10, "10s")]
+)
+def test_short_holds_have_hundredths(seconds, text):
+    assert hold_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc), "04:04:05"),
+        (datetime(2026, 1, 2, 3, 4, 5), "03:04:05"),
+        (1767323045.9, "04:04:05"),
+    ],
+)
+def test_time_is_written_in_the_time_zone_of_the_user(at, text):
+    with override("Europe/Berlin"):
+        assert clock_time(at) == text
+        assert clock_time(at, dated=True) == f"2026-01-02 {text}"
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "text"), [("web-1", 7, "web-1:7"), ("web-1", 0, ""), ("", 7, "")]
+)
+def test_process_is_named_if_it_is_known(host, pid, text):
+    assert process(host, pid) == text
+
+
+def test_plural():
+    assert [plural(count, "lock") for count in (0, 1, 2)] == ["0 locks", "1 lock", "2 locks"]

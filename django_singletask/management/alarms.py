@@ -9,12 +9,12 @@ from django.core.management.base import CommandError
 from django_singletask.history.queries import NoHistory
 from django_singletask.management.tables import few, printable
 from django_singletask.operators import names as calls
-from django_singletask.operators import starving as starvation
 from django_singletask.operators.explain import why
 from django_singletask.operators.held import HeldLock
+from django_singletask.operators.starving import starving
 from django_singletask.operators.words import compact, in_words, plural
 
-__all__ = ["held_over", "is_among", "must_be_known", "starving", "unknown"]
+__all__ = ["held_over", "is_among", "must_be_known", "starving_over", "unknown"]
 
 
 def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLock]) -> None:
@@ -50,7 +50,7 @@ def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
     return [f"Held for over {compact(limit)}: {few(over)}."] if over else []
 
 
-def starving(
+def starving_over(
     names: Sequence[str], task: str | None, limits: tuple[float, int | None] | None
 ) -> list[str]:
     """Return a sentence that names the locks that starve, if any does."""
@@ -59,7 +59,7 @@ def starving(
     longer_than, times = limits
     try:
         spelled = {each for name in names for each in calls.names_of(name)}
-        states = starvation.starving(longer_than, times=times, names=spelled, task=task)
+        states = starving(longer_than, times=times, names=spelled, task=task)
     except NoHistory as error:
         raise CommandError(f"--fail-if-starving needs the history. {error}") from error
     hungry = [

@@ -24,7 +24,7 @@ from django_singletask.operators.words import (
     status,
 )
 
-__all__ = ["COMMAND", "as_json", "findings", "held", "history", "locks_as_json"]
+__all__ = ["COMMAND", "as_json", "history_table", "lock_table", "locks_as_json", "probe_report"]
 
 COMMAND = " (manage.py locks)"
 """End of the actor's name if it was this command."""
@@ -32,7 +32,7 @@ ID = 12
 """Letters of a task id above which it is shortened."""
 
 
-def held(locks: Sequence[HeldLock]) -> list[str]:
+def lock_table(locks: Sequence[HeldLock]) -> list[str]:
     """Lay out locks that are held."""
     return table(
         ("LOCK", "HELD FOR", "LEASE", "SKIPPED", "HOLDER"),
@@ -75,7 +75,7 @@ def _with_usual(locks: Sequence[HeldLock]) -> Iterator[tuple[HeldLock, UsualHold
         yield lock, usual, usual is not None and usual.is_exceeded_by(lock.held_for)
 
 
-def history(rows: Sequence[TaskLockEvent]) -> list[str]:
+def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:
     """Lay out rows of the history."""
     return table(
         ("AT", "LOCK", "WHAT", "HELD", "BY"),
@@ -97,7 +97,7 @@ def history(rows: Sequence[TaskLockEvent]) -> list[str]:
     )
 
 
-def findings(probe: Probe) -> list[str]:
+def probe_report(probe: Probe) -> list[str]:
     """Lay out what was found out about a cache."""
     backend = probe.backend.rpartition(".")[2]
     lines = [printable(f"Cache {probe.cache!r}: {backend}, {probe.server}", width())]

@@ -95,10 +95,10 @@ class Command(BaseCommand):
         if options["json"]:
             self.print_json(listings.locks_as_json(locks))
         elif locks:
-            self.print_table(listings.held(locks))
+            self.print_table(listings.lock_table(locks))
         else:
             self.stdout.write("None of these is held." if names or task else "No lock is held.")
-        messages = alarms.held_over(locks, held_over) + alarms.starving(names, task, starving)
+        messages = alarms.held_over(locks, held_over) + alarms.starving_over(names, task, starving)
         if messages:
             raise CommandError(" ".join(messages))
 
@@ -128,7 +128,7 @@ class Command(BaseCommand):
             self.stdout.write("[]" if options["json"] else nothing)
             return
         if not options["json"]:
-            self.print_table(listings.held(chosen))
+            self.print_table(listings.lock_table(chosen))
         if not (options["yes"] or options["dry_run"]):
             self.confirm(len(chosen), options)
         with asking_the_cache():
@@ -190,7 +190,7 @@ class Command(BaseCommand):
         if options["json"]:
             self.print_json(listings.as_json(rows))
         elif rows:
-            self.print_table(listings.history(rows))
+            self.print_table(listings.history_table(rows))
         else:
             self.stdout.write("Nothing of this is in the history.")
 
@@ -201,7 +201,7 @@ class Command(BaseCommand):
         if options["json"]:
             self.print_json({**listings.as_json(result), "fit": result.fit})
         else:
-            self.stdout.write("\n".join(listings.findings(result)))
+            self.stdout.write("\n".join(listings.probe_report(result)))
         if not result.fit:
             raise CommandError(f"The cache {conf.cache!r} is unfit to hold locks.")
 
