@@ -323,11 +323,11 @@ def test_number_of_statements_does_not_grow_with_the_rows(admin):
             admin.get(LIST)
         return len(captured)
 
-    event()
+    event(blocked_by="a")
     statements()
     few = statements()
-    for _ in range(20):
-        event()
+    for number in range(20):
+        event(blocked_by=f"b{number}")
     assert statements() == few
     assert few < 12
 

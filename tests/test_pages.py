@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 
 import pytest
+from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.sites import AdminSite
 from django.db import connection
@@ -676,7 +677,7 @@ def test_timeline_reads_a_bounded_number_of_rows_by_indexes(operator):
 
 other_site = AdminSite(name="operations")
 other_site.register(TaskLockEvent, TaskLockEventAdmin)
-urlpatterns = [path("here/it/is/", other_site.urls)]
+urlpatterns = [path("admin/", admin.site.urls), path("here/it/is/", other_site.urls)]
 PREFIX = "/here/it/is/django_singletask/tasklockevent/"
 
 

@@ -116,7 +116,6 @@ class TaskLockEventAdmin(OperatorPages):
         if any("\0" in value for _name, values in request.GET.lists() for value in values):
             # PostgreSQL refuses a NUL character, and no event has one.
             return HttpResponseRedirect(self.url("events"))
-        request.current_app = self.admin_site.name
         context = {**self.common_context("events"), **(extra_context or {})}
         return super().changelist_view(request, context)
 

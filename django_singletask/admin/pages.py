@@ -88,8 +88,6 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, template: str, tab: str = "", **context: Any
     ) -> TemplateResponse:
         """Render a page inside the admin."""
-        # The tag {% url %} then gives addresses of this admin site.
-        request.current_app = self.admin_site.name
         context = {
             **self.admin_site.each_context(request),
             **self.common_context(tab),
