@@ -4,6 +4,7 @@ import time
 from datetime import timedelta
 
 import pytest
+from django.db import connections
 from django.utils import timezone
 
 from django_singletask.history import sweep
@@ -202,7 +203,7 @@ def test_prune_deletes_skips_before_the_runs_that_they_met():
 def test_one_worker_sweeps(monkeypatch):
     sweeps = []
     monkeypatch.setattr(Sweeper, "sweep", lambda self: sweeps.append(1))
-    monkeypatch.setattr(watcher.connections, "close_all", lambda: None)
+    monkeypatch.setattr(connections, "close_all", lambda: None)
     one, two = watcher.Watcher().leader, watcher.Watcher().leader
     watcher.sweep(one)
     watcher.sweep(two)

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from django.db import connections
 
 from django_singletask import TaskLock
 from django_singletask.task.header import Header
@@ -30,7 +31,7 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     settings, dead_redis, monkeypatch, caplog
 ):
     settings.SINGLETASK_CACHE = dead_redis
-    monkeypatch.setattr(watcher.connections, "close_all", lambda: None)
+    monkeypatch.setattr(connections, "close_all", lambda: None)
     pool = Watcher()
     now = time.monotonic()
     delivery = Accepted(Header("i", hold.name, token="token"), None)

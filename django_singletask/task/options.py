@@ -13,7 +13,7 @@ from django_singletask.locks.keys import LockKey, Parameters, has_literal_text
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
 
-__all__ = ["NAMES", "POLICIES", "LockOptions", "Problem", "refuse_foreign", "refuse_unwrapped"]
+__all__ = ["NAMES", "POLICIES", "LockOptions", "refuse_foreign", "refuse_unwrapped"]
 
 POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 

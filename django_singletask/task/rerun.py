@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from django_singletask.stores import Store
 
-__all__ = ["Ticket", "is_superseded", "take_ticket"]
+__all__ = ["State", "Ticket", "is_superseded", "take_ticket"]
 
 # Of all that conflict, the last runs
 #

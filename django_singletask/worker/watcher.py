@@ -24,7 +24,16 @@ from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall, discard
 
-__all__ = ["Accepted", "Watcher", "current_watcher", "has_processes", "header_of", "sweep", "watch"]
+__all__ = [
+    "Accepted",
+    "Killed",
+    "Watcher",
+    "current_watcher",
+    "has_processes",
+    "header_of",
+    "sweep",
+    "watch",
+]
 
 logger = logging.getLogger("django_singletask")
 
