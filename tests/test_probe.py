@@ -97,9 +97,9 @@ def test_lock_of_the_probe_that_somebody_else_has_is_an_error(monkeypatch, measu
 @pytest.fixture
 def own_redis():
     """Run a Redis of the test's own."""
-    own = servers.Redis()
-    with servers.running([own]):
-        yield own
+    redis = servers.Redis()
+    with servers.running([redis]):
+        yield redis
 
 
 @pytest.fixture

@@ -284,11 +284,11 @@ def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[
         why(name)
     token, task, queued, dead = (options[name] for name in ("token", "task", "queued", "dead"))
     what = "queued" if queued else "held by a dead process" if dead else "held"
-    asked = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
+    criteria = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
     sentences = [f"No {'call' if queued else 'lock'} is {what}."]
-    if asked:
+    if criteria:
         by = " by that token" if token and missing else ""
-        sentences = [f"Not {what}{by}: {', '.join(map(printable, asked))}."]
+        sentences = [f"Not {what}{by}: {', '.join(map(printable, criteria))}."]
     states = {lock.state for lock in locks if token in (None, lock.holder.token)}
     if "expired" in states:
         sentences.append("Expired is not held: there is nothing to free.")
