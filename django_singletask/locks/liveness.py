@@ -17,8 +17,8 @@ def proof_of_death(holder: Holder) -> str | None:
     the same number is another process, or none. No proof is not a proof of life.
     """
     process = this_process()
-    known = process.boot_id and (process.pid_ns or not sys.platform.startswith("linux"))
-    if not known or holder.pid <= 0:
+    can_judge = process.boot_id and (process.pid_ns or not sys.platform.startswith("linux"))
+    if not can_judge or holder.pid <= 0:
         return None
     if (holder.boot_id, holder.pid_ns) != (process.boot_id, process.pid_ns):
         return None
