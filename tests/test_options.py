@@ -1,0 +1,313 @@
+"""Wrong lock options are refused alike in the body of a class, in one call and by the check."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+from celery import Celery
+
+from django_singletask import SingletonTask, checks
+from django_singletask.locks.keys import LockKey
+from django_singletask.task import registered
+from django_singletask.task.delivery import ON_CONFLICT
+from django_singletask.task.header import HEADER, WAITS, Header
+from django_singletask.task.options import NAMES, POLICIES, LockOptions
+from django_singletask.task.rerun import Ticket
+
+NAME = "shop.buy"
+OF_TASK = f"of {NAME}"
+OF_CALL = f"in lock_options of {NAME}"
+
+
+class Wrong(NamedTuple):
+    """Wrong options, and what each of the three places says about them.
+
+    ``text`` is the message with ``{}`` for the place. ``in_class`` and ``in_call`` are the errors
+    that are raised; None: nothing is. ``check`` is the number of the system check.
+    """
+
+    options: dict[str, Any]
+    text: str
+    in_class: type[Exception] | None
+    in_call: type[Exception] | None
+    check: str
+
+
+NAN, MONTH = float("nan"), 30 * 24 * 60 * 60
+LEAST = {"lock_timeout": "a positive", "lock_wait": "0 or a positive", "unique_for": "a positive"}
+TOO_SMALL = {"lock_timeout": 0, "lock_wait": -1, "unique_for": 0}
+CHOICES = {
+    "on_conflict": "skip, raise, wait, requeue, rerun",
+    "unique_until": "None, start, finish",
+    "on_duplicate": "return, raise",
+    "lock_renew": "True, False",
+    "lock_history": "True, False",
+}
+
+
+def wrong_seconds(option: str) -> list[Wrong]:
+    number = f"{option} {{}} must be a number of seconds, not"
+    positive = f"{option} {{}} must be {LEAST[option]}, finite number of seconds, not"
+    too_many = (
+        f"{option} {{}} must be at most {MONTH} seconds (30 days), not {MONTH + 1}: a lease is "
+        "renewed while the task runs, so it need not be as long as the task."
+    )
+    small = TOO_SMALL[option]
+    return [
+        Wrong({option: "60"}, f"{number} '60'.", TypeError, TypeError, "E008"),
+        Wrong({option: True}, f"{number} True.", TypeError, TypeError, "E008"),
+        Wrong({option: small}, f"{positive} {small}.", None, ValueError, "E008"),
+        Wrong({option: NAN}, f"{positive} nan.", None, ValueError, "E008"),
+        Wrong({option: MONTH + 1}, too_many, None, ValueError, "E008"),
+    ]
+
+
+def wrong_choices(option: str) -> list[Wrong]:
+    text = f"{option}={{value!r}} {{{{}}}} is none of {CHOICES[option]}."
+    wrong = [Wrong({option: 1}, text.format(value=1), TypeError, TypeError, "E012")]
+    never = text.format(value="never")
+    if "True" in CHOICES[option]:  # a string has the wrong type
+        wrong.append(Wrong({option: "never"}, never, TypeError, TypeError, "E012"))
+    else:
+        wrong.append(Wrong({option: "never"}, never, None, ValueError, "E012"))
+    return wrong
+
+
+LIST = "lock_on {} must be a list of argument names, not"
+PROBLEMS = [
+    *(wrong for option in LEAST for wrong in wrong_seconds(option)),
+    *(wrong for option in CHOICES for wrong in wrong_choices(option)),
+    Wrong(
+        {"lock_on": "a"},
+        "lock_on='a' {} is a string; did you mean ['a']?",
+        TypeError,
+        TypeError,
+        "E009",
+    ),
+    Wrong({"lock_on": 3}, f"{LIST} 3.", TypeError, TypeError, "E009"),
+    Wrong({"lock_on": [3]}, f"{LIST} [3].", TypeError, TypeError, "E009"),
+    Wrong(
+        {"lock_name": 3},
+        "lock_name {} must be a format string or a callable, not 3.",
+        TypeError,
+        TypeError,
+        "E010",
+    ),
+    Wrong(
+        {"lock_on": ["a"], "lock_name": "x:{a}"},
+        "lock_on and lock_name {} exclude each other.",
+        TypeError,
+        TypeError,
+        "E010",
+    ),
+    Wrong(
+        {"lock_renew": False},
+        "lock_renew=False {} has no lock_timeout: after it the lock would end under a running "
+        "task.",
+        None,
+        TypeError,
+        "E011",
+    ),
+    Wrong(
+        {"on_conflict": "wait"},
+        'on_conflict="wait" {} has no lock_wait, so it raises at once.',
+        None,
+        None,
+        "W009",
+    ),
+]
+
+# What only the arguments of the task show: a call learns of it when its key is made, by a message
+# of its own that begins in the same way.
+WITH_ARGUMENTS = [
+    Wrong(
+        {"lock_on": ["a", "feed"]},
+        "lock_on=['a', 'feed'] {} names 'feed', which is no argument of it.",
+        None,
+        TypeError,
+        "E009",
+    ),
+    Wrong(
+        {"lock_name": "{a}"},
+        "lock_name='{{a}}' {} has no text of its own: two tasks could share a lock by accident.",
+        None,
+        ValueError,
+        "E010",
+    ),
+    Wrong(
+        {"lock_name": ""},
+        "lock_name='' {} has no text of its own: two tasks could share a lock by accident.",
+        None,
+        ValueError,
+        "E010",
+    ),
+    Wrong(
+        {"lock_name": "x:{feed}"},
+        "lock_name='x:{{feed}}' {} uses {{feed}}, which is no argument of it.",
+        None,
+        TypeError,
+        "E010",
+    ),
+    Wrong(
+        {"lock_name": "x:{"},
+        "lock_name='x:{{' {} is no format string: Single '{{' encountered in format string.",
+        None,
+        ValueError,
+        "E010",
+    ),
+]
+
+
+def body(a, b=2): ...
+
+
+@pytest.fixture
+def app(monkeypatch):
+    """Give a Celery application of the test's own, whose tasks alone are checked."""
+    app = Celery("checked", set_as_current=False, broker="memory://")
+    monkeypatch.setattr(checks, "current_app", app)
+    monkeypatch.setattr(registered, "current_app", app)
+    monkeypatch.setattr(app, "send_task", lambda *args, **options: None)
+    return app
+
+
+@pytest.fixture
+def define(app):
+    """Make the task, with options in its decorator."""
+
+    def define_task(**options):
+        return app.task(body, base=SingletonTask, name=NAME, lazy=False, shared=False, **options)
+
+    return define_task
+
+
+def identify(wrong: Wrong) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in wrong.options.items())
+
+
+@pytest.mark.parametrize("wrong", PROBLEMS + WITH_ARGUMENTS, ids=identify)
+def test_what_the_body_of_a_class_says(define, wrong):
+    if wrong.in_class is None:
+        define(**wrong.options)
+        return
+    with pytest.raises(wrong.in_class) as caught:
+        define(**wrong.options)
+    assert str(caught.value) == wrong.text.format(OF_TASK)
+
+
+@pytest.mark.parametrize("wrong", PROBLEMS, ids=identify)
+def test_what_the_options_of_a_call_say(define, wrong):
+    task = define()
+    if wrong.in_call is None:
+        task.apply_async((1,), lock_options=wrong.options)
+        return
+    with pytest.raises(wrong.in_call) as caught:
+        task.apply_async((1,), lock_options=wrong.options)
+    assert str(caught.value) == wrong.text.format(OF_CALL)
+
+
+@pytest.mark.parametrize("wrong", WITH_ARGUMENTS, ids=identify)
+def test_a_call_whose_options_do_not_fit_the_arguments_is_not_sent(define, wrong):
+    with pytest.raises(wrong.in_call):
+        define().apply_async((1,), lock_options=wrong.options)
+
+
+@pytest.mark.parametrize("wrong", PROBLEMS + WITH_ARGUMENTS, ids=identify)
+def test_what_the_system_check_says(define, wrong):
+    task = define()
+    for option, value in wrong.options.items():
+        setattr(task, option, value)
+    [message] = checks.check_tasks()
+    assert message.id == f"django_singletask.{wrong.check}"
+    assert message.msg == wrong.text.format(OF_TASK)
+    assert message.hint
+
+
+def test_every_number_of_the_system_check_is_seen_here():
+    numbers = {wrong.check for wrong in PROBLEMS + WITH_ARGUMENTS}
+    assert numbers == {"E008", "E009", "E010", "E011", "E012", "W009"}
+
+
+def test_good_options_are_accepted_everywhere(define):
+    """Negative control."""
+    options = {
+        "lock_timeout": 30,
+        "lock_renew": False,
+        "lock_on": ["a"],
+        "on_conflict": "wait",
+        "lock_wait": 0.5,
+        "skip_result": object,
+        "unique_until": None,
+        "unique_for": MONTH,
+        "on_duplicate": "raise",
+        "lock_history": False,
+    }
+    assert options.keys() == NAMES - {"lock_name"}
+    task = define(**options)
+    task.apply_async((1,), lock_options=options)
+    assert checks.check_tasks() == []
+
+
+def test_the_policies_that_options_accept_are_those_of_a_delivery():
+    assert set(POLICIES) == ON_CONFLICT.keys()
+
+
+def test_a_name_of_the_call_replaces_the_arguments_of_the_task(define):
+    options = LockOptions.of(define(lock_on=["a"]))
+    assert options.but({"lock_name": "x"}).lock_on is None
+    assert options.but({"lock_wait": 5}).lock_on == ["a"]
+
+
+FULL = Header(
+    "an id",
+    NAME,
+    lock_key=LockKey("name", "singletask:key"),
+    overrides={"lock_wait": 5},
+    queued=b"the entry",
+    token="a token",
+    hops=3,
+    redelivered=WAITS,
+    ticket=Ticket("epoch", 7),
+    previous_key="singletask:before",
+)
+"""A header with a value in each field."""
+
+
+class TestHeader:
+    def test_the_full_header_leaves_no_field_empty(self):
+        assert all(vars(FULL).values())
+
+    @pytest.mark.parametrize("header", [FULL, Header("an id", NAME)], ids=["full", "empty"])
+    def test_what_was_written_is_read_again(self, header):
+        headers = header.into({"trace": "7"})
+        assert headers["trace"] == "7"
+        assert Header.of(headers, "an id", NAME) == header
+
+    @pytest.mark.parametrize(
+        ("task_id", "task"), [("another", NAME), (None, NAME), ("an id", "shop.sell")]
+    )
+    def test_the_header_of_another_call_is_none(self, task_id, task):
+        assert Header.of(FULL.into({}), task_id, task) is None
+
+    @pytest.mark.parametrize("headers", [None, {}, {HEADER: None}, {HEADER: "text"}], ids=str)
+    def test_headers_without_it_are_none(self, headers):
+        assert Header.of(headers, "an id", NAME) is None
+
+    def test_what_has_no_value_is_not_sent(self):
+        assert Header("an id", NAME).into(None) == {HEADER: {"id": "an id", "task": NAME}}
+
+    def test_the_next_message_drops_what_is_of_this_one(self):
+        header = FULL.next()
+        assert (header.token, header.hops, header.redelivered, header.ticket) == (None, 0, 0, None)
+        fields = {"token": FULL.token, "hops": 3, "redelivered": WAITS, "ticket": FULL.ticket}
+        assert header.next(**fields) == FULL
+
+    def test_a_postponed_message_has_one_hop_more_and_no_token(self):
+        header = FULL.postponed()
+        assert (header.hops, header.token) == (4, None)
+        assert header.postponed(hops=3, token=FULL.token) == FULL
+
+    def test_a_change_goes_before_what_is_dropped(self):
+        assert FULL.next(ticket=FULL.ticket).ticket == FULL.ticket
+        assert FULL.postponed(redelivered=0).redelivered == 0
