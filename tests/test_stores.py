@@ -1,8 +1,7 @@
-"""The contract of a store, against every cache that can hold locks, each on its real server."""
+"""The contract of a store, on every cache that can hold locks, each with its real server."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,16 +12,18 @@ from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import TaskLock
 from django_singletask.locks.keys import name_key
-from django_singletask.stores import CannotList, Entry, Outcome, Store, close_stores, get_store
+from django_singletask.stores import CannotList, Outcome, Store, close_stores, get_store
 from django_singletask.stores.base import LONGEST_KEY, marker_key
 from tests.conftest import LOCK_CACHES
 from tests.entries import eventually, holder, key_of, private_store
 from tests.racers import connection_id
 
 SHARED = [alias for alias in LOCK_CACHES if alias != "locmem"]
-MEMCACHED = ("pylibmc", "pylibmc_binary", "pymemcache")
 A, B, C = holder("a"), holder("b"), holder("c")
 KEY = key_of("feeds.tasks.import_feed(feed_id=7)")
+on_each_family = pytest.mark.parametrize(
+    "cache_alias", ["redis", "pymemcache", "db_postgres", "locmem"], indirect=True
+)
 on_listing_caches = pytest.mark.parametrize(
     "cache_alias",
     ["redis", "django_redis", "db_postgres", "db_mariadb", "db_sqlite", "locmem"],
@@ -34,7 +35,7 @@ on_listing_caches = pytest.mark.parametrize(
 def store(cache_alias: str) -> Iterator[Store]:
     yield get_store(cache_alias)
     close_stores()
-    # Django's own connection to the table, where a test used it.
+    # A test may have used Django's own connection to the table.
     caches[cache_alias].close()
 
 
@@ -51,7 +52,7 @@ def test_add_takes_a_free_lock(store: Store) -> None:
     assert value_of(store) == A
 
 
-def test_add_leaves_a_held_lock_and_tells_its_holder(store: Store) -> None:
+def test_add_leaves_a_held_lock_and_returns_its_entry(store: Store) -> None:
     store.add(KEY, A, 60)
     blocker = store.add(KEY, B, 60)
     assert blocker is not None
@@ -70,26 +71,10 @@ def test_add_sent_twice_is_one_acquisition(store: Store) -> None:
     assert again is None or again.value == A
 
 
-def test_task_lock_whose_request_was_sent_twice_is_acquired(
-    store: Store, cache_alias: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = type(store).add
-
-    def add_twice(self: Store, key: str, value: bytes, lease: float) -> Entry | None:
-        add(self, key, value, lease)
-        return add(self, key, value, lease)
-
-    monkeypatch.setattr(type(store), "add", add_twice)
-    with TaskLock("sent twice", cache=cache_alias, on_conflict="skip") as lock:
-        assert lock
-        assert lock.owned()
-        assert not TaskLock("sent twice", cache=cache_alias).acquire()
-
-
 # The lease
 
 
-def test_lock_is_free_when_its_lease_has_ended(store: Store) -> None:
+def test_a_lock_is_free_when_its_lease_has_ended(store: Store) -> None:
     store.add(KEY, A, 0.2)
     assert value_of(store) == A
     assert eventually(lambda: store.add(KEY, B, 60) is None)
@@ -99,7 +84,7 @@ def test_lock_is_free_when_its_lease_has_ended(store: Store) -> None:
     assert value_of(store) == B
 
 
-def test_renewed_lock_outlives_its_first_lease(store: Store) -> None:
+def test_a_renewed_lock_outlives_its_first_lease(store: Store) -> None:
     other = key_of("not renewed")
     store.add(KEY, A, 0.2)
     store.add(other, A, 0.2)
@@ -108,23 +93,15 @@ def test_renewed_lock_outlives_its_first_lease(store: Store) -> None:
     assert value_of(store) == A
 
 
-def test_renewal_may_shorten_the_lease(store: Store) -> None:
+def test_an_entry_says_what_is_left_of_its_lease(store: Store) -> None:
     store.add(KEY, A, 60)
-    assert store.renew(KEY, A, 0.1) is Outcome.OK
-    assert eventually(lambda: value_of(store) is None)
-
-
-def test_read_tells_what_is_left_of_the_lease(store: Store, cache_alias: str) -> None:
-    store.add(KEY, A, 60)
-    entry, blocker = store.read(KEY), store.add(KEY, B, 60)
-    assert entry is not None
-    assert blocker is not None
-    for found in (entry, blocker):
-        if cache_alias in MEMCACHED:
-            assert found.remaining is None
+    for entry in (store.read(KEY), store.add(KEY, B, 60)):
+        assert entry is not None
+        if store.family == "memcached":
+            assert entry.remaining is None
         else:
-            assert found.remaining is not None
-            assert 50 < found.remaining < 60.01
+            assert entry.remaining is not None
+            assert 50 < entry.remaining < 60.01
 
 
 def test_a_lease_of_30_days_is_not_read_as_a_date(store: Store) -> None:
@@ -150,7 +127,7 @@ def test_release_leaves_the_lock_of_another(store: Store) -> None:
     assert value_of(store) == A
 
 
-def test_control_delete_of_the_cache_frees_the_lock_of_another(
+def test_control_the_cache_itself_deletes_the_lock_of_another(
     store: Store, cache_alias: str
 ) -> None:
     store.add(KEY, A, 60)
@@ -158,7 +135,7 @@ def test_control_delete_of_the_cache_frees_the_lock_of_another(
     assert store.read(KEY) is None
 
 
-def test_release_of_what_is_gone_says_so(store: Store) -> None:
+def test_release_of_a_missing_entry_says_that_it_is_gone(store: Store) -> None:
     assert store.release(KEY, A) is Outcome.GONE
     store.add(KEY, A, 60)
     store.release(KEY, A)
@@ -168,14 +145,14 @@ def test_release_of_what_is_gone_says_so(store: Store) -> None:
 # Replacing
 
 
-def test_replacing_what_is_there(store: Store) -> None:
+def test_replace_changes_the_entry_that_is_there(store: Store) -> None:
     store.add(KEY, A, 0.5)
     assert store.replace(KEY, A, B, 60)
     assert value_of(store) == B
     assert store.release(KEY, A) is Outcome.TAKEN
 
 
-def test_replacing_what_is_not_there_changes_nothing(store: Store) -> None:
+def test_replace_changes_no_other_entry(store: Store) -> None:
     assert not store.replace(KEY, A, B, 60)
     assert store.read(KEY) is None
     store.add(KEY, C, 60)
@@ -183,18 +160,22 @@ def test_replacing_what_is_not_there_changes_nothing(store: Store) -> None:
     assert value_of(store) == C
 
 
-def test_replacing_twice_is_one_change(store: Store) -> None:
-    """The client may have sent the request again, because the reply was lost."""
+def test_replace_sent_twice_is_one_change(store: Store) -> None:
+    """A client that lost the reply sends the request again."""
     store.add(KEY, A, 60)
     assert store.replace(KEY, A, B, 60)
     assert store.replace(KEY, A, B, 60)
     assert value_of(store) == B
 
 
-def test_the_replaced_entry_has_the_new_lease(store: Store) -> None:
-    store.add(KEY, A, 60)
-    assert store.replace(KEY, A, B, 0.2)
-    assert eventually(lambda: value_of(store) is None)
+def test_a_changed_entry_has_the_new_lease(store: Store) -> None:
+    replaced, renewed = key_of("replaced"), key_of("renewed")
+    for key in (replaced, renewed):
+        store.add(key, A, 60)
+    assert store.replace(replaced, A, B, 0.2)
+    assert store.renew(renewed, A, 0.2) is Outcome.OK
+    assert eventually(lambda: value_of(store, replaced) is None)
+    assert eventually(lambda: value_of(store, renewed) is None)
 
 
 # Renewing
@@ -206,23 +187,23 @@ def test_renewal_of_the_lock_of_another_is_refused(store: Store) -> None:
     assert value_of(store) == A
 
 
-def test_renewal_takes_a_vanished_lock_again(store: Store) -> None:
+def test_renewal_takes_a_missing_lock_again(store: Store) -> None:
     assert store.renew(KEY, A, 60) is Outcome.RETAKEN
     assert value_of(store) == A
     assert store.add(KEY, B, 60) is not None
 
 
-def test_renewals_at_the_same_moment_take_a_vanished_lock_again(
+def test_renewals_at_the_same_moment_take_a_missing_lock_again(
     cache_alias: str, store: Store
 ) -> None:
     barrier = threading.Barrier(4)
     outcomes = []
 
     def renew() -> None:
-        mine = get_store(cache_alias)
+        thread_store = get_store(cache_alias)
         for number in range(20):
             barrier.wait(60)
-            outcomes.append(mine.renew(key_of(f"lock {number}"), A, 60))
+            outcomes.append(thread_store.renew(key_of(f"lock {number}"), A, 60))
 
     threads = [threading.Thread(target=renew) for _ in range(4)]
     for thread in threads:
@@ -251,7 +232,7 @@ def test_renewal_after_clear_and_takeover_is_refused(store: Store) -> None:
 # Clearing
 
 
-def test_clear_frees_exactly_the_value_shown(store: Store) -> None:
+def test_clear_frees_the_lock_of_this_value_only(store: Store) -> None:
     store.add(KEY, A, 60)
     assert not store.clear(KEY, B, 60)
     assert value_of(store) == A
@@ -259,23 +240,23 @@ def test_clear_frees_exactly_the_value_shown(store: Store) -> None:
     assert store.add(KEY, C, 60) is None
 
 
-def test_clear_of_what_is_gone_frees_nothing(store: Store) -> None:
+def test_clear_of_a_missing_entry_frees_nothing(store: Store) -> None:
     assert not store.clear(KEY, A, 60)
 
 
-def test_marker_speaks_to_the_cleared_holder_alone(store: Store) -> None:
+def test_the_marker_stops_only_the_holder_that_was_cleared(store: Store) -> None:
     store.add(KEY, A, 60)
     store.clear(KEY, A, 60)
     assert store.renew(KEY, B, 60) is Outcome.RETAKEN
 
 
-def test_marker_lives_for_the_lease_it_was_given(store: Store) -> None:
+def test_the_marker_ends_with_its_lease(store: Store) -> None:
     store.add(KEY, A, 60)
     store.clear(KEY, A, 0.1)
     assert eventually(lambda: store.renew(KEY, A, 60) is Outcome.RETAKEN)
 
 
-def test_what_something_else_wrote_can_be_cleared(store: Store) -> None:
+def test_an_entry_that_something_else_wrote_can_be_cleared(store: Store) -> None:
     store.add(KEY, b"not a holder", 60)
     assert store.clear(KEY, b"not a holder", 60)
     assert store.read(KEY) is None
@@ -284,7 +265,7 @@ def test_what_something_else_wrote_can_be_cleared(store: Store) -> None:
 # Listing
 
 
-def test_entries_lists_what_is_held(store: Store, cache_alias: str) -> None:
+def test_entries_lists_the_locks_that_are_held(store: Store, cache_alias: str) -> None:
     keys = [key_of("one"), key_of("order:cleared"), key_of("ein Schlüssel")]
     for key in keys:
         store.add(key, A, 60)
@@ -294,19 +275,19 @@ def test_entries_lists_what_is_held(store: Store, cache_alias: str) -> None:
     store.clear(key_of("cleared"), B, 60)
     store.add(key_of("expired"), B, 0.01)
     caches[cache_alias].set("something_else", "of the same cache")
-    if cache_alias in MEMCACHED:
+    if store.family == "memcached":
         with pytest.raises(CannotList):
             list(store.entries())
         return
     eventually(lambda: store.read(key_of("expired")) is None)
-    found = dict(store.entries())
-    assert sorted(found) == sorted(keys)
-    assert {entry.value for entry in found.values()} == {A}
-    assert all(50 < (entry.remaining or 0) < 60.01 for entry in found.values())
+    entries = dict(store.entries())
+    assert sorted(entries) == sorted(keys)
+    assert {entry.value for entry in entries.values()} == {A}
+    assert all(50 < (entry.remaining or 0) < 60.01 for entry in entries.values())
 
 
 @on_listing_caches
-def test_entries_lists_only_the_locks_under_its_own_prefix(cache_alias: str, settings) -> None:
+def test_entries_lists_only_the_locks_of_this_prefix(cache_alias: str, settings) -> None:
     for prefix in ("a%b_c!d\\e[f]*?ü", "aXbXc!d\\ef*?ü"):
         with private_store(settings, cache_alias, KEY_PREFIX=prefix) as store:
             store.release(KEY, A)
@@ -330,15 +311,23 @@ def test_keys_that_a_key_function_hides_cannot_be_listed(cache_alias: str, setti
 # Keys and values
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["x", "ein Schlüssel", "鍵", "with spaces", "per%cent_*?[a]\\", "a" * 255, "'; DROP TABLE--"],
-)
-def test_every_name_makes_a_lock(store: Store, cache_alias: str, name: str) -> None:
-    with TaskLock(name, cache=cache_alias) as lock:
-        assert lock.owned()
-        assert not TaskLock(name, cache=cache_alias).acquire()
-    assert not lock.locked()
+NAMES = [
+    "x",
+    "ein Schlüssel",
+    "鍵",
+    "with spaces",
+    "per%cent_*?[a]\\",
+    "a" * 255,
+    "'; DROP TABLE--",
+]
+
+
+def test_every_name_makes_a_lock(store: Store, cache_alias: str) -> None:
+    for name in NAMES:
+        with TaskLock(name, cache=cache_alias) as lock:
+            assert lock.owned(), name
+            assert not TaskLock(name, cache=cache_alias).acquire(), name
+        assert not lock.locked(), name
 
 
 def test_names_that_differ_in_case_are_two_locks(store: Store) -> None:
@@ -350,7 +339,7 @@ def longest_prefix(cache_alias: str) -> str:
     return "p" * (250 - len(caches[cache_alias].key_func(LONGEST_KEY, "", 1)))
 
 
-def test_longest_name_works_under_the_longest_prefix(cache_alias: str, settings) -> None:
+def test_the_longest_name_works_under_the_longest_prefix(cache_alias: str, settings) -> None:
     prefix = longest_prefix(cache_alias)
     assert len(prefix) > 60
     key = name_key("n" * 255).key
@@ -364,7 +353,7 @@ def test_longest_name_works_under_the_longest_prefix(cache_alias: str, settings)
         caches[cache_alias].delete(marker_key(key, A))
 
 
-def test_longer_prefix_is_refused_at_first_use(cache_alias: str, settings) -> None:
+def test_a_longer_prefix_is_refused_at_first_use(cache_alias: str, settings) -> None:
     prefix = longest_prefix(cache_alias) + "pp"
     with pytest.raises(ImproperlyConfigured, match="2 bytes too long"):
         with private_store(settings, cache_alias, KEY_PREFIX=prefix):
@@ -383,7 +372,7 @@ def explode() -> None:
     unpickled.append("a value of the cache")
 
 
-def test_planted_pickle_is_not_loaded(store: Store, cache_alias: str) -> None:
+def test_a_planted_pickle_is_not_loaded(store: Store, cache_alias: str) -> None:
     caches[cache_alias].set(KEY, Bomb(), 60)
     unpickled.clear()
     assert value_of(store)
@@ -396,6 +385,7 @@ def test_planted_pickle_is_not_loaded(store: Store, cache_alias: str) -> None:
     assert not unpickled
 
 
+@on_each_family
 def test_control_the_cache_itself_loads_the_planted_pickle(store: Store, cache_alias: str) -> None:
     caches[cache_alias].set(KEY, Bomb(), 60)
     unpickled.clear()
@@ -406,21 +396,24 @@ def test_control_the_cache_itself_loads_the_planted_pickle(store: Store, cache_a
 # One store per thread
 
 
+@on_each_family
 def test_a_thread_keeps_its_store(store: Store, cache_alias: str) -> None:
     assert get_store(cache_alias) is store
 
 
+@on_each_family
 def test_each_thread_has_a_store_of_its_own(store: Store, cache_alias: str) -> None:
-    found = []
-    thread = threading.Thread(target=lambda: found.append(get_store(cache_alias)))
+    stores = []
+    thread = threading.Thread(target=lambda: stores.append(get_store(cache_alias)))
     thread.start()
     thread.join()
-    assert found[0] is not store
-    assert found[0].cache is not store.cache
+    assert stores[0] is not store
+    assert stores[0].cache is not store.cache
     assert store.cache is not caches[cache_alias]
 
 
-def test_store_is_closed_when_its_thread_ends(
+@on_each_family
+def test_a_store_is_closed_when_its_thread_ends(
     store: Store, cache_alias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Store] = []
@@ -431,9 +424,6 @@ def test_store_is_closed_when_its_thread_ends(
         closed.append(self)
 
     monkeypatch.setattr(type(store), "close", record)
-    # pylibmc 1.6 has errors ignored on Python 3.13, and pytest would keep them with their frames,
-    # the store among what they refer to.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     thread = threading.Thread(target=get_store, args=(cache_alias,))
     thread.start()
     thread.join()
@@ -441,7 +431,8 @@ def test_store_is_closed_when_its_thread_ends(
     assert store not in closed
 
 
-def test_closed_store_is_opened_anew(store: Store, cache_alias: str) -> None:
+@on_each_family
+def test_a_closed_store_is_opened_anew(store: Store, cache_alias: str) -> None:
     store.add(KEY, A, 60)
     close_stores()
     assert get_store(cache_alias) is not store
@@ -449,7 +440,7 @@ def test_closed_store_is_opened_anew(store: Store, cache_alias: str) -> None:
 
 
 @pytest.mark.parametrize("cache_alias", SHARED, indirect=True)
-def test_lease_does_not_depend_on_the_clock_of_this_host(
+def test_a_lease_does_not_depend_on_the_clock_of_this_host(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time
@@ -463,27 +454,27 @@ def test_lease_does_not_depend_on_the_clock_of_this_host(
 
 
 @pytest.mark.parametrize("cache_alias", ["redis", "db_postgres"], indirect=True)
-def test_changed_settings_close_no_store_that_another_thread_uses(
+def test_a_change_of_settings_closes_no_store_that_another_thread_uses(
     cache_alias: str, settings
 ) -> None:
     used, go_on = threading.Event(), threading.Event()
-    found: list[bool] = []
+    kept: list[bool] = []
 
     def work() -> None:
         store = get_store(cache_alias)
         before = connection_id(store)
         used.set()
         go_on.wait(60)
-        found.append(connection_id(store) == before)
-        found.append(get_store(cache_alias) is store)
+        kept.append(connection_id(store) == before)
+        kept.append(get_store(cache_alias) is store)
 
     thread = threading.Thread(target=work)
     thread.start()
     used.wait(60)
-    mine = get_store(cache_alias)
+    store = get_store(cache_alias)
     settings.CACHES = dict(settings.CACHES)
     go_on.set()
     thread.join()
-    assert found == [True, False]
-    assert get_store(cache_alias) is not mine
+    assert kept == [True, False]  # its connection until it asks again, but not its store
+    assert get_store(cache_alias) is not store
     close_stores()
