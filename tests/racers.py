@@ -1,10 +1,10 @@
 """Processes that use one cache at the same moment.
 
-A program, which prints what happened as JSON, so that it forks from a process without threads:
+A program, so that it forks from a process without threads. It prints what happened as JSON:
 
     python -m tests.racers race <alias> <store or django> <free or expired> <rounds>
     python -m tests.racers turns <alias> <seconds>
-    python -m tests.racers fork <alias> <own or inherited> <reads>
+    python -m tests.racers fork <alias> <opened or inherited> <reads>
     python -m tests.racers threads <alias> <bytes or str> <cycles>
 """
 
@@ -43,18 +43,18 @@ def run(work: Callable[..., Any], count: int, *args: Any) -> list[Any]:
     processes = [fork.Process(target=body, args=(number,)) for number in range(count)]
     for process in processes:
         process.start()
-    found = sorted((results.get() for _ in processes), key=lambda result: result[0])
+    ended = sorted((results.get() for _ in processes), key=lambda result: result[0])
     for process in processes:
         process.join()
-    errors = [error for _, _, error in found if error]
+    errors = [error for _, _, error in ended if error]
     if errors:
         errors.sort(key=lambda error: "BrokenBarrierError" in error)
         sys.exit(errors[0])
-    return [result for _, result, _ in found]
+    return [result for _, result, _ in ended]
 
 
 def race(alias: str, way: str, state: str, rounds: int) -> dict[str, Any]:
-    """Let all take the same key in each round; tell who did, and who holds it afterwards."""
+    """Let all take the same key in each round; return who took it, and who holds it then."""
     from django.core.cache import caches
     from django.db import connections
 
@@ -63,7 +63,7 @@ def race(alias: str, way: str, state: str, rounds: int) -> dict[str, Any]:
 
     keys = [key_of(f"round {os.getpid()} {number}") for number in range(rounds)]
     old = holder("old")
-    # Redis drops what has expired by itself, and early: there it must end in the very moment.
+    # Redis deletes expired entries itself. So the old one must expire during the round.
     late = way == "store" and state == "expired" and "redis" in alias
     if state == "expired" and not late:
         for key in keys:
@@ -73,10 +73,10 @@ def race(alias: str, way: str, state: str, rounds: int) -> dict[str, Any]:
                 caches[alias].set(key, "old", -10)
 
     def take_from_store(key: str, number: int) -> bool:
-        mine = holder(str(number))
-        while (entry := get_store(alias).add(key, mine, 60)) is not None:
+        value = holder(str(number))
+        while (entry := get_store(alias).add(key, value, 60)) is not None:
             if entry.value != old:
-                return entry.value == mine
+                return entry.value == value
         return True
 
     def take_from_django(key: str, number: int) -> bool:
@@ -97,16 +97,16 @@ def race(alias: str, way: str, state: str, rounds: int) -> dict[str, Any]:
     connections.close_all()
     wins = run(compete, PROCESSES)
     winners = [[n for n in range(PROCESSES) if wins[n][index]] for index in range(rounds)]
-    told: dict[str, Any] = {"winners": winners}
+    result: dict[str, Any] = {"winners": winners}
     if way == "store":
         names = {holder(str(number)): number for number in range(PROCESSES)}
         entries = [get_store(alias).read(key) for key in keys]
-        told["holders"] = [entry and names.get(entry.value) for entry in entries]
-    return told
+        result["holders"] = [entry and names.get(entry.value) for entry in entries]
+    return result
 
 
 def turns(alias: str, seconds: float) -> dict[str, Any]:
-    """Let all take and give back one lock again and again; count the runs and who met whom."""
+    """Let all take and give back one lock again and again; count the runs, and what went wrong."""
     from django_singletask.stores import Outcome, get_store
     from tests.entries import holder, key_of
 
@@ -114,20 +114,20 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
     inside = fork.Value("i", 0)
 
     def work(number: int, barrier: Any) -> tuple[int, int, int]:
-        store, mine = get_store(alias), holder(str(number))
+        store, value = get_store(alias), holder(str(number))
         runs = met = lost = 0
         barrier.wait(GIVE_UP)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if store.add(key, mine, 60) is not None:
+            if store.add(key, value, 60) is not None:
                 continue
             with inside.get_lock():
                 inside.value += 1
                 met += inside.value != 1
-            lost += store.renew(key, mine, 60) is not Outcome.OK
+            lost += store.renew(key, value, 60) is not Outcome.OK
             with inside.get_lock():
                 inside.value -= 1
-            lost += store.release(key, mine) is not Outcome.OK
+            lost += store.release(key, value) is not Outcome.OK
             runs += 1
         return runs, met, lost
 
@@ -136,9 +136,9 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
 
 
 def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
-    """Read in parent and children at once; count replies that belong to another request.
+    """Read in parent and children at the same time; count replies to another request.
 
-    The children leave through the whole end of an interpreter, as ``os.fork`` in a script does.
+    The children end as a script does: the interpreter deletes every object.
     """
     from django_singletask.stores import get_store
     from tests.entries import holder, key_of
@@ -149,15 +149,15 @@ def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
         assert store.add(key, value, 60) is None
 
     def read_all() -> int:
-        mine = get_store(alias) if way == "own" else store
+        reader = get_store(alias) if way == "opened" else store
         wrong = 0
         until = time.monotonic() + 10
         for number in range(reads):
             key = list(entries)[number % len(entries)]
             try:
-                entry = mine.read(key)
+                entry = reader.read(key)
             except Exception:
-                if way == "own":
+                if way == "opened":
                     raise
                 entry = None
             wrong += entry is None or entry.value != entries[key]
@@ -175,16 +175,16 @@ def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
     wrong = read_all()
     for pid in children:
         wrong += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if way == "own":
+    if way == "opened":
         wrong += read_all()
-    return {"wrong": wrong, "kept": way == "own" and connection_id(store) == connection}
+    return {"wrong": wrong, "kept": way == "opened" and connection_id(store) == connection}
 
 
 def take_in_threads(alias: str, keys: str, cycles: int) -> dict[str, Any]:
-    """Take, read and give back in eight threads at once, each locks of its own.
+    """Take, read and give back in eight threads at the same time, each with its own keys.
 
-    Count the cycles that went as if another thread had touched the lock. ``str`` hands the keys to
-    a pylibmc client as they are.
+    Count the cycles in which a lock looked as if another thread had touched it. ``str`` passes the
+    keys to pylibmc as str.
     """
     from django_singletask.stores import Outcome, get_store
     from tests.entries import holder, key_of
@@ -192,7 +192,7 @@ def take_in_threads(alias: str, keys: str, cycles: int) -> dict[str, Any]:
     wrong = []
 
     def work(number: int) -> None:
-        store, mine = get_store(alias), holder(f"thread {number}")
+        store, value = get_store(alias), holder(f"thread {number}")
         if keys == "str":
             gets = store.client.gets
             store.client.gets = lambda key: gets(key.decode())
@@ -200,11 +200,11 @@ def take_in_threads(alias: str, keys: str, cycles: int) -> dict[str, Any]:
             key = key_of(f"threads {os.getpid()} {number} {cycle}")
             try:
                 fine = (
-                    store.add(key, mine, 60) is None
+                    store.add(key, value, 60) is None
                     and (entry := store.read(key)) is not None
-                    and entry.value == mine
-                    and store.renew(key, mine, 60) is Outcome.OK
-                    and store.release(key, mine) is Outcome.OK
+                    and entry.value == value
+                    and store.renew(key, value, 60) is Outcome.OK
+                    and store.release(key, value) is Outcome.OK
                 )
             except Exception:
                 fine = False
@@ -220,7 +220,7 @@ def take_in_threads(alias: str, keys: str, cycles: int) -> dict[str, Any]:
 
 
 def connection_id(store: Any) -> Any:
-    """Return what tells one connection of a store from the next, as the server sees it."""
+    """Return the server's number of the connection of a store."""
     if store.family == "redis":
         store.read("singletask:none")
         store.connection.send_command("CLIENT", "ID")
@@ -229,18 +229,18 @@ def connection_id(store: Any) -> Any:
         is_postgres = store.connection.vendor == "postgresql"
         function = "pg_backend_pid()" if is_postgres else "CONNECTION_ID()"
         return store.execute(f"SELECT {function}")[0][0]
-    return None  # a memcached client says so itself if its connection was closed
+    return None  # memcached gives none
 
 
 if __name__ == "__main__":
     django.setup()
     command, alias, *rest = sys.argv[1:]
     if command == "race":
-        told = race(alias, rest[0], rest[1], int(rest[2]))
+        result = race(alias, rest[0], rest[1], int(rest[2]))
     elif command == "turns":
-        told = turns(alias, float(rest[0]))
+        result = turns(alias, float(rest[0]))
     elif command == "threads":
-        told = take_in_threads(alias, rest[0], int(rest[1]))
+        result = take_in_threads(alias, rest[0], int(rest[1]))
     else:
-        told = fork_and_read(alias, rest[0], int(rest[1]))
-    print(json.dumps(told))
+        result = fork_and_read(alias, rest[0], int(rest[1]))
+    print(json.dumps(result))

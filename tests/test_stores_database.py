@@ -1,4 +1,4 @@
-"""What can go wrong with locks in a database alone. The contract is in test_stores.py."""
+"""What can go wrong only with locks in a database. The contract is in test_stores.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import request_finished
 from django.db import DatabaseError, OperationalError, connection, connections, transaction
 from django.test import override_settings
 
@@ -42,15 +43,15 @@ def store(cache_alias: str) -> Iterator[DatabaseStore]:
 
 def statements(store: DatabaseStore, work: Callable[[], object]) -> list[str]:
     """Return the first words of the statements that a store sent meanwhile."""
-    sent = []
+    first_words = []
 
     def record(execute: Any, sql: str, *args: Any) -> Any:
-        sent.append(sql.split()[0])
+        first_words.append(sql.split()[0])
         return execute(sql, *args)
 
     with store.connection.execute_wrapper(record):
         work()
-    return sent
+    return first_words
 
 
 # Trips
@@ -62,17 +63,17 @@ def test_take_and_give_back_are_two_statements(store: DatabaseStore) -> None:
         assert store.add(KEY, A, 60) is None
         assert store.release(KEY, A) is Outcome.OK
 
-    store.read(KEY)  # a new connection of MySQL asks for the server's version
+    store.read(KEY)  # on a new connection to MySQL, Django asks for the server's version
     assert statements(store, take_and_give_back) == ["INSERT", "DELETE"]
 
 
 @on(*TABLES)
-def test_a_conflict_is_two_or_three_statements(store: DatabaseStore, cache_alias: str) -> None:
+def test_a_conflict_is_two_statements_and_three_on_mysql(
+    store: DatabaseStore, cache_alias: str
+) -> None:
     store.add(KEY, A, 60)
-    expected = (
-        ["INSERT", "SELECT"] if cache_alias != "db_mariadb" else ["INSERT", "UPDATE", "SELECT"]
-    )
-    assert statements(store, lambda: store.add(KEY, B, 60)) == expected
+    take_over = ["UPDATE"] if cache_alias == "db_mariadb" else []
+    assert statements(store, lambda: store.add(KEY, B, 60)) == ["INSERT", *take_over, "SELECT"]
 
 
 @on(*TABLES)
@@ -95,14 +96,13 @@ def test_an_expired_row_has_one_taker(store: DatabaseStore) -> None:
 @on(*TABLES)
 def test_values_are_plain_json(store: DatabaseStore, cache_alias: str) -> None:
     with TaskLock("nightly", cache=cache_alias) as lock:
-        made = store.make_key(lock.key)
         query = f"SELECT value FROM {TABLES[cache_alias]} WHERE cache_key = %s"
-        ((raw,),) = store.execute(query, [made])
+        ((raw,),) = store.execute(query, [store.make_key(lock.key)])
         assert json.loads(raw)["token"] == lock.token
 
 
 @on(*TABLES)
-def test_a_fraction_of_a_second_counts(store: DatabaseStore) -> None:
+def test_leases_have_fractions_of_a_second(store: DatabaseStore) -> None:
     store.add(KEY, A, 0.5)
     entry = store.read(KEY)
     assert entry is not None
@@ -111,13 +111,13 @@ def test_a_fraction_of_a_second_counts(store: DatabaseStore) -> None:
     assert 1 < store.read(KEY).remaining < 1.76
 
 
-# Local times and culling
+# Local times, and the culling of a full cache
 
 
 def culled(settings: Any, cache_alias: str, zone: str) -> tuple[bytes | None, bool]:
-    """Let Django's own set() cull the table of a project in local time.
+    """Let Django's own set() cull the table, in a project that stores local times.
 
-    Return what is left of a live lock, and whether an expired row was culled.
+    Return the value of a live lock afterwards, and whether an expired row was culled.
     """
     key, expired = key_of("live"), key_of("expired")
     with override_settings(USE_TZ=False, TIME_ZONE=zone):
@@ -130,9 +130,9 @@ def culled(settings: Any, cache_alias: str, zone: str) -> tuple[bytes | None, bo
             cache.set("culls", "value", 60)  # the table has three rows, one more than it may
             entry = store.read(key)
             assert store.read(expired) is None
-            left = store.execute(f"SELECT cache_key FROM {TABLES[cache_alias]}")
+            rows = store.execute(f"SELECT cache_key FROM {TABLES[cache_alias]}")
             connections[DATABASES[cache_alias]].close()
-    return entry and entry.value, not any("expired" in made for (made,) in left)
+    return entry and entry.value, not any("expired" in cache_key for (cache_key,) in rows)
 
 
 ZONES = ["Asia/Tokyo", "America/Chicago", "UTC", "Pacific/Kiritimati"]
@@ -153,7 +153,7 @@ def test_control_culling_in_local_time_deletes_a_lock_in_utc(
 
 
 @on(*TABLES)
-@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize("zone", ["Asia/Tokyo", "America/Chicago"])
 def test_a_lock_in_local_time_ends_with_its_lease(cache_alias: str, zone: str, settings) -> None:
     with override_settings(USE_TZ=False, TIME_ZONE=zone):
         with private_store(settings, cache_alias) as store:
@@ -199,7 +199,7 @@ def test_a_lock_taken_in_a_transaction_is_seen_at_once_and_survives_its_rollback
 
 @on("db_postgres", "db_mariadb")
 @pytest.mark.django_db(databases="__all__", transaction=True)
-def test_control_what_the_cache_adds_in_a_transaction_rolls_back(
+def test_control_an_entry_that_the_cache_adds_in_a_transaction_rolls_back(
     store: DatabaseStore, cache_alias: str
 ) -> None:
     with suppress(Rollback), transaction.atomic(using=DATABASES[cache_alias]):
@@ -211,9 +211,9 @@ def test_control_what_the_cache_adds_in_a_transaction_rolls_back(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let SQLite wait for a moment only."""
-    there = connections.settings["sqlite_locks"] | {"OPTIONS": {"timeout": 0.1}}
-    monkeypatch.setitem(connections.settings, "sqlite_locks", there)
+    """Let SQLite wait only for a moment."""
+    configuration = connections.settings["sqlite_locks"] | {"OPTIONS": {"timeout": 0.1}}
+    monkeypatch.setitem(connections.settings, "sqlite_locks", configuration)
 
 
 @on("db_sqlite")
@@ -221,7 +221,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     "before", ["SELECT COUNT(*) FROM locks_sqlite", "DELETE FROM locks_sqlite"]
 )
 @pytest.mark.django_db(databases="__all__", transaction=True)
-def test_locks_in_the_sqlite_file_of_the_transaction_name_the_remedy(
+def test_a_lock_in_the_sqlite_file_of_the_transaction_raises_with_the_remedy(
     impatient: None, store: DatabaseStore, before: str
 ) -> None:
     lock = TaskLock("nightly", cache="db_sqlite")
@@ -273,17 +273,17 @@ def kill_connection_of(store: DatabaseStore, cache_alias: str) -> None:
 
 
 @on("db_postgres", "db_mariadb")
-def test_a_connection_that_the_server_closed_costs_no_error(
+def test_a_connection_that_the_server_closed_raises_no_error(
     store: DatabaseStore, cache_alias: str
 ) -> None:
-    for ask in (
+    for succeeds in (
         lambda: store.add(KEY, A, 60) is None,
         lambda: store.renew(KEY, A, 60) is Outcome.OK,
         lambda: store.read(KEY) is not None,
         lambda: store.release(KEY, A) is Outcome.OK,
     ):
         kill_connection_of(store, cache_alias)
-        assert ask()
+        assert succeeds()
 
 
 @on("db_postgres")
@@ -302,41 +302,39 @@ def test_control_the_cache_fails_on_a_connection_that_the_server_closed(cache_al
 
 
 @on("db_postgres", "db_mariadb")
-def test_connection_of_a_thread_ends_with_it(store: DatabaseStore, cache_alias: str) -> None:
-    used = []
+def test_the_connection_of_a_thread_ends_with_the_thread(
+    store: DatabaseStore, cache_alias: str
+) -> None:
+    wrappers = []
 
     def work() -> None:
-        mine = get_store(cache_alias)
-        mine.read(KEY)
-        used.append(mine.connection)
+        thread_store = get_store(cache_alias)
+        thread_store.read(KEY)
+        wrappers.append(thread_store.connection)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     gc.collect()
-    assert used[0].connection is None
+    assert wrappers[0].connection is None
 
 
 @on("db_postgres")
-def test_own_connection_is_not_closed_by_the_end_of_a_request(
-    store: DatabaseStore, cache_alias: str
-) -> None:
-    from django.core.signals import request_finished
-
+def test_the_end_of_a_request_does_not_close_the_connection(store: DatabaseStore) -> None:
     store.read(KEY)
-    kept = store.connection.connection
+    before = store.connection.connection
     request_finished.send(sender=None)
-    assert store.connection.connection is kept
+    assert store.connection.connection is before
     assert store.connection is not connection
 
 
 @on("db_postgres", "db_mariadb")
-def test_a_project_without_autocommit_has_locks_all_the_same(
+def test_locks_work_in_a_project_without_autocommit(
     cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = DATABASES[cache_alias]
-    there = connections.settings[database] | {"AUTOCOMMIT": False}
-    monkeypatch.setitem(connections.settings, database, there)
+    configuration = connections.settings[database] | {"AUTOCOMMIT": False}
+    monkeypatch.setitem(connections.settings, database, configuration)
     with private_store(settings, cache_alias) as store:
         store.add(KEY, A, 60)
         other = DatabaseStore(store.cache)
@@ -348,8 +346,8 @@ def test_a_project_without_autocommit_has_locks_all_the_same(
 def test_locks_take_no_connection_from_the_pool(
     cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = connections.settings["default"] | {"OPTIONS": {"pool": {"max_size": 1}}}
-    monkeypatch.setitem(connections.settings, "default", there)
+    configuration = connections.settings["default"] | {"OPTIONS": {"pool": {"max_size": 1}}}
+    monkeypatch.setitem(connections.settings, "default", configuration)
     with private_store(settings, cache_alias) as store:
         assert store.add(KEY, A, 60) is None
         assert store.connection.pool is None
@@ -360,17 +358,17 @@ def test_a_race_under_serializable_isolation_has_one_winner_and_no_errors(
     cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"options": "-c default_transaction_isolation=serializable"}
-    there = connections.settings["default"] | {"OPTIONS": options}
-    monkeypatch.setitem(connections.settings, "default", there)
+    configuration = connections.settings["default"] | {"OPTIONS": options}
+    monkeypatch.setitem(connections.settings, "default", configuration)
     barrier, rounds = threading.Barrier(8), 50
     winners: list[int] = []
     finished = []
 
     def race(number: int) -> None:
-        store, mine = get_store(cache_alias), holder(str(number))
+        store, value = get_store(cache_alias), holder(str(number))
         for turn in range(rounds):
             barrier.wait(60)
-            if store.add(key_of(f"turn {turn}"), mine, 60) is None:
+            if store.add(key_of(f"turn {turn}"), value, 60) is None:
                 winners.append(turn)
         finished.append(number)
 
@@ -394,42 +392,28 @@ def test_another_database_is_refused(cache_alias: str, settings, monkeypatch) ->
             pass
 
 
-@pytest.mark.django_db(databases="__all__")
-@pytest.mark.parametrize("alias", ["db_postgres", "db_mariadb", "db_sqlite"])
-def test_a_missing_table_names_the_next_step(alias, settings):
-    cache = {**settings.CACHES[alias], "LOCATION": f"no_{settings.CACHES[alias]['LOCATION']}"}
-    settings.CACHES = {**settings.CACHES, alias: cache}
-    with pytest.raises(DatabaseError, match=r"manage\.py createcachetable --database"):
-        get_store(alias).read("singletask:x:1")
+@on(*TABLES)
+def test_a_missing_table_raises_with_the_next_step(cache_alias: str, settings) -> None:
+    with private_store(settings, cache_alias, f"no_{TABLES[cache_alias]}") as store:
+        with pytest.raises(DatabaseError, match=r"manage\.py createcachetable --database"):
+            store.read(KEY)
 
 
-# Rows that nobody deletes
+# Old rows
 
 
 @on(*TABLES)
-def test_what_ended_a_day_ago_is_purged(store: DatabaseStore) -> None:
-    """The last to meet a conflict is noted for a day, under a key for each lock."""
+def test_rows_that_ended_a_day_ago_are_purged(store: DatabaseStore) -> None:
     day = 24 * 60 * 60
-    for name, ended in (("old", day + 60), ("young", 60), ("live", -60)):
+    # Holders may look for their row until a day after its lease.
+    for name, lease in (("old", -day - 60), ("young", -60), ("live", 60)):
         store.add(key_of(name), A, 1)
-        then = store.dialect.then
-        table = store.connection.ops.quote_name(store.table)
-        with store.connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {table} SET expires = {then} WHERE cache_key = %s",
-                [store.dialect.seconds(-ended), store.make_key(key_of(name))],
-            )
+        store.renew(key_of(name), A, lease)
     assert store.purge() == 1
-    with store.connection.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {table}")
-        assert cursor.fetchone() == (2,)
+    assert store.execute(f"SELECT COUNT(*) FROM {store.table}") in ([(2,)], ((2,),))
 
 
 @on(*TABLES)
-def test_purge_leaves_what_is_no_lock(store: DatabaseStore) -> None:
-    caches[store_alias(store)].set("page", "cached", -90_000)
+def test_purge_leaves_rows_that_are_not_locks(store: DatabaseStore, cache_alias: str) -> None:
+    caches[cache_alias].set("page", "cached", -90_000)
     assert store.purge() == 0
-
-
-def store_alias(store: DatabaseStore) -> str:
-    return next(alias for alias, table in TABLES.items() if store.table == table)

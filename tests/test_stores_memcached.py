@@ -1,4 +1,4 @@
-"""What can go wrong with locks in memcached alone. The contract is in test_stores.py."""
+"""What can go wrong only with locks in memcached. The contract is in test_stores.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server() -> Iterator[Client]:
 
 
 def requests(server: Client, work: Callable[[], object]) -> dict[str, int]:
-    """Return what the server counted meanwhile: looks (get, gets) and changes (add, cas)."""
+    """Return how many looks (get, gets) and changes (add, cas) the server counted meanwhile."""
     before = server.stats()
     work()
     after = server.stats()
@@ -76,9 +76,10 @@ def test_release_leaves_nothing_on_the_server(store: Store, server: Client) -> N
 
 @pytest.mark.parametrize("cache_alias", ["pylibmc_binary"], indirect=True)
 def test_control_a_negative_expiry_deletes_nothing_by_the_binary_protocol(store: Store) -> None:
+    raw_key = store.make_key(KEY).encode()
     store.add(KEY, A, 60)
-    _, cas = store.client.gets(store.make_key(KEY))
-    assert store.client.cas(store.make_key(KEY), A, cas, time=-1)
+    _, cas = store.client.gets(raw_key)
+    assert store.client.cas(raw_key, A, cas, time=-1)
     assert store.read(KEY) == Entry(A, None)
 
 
@@ -95,7 +96,9 @@ def test_pylibmc_compares_before_it_sets(store: Store) -> None:
 
 
 @on_pylibmc
-def test_options_that_acknowledge_what_was_not_done_are_off(cache_alias: str, settings) -> None:
+def test_options_that_report_success_for_what_was_not_done_are_off(
+    cache_alias: str, settings
+) -> None:
     unsafe = {"cas": False, "no_block": True, "buffer_requests": True}
     with private_store(settings, cache_alias, options={"behaviors": unsafe}) as store:
         assert store.add(KEY, A, 60) is None
@@ -123,9 +126,9 @@ def test_an_entry_that_is_deleted_between_look_and_change_is_gone_and_no_error(
 
 
 @pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
-def test_a_lease_lasts_as_long_as_it_was_asked_for(store: Store, server: Client) -> None:
-    # The control beside it: memcached ends what was asked for in its own words early. Spread over
-    # a second, because it depends on when the server's clock ticks.
+def test_a_lease_is_not_shorter_than_requested(store: Store, server: Client) -> None:
+    # The control beside it: memcached itself ends an entry early. The starts are spread over a
+    # second, because this depends on when the server's clock ticks.
     started: dict[str, float] = {}
     for number in range(5):
         started[f"lock {number}"] = time.monotonic()
@@ -138,10 +141,10 @@ def test_a_lease_lasts_as_long_as_it_was_asked_for(store: Store, server: Client)
     def all_gone() -> bool:
         for name in started.keys() - lasted.keys():
             is_lock = name.startswith("lock")
-            asked = time.monotonic()
+            before = time.monotonic()
             entry = store.read(key_of(name)) if is_lock else server.get(name.replace(" ", "-"))
             if entry is None:
-                lasted[name] = asked - started[name]
+                lasted[name] = before - started[name]
         return len(lasted) == len(started)
 
     eventually(all_gone)
@@ -157,14 +160,14 @@ def test_values_are_plain_json(store: Store, cache_alias: str, server: Client) -
 
 
 @on_all_clients
-def test_a_key_that_memcached_would_refuse_is_refused_before(store: Store) -> None:
+def test_a_key_that_memcached_would_refuse_is_not_sent(store: Store) -> None:
     with pytest.raises(InvalidCacheKey):
         store.add("singletask:" + "x" * 250, A, 60)
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_during_an_outage_no_other_server_is_asked(alias: str, settings) -> None:
-    # Of two processes one may still reach the server of the key.
+    # Another process may still reach the server of the key.
     with Memcached() as one, Memcached() as two:
         addresses = [one.address, two.address]
         with private_store(settings, alias, addresses) as store:
@@ -172,13 +175,13 @@ def test_during_an_outage_no_other_server_is_asked(alias: str, settings) -> None
             for key in keys:
                 store.add(key, A, 60)
             client = Client(("127.0.0.1", one.port))
-            there = {key for key in keys if client.get(store.make_key(key))}
+            on_first = {key for key in keys if client.get(store.make_key(key))}
             client.close()
-            assert 0 < len(there) < len(keys)
+            assert 0 < len(on_first) < len(keys)
             one.kill()
             for _ in range(4):
                 for key in keys:
-                    if key in there:
+                    if key in on_first:
                         with pytest.raises(OUTAGE):
                             store.add(key, B, 60)
                     else:

@@ -1,4 +1,4 @@
-"""What can go wrong with locks in Redis alone. The contract is in test_stores.py."""
+"""What can go wrong only with locks in Redis. The contract is in test_stores.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from redis.retry import Retry
 
 from django_singletask import TaskLock, stores
 from django_singletask.stores import Outcome, Store, get_store
+from django_singletask.stores.redis import ADD, CHANGE, READ
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import Redis
@@ -39,20 +40,21 @@ def client(redis: Redis) -> Iterator[Client]:
         yield client
 
 
-GREETINGS = ("HELLO", "CLIENT", "SELECT")  # of new connections
+GREETINGS = ("HELLO", "CLIENT", "SELECT")
+"""Commands of a new connection."""
 
 
 def requests(client: Client, work: Callable[[], Any]) -> list[str]:
-    """Return the commands that the server got from its clients meanwhile, and not from scripts."""
-    found: list[str] = []
+    """Return the commands that clients sent meanwhile, without those that scripts ran."""
+    commands: list[str] = []
     with client.monitor() as monitor:
         work()
         client.echo("the end")
         for seen in monitor.listen():
             if "the end" in seen["command"]:
-                return [command for command in found if command not in GREETINGS]
+                return [command for command in commands if command not in GREETINGS]
             if seen["client_type"] != "lua":
-                found.append(seen["command"].split()[0])
+                commands.append(seen["command"].split()[0])
     raise AssertionError("unreachable")
 
 
@@ -82,12 +84,12 @@ def test_each_script_is_loaded_once(redis, client, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         first = requests(client, take_and_give_back)
         assert sum(command in ("SCRIPT", "EVAL") for command in first) == 2
-    # Another process finds them on the server.
+    # Another process finds the scripts on the server.
     with private_store(settings, "redis", redis.url) as store:
         assert requests(client, take_and_give_back) == ["EVALSHA", "EVALSHA"]
 
 
-def test_a_server_that_came_back_empty_gets_the_scripts_again(redis, settings) -> None:
+def test_a_server_that_restarted_empty_gets_the_scripts_again(redis, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         store.add(KEY, A, 60)
         redis.restart_empty()
@@ -97,7 +99,7 @@ def test_a_server_that_came_back_empty_gets_the_scripts_again(redis, settings) -
 def renewed(store: Store) -> Outcome | None:
     try:
         return store.renew(KEY, A, 60)
-    except ConnectionError:  # once: the connection of before
+    except ConnectionError:  # the server is not back yet
         return None
 
 
@@ -105,23 +107,23 @@ def test_the_client_and_its_connection_are_kept(redis, client, settings) -> None
     with private_store(settings, "redis", redis.url) as store:
         store.read(KEY)
         before = client.info("stats")["total_connections_received"]
-        kept = store.client
+        client_before = store.client
         for _ in range(20):
             store.add(KEY, A, 60)
             store.release(KEY, A)
-        assert store.client is kept
-        # One more by the client itself, which loaded what the server did not know.
+        assert store.client is client_before
+        # The client itself opens one more, to load scripts that the server does not know.
         assert client.info("stats")["total_connections_received"] <= before + 1
 
 
 @pytest.fixture
 def always_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a store take its connection for one that was not used for long."""
+    """Let a store believe that its connection was not used for long."""
     monkeypatch.setattr(stores.redis, "IDLE", -1)
 
 
 @on_both_clients
-def test_an_idle_connection_that_the_server_closed_costs_no_error_and_no_pause(
+def test_an_idle_connection_that_the_server_closed_causes_no_error_and_no_pause(
     alias, redis, client, settings, always_idle
 ) -> None:
     with private_store(settings, alias, redis.url) as store:
@@ -134,8 +136,10 @@ def test_an_idle_connection_that_the_server_closed_costs_no_error_and_no_pause(
             assert time.monotonic() - began < 0.5
 
 
-def test_what_can_be_sent_twice_is_if_the_connection_was_closed(redis, client, settings) -> None:
-    """By a server that was restarted, say."""
+def test_a_repeatable_request_is_sent_again_if_the_connection_was_closed(
+    redis, client, settings
+) -> None:
+    """By a server that was restarted, for example."""
     with private_store(settings, "redis", redis.url) as store:
         store.read(KEY)
         client.client_kill_filter(_type="normal", skipme=True)
@@ -145,7 +149,7 @@ def test_what_can_be_sent_twice_is_if_the_connection_was_closed(redis, client, s
         assert store.replace(KEY, A, B, 60)
 
 
-@pytest.mark.parametrize("script", ["CHANGE", "READ", "ADD"])
+@pytest.mark.parametrize("script", [CHANGE, READ, ADD], ids=["change", "read", "add"])
 def test_a_renewal_whose_reply_was_lost_does_not_hide_that_the_lock_was_gone(
     script, redis, settings
 ) -> None:
@@ -154,13 +158,12 @@ def test_a_renewal_whose_reply_was_lost_does_not_hide_that_the_lock_was_gone(
         with private_store(settings, "redis", url) as store:
             store.renew(KEY, A, 60)  # the server knows the scripts
             store.release(KEY, A)
-            source = getattr(stores.redis, script)
-            proxy.lose_reply_to(hashlib.sha1(source.encode()).hexdigest().encode())
+            proxy.lose_reply_to(hashlib.sha1(script.encode()).hexdigest().encode())
             assert store.renew(KEY, A, 60) is Outcome.RETAKEN
             assert proxy.lost == 1
 
 
-def test_what_would_say_something_else_the_second_time_is_not(redis, client, settings) -> None:
+def test_a_release_is_not_sent_again_if_the_connection_was_closed(redis, client, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         assert store.add(KEY, A, 60) is None
         client.client_kill_filter(_type="normal", skipme=True)
@@ -172,7 +175,7 @@ def test_what_would_say_something_else_the_second_time_is_not(redis, client, set
 def test_threads_that_make_few_calls_share_the_pool_of_django_redis(
     redis, client, settings
 ) -> None:
-    """Such as greenlets, of which each runs one task."""
+    """Such are greenlets, if each runs one task."""
 
     def work() -> None:
         store = get_store("django_redis")
@@ -189,7 +192,7 @@ def test_threads_that_make_few_calls_share_the_pool_of_django_redis(
         assert client.info("stats")["total_connections_received"] == before
 
 
-def test_a_signals_handler_may_take_a_lock_in_the_middle_of_a_call(redis, settings) -> None:
+def test_a_signal_handler_may_take_a_lock_in_the_middle_of_a_call(redis, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         assert store.add(KEY, A, 60) is None
         read_response, answers = store.connection.read_response, []
@@ -207,11 +210,11 @@ def test_a_signals_handler_may_take_a_lock_in_the_middle_of_a_call(redis, settin
 
 
 class Signal(BaseException):
-    """What a signal's handler may raise anywhere."""
+    """An error that a signal handler raises."""
 
 
-def tear_off(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a signal strike between a request and its reply."""
+def interrupt_add(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a signal strike after the request of an add() and before its reply."""
 
     def strike(*args: Any, **kwargs: Any) -> None:
         raise Signal
@@ -222,28 +225,28 @@ def tear_off(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             store.add(KEY, A, 60)
 
 
-def test_a_reply_that_was_not_awaited_is_not_taken_for_the_next(
-    redis, settings, monkeypatch
-) -> None:
+def test_an_unread_reply_is_not_mistaken_for_the_next(redis, settings, monkeypatch) -> None:
     with private_store(settings, "redis", redis.url) as store:
-        store.add(key_of("other"), B, 60)  # the script is there
-        tear_off(store, monkeypatch)
+        store.add(key_of("other"), B, 60)  # the server knows the script
+        interrupt_add(store, monkeypatch)
         blocker = store.add(KEY, B, 60)
         assert blocker is not None
         assert blocker.value == A
 
 
-def test_control_on_the_same_connection_it_would_be(redis, settings, monkeypatch) -> None:
+def test_control_on_the_same_connection_an_unread_reply_is_mistaken_for_the_next(
+    redis, settings, monkeypatch
+) -> None:
     with private_store(settings, "redis", redis.url) as store:
-        store.add(key_of("other"), B, 60)  # the script is there
-        tear_off(store, monkeypatch)
+        store.add(key_of("other"), B, 60)  # the server knows the script
+        interrupt_add(store, monkeypatch)
         store.in_step = True
         # The lock is A's, but this is the reply to the request before: "taken".
         assert store.add(KEY, B, 60) is None
 
 
 def test_a_lock_is_on_the_primary_and_read_there(redis, client, settings) -> None:
-    # A replica that lags by far: it has not heard of anything.
+    # This replica follows nobody, as if it lagged far behind.
     with Redis() as replica:
         with private_store(settings, "redis", [redis.url, replica.url]) as store:
             assert store.add(KEY, A, 60) is None
@@ -311,21 +314,20 @@ def test_options_of_the_client_change_nothing(alias, options, redis, settings) -
         assert store.release(KEY, A) is Outcome.GONE
 
 
-@pytest.mark.parametrize("alias", ["redis"])
-def test_connections_of_a_thread_end_with_it(alias, redis, client, settings) -> None:
-    with private_store(settings, alias, redis.url) as store:
+def test_the_connections_of_a_thread_end_with_the_thread(redis, client, settings) -> None:
+    with private_store(settings, "redis", redis.url) as store:
         store.read(KEY)
         before = len(client.client_list())
-        seen = []
+        during = []
 
         def work() -> None:
-            get_store(alias).read(KEY)
-            seen.append(len(client.client_list()))
+            get_store("redis").read(KEY)
+            during.append(len(client.client_list()))
 
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert seen == [before + 1]
+        assert during == [before + 1]
         assert eventually(lambda: len(client.client_list()) == before)
 
 
@@ -336,7 +338,7 @@ def test_a_take_whose_reply_was_lost_is_an_acquisition(redis, settings) -> None:
     with Proxy(redis.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}/0"
         with private_store(settings, "redis", url, options=RESENDING) as store:
-            store.add(key_of("other"), A, 60)  # the script is there
+            store.add(key_of("other"), A, 60)  # the server knows the script
             proxy.lose_reply_to(b"nightly")
             lock = TaskLock("nightly", cache="redis")
             assert lock.acquire()
@@ -348,12 +350,12 @@ def test_a_take_whose_reply_was_lost_is_an_acquisition(redis, settings) -> None:
 def test_a_release_whose_reply_was_lost_is_an_error_and_no_lost_lock(
     redis, settings, caplog
 ) -> None:
-    """Sent once more on our own it would find nothing, and call the lock lost."""
+    """A release that is sent again would find no entry, and report the lock as lost."""
     with Proxy(redis.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}/0"
         with private_store(settings, "redis", url) as store:
             store.add(KEY, A, 60)
-            store.release(KEY, A)  # the scripts are there
+            store.release(KEY, A)  # the server knows the scripts
             lock = TaskLock("nightly", cache="redis")
             assert lock.acquire()
             proxy.lose_reply_to(b"nightly")

@@ -10,7 +10,7 @@ from redis.exceptions import ConnectionError, NoScriptError, TimeoutError
 
 from django_singletask.stores.base import Entry, Outcome, Store
 
-__all__ = ["IDLE", "DjangoRedisStore", "RedisStore"]
+__all__ = ["ADD", "CHANGE", "IDLE", "READ", "DjangoRedisStore", "RedisStore"]
 
 # The server runs a script alone, so nothing happens between its look and its change:
 #
