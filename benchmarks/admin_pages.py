@@ -2,9 +2,9 @@
 
     python benchmarks/admin_pages.py [--rows 1000000] [--only postgresql|sqlite]
 
-Starts a private PostgreSQL server, fills the history as a busy site does within 30 days, and asks
-for each page through Django's test client, the whole way with templates: the median and the worst
-of five answers, in milliseconds, and the number of queries. Then the same on an SQLite file.
+Starts a private PostgreSQL server, and fills the history as a busy site does within 30 days. Then
+requests each page five times with Django's test client, and prints the median and the worst time in
+milliseconds and the number of queries. Does the same with an SQLite file.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ COLUMNS = (
     "kind, outcome, result, name, key, cache, task, task_id, token, host, pid, at, ended_at, "
     "timeout, count, last_at, blocked_by, blocked_by_task_id, actor, reason"
 )
-# n counts back in time, so that the newest row is written last. 1 row in 5 is a skip, behind the
-# holder that is row n + 1; 1 in 10,000 is trouble. 19 tasks with 2,003 feeds each and a rare task;
-# runs last 0 to 40 seconds; the newest 50 go on. Numbers without common factors spread it all.
+# n counts back in time, so that the newest row is written last. 1 row in 5 is a skip, blocked by
+# the holder of row n + 1. 1 row in 10,000 is trouble. There are 19 tasks with 2,003 feeds each, and
+# a rare task. Runs last 0 to 40 seconds, and the newest 50 have not ended. The numbers have no
+# common factors, so that all combinations occur.
 ROW = """
     CASE WHEN n % 5 = 4 THEN 'skipped' WHEN n % 10000 = 0 THEN 'expired' ELSE 'acquired' END,
     CASE WHEN n % 5 = 4 OR n % 10000 = 0 THEN '' WHEN n % 10000 = 1 THEN 'dead'
@@ -43,7 +44,7 @@ ROW = """
     CASE WHEN n % 5 = 4 THEN {blocker_id} ELSE '' END, '',
     CASE WHEN n % 5 = 4 THEN 'skip' ELSE '' END
 """
-OF = "(CASE WHEN n % 5 = 4 THEN n + 1 ELSE n END)"  # whose name a row has
+OF = "(CASE WHEN n % 5 = 4 THEN n + 1 ELSE n END)"  # the row that gives a row its name
 TASK = f"""(CASE WHEN {OF} % 50003 = 7 THEN 'reports.tasks.nightly'
     ELSE 'feeds.tasks.import_' || ({OF} % 19) END)"""
 NAME = f"""(CASE WHEN {OF} % 50003 = 7 THEN 'reports.tasks.nightly()'
@@ -98,7 +99,7 @@ def fill_sqlite(rows: int) -> None:
         blocker_id="printf('%08x-0000-4000-8000-000000000000', n + 1)",
     )
     with connection.cursor() as cursor:
-        # SQLite's own count, since generate_series() is not in every build.
+        # Not every build of SQLite has generate_series().
         cursor.execute(
             f"WITH RECURSIVE series(n) AS (SELECT {rows} UNION ALL SELECT n - 1 FROM series "
             f"WHERE n > 1) INSERT INTO django_singletask_tasklockevent ({COLUMNS}) "
@@ -141,19 +142,19 @@ def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
         "search rare and kind": {"q": nightly, "kind__exact": "expired"},
         "search all and outcome": {"q": "f", "outcome__exact": "cleared"},
     }
-    found = {f"history: {label}": ("history/", query) for label, query in lists.items()}
-    found["one event"] = (f"{row.pk}/change/", {})
+    requests = {f"history: {label}": ("history/", query) for label, query in lists.items()}
+    requests["one event"] = (f"{row.pk}/change/", {})
     for span in ("15m", "1h", "24h", "7d"):
-        found[f"timeline {span}"] = ("timeline/", {"range": span})
-    found["timeline of a task, 7d"] = ("timeline/", {"range": "7d", "task": feeds})
-    found["timeline of a rare task, 7d"] = ("timeline/", {"range": "7d", "task": nightly})
-    found["timeline of a lock, 7d"] = ("timeline/", {"range": "7d", "name": row.name})
-    found["held now"] = ("", {})
-    return found
+        requests[f"timeline {span}"] = ("timeline/", {"range": span})
+    requests["timeline of a task, 7d"] = ("timeline/", {"range": "7d", "task": feeds})
+    requests["timeline of a rare task, 7d"] = ("timeline/", {"range": "7d", "task": nightly})
+    requests["timeline of a lock, 7d"] = ("timeline/", {"range": "7d", "name": row.name})
+    requests["held now"] = ("", {})
+    return requests
 
 
 def register_tasks() -> None:
-    """Let the filter offer tasks: it knows the registered ones."""
+    """Register the tasks, so that the filter offers them."""
     from celery import shared_task
 
     from django_singletask import SingletonTask
@@ -197,7 +198,7 @@ def measure(rows: int) -> float:
 
 
 def run(rows: int, database: dict[str, Any], fill: Any) -> None:
-    """Make the tables, fill and measure, in this process: Django is set up once."""
+    """Create the tables, fill and measure them. Django can be set up only once in a process."""
     import django
     from django.conf import settings
     from django.core.management import call_command

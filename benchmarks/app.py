@@ -1,6 +1,6 @@
 """The Celery application of the benchmarks: one no-op task for each candidate.
 
-Each is configured as the README of its library says. Results are ignored by all alike.
+Each is configured as the README of its library says. All ignore results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def marks() -> int:
 
 
 def ran() -> None:
-    # The time into a file: 2 µs, for all alike. A request to a server would cost as much as a lock.
+    # Write the time to a file: that takes 2 µs. A request to a server would cost as much as a lock.
     os.write(marks(), struct.pack("d", time.monotonic()))
 
 
@@ -54,7 +54,7 @@ def plain(number: int) -> None:
 
 @app.task
 def recipe(number: int) -> None:
-    # As in Celery's cookbook: never deleted by a run that overran the expiry.
+    # As in Celery's cookbook: a run that took longer than the expiry does not delete the lock.
     timeout_at = time.monotonic() + 57
     key = f"recipe-lock-{number}"
     if django_cache.add(key, "oid", 60):

@@ -1,4 +1,4 @@
-"""What a call costs its sender: the key, and to enqueue it only once."""
+"""What a call costs its sender: to make the key, and to enqueue the call only once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def keys(rounds: int) -> Table:
         rounds,
         calls=100,
     )
-    found = series.median(OURS)
-    checks = [Check(f"{OURS}: < 15 µs", f"{figure(found)} µs", found < 15)]
+    microseconds = series.median(OURS)
+    checks = [Check(f"{OURS}: < 15 µs", f"{figure(microseconds)} µs", microseconds < 15)]
     text = (
-        "They differ in what is one call: f(7, True) and f(feed_id=7, force=True) are two for"
-        " celery-singleton, f(7) and f(7, False) for celery-once, too."
+        "For celery-singleton, f(7, True) and f(feed_id=7, force=True) are two calls. For"
+        " celery-singleton and celery-once, f(7) and f(7, False) are two calls."
     )
     return compared("Key of two arguments", text, series, checks)
 
@@ -45,7 +45,7 @@ def enqueue(rounds: int) -> Table:
     numbers = itertools.count()
 
     def purge() -> None:
-        """Empty the queue, and forget the calls that would be in the way of equal ones."""
+        """Empty the queue, and remove the locks that would stop equal calls."""
         broker.delete(app.app.conf.task_default_queue)
         for store in stores:
             store.flushdb()
@@ -61,8 +61,9 @@ def enqueue(rounds: int) -> Table:
         after=purge,
     )
     text = (
-        '``delay()`` of a task with ``unique_until="start"``, to a Redis broker; no call is a'
-        " duplicate, and the queue is emptied after each turn. A plain Task asks nobody."
+        '``delay()`` of a task with ``unique_until="start"``, to a Redis broker. No call is a'
+        " duplicate, and the queue is emptied after each turn. A plain Task does not look for"
+        " duplicates."
     )
     checks = [at_most(series, OURS, 1, other) for other in ("celery-singleton", "celery-once")]
     return compared("Enqueue only once", text, series, checks)

@@ -1,4 +1,4 @@
-"""Conflicts: what it costs to find a lock held."""
+"""What it costs to find a lock held."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from benchmarks.report import Table, at_most, compared
 from benchmarks.settings import REDIS
 from django_singletask import TaskLock
 
-# Another process, as it is in life: to look whether that is alive is part of a conflict.
+# The holder is another process, as in practice: a conflict includes the check whether it is alive.
 HOLDER = """
 import sys
 import django
@@ -50,8 +50,8 @@ def held_elsewhere(*aliases: str) -> Iterator[None]:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
         assert holder.stdout is not None
         if holder.stdout.readline().split() != ["True"] * len(aliases):
-            raise RuntimeError("The locks to conflict with are not held.")
-        yield  # at the end its stdin closes, and it gives them back
+            raise RuntimeError("The holder could not take its locks.")
+        yield  # at the end the holder's stdin is closed, and it frees its locks
 
 
 def meet(alias: str) -> Step:
@@ -74,7 +74,7 @@ def conflict_on_redis(rounds: int) -> Table:
     ]
     for lock in held:
         lock.acquire()
-    # It warns of each conflict; to print that here would be no part of its cost.
+    # It logs a warning for each conflict. Printing that here would not be part of its cost.
     logging.getLogger("redis_lock.acquire").setLevel(logging.ERROR)
     singleton.lock("busy-singleton", "5d1c", expiry=3600)
     once.raise_or_lock("busy-once", timeout=3600)
@@ -84,7 +84,7 @@ def conflict_on_redis(rounds: int) -> Table:
         redis_lock.Lock(client, "busy-python-redis-lock", expire=60).acquire(blocking=False)
 
     def celery_singleton() -> None:
-        # As its apply_async does with a duplicate.
+        # As its apply_async() does with a duplicate.
         singleton.lock("busy-singleton", "77aa", expiry=60) or singleton.get("busy-singleton")
 
     def celery_once() -> None:
@@ -120,8 +120,8 @@ def conflict_on_redis(rounds: int) -> Table:
     for lock in held:
         lock.release()
     text = (
-        "Floor: a bare SET NX PX that finds the key taken. django-singletask learns in its "
-        "one trip who the holder is, looks whether its process is alive, and records the "
+        "Floor: a bare SET NX PX that finds that the key exists. django-singletask makes one trip "
+        "too: it reads the holder, checks whether the holder's process is alive, and records the "
         "conflict."
     )
     checks = [at_most(series, name, 1.2, FLOOR) for name in LISTENING]
@@ -145,7 +145,7 @@ def conflict_on_memcached(rounds: int) -> list[Table]:
         with held_elsewhere(client.alias):
             series = in_turns(steps, rounds)
         title = f"Conflict on memcached, {client.alias}"
-        text = "Floor: add and gets on the bare client. The recipe makes one trip, to add."
+        text = "Floor: add and gets on the bare client. The recipe makes one trip: add."
         return compared(title, text, series, [at_most(series, client.ours, 1.2, FLOOR)])
 
     return [compare(client) for client in bare_memcached()]

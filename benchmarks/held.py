@@ -1,4 +1,4 @@
-"""Many locks held in one process: what each costs, to take, to keep, to renew and to list."""
+"""Many locks held in one process: what each costs to take, to keep, to renew and to list."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_MORE = "one more"
 
 
 def held(rounds: int, levels: list[int]) -> Table:
-    """Hold more and more locks; ``levels`` ends with how many are listed, before it renewed."""
+    """Hold more and more locks. The last two of ``levels`` are also renewed, and listed."""
     client = redis.Redis.from_url(f"{REDIS}/0")
     client.flushdb()
     renewed, listed = levels[-2:]
@@ -50,9 +50,9 @@ def held(rounds: int, levels: list[int]) -> Table:
             renewal_took = tick(locks)
     in_store = (client.info("memory")["used_memory"] - empty) / listed
     listing = list_time(listed)
+    # Do not free them one by one: nobody renews them any more, and the server forgets them.
     for lock in locks:
-        lock.token = None
-    locks.clear()
+        renewal.keeper().drop(lock.lease)
     client.flushdb()
     flat = ratios[-1] / ratios[0]
     checks = [
@@ -66,19 +66,19 @@ def held(rounds: int, levels: list[int]) -> Table:
         Check(f"locks list of {listed:,}: < 3 s", f"{listing:.2f} s", listing < 3),
     ]
     text = (
-        "All by one process, on Redis, with the history. To take: each of the locks that came"
-        " to those before. One more: to take it and to give it back, in turns with the floor."
-        f" Memory: what Python allocated; Redis uses {in_store:,.0f} bytes a lock. Renewal: "
-        "one tick of the thread that does it. The list: ``manage.py locks list`` as a process"
-        " of its own, from its start; the time is the median of three, as that of the "
-        "renewal."
+        "One process holds all locks, on Redis, with the history. To take: one of the locks that "
+        "were added at this level. One more: take and give back another lock, in turns with the "
+        f"floor. Memory: what Python allocated; Redis uses {in_store:,.0f} bytes for a lock. "
+        "Renewal: one tick of the renewal thread. The list: ``manage.py locks list`` as another "
+        "process, including its start. The times of the list and of the renewal are medians of "
+        "three."
     )
     head = ("Held", "to take", "one more", "× floor")
     return Table("Many locks held", text, head, cells, checks)
 
 
 def take(locks: list[TaskLock], count: int) -> float:
-    """Take locks until there are ``count``; return the seconds, without those of the history."""
+    """Take locks until there are ``count``. Return the seconds, without the time of the history."""
     took = 0.0
     while len(locks) < count:
         began = time.perf_counter()
@@ -88,14 +88,14 @@ def take(locks: list[TaskLock], count: int) -> float:
                 raise RuntimeError(f"{lock} is held by {lock.blocker}.")
             locks.append(lock)
         took += time.perf_counter() - began
-        wait_for_history()  # it keeps 50,000 events that are not written, and drops more
+        wait_for_history()  # it drops events when more than 50,000 wait to be written
     return took
 
 
 def memory_of(count: int) -> float:
-    """Return the bytes that a held lock takes in this process."""
+    """Return the bytes that a held lock occupies in this process."""
     locks: list[TaskLock] = []
-    with history("off"):  # what waits to be written is no part of a lock
+    with history("off"):  # do not count events that wait to be written
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         take(locks, count)
@@ -107,7 +107,7 @@ def memory_of(count: int) -> float:
 
 
 def tick(locks: list[TaskLock]) -> float:
-    """Return the seconds of one renewal of all the locks, as the thread would make it."""
+    """Return the seconds in which the renewal thread renews all locks once."""
     times = []
     for _ in range(3):
         for lock in locks:
@@ -129,5 +129,5 @@ def list_time(count: int) -> float:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         times.append(time.perf_counter() - began)
         if done.stdout.count("import_feed") != count:
-            raise RuntimeError(f"The list is not of {count} locks:\n{done.stdout[:2000]}")
+            raise RuntimeError(f"The list does not have {count} locks:\n{done.stdout[:2000]}")
     return median(times)

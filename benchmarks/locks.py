@@ -1,4 +1,4 @@
-"""Take and give back a lock, each peer used as its README says."""
+"""Take and give back a lock. Each alternative is used as its README says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from django_singletask import TaskLock
 from django_singletask.models import TaskLockEvent
 
 VALUE = b"x" * 300
-"""As long as the record of a holder."""
+"""It is as long as the record of a holder."""
 
 RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end"
 
@@ -31,7 +31,7 @@ LISTENING = ("django-singletask, RedisCache", "django-singletask, django-redis")
 SILENT = tuple(f"{name}, history off" for name in LISTENING)
 RECIPE = "recipe, RedisCache (no owner check)"
 OWNERS = ("redis-py Lock", "django-redis cache.lock", "python-redis-lock")
-"""Those that give back only what is their own."""
+"""The alternatives that check the owner of a lock before they give it back."""
 
 
 def ours(alias: str) -> Step:
@@ -67,7 +67,7 @@ def bare_redis() -> tuple[redis.Redis, Step]:
 
 
 def bare_connection() -> Step:
-    """The floor without the client: no pool to take a connection from, and none that is checked."""
+    """Return the floor without the client: no pool, and no check of the connection."""
     client, _floor = bare_redis()
     connection = client.connection_pool.make_connection()
     sha = client.script_load(RELEASE)
@@ -128,17 +128,17 @@ def on_redis(rounds: int) -> Table:
     )
     written = TaskLockEvent.objects.count() - rows
     if written != (rounds + WARM_UP) * CALLS * len(LISTENING):
-        raise RuntimeError(f"{written} rows: the history did not listen as it should.")
+        raise RuntimeError(f"The history has {written} new rows, which is not what it should have.")
     checks = []
     for name in LISTENING:
         checks.append(at_most(series, name, 1.15, FLOOR))
         checks += [faster(series, name, other) for other in OWNERS]
         checks.append(at_most(series, name, 0.5, RECIPE))
     text = (
-        "Floor: two trips on one redis-py client, SET NX PX and EVALSHA. A client takes a "
-        "connection from its pool for each trip; without that there is a lower one. The history "
-        "listens, and a thread writes it to PostgreSQL; what is left to write after a turn is not "
-        "counted here."
+        "Floor: two trips on one redis-py client, SET NX PX and EVALSHA. The client takes a "
+        "connection from its pool for each trip; on a bare connection the floor is lower. The "
+        "history is on, and a thread writes it to PostgreSQL. The time to write what is left after "
+        "a turn is not included."
     )
     return compared("Take and give back on Redis", text, series, checks)
 
@@ -153,14 +153,14 @@ def in_a_loop(rounds: int) -> Table:
         until_written=True,
     )
     text = (
-        "500 locks without a pause, until the last row of the history is in PostgreSQL: all "
-        "that a row costs, wherever it is paid. No target."
+        "500 locks without a pause, until the last row of the history is in PostgreSQL: the whole "
+        "cost of a row, in all threads. There is no target."
     )
     return compared("Take and give back in a loop, with the writing", text, series, [])
 
 
 class Memcached(NamedTuple):
-    """A client of memcached: Django's backend for it, and how to take that lock without Django."""
+    """A client of memcached: Django's backend for it, and the steps of a lock without Django."""
 
     alias: str
     backend: str
@@ -204,7 +204,9 @@ def on_memcached(rounds: int) -> list[Table]:
         def floor() -> None:
             client.add("floor", 61)
             _value, cas = client.gets("floor")
-            client.cas("floor", cas, 2_592_001)  # past for all clients: ends at once
+            client.cas(
+                "floor", cas, 2_592_001
+            )  # all clients read this as a past time: the entry ends at once
 
         steps = {
             FLOOR: floor,
@@ -230,8 +232,8 @@ def in_database(rounds: int) -> Table:
         rounds,
     )
     text = (
-        "An advisory lock belongs to a connection, and has no lease and no holder that could "
-        "be asked for."
+        "An advisory lock belongs to a connection. It has no lease, and nobody can read who holds "
+        "it."
     )
     checks = [faster(series, name, django)]
     return compared("Take and give back in PostgreSQL", text, series, checks)

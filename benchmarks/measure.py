@@ -1,4 +1,4 @@
-"""Time candidates in turns, so that whatever slows the machine down slows all of them."""
+"""Measure candidates in turns, so that anything that slows the machine slows all of them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from statistics import median
 
 from django.test.utils import override_settings
 
-from django_singletask.history import recorder as writer
+from django_singletask.history import recorder
 
 Step = Callable[[], object]
 
 CALLS, WARM_UP = 10, 2
-"""Calls a turn, unless said otherwise, and rounds that are not counted."""
+"""Calls in a turn, by default, and the number of first rounds that are not counted."""
 
 
 class Series(dict[str, list[float]]):
-    """The figures of each candidate, one a round; those of one round belong together."""
+    """The figures of each candidate: one for each round, at the same index for all candidates."""
 
     def median(self, name: str) -> float:
         return median(self[name])
 
     def ratio(self, name: str, other: str) -> float:
-        """Return the median of the ratios within a round, on which no drift has an influence."""
+        """Return the median of the ratios within a round: a slower machine does not change it."""
         return median(one / two for one, two in zip(self[name], self[other], strict=True))
 
 
@@ -38,13 +38,14 @@ def in_turns(
     after: Step | None = None,
     until_written: bool = False,
 ) -> Series:
-    """Return microseconds a call: each turn is some calls of one candidate, in any order a round.
+    """Return microseconds for a call. In each round, the candidates have a turn in random order.
 
-    The history listens, in the background, but for the ``silent`` ones. What it still has to write
-    after a turn is written before the next one, so that nobody else pays for it; with
-    ``until_written`` that counts as time of the turn. ``after`` cleans up after each turn, untimed.
+    A turn makes ``calls`` calls. The history is written in the background, except for the
+    ``silent`` candidates. What is left to write after a turn is written before the next turn, so
+    that it slows no other candidate; with ``until_written`` that time belongs to the turn.
+    ``after`` cleans up after each turn, and is not measured.
     """
-    found = Series({name: [] for name in candidates})
+    series = Series({name: [] for name in candidates})
     order = list(candidates.items())
     shuffle = random.Random(6).shuffle
     for number in range(-WARM_UP, rounds):
@@ -59,17 +60,17 @@ def in_turns(
                 if until_written:
                     took = time.perf_counter() - began
             if number >= 0:
-                found[name].append(took / calls * 1e6)
+                series[name].append(took / calls * 1e6)
             if after is not None:
                 after()
-    return found
+    return series
 
 
 def history(mode: str) -> AbstractContextManager[object]:
-    # As tests do it: a setting that is only assigned may have been read before.
+    # override_settings() sends setting_changed: the setting may have been read before.
     return override_settings(SINGLETASK_HISTORY=mode)
 
 
 def wait_for_history() -> None:
-    if not writer.flush(120):
-        raise RuntimeError("The history is not written.")
+    if not recorder.flush(120):
+        raise RuntimeError("The history could not be written within 120 s.")

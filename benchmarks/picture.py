@@ -9,12 +9,12 @@ from benchmarks.measure import Series
 
 WIDTH, EDGE = 810, 24
 LABELS, FIGURES = 240, 150
-"""Width of the names left of the bars, and of the figures right of the longest."""
+"""Width of the names to the left of the bars, and of the figures to the right of the bars."""
 
 BARS = WIDTH - 2 * EDGE - LABELS - FIGURES
 ROW, BAR, HEAD, NOTE = 26, 16, 58, 40
 
-# The background is its own: a page can be dark in a browser that is set to light.
+# Draw a background: a page can be dark in a browser that is set to light.
 STYLE = """
 svg { color-scheme: light dark; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif }
 .page { fill: #fcfcfb } text { fill: #2b2a27 } .title { font-weight: 600; font-size: 15px }
@@ -31,7 +31,7 @@ TABLE_ONLY = ("history off", "bare connection")
 
 
 class Chart(NamedTuple):
-    """Bars of ratios to the first candidate, which is a line at 1."""
+    """Bars of the ratios to the first candidate, which is drawn as a line at 1."""
 
     title: str
     subtitle: str
@@ -47,7 +47,7 @@ def draw(locks: Series, throughput: Series) -> str:
             "Take and give back a lock on Redis",
             "times the floor, which is two trips on a bare client; shorter is better",
             "floor",
-            # With the history, as it comes; without it in the table, as is a second floor.
+            # Only the table has the rows without the history and the floor on a bare connection.
             Series({name: locks[name] for name in locks if not name.endswith(TABLE_ONLY)}),
             "µs",
         ),
@@ -66,13 +66,13 @@ def draw(locks: Series, throughput: Series) -> str:
         parts += drawn
         top += height
     notes = [
-        "* gives back without asking whether the lock is still its own.",
+        "* gives a lock back without a check of its owner.",
         "Medians of one run with all candidates in turns: benchmarks/RESULTS.rst names machine and "
         "versions.",
     ]
     parts += [text(EDGE, top + 4 + 18 * i, note, "quiet") for i, note in enumerate(notes)]
     height = top + NOTE
-    title = "Benchmarks of django-singletask and what else could be picked"
+    title = "Benchmarks of django-singletask and its alternatives"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -88,7 +88,7 @@ def draw(locks: Series, throughput: Series) -> str:
 
 
 def bars(chart: Chart, top: int) -> tuple[list[str], int]:
-    """Return the elements of a chart, and its height."""
+    """Return the SVG elements of a chart, and the height of the chart."""
     first, *names = chart.series
     ratios = {name: chart.series.ratio(name, first) for name in names}
     scale = BARS / max(1.0, *ratios.values())
@@ -106,7 +106,7 @@ def bars(chart: Chart, top: int) -> tuple[list[str], int]:
             text(left - 8, y + 13, name.replace(" (no owner check)", "*"), kind, "end"),
             f'<rect class="bar {kind}" x="{left}" y="{y}" width="{ratio * scale:.1f}" '
             f'height="{BAR}" rx="2"/>',
-            # Right of the line, too, where the bar ends before it.
+            # To the right of the bar, and of the line if the bar ends before the line.
             text(max(left + ratio * scale, one) + 8, y + 13, figure, f"figure {kind}"),
         ]
     parts += [

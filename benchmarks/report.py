@@ -1,4 +1,4 @@
-"""Tables with what was measured, what was wanted of it, and whether it is reached."""
+"""Tables of what was measured, of the targets, and of which targets are reached."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PACKAGES += ["celery-singleton", "celery-once", "python-redis-lock", "django-pgl
 
 
 class Check(NamedTuple):
-    """A target, and what was found of it."""
+    """A target, and what was measured."""
 
-    wanted: str
-    found: str
+    target: str
+    measured: str
     reached: bool
 
 
 @dataclass
 class Table:
-    """A heading, a text, cells and targets; ``series`` is what the cells are made of."""
+    """A heading, a text, cells and targets. ``series`` has the figures from which the cells are."""
 
     title: str
     text: str
@@ -46,15 +46,15 @@ class Table:
             *grid(self.head, self.cells),
         ]
         if self.checks:
-            reached = [(c.wanted, c.found, "yes" if c.reached else "**no**") for c in self.checks]
-            parts += ["", *grid(("Target", "found", "reached"), reached)]
+            rows = [(c.target, c.measured, "yes" if c.reached else "**no**") for c in self.checks]
+            parts += ["", *grid(("Target", "measured", "reached"), rows)]
         return "\n".join([*parts, ""])
 
 
 def compared(
     title: str, text: str, series: Series, checks: Sequence[Check], unit: str = "µs"
 ) -> Table:
-    """Return the table of a series; ratios are to its first candidate."""
+    """Return the table of a series, with ratios to the first candidate."""
     first = next(iter(series))
     cells = [
         (name, f"{figure(series.median(name))} {unit}", f"{series.ratio(name, first):.2f}")
@@ -64,18 +64,18 @@ def compared(
 
 
 def at_most(series: Series, name: str, bound: float, other: str) -> Check:
-    found = series.ratio(name, other)
-    return Check(f"{name}: ≤ {bound:.2f} × {other}", f"{found:.2f}", found <= bound)
+    ratio = series.ratio(name, other)
+    return Check(f"{name}: ≤ {bound:.2f} × {other}", f"{ratio:.2f}", ratio <= bound)
 
 
 def faster(series: Series, name: str, other: str) -> Check:
-    found = series.ratio(name, other)
-    return Check(f"{name}: faster than {other}", f"{found:.2f}", found < 1)
+    ratio = series.ratio(name, other)
+    return Check(f"{name}: faster than {other}", f"{ratio:.2f}", ratio < 1)
 
 
 def at_least(series: Series, name: str, bound: float, other: str) -> Check:
-    found = series.ratio(name, other)
-    return Check(f"{name}: ≥ {bound:.2f} × {other}", f"{found:.2f}", found >= bound)
+    ratio = series.ratio(name, other)
+    return Check(f"{name}: ≥ {bound:.2f} × {other}", f"{ratio:.2f}", ratio >= bound)
 
 
 def figure(value: float) -> str:
@@ -97,7 +97,7 @@ def results(tables: Sequence[Table], servers: str, loads: Sequence[float], minut
     """Return RESULTS.rst."""
     packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     checks = [(table.title, check) for table in tables for check in table.checks]
-    missed = [f"* {title}: {check.wanted}" for title, check in checks if not check.reached]
+    missed = [f"* {title}: {check.target}" for title, check in checks if not check.reached]
     reached = f"{len(checks) - len(missed)} of {len(checks)} targets are reached"
     lines = [
         "==========",
@@ -105,15 +105,15 @@ def results(tables: Sequence[Table], servers: str, loads: Sequence[float], minut
         "==========",
         "",
         *wrapped(
-            "Written by ``python benchmarks/run.py``, in one run. The candidates of a table took "
-            "turns, in another order each round. Medians over the rounds; a ratio is the median "
-            "of the ratios within a round, to the first row unless said otherwise. Times depend "
-            "on the machine; ratios hardly."
+            "``python benchmarks/run.py`` wrote this in one run. The candidates of a table took "
+            "turns, in another order in each round. The times are medians over the rounds. A ratio "
+            "is the median of the ratios within a round, to the first row unless another is named. "
+            "Times depend on the machine, ratios hardly."
         ),
         "",
         *wrapped(
             f"* {processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
-            f"servers on the same machine. Load average {loads[0]:.1f} at the begin and "
+            f"servers on the same machine. Load average {loads[0]:.1f} at the start and "
             f"{loads[1]:.1f} at the end; {minutes:.0f} minutes."
         ),
         *wrapped(f"* Python {platform.python_version()}, {packages}."),

@@ -1,10 +1,11 @@
-"""Measure django-singletask beside what else could be picked, and beside the floor.
+"""Measure django-singletask, its alternatives, and the floor.
 
     pip install -e ".[bench]"
     python benchmarks/run.py [--quick] [--only PART]
 
-Starts its own servers on free ports, and writes benchmarks/RESULTS.rst and the picture of the
-README. --quick: less than a minute, to see that it works; it and --only print, and write no file.
+Starts servers on free ports, and writes benchmarks/RESULTS.rst and the picture of the README.
+--quick takes less than a minute and only shows that everything works. --quick and --only print the
+tables and write no file.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ def main() -> None:
     arguments = parser.parse_args()
     began, load = time.monotonic(), os.getloadavg()[0]
     with running() as versions:
-        found = {}
+        tables_of = {}
         for part in arguments.only or PARTS:
             print(f"{part} …", file=sys.stderr, flush=True)
             with nullcontext() if part == "worker" else kept_apart():
-                found[part] = measure(part, arguments.quick)
+                tables_of[part] = measure(part, arguments.quick)
     from benchmarks import picture, report
 
     loads, minutes = (load, os.getloadavg()[0]), (time.monotonic() - began) / 60
-    tables = list(itertools.chain.from_iterable(found.values()))
+    tables = list(itertools.chain.from_iterable(tables_of.values()))
     text = report.results(tables, versions, loads, minutes)
     print(text)
     if not arguments.only:
-        drawing = picture.draw(found["redis"][0].series, found["worker"][0].series)
+        drawing = picture.draw(tables_of["redis"][0].series, tables_of["worker"][0].series)
         if not arguments.quick:
             RESULTS.write_text(text)
             PICTURE.write_text(drawing)
@@ -61,7 +62,7 @@ def main() -> None:
 
 @contextmanager
 def running() -> Iterator[str]:
-    """Start the servers, let the settings find them, and tell their versions."""
+    """Start the servers, set their addresses in the environment, and yield their versions."""
     redis, memcached, postgres = servers.Redis(), servers.Memcached(), servers.PostgreSQL()
     with servers.running([redis, memcached, postgres]):
         os.environ.update(
@@ -75,23 +76,23 @@ def running() -> Iterator[str]:
         import django
         from django.core.management import call_command
 
-        from django_singletask.history import recorder as writer
-
         django.setup()
+        from django_singletask.history import recorder
+
         call_command("migrate", verbosity=0)
         call_command("createcachetable", verbosity=0)
         try:
             yield ", ".join(map(version_of, (redis, memcached, postgres)))
         finally:
-            writer.stop()
+            recorder.stop()
 
 
 @contextmanager
 def kept_apart() -> Iterator[None]:
     """Give this process one core, and the servers another.
 
-    Else it is luck, and different for each connection, whether both ends of a trip share a core: on
-    a small machine one trip then takes three times as long as another.
+    Otherwise both ends of a connection share a core by chance, and on a small machine a trip on one
+    connection takes three times as long as a trip on another.
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         yield
@@ -108,20 +109,20 @@ def place(ours: list[int], theirs: list[int]) -> None:
     started = servers.children(os.getpid())
     started += [grandchild for child in started for grandchild in servers.children(child)]
     for pid, cores in [(os.getpid(), ours), *((pid, theirs) for pid in started)]:
-        with suppress(OSError):  # a process that has ended meanwhile
+        with suppress(OSError):  # the process has ended in the meantime
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), cores)
 
 
 def version_of(server: servers.Server) -> str:
     program = servers.find(server.program) or server.program
-    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    number = next(word for word in told.stdout.split() if word.lstrip("v=")[:1].isdigit())
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    number = next(word for word in version.stdout.split() if word.lstrip("v=")[:1].isdigit())
     return f"{type(server).__name__} {number.lstrip('v=')}"
 
 
 def measure(part: str, quick: bool) -> list[Table]:
-    """Measure one part; the many locks come last, since they burden whatever runs beside them."""
+    """Measure one part. "held" comes last, because many held locks slow down everything else."""
     from benchmarks import calls, conflicts, held, locks, workers
 
     rounds = 20 if quick else 300

@@ -1,4 +1,4 @@
-"""Django settings of the benchmarks, of run.py and of the workers and commands that it starts."""
+"""Django settings of the benchmarks: of run.py, and of the workers and commands that it starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BACKENDS = "django.core.cache.backends"
 
 INSTALLED_APPS = ["django.contrib.contenttypes", "django_singletask"]
 if "BENCHMARK_PEER" in os.environ:
-    # A worker of something else must not pay for what this app does in a worker.
+    # This app must not slow down the workers of its alternatives.
     INSTALLED_APPS.remove("django_singletask")
 
 SECRET_KEY = "only for the benchmarks"
@@ -30,7 +30,7 @@ CACHES = {
     "pymemcache": {"BACKEND": f"{BACKENDS}.memcached.PyMemcacheCache", "LOCATION": MEMCACHED},
     "pylibmc": {"BACKEND": f"{BACKENDS}.memcached.PyLibMCCache", "LOCATION": MEMCACHED},
     "database": {"BACKEND": f"{BACKENDS}.db.DatabaseCache", "LOCATION": "locks"},
-    # For the recipe: a table of locks is read and written by locks only.
+    # For the recipe: only locks may read and write the table of locks.
     "pages": {"BACKEND": f"{BACKENDS}.db.DatabaseCache", "LOCATION": "pages"},
 }
 SINGLETASK_HISTORY = os.environ.get("BENCHMARK_HISTORY", "background")

@@ -1,4 +1,4 @@
-"""Throughput of real workers: no-op tasks, prefork with two processes, keys that never meet."""
+"""Throughput of real workers: no-op tasks, prefork with two processes, no conflicts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LISTENING, SILENT = "django-singletask", "django-singletask, history off"
 MARK = struct.calcsize("d")
 TIMEOUT = 120
 WAITING = "waiting"
-"""The queue in which messages wait until the one worker whose turn it is gets it as its own."""
+"""The queue in which messages wait. A turn renames it to the queue of the worker."""
 
 
 class Candidate(NamedTuple):
@@ -48,7 +48,7 @@ class Turn(NamedTuple):
     rate: float
     """Tasks a second."""
     lag: float
-    """Seconds from the last run until all is written, too."""
+    """Seconds from the last run until the history is written."""
 
 
 CANDIDATES = {
@@ -62,41 +62,41 @@ CANDIDATES = {
 
 
 def throughput(rounds: int, calls: int) -> Table:
-    """Let one worker at a time work off its queue; all of them stay up, and the others idle."""
+    """Let one worker at a time process its queue. The others are running, but idle."""
     client = redis.Redis.from_url(f"{REDIS}/1")
     numbers = itertools.count()
-    found = Series({name: [] for name in CANDIDATES})
+    series = Series({name: [] for name in CANDIDATES})
     lags: list[float] = []
     with (
         tempfile.TemporaryDirectory(prefix="singletask-") as folder,
         running(Path(folder)) as order,
     ):
         shuffle = random.Random(6).shuffle
-        for number in range(-1, rounds):  # the first until all processes are warm
+        for number in range(-1, rounds):  # the first round warms up all processes
             shuffle(order)
             for candidate in order:
-                told = turn(client, candidate, numbers, calls)
+                result = turn(client, candidate, numbers, calls)
                 if number >= 0:
-                    found[candidate.name].append(told.rate)
+                    series[candidate.name].append(result.rate)
                     if candidate.history:
-                        lags.append(told.lag)
+                        lags.append(result.lag)
     checks = [
-        at_least(found, LISTENING, 0.85, PLAIN),
-        at_least(found, SILENT, 0.90, PLAIN),
+        at_least(series, LISTENING, 0.85, PLAIN),
+        at_least(series, SILENT, 0.90, PLAIN),
     ]
     text = (
-        f"{calls:,} messages a turn wait in the queue before the worker gets it; from the "
-        "first to the last run, by the tasks' own clock. Broker and locks are on one Redis, "
-        "the history is in PostgreSQL: its last row is written "
+        f"In each turn, {calls:,} messages wait in the queue before the worker gets it. Measured "
+        "from the first to the last run, by the clock of the tasks. Broker and locks are on one "
+        "Redis, the history is in PostgreSQL: its last row is written "
         f"{median(lags) * 1000:.0f} ms after the last run. celery-singleton and celery-once "
         "take their lock when the call is sent: half of their work is not in this figure."
     )
-    return compared("Throughput of a worker", text, found, checks, "tasks/s")
+    return compared("Throughput of a worker", text, series, checks, "tasks/s")
 
 
 @contextmanager
 def running(folder: Path) -> Iterator[list[Candidate]]:
-    """Run a worker for each candidate; show what they printed if that fails."""
+    """Run a worker for each candidate. Print the workers' logs if something fails."""
     candidates, processes = [], []
     try:
         for number, (name, (task, variables)) in enumerate(CANDIDATES.items()):
@@ -126,7 +126,7 @@ def start(candidate: Candidate, variables: dict[str, str], output: Path) -> subp
         *("-c", "2", "-Q", candidate.queue, "-n", f"{candidate.queue}@benchmarks"),
         *("-l", "WARNING", "--without-gossip", "--without-mingle", "--without-heartbeat"),
     ]
-    # Ends with this process, as the servers do.
+    # The launcher ends the worker when this process ends, as it does with the servers.
     launcher = [sys.executable, "-I", "-S", "-c", servers.LAUNCHER, str(os.getpid()), "", ""]
     with output.open("wb") as log:
         return subprocess.Popen(
@@ -140,17 +140,17 @@ def start(candidate: Candidate, variables: dict[str, str], output: Path) -> subp
 
 
 def turn(client: redis.Redis, candidate: Candidate, numbers: Iterator[int], calls: int) -> Turn:
-    """Let a worker work off these many messages."""
+    """Let a worker process this number of messages."""
     for number in itertools.islice(numbers, calls):
         candidate.task.apply_async((number,), queue=WAITING)
-    # Looked at before, so that no row of an earlier turn counts for this one.
+    # Count before the turn, so that rows of earlier turns do not count.
     rows = TaskLockEvent.objects.filter(outcome="released").count()
     client.rename(WAITING, candidate.queue)
-    wait_until(lambda: done(candidate) >= calls, f"{candidate.name} works off its queue")
+    wait_until(lambda: done(candidate) >= calls, f"{candidate.name} processes its queue")
     times = sorted(struct.unpack(f"{calls}d", candidate.marks.read_bytes()))
     os.truncate(candidate.marks, 0)
     if candidate.history:
-        # All of it, and before the next one's turn, which it would slow down.
+        # Wait for all rows: writing them would slow down the next turn.
         wait_until(
             lambda: TaskLockEvent.objects.filter(outcome="released").count() == rows + calls,
             "the history is written",
