@@ -1,4 +1,4 @@
-"""Shapes of workflows, and what each gives when no member is in another's way."""
+"""Shapes of workflows, and the result of each when no member meets another's lock."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Keys = Callable[[], str]
 
 
 class Shape(NamedTuple):
-    make: Callable[[Any, Any, Keys], Any]  # of a task, the body of chords and the members' keys
+    make: Callable[[Any, Any, Keys], Any]  # from a task, the body of chords and the members' keys
     gives: Any
-    one_by_one: bool  # no two of its members are due at the same time
+    one_by_one: bool  # its members run one after the other
 
 
 SHAPES = {
@@ -78,12 +78,12 @@ SHAPES = {
 
 
 def make(shape: str, flavour: str, keys: Keys) -> Any:
-    """Return a canvas of this shape whose members are of one flavour."""
+    """Return a canvas of this shape whose members all have one flavour."""
     return SHAPES[shape].make(add[flavour], total[flavour], keys)
 
 
 def distinct(new: Keys, first: str | None = None) -> Keys:
-    """Give a new key to each member, or to each but the first."""
+    """Return keys for the members: a new key for each, except ``first`` for the first if given."""
     numbers = itertools.count()
     return lambda: first if next(numbers) == 0 and first else new()
 

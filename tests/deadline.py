@@ -1,4 +1,4 @@
-"""Wait for what must come, instead of sleeping for as long as it might take."""
+"""Wait for a condition, instead of sleeping for as long as it might take."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], T], what: str, deadline: float = 20) -> T:
-    """Return the first true answer of a condition; fail after ``deadline`` seconds."""
+    """Return the first true result of ``condition``. Fail after ``deadline`` seconds."""
     until = time.monotonic() + deadline
     while True:
-        found = condition()
-        if found:
-            return found
+        result = condition()
+        if result:
+            return result
         if time.monotonic() > until:
             raise AssertionError(f"Not within {deadline} s: {what}")
         time.sleep(0.01)

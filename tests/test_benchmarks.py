@@ -29,7 +29,7 @@ def test_a_table_says_which_targets_are_reached() -> None:
     assert [check.reached for check in checks] == [True, False, True, False]
     lines = report.compared("Locks", "In turns.", series, checks).rst().splitlines()
     assert "django-singletask  120 µs  1.10" in lines
-    assert "django-singletask: ≤ 1.05 × floor  1.10   **no**" in lines
+    assert "django-singletask: ≤ 1.05 × floor  1.10      **no**" in lines
 
 
 def test_the_picture_is_an_svg_with_a_bar_for_each_but_the_first() -> None:
