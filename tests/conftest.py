@@ -1,3 +1,5 @@
+"""The fixtures that several files of tests use."""
+
 from __future__ import annotations
 
 import os
@@ -11,6 +13,7 @@ from django.db import connections
 from django.test.utils import setup_databases
 
 from django_singletask import TaskLock
+from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores
 from tests import deadline, servers
 from tests.routers import LOCK_TABLES
@@ -42,9 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def django_db_setup(django_test_environment: None, django_db_blocker: Any) -> None:
-    """Make all databases, with the tables of the lock caches; they go with their servers.
+    """Create all databases, with the tables of the lock caches.
 
-    So no thread that still has a connection to one can make the end of the tests fail.
+    Nothing deletes them but the end of their servers. So a thread that still has a connection
+    cannot make the end of the tests fail.
     """
     with django_db_blocker.unblock():
         setup_databases(verbosity=0, interactive=False, keepdb=True)
@@ -63,22 +67,20 @@ def wait_for() -> Any:
 
 @pytest.fixture
 def on_redis(settings: Any, empty_cache: Callable[[str], None]) -> None:
-    """Keep the locks in Redis, which holds none at first."""
+    """Keep the locks in Redis, with none held at first."""
     settings.SINGLETASK_CACHE = "redis"
     empty_cache("redis")
 
 
 @pytest.fixture
 def empty_history(db: None) -> None:
-    """Delete what threads of other tests wrote outside of the transactions of those."""
-    from django_singletask.models import TaskLockEvent
-
+    """Delete what threads of other tests wrote outside the transactions of those tests."""
     TaskLockEvent.objects.all().delete()
 
 
 @pytest.fixture
 def take() -> Iterator[Callable[..., TaskLock]]:
-    """Take locks that are given back after the test."""
+    """Give the function that takes a lock and gives it back after the test."""
     taken = []
 
     def take_one(name: str = "nightly", **options: Any) -> TaskLock:
@@ -100,7 +102,7 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def whole_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the clock of the day at a whole second, so that durations are what they were given."""
+    """Stop the clock at a whole second, so that durations are exact."""
     now = float(int(time.time()))
     monkeypatch.setattr("time.time", lambda: now)
 
@@ -116,6 +118,8 @@ def dead_redis(settings: Any) -> str:
 
 @pytest.fixture
 def empty_cache(django_db_setup: None, django_db_blocker: Any) -> Callable[[str], None]:
+    """Give the function that removes all locks of a cache."""
+
     def empty_one(alias: str) -> None:
         with django_db_blocker.unblock():
             empty(alias)
@@ -127,10 +131,10 @@ def empty_cache(django_db_setup: None, django_db_blocker: Any) -> Callable[[str]
 def cache_alias(
     request: pytest.FixtureRequest, django_db_setup: None, django_db_blocker: Any, settings: Any
 ) -> Iterator[str]:
-    """Give the alias of each lock cache in turn, emptied; SINGLETASK_CACHE names it.
+    """Give the alias of each lock cache in turn, empty and set as SINGLETASK_CACHE.
 
-    The test may use databases on connections of its own; for those of django.db.connections it
-    needs the mark django_db as ever.
+    The test may use databases on connections that it opens. For those of django.db.connections it
+    needs the mark django_db, as always.
     """
     settings.SINGLETASK_CACHE = request.param
     with django_db_blocker.unblock():
@@ -144,7 +148,7 @@ def empty(alias: str) -> None:
     if not isinstance(table, str) or table not in LOCK_TABLES:
         caches[alias].clear()
         return
-    # Not within the transaction of the test, in which others would not see it.
+    # Not inside the transaction of the test, because others would not see the deletion.
     connection = connections.create_connection(LOCK_TABLES[table])
     try:
         with connection.cursor() as cursor:

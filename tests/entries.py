@@ -1,4 +1,4 @@
-"""What the tests of the stores put into caches, and how they wait for what happens there."""
+"""Entries for the tests of the stores, and stores with changed settings."""
 
 from __future__ import annotations
 
@@ -19,35 +19,24 @@ from django_singletask.stores import Store, close_stores, get_store
 
 T = TypeVar("T")
 
-# What an outage may raise: an error of the client's own.
+# The errors of the clients during an outage.
 OUTAGE = (OSError, DatabaseError, InterfaceError, MemcacheError, RedisError, pylibmc.Error)
 
 
 def key_of(name: str) -> str:
-    """Return the key of the lock of this name, as a store is given it."""
+    """Return the key of the lock with this name, before a store prefixes it."""
     return name_key(name).key
 
 
 def holder(who: str, *, lease: float = 60) -> bytes:
-    """Return the bytes of a holder; another one for each ``who``."""
-    return Holder(
-        token=who.encode().hex().zfill(32),
-        name="tests",
-        task=None,
-        task_id=None,
-        retries=0,
-        host="tests",
-        boot_id="",
-        pid_ns="",
-        pid=1,
-        start="",
-        since=0.0,
-        timeout=lease,
-    ).encode()
+    """Return the bytes of a holder; they differ for each ``who``."""
+    token = who.encode().hex().zfill(32)
+    fields = {"token": token, "name": "tests", "host": "tests", "pid": 1, "timeout": lease}
+    return Holder.from_dict(fields).encode()
 
 
 def eventually(condition: Callable[[], T], *, within: float = 15) -> T:
-    """Return the first true result of a condition; fail when there is none in time."""
+    """Return the first true result of a condition; fail if there is none in time."""
     deadline = time.monotonic() + within
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {within} s"
@@ -59,7 +48,7 @@ def eventually(condition: Callable[[], T], *, within: float = 15) -> T:
 def private_store(
     settings: Any, alias: str, location: object = None, *, options: object = None, **changes: object
 ) -> Iterator[Store]:
-    """Open the store of a cache alias whose configuration is changed."""
+    """Open the store of a cache alias with a changed configuration."""
     configuration = dict(settings.CACHES[alias]) | changes
     if location is not None:
         configuration["LOCATION"] = location

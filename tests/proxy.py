@@ -9,11 +9,11 @@ import threading
 
 
 class Proxy:
-    """Stand between a client and a local server; lose the reply to one request when told to.
+    """Connect a client with a local server, and lose the reply to one request on demand.
 
     >>> with Proxy(server.port) as proxy:
     ...     connect_to(proxy.port)
-    ...     proxy.lose_reply_to(b"INSERT")  # the server gets it; the client is hung up on
+    ...     proxy.lose_reply_to(b"INSERT")  # the server handles it; the client loses the connection
     """
 
     def __init__(self, port: int) -> None:
@@ -30,7 +30,7 @@ class Proxy:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # A close() alone leaves a thread waiting in accept() or select().
+        # After a close() alone, a thread would still wait in accept() or select().
         for open_socket in [self.listener, *self.sockets]:
             with contextlib.suppress(OSError):
                 open_socket.shutdown(socket.SHUT_RDWR)
@@ -40,6 +40,7 @@ class Proxy:
             open_socket.close()
 
     def lose_reply_to(self, request: bytes) -> None:
+        """Lose the reply to the next request that contains these bytes."""
         self.doomed = request
 
     def _start(self, target: object, *args: object) -> None:

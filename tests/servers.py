@@ -30,21 +30,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 START_WITHIN = 60
-GIVEN_PORTS: set[int] = set()
+USED_PORTS: set[int] = set()
 
-# Where servers are, beside PATH: Debian's own folders, then Homebrew's for versioned formulas.
+# Folders of servers that are not in PATH: Debian's, then Homebrew's for versioned formulas.
 FOLDERS = ["/usr/lib/postgresql/*/bin", "/usr/sbin", "/usr/local/sbin"]
 FOLDERS += ["/opt/homebrew/opt/*/bin", "/usr/local/opt/*/bin"]
 
-# Becomes the server: drops root, and asks Linux to be killed when its parent ends in any way. The
-# parent may have ended before the asking. Not a preexec_fn, which is unsafe beside threads.
+# A program that becomes the server. It gives up root, and asks Linux to kill it when its parent
+# ends in any way; the parent may have ended already. A preexec_fn would be unsafe in a process that
+# has threads.
 LAUNCHER = """
 import ctypes, os, sys
 parent, user, group, death, *command = sys.argv[1:]
 if user:
     os.setgroups([])
     os.setgid(int(group))
-    os.setuid(int(user))  # Linux forgets the asking at a change of the user: ask after it
+    os.setuid(int(user))  # before prctl(), which a change of the user undoes
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, int(death))  # PR_SET_PDEATHSIG
 if os.getppid() == int(parent):
@@ -89,31 +90,31 @@ def missing(*, browser: bool = True) -> list[Need]:
 
 
 def find(program: str) -> str | None:
-    # The newest PostgreSQL first: /usr/lib/postgresql/17 before 15.
+    # In reverse, so that the newest PostgreSQL is first: /usr/lib/postgresql/17 before 15.
     folders = [folder for pattern in FOLDERS for folder in sorted(glob(pattern), reverse=True)]
     return shutil.which(program) or shutil.which(program, path=os.pathsep.join(folders))
 
 
 def free_port() -> int:
-    # Below the range from which systems give ports to outgoing connections, so that none of those
-    # takes the port of a server that is being restarted. Not seeded, as pytest-randomly's is.
+    # Below the range of ports for outgoing connections, so that none of those takes the port of a
+    # server that restarts. SystemRandom, because pytest-randomly seeds the other one.
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
-        if port in GIVEN_PORTS:
+        if port in USED_PORTS:
             continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
-                GIVEN_PORTS.add(port)
+                USED_PORTS.add(port)
                 return port
 
 
 class Server(ABC):
-    """A server process of our own; a context manager. Each kind says how it is run and asked."""
+    """A private server process; a context manager. Each kind says how to start and ask it."""
 
     program: str
-    user = ""  # whom root becomes
+    user = ""  # the user that runs it if root runs the tests
     stop_signal = signal.SIGTERM
     death_signal = signal.SIGKILL
 
@@ -133,7 +134,7 @@ class Server(ABC):
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    # What each kind of server adds.
+    # What each kind of server brings
 
     @abstractmethod
     def command(self, folder: Path) -> list[str]: ...
@@ -144,10 +145,10 @@ class Server(ABC):
     @abstractmethod
     def answers(self) -> bool: ...
 
-    # Life.
+    # Starting and ending
 
     def prepare(self) -> None:
-        """Make the server's folder; `start` does it where it is not done."""
+        """Make the server's folder, unless it exists; `start` does this too."""
         if self.folder is None:
             folder = Path(tempfile.mkdtemp(prefix=f"singletask-{self.program}-"))
             if self._account():
@@ -166,7 +167,7 @@ class Server(ABC):
                 self.kill()
                 raise RuntimeError(f"{self!r} does not answer:\n{self._log()}")
             if self.process.poll() is not None:
-                # The port was taken meanwhile, or children of a killed PostgreSQL are still there.
+                # Another process took the port, or children of a killed PostgreSQL still live.
                 if time.monotonic() > deadline - START_WITHIN + 5:
                     raise RuntimeError(f"{self!r} ended at its start:\n{self._log()}")
                 if not self._started:
@@ -178,9 +179,9 @@ class Server(ABC):
         return self
 
     def stop(self) -> None:
-        """End the server in its orderly way and remove its files."""
+        """Shut the server down and remove its files."""
         if os.getpid() != self._owner:
-            return  # a forked child that leaves: the server is its parent's
+            return  # this is a forked child, and the server is its parent's
         if self.process is not None and self.process.poll() is None:
             self.resume()
             self.process.send_signal(self.stop_signal)
@@ -200,7 +201,7 @@ class Server(ABC):
             self.process.wait()
 
     def restart_empty(self) -> None:
-        """Come back on the same port with no data, as a cache server does after a crash."""
+        """Restart on the same port with no data, as a cache server does after a crash."""
         self.stop()
         self.start()
 
@@ -226,7 +227,7 @@ class Server(ABC):
                 start_new_session=True,  # Ctrl-C reaches the tests, which then stop the servers
             )
 
-    def _run(self, program: str, *arguments: str) -> None:
+    def _run_program(self, program: str, *arguments: str) -> None:
         """Run a program that makes the server's files, as the server's user."""
         uid, gid = self._account() or (None, None)
         done = subprocess.run(
@@ -244,11 +245,11 @@ class Server(ABC):
             raise RuntimeError(f"{program} failed:\n{done.stdout.decode(errors='replace')}")
 
     def _environment(self) -> dict[str, str]:
-        # Temporary files in its own folder: that of the tests may be closed to the server's user.
+        # The server's user may not have access to the temporary folder of the tests.
         return {**os.environ, "TMPDIR": str(self.folder)}
 
     def _account(self) -> tuple[int, int] | None:
-        """Return the user and group to run as; None: as ourselves."""
+        """Return the user and group that run the server; None: those that run the tests."""
         if not self.user or os.geteuid() != 0:
             return None
         for name in (self.user, "nobody"):
@@ -257,8 +258,8 @@ class Server(ABC):
         return None
 
     def _signal(self, number: int) -> None:
-        # One by one: PostgreSQL's children lead process groups of their own. The parent first, so
-        # that a paused one starts no more of them.
+        # One by one, because PostgreSQL's children lead process groups of their own. The parent
+        # first, so that it starts no more of them.
         for pid in [self.process.pid, *children(self.process.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -295,7 +296,7 @@ class Redis(Server):
         mode = []
         if self.sentinel_for:
             mode = ["--sentinel"]
-            # A minute, so that a machine that hangs for a moment does not lose its primary.
+            # A minute, so that a machine that hangs for a moment causes no failover.
             lines |= {
                 f"sentinel monitor {self.service}": f"127.0.0.1 {self.sentinel_for.port} 1",
                 f"sentinel down-after-milliseconds {self.service}": 60_000,
@@ -352,7 +353,7 @@ class PostgreSQL(Server):
 
     def fill(self, folder: Path) -> None:
         options = ["--username=singletask", "--auth=trust", "--encoding=UTF8", "--locale=C"]
-        self._run("initdb", "--pgdata=data", "--no-sync", *options)
+        self._run_program("initdb", "--pgdata=data", "--no-sync", *options)
 
     def command(self, folder: Path) -> list[str]:
         options = {
@@ -368,7 +369,7 @@ class PostgreSQL(Server):
         return [self.program, "-D", str(folder / "data"), *settings]
 
     def answers(self) -> bool:
-        # A real log-in: while it starts up the server answers this with an error.
+        # This is a real log-in, which a server that is still starting answers with an error.
         body = struct.pack("!i", 196_608) + b"user\0singletask\0database\0postgres\0\0"
         return ask(self.port, struct.pack("!i", len(body) + 4) + body).startswith(b"R")
 
@@ -388,7 +389,7 @@ class MariaDB(Server):
         )
         data = f"--datadir={folder / 'data'}"
         options = ["--auth-root-authentication-method=normal", "--skip-test-db"]
-        self._run("mariadb-install-db", "--no-defaults", data, *options)
+        self._run_program("mariadb-install-db", "--no-defaults", data, *options)
 
     def command(self, folder: Path) -> list[str]:
         options = {
@@ -426,13 +427,13 @@ def children(pid: int) -> list[int]:
             int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         ]
     except OSError:
-        found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
-        return [int(child) for child in found.stdout.split()]
+        pgrep = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+        return [int(child) for child in pgrep.stdout.split()]
 
 
 @contextlib.contextmanager
 def running(servers: Iterable[Server]) -> Iterator[None]:
-    """Start the servers in their order, the databases' files made at once, and stop them."""
+    """Start the servers in this order, and stop them; their files are made at the same time."""
     servers = list(servers)
     try:
         with ThreadPoolExecutor() as threads:

@@ -1,3 +1,5 @@
+"""The private servers of the tests start, pause and end, and leave nothing behind."""
+
 from __future__ import annotations
 
 import contextlib
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def is_gone(pid: int) -> bool:
-    """Wait until a process is no more; a zombie that nobody collects is none either."""
+    """Wait until a process has ended; a zombie has ended too."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
@@ -33,7 +35,7 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_server_lives_and_leaves_nothing(kind: type[Server]) -> None:
+def test_a_server_pauses_restarts_and_leaves_nothing(kind: type[Server]) -> None:
     with kind() as server:
         folder = server.folder
         processes = [server.process.pid, *children(server.process.pid)]
@@ -50,7 +52,7 @@ def test_server_lives_and_leaves_nothing(kind: type[Server]) -> None:
     assert not folder.exists()
 
 
-def test_redis_restarts_empty_on_its_port() -> None:
+def test_redis_can_restart_empty_on_its_port() -> None:
     with Redis() as redis:
         port = redis.port
         assert ask(port, b"SET name value\r\n") == b"+OK\r\n"
@@ -59,14 +61,14 @@ def test_redis_restarts_empty_on_its_port() -> None:
         assert ask(port, b"GET name\r\n") == b"$-1\r\n"
 
 
-def test_sentinel_knows_primary_and_replica() -> None:
+def test_a_sentinel_knows_primary_and_replica() -> None:
     with Redis() as primary, Redis(replica_of=primary), Redis(sentinel_for=primary) as sentinel:
         reply = ask(sentinel.port, b"SENTINEL get-master-addr-by-name singletask\r\n")
         assert str(primary.port).encode() in reply
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_killed_test_run_takes_its_servers_along() -> None:
+def test_a_killed_test_run_ends_its_servers() -> None:
     script = (
         "from tests.servers import *\n"
         "servers = [Redis(), Memcached(), PostgreSQL(), MariaDB()]\n"
@@ -86,4 +88,4 @@ def test_killed_test_run_takes_its_servers_along() -> None:
         run.wait()
     for pid, folder in lines:
         assert is_gone(int(pid))
-        shutil.rmtree(folder)  # its own folder, by the name it printed
+        shutil.rmtree(folder)

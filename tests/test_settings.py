@@ -1,4 +1,4 @@
-"""The settings of the tests mean what they say: each cache alias is a working cache of its own."""
+"""In the settings of the tests, each cache alias is a separate cache that works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.routers import LOCK_TABLES
 ROOT = Path(__file__).parent.parent
 
 
-def test_cache_alias_works(cache_alias: str) -> None:
+def test_the_cache_of_each_alias_works(cache_alias: str) -> None:
     cache = caches[cache_alias]
     assert cache.add("name", "first", 60)
     assert not cache.add("name", "second", 60)
@@ -52,7 +52,7 @@ print(caches["{alias}"].get("name"))
 
 
 @pytest.mark.parametrize("cache_alias", ["db_postgres", "db_mariadb", "db_sqlite"], indirect=True)
-def test_processes_of_tests_use_the_test_databases(cache_alias: str) -> None:
+def test_processes_that_tests_start_use_the_test_databases(cache_alias: str) -> None:
     caches[cache_alias].set("name", "seen")
     command = [sys.executable, "-W", "error", "-c", SCRIPT.format(alias=cache_alias)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
