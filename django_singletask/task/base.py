@@ -22,6 +22,7 @@ from django_singletask.task.definition import check_definition
 from django_singletask.task.delivery import QUEUED_AGAIN, deliver
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import LockOptions, refuse_unwrapped
+from django_singletask.task.policies import ON_CONFLICT
 from django_singletask.task.unique import QueuedCall, delay_of
 
 __all__ = ["SingletonTask"]
@@ -261,13 +262,13 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         """Run the body under its lock."""
         request: Any = self.request_stack.top
         if request is None or request.called_directly or request._protected:
-            return deliver(self, Header("", self.name), super().__call__, args, kwargs)
+            return deliver(self, ON_CONFLICT, Header("", self.name), super().__call__, args, kwargs)
         # The worker's own call for a message, or apply()'s: the request is pushed already, and
         # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's:
         # a call of this task from its own body is a direct one.
         request._protected = 1
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
-        return deliver(self, header, self.run, args, kwargs, request)
+        return deliver(self, ON_CONFLICT, header, self.run, args, kwargs, request)
 
     def lock_key(
         self, args: Any, kwargs: Any, options: LockOptions | None = None, hidden: str | None = None

@@ -1,11 +1,10 @@
-"""One delivery of a message under its lock, or one call without a message: a function a policy."""
+"""One delivery of a message under its lock, or one call without a message."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,10 +19,10 @@ from django_singletask.stores import Store, get_store
 from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
 from django_singletask.task.options import LockOptions
 from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone
-from django_singletask.task.rerun import Ticket, is_superseded, take_ticket
+from django_singletask.task.rerun import Ticket, is_superseded
 from django_singletask.task.unique import QueuedCall
 
-__all__ = ["ON_CONFLICT", "QUEUED_AGAIN", "Delivery", "deliver"]
+__all__ = ["QUEUED_AGAIN", "Delivery", "Policy", "deliver"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -42,7 +41,8 @@ class DeliveryLock(TaskLock):
 class Delivery:
     """One delivery: the body of a task, and what says under which lock and how it runs.
 
-    ``request`` is that of the message; None for a call that came as none and cannot be postponed.
+    ``policy`` is what it does if its lock is held. ``request`` is that of the message; None for a
+    call that came as none and cannot be postponed.
     """
 
     task: Task[..., Any]
@@ -50,6 +50,7 @@ class Delivery:
     options: LockOptions
     header: Header
     body: Callable[[], Any]
+    policy: Policy
     request: Any = None
     queued_call: QueuedCall | None = None
 
@@ -70,7 +71,6 @@ class Delivery:
         return result
 
     def _run(self) -> Any:
-        policy = ON_CONFLICT[self.options.on_conflict]
         if self.header.ticket is not None and self.gives_way(self.header.ticket):
             return self.options.skip_result
         # The lock is given back here, so before Celery stores the result and publishes the next
@@ -82,7 +82,7 @@ class Delivery:
                 return self._run_body()
         if self.request is not None:
             self._postpone_behind_itself()
-        return policy(self)
+        return self.policy(self)
 
     def _run_body(self) -> Any:
         queued_call = self.queued_call
@@ -166,14 +166,15 @@ class Delivery:
 
     # Tickets of rerun
 
-    def _tickets(self) -> tuple[Store, str]:
+    def tickets(self) -> tuple[Store, str]:
+        """Return store and key of the entry that counts those that conflict."""
         beside = self.lock.lock_key.beside(LATEST, self.task.name)
         return get_store(self.lock.address.cache), beside.key
 
     def gives_way(self, ticket: Ticket) -> bool:
         """Say whether a later message is noted; if none is, note this one, which is published."""
         try:
-            return is_superseded(*self._tickets(), ticket)
+            return is_superseded(*self.tickets(), ticket)
         except SoftTimeLimitExceeded:
             raise
         except Exception:
@@ -182,55 +183,20 @@ class Delivery:
             logger.exception("%s: it is not known whether a later call waits for it.", address)
             return False
 
-    # The policies
 
-    def skip(self) -> Any:
-        """Return ``skip_result``."""
-        self.lock.report_conflict("skip")
-        return self.options.skip_result
-
-    def refuse(self) -> NoReturn:
-        """Raise ``LockConflict``; the policy ``wait`` has waited before."""
-        self.lock.refuse(self.options.on_conflict)
-
-    def requeue(self) -> NoReturn:
-        """Postpone the message until it has the lock."""
-        if self.request is None:
-            self.lock.refuse("raise")  # a direct call cannot be postponed
-        self.postpone("requeue")
-
-    def rerun(self) -> NoReturn:
-        """Postpone the message behind the holder, as the last that has met a conflict so far."""
-        if self.request is None:
-            self.lock.refuse("raise")  # a direct call cannot be postponed
-        ticket = None
-        if self.header.ticket is None:
-            ticket = take_ticket(*self._tickets())
-        if ticket is None:  # it has one, or others were faster: it takes one the next time
-            self.postpone("rerun")
-        try:
-            self.postpone("rerun", ticket=ticket)
-        except Postponed:
-            # From here on the message is queued, and this delivery must not fail.
-            with suppress(SoftTimeLimitExceeded):
-                self.gives_way(ticket)
-            raise
-
-
-ON_CONFLICT: dict[str, Callable[[Delivery], Any]] = {
-    "skip": Delivery.skip,
-    "raise": Delivery.refuse,
-    "wait": Delivery.refuse,
-    "requeue": Delivery.requeue,
-    "rerun": Delivery.rerun,
-}
-"""What a delivery does that finds its lock held, by the option ``on_conflict``."""
+Policy = Callable[[Delivery], Any]
 
 
 def deliver(
-    task: Any, header: Header, body: Any, args: Any, kwargs: Any, request: Any = None
+    task: Any,
+    policies: Mapping[str, Policy],
+    header: Header,
+    body: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    request: Any = None,
 ) -> Any:
-    """Run the body of a task under its lock, or do what ``on_conflict`` says.
+    """Run the body of a task under its lock, or do what the policy of ``on_conflict`` does.
 
     ``request`` is that of the message or of ``apply()``; None for a direct call.
     """
@@ -254,5 +220,13 @@ def deliver(
         queued_call.value = header.queued
     is_message = request is not None and not request.is_eager
     message = request if is_message else None
-    body = partial(body, *args, **kwargs)
-    return Delivery(task, lock, options, header, body, message, queued_call).run()
+    return Delivery(
+        task,
+        lock,
+        options,
+        header,
+        partial(body, *args, **kwargs),
+        policies[options.on_conflict],
+        message,
+        queued_call,
+    ).run()

@@ -1,0 +1,60 @@
+"""What a delivery does that finds its lock held: one function for each ``on_conflict``."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from celery.exceptions import SoftTimeLimitExceeded
+
+from django_singletask.exceptions import Postponed
+from django_singletask.task.delivery import Delivery, Policy
+from django_singletask.task.rerun import take_ticket
+
+__all__ = ["ON_CONFLICT"]
+
+
+def skip(delivery: Delivery) -> Any:
+    """Return ``skip_result``."""
+    delivery.lock.report_conflict("skip")
+    return delivery.options.skip_result
+
+
+def refuse(delivery: Delivery) -> NoReturn:
+    """Raise ``LockConflict``; ``wait`` has waited before."""
+    delivery.lock.refuse(delivery.options.on_conflict)
+
+
+def requeue(delivery: Delivery) -> NoReturn:
+    """Postpone the message until it has the lock."""
+    _must_be_a_message(delivery)
+    delivery.postpone("requeue")
+
+
+def rerun(delivery: Delivery) -> NoReturn:
+    """Postpone the message behind the holder, as the last that has met a conflict so far."""
+    _must_be_a_message(delivery)
+    ticket = None if delivery.header.ticket else take_ticket(*delivery.tickets())
+    if ticket is None:  # it has one, or others were faster: it takes one the next time
+        delivery.postpone("rerun")
+    try:
+        delivery.postpone("rerun", ticket=ticket)
+    except Postponed:
+        # From here on the message is queued, and this delivery must not fail.
+        with suppress(SoftTimeLimitExceeded):
+            delivery.gives_way(ticket)
+        raise
+
+
+def _must_be_a_message(delivery: Delivery) -> None:
+    if delivery.request is None:
+        delivery.lock.refuse("raise")  # a direct call cannot be postponed
+
+
+ON_CONFLICT: dict[str, Policy] = {
+    "skip": skip,
+    "raise": refuse,
+    "wait": refuse,
+    "requeue": requeue,
+    "rerun": rerun,
+}
