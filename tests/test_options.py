@@ -10,9 +10,9 @@ from celery import Celery
 from django_singletask import SingletonTask, checks
 from django_singletask.locks.keys import LockKey
 from django_singletask.task import registered
-from django_singletask.task.delivery import ON_CONFLICT
 from django_singletask.task.header import HEADER, WAITS, Header
 from django_singletask.task.options import NAMES, POLICIES, LockOptions
+from django_singletask.task.policies import ON_CONFLICT
 from django_singletask.task.rerun import Ticket
 
 NAME = "shop.buy"
