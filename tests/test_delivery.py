@@ -1,4 +1,4 @@
-"""What a message does that meets the lock of its own earlier run."""
+"""What a delivery does that finds its lock held, or that follows a run of the same message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kombu import Queue
 
 from django_singletask import LockConflict
 from django_singletask.exceptions import Postponed
-from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, LockKey
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
@@ -21,6 +20,7 @@ from django_singletask.task import delivery, postpone, rerun
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import HEADER, LOOKS, WAITS
 from django_singletask.task.postpone import hop
+from tests.deliveries import held_by, receive
 from tests.testapp import tasks
 
 pytestmark = [
@@ -31,6 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def sent(monkeypatch):
+    """Collect the messages that would be published."""
     messages = []
 
     def send_task(name, args=None, kwargs=None, **options):
@@ -42,44 +43,17 @@ def sent(monkeypatch):
 
 @pytest.fixture
 def result(monkeypatch):
-    """Say what the result backend knows of every task."""
-    known = SimpleNamespace(state="PENDING")
-    task = type(tasks.hold._get_current_object())
-    monkeypatch.setattr(task, "AsyncResult", lambda self, task_id: known)
-    return known
-
-
-def receive(task, *args, task_id="mine", header=None, **request):
-    """Run a message as the worker's tracer does."""
-    headers = {HEADER: {"id": task_id, "task": task.name, **(header or {})}}
-    facts = {"id": task_id, "args": args, "kwargs": {}, "retries": 0, "headers": headers}
-    task.push_request(**{**facts, "called_directly": False, **request})
-    try:
-        return task(*args)
-    finally:
-        task.pop_request()
-
-
-class held_by:
-    """Let a task id hold the lock, from elsewhere."""
-
-    def __init__(self, task_id, retries=0, task=tasks.hold):
-        self.lock = task.lock("a")
-        holder = Holder.new(self.lock.name, 60, task=task.name, task_id=task_id, retries=retries)
-        self.value = holder.encode()
-
-    def __enter__(self):
-        assert get_store("redis").add(self.lock.key, self.value, 60) is None
-
-    def __exit__(self, *exc):
-        get_store("redis").release(self.lock.key, self.value)
+    """Let the result backend return this result for every task."""
+    stored = SimpleNamespace(state="PENDING")
+    monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", lambda self, task_id: stored)
+    return stored
 
 
 def header_of(message):
     return message["headers"][HEADER]
 
 
-def test_a_redelivery_is_put_off_not_skipped(sent):
+def test_a_redelivery_is_postponed_not_skipped(sent):
     with held_by("mine"), pytest.raises(Postponed):
         receive(tasks.hold, "a")
     (message,) = sent
@@ -90,14 +64,14 @@ def test_a_redelivery_is_put_off_not_skipped(sent):
     assert TaskLockEvent.objects.get(kind="skipped").reason == "redelivery"
 
 
-def test_another_task_id_is_skipped(sent):
+def test_a_message_of_another_call_is_skipped(sent):
     """Negative control."""
     with held_by("another"):
         assert receive(tasks.hold, "a") == "skipped"
     assert not sent
 
 
-def test_a_retry_that_meets_its_earlier_run_is_put_off_for_a_moment(sent):
+def test_a_retry_that_meets_its_earlier_run_is_postponed_for_a_moment(sent):
     with held_by("mine", retries=0), pytest.raises(Postponed):
         receive(tasks.hold, "a", retries=1)
     assert sent[0]["countdown"] <= 0.05
@@ -105,25 +79,25 @@ def test_a_retry_that_meets_its_earlier_run_is_put_off_for_a_moment(sent):
     assert sent[0]["retries"] == 1
 
 
-def test_the_first_link_of_a_replacement_is_put_off(sent):
+def test_the_first_link_of_a_replacement_is_postponed(sent):
     with held_by("parent"), pytest.raises(Postponed):
         receive(tasks.hold, "a", parent_id="parent", replaced_task_nesting=1)
     assert sent[0]["countdown"] <= 0.05
 
 
-def test_a_raising_task_does_not_raise(sent):
+def test_a_redelivery_is_postponed_with_the_policy_raise(sent):
     with held_by("mine", task=tasks.insist), pytest.raises(Postponed):
         receive(tasks.insist, "a")
 
 
-def test_a_waiting_task_does_not_wait(sent):
+def test_a_redelivery_is_postponed_with_the_policy_wait(sent):
     header = {"options": {"on_conflict": "wait", "lock_wait": 60}}
     with held_by("mine"), pytest.raises(Postponed):
         receive(tasks.hold, "a", header=header)
     assert header_of(sent[0])["options"] == header["options"]
 
 
-def test_when_it_is_free_there_is_one_more_hop(sent):
+def test_a_redelivery_that_finds_the_lock_free_hops_once_more(sent):
     with pytest.raises(Postponed):
         receive(tasks.hold, "a", header={"redelivered": WAITS, "hops": 5})
     assert header_of(sent[0])["redelivered"] == LOOKS
@@ -131,36 +105,38 @@ def test_when_it_is_free_there_is_one_more_hop(sent):
     assert TaskLockEvent.objects.get(kind="acquired").result == "postponed"
 
 
-@pytest.mark.parametrize("known", ["SUCCESS", "RETRY"])
-def test_what_is_done_is_dropped(sent, result, known):
-    result.state = known
+@pytest.mark.parametrize("state", ["SUCCESS", "RETRY"])
+def test_a_redelivery_whose_work_is_done_is_dropped(sent, result, state):
+    result.state = state
     with pytest.raises(Ignore):
         receive(tasks.hold, "a", header={"redelivered": LOOKS})
     assert not sent
     assert not tasks.hold.lock("a").locked()
 
 
-@pytest.mark.parametrize("known", ["PENDING", "STARTED", "FAILURE"])
-def test_what_is_not_known_to_be_done_runs(sent, result, known, monkeypatch, tmp_path):
+@pytest.mark.parametrize("state", ["PENDING", "STARTED", "FAILURE"])
+def test_a_redelivery_whose_work_is_not_known_to_be_done_runs(
+    sent, result, state, monkeypatch, tmp_path
+):
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
-    result.state = known
+    result.state = state
     assert receive(tasks.hold, "a", header={"redelivered": LOOKS}) == "ran"
 
 
-def test_behind_a_stranger_it_is_dropped_if_it_is_done(sent, result):
+def test_a_redelivery_behind_another_call_is_dropped_if_its_work_is_done(sent, result):
     result.state = "SUCCESS"
     with held_by("another"), pytest.raises(Ignore) as caught:
         receive(tasks.hold, "a", header={"redelivered": LOOKS})
     assert not isinstance(caught.value, Postponed)
 
 
-def test_behind_a_stranger_it_hops_on_if_it_is_not(sent, result):
+def test_a_redelivery_behind_another_call_hops_on_if_its_work_is_not_done(sent, result):
     with held_by("another"), pytest.raises(Postponed):
         receive(tasks.hold, "a", header={"redelivered": WAITS})
     assert header_of(sent[0])["redelivered"] == LOOKS
 
 
-def test_a_failing_publish_gives_the_message_back(monkeypatch, caplog):
+def test_a_redelivery_that_cannot_be_published_goes_back_to_the_broker(monkeypatch, caplog):
     def fail(*args, **options):
         raise OSError("the broker is away")
 
@@ -171,14 +147,14 @@ def test_a_failing_publish_gives_the_message_back(monkeypatch, caplog):
     assert "could not be postponed" in caplog.text
 
 
-def test_what_is_hidden_stays_hidden(sent):
+def test_a_postponed_message_still_hides_its_arguments(sent):
     header = {"key": tasks.hold.lock("a").key, "name": "hold(…)"}
     with held_by("mine"), pytest.raises(Postponed):
         receive(tasks.hold, "a", header=header, argsrepr="(…)", kwargsrepr="{}")
     assert (sent[0]["argsrepr"], header_of(sent[0])["name"]) == ("(…)", "hold(…)")
 
 
-def test_an_ignored_result_stays_ignored(sent):
+def test_a_postponed_message_still_ignores_its_result(sent):
     with held_by("mine"), pytest.raises(Postponed):
         receive(tasks.hold, "a", ignore_result=True)
     assert sent[0]["ignore_result"]
@@ -198,22 +174,22 @@ def test_hops_are_shorter_than_the_visibility_timeout():
     assert max(hop(app, 60, 1, number) for number in range(30)) <= 1
 
 
-def test_header_of_another_call_says_nothing(sent):
-    done = []
+def test_a_header_that_was_passed_on_to_another_call_is_ignored(sent):
+    results = []
 
     def run():
-        done.append(receive(tasks.hold, "a", header={"id": "other", "redelivered": LOOKS}))
+        results.append(receive(tasks.hold, "a", header={"id": "other", "redelivered": LOOKS}))
         connections.close_all()
 
     with held_by("another"):
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    assert done == ["skipped"]
+    assert results == ["skipped"]
 
 
-def test_hops_on_quorum_queues_are_of_a_second_at_least():
-    """Celery lets RabbitMQ keep such a message, and refuses less."""
+def test_hops_on_quorum_queues_take_a_second_at_least():
+    """Celery lets RabbitMQ delay such a message, and refuses less than a second."""
     if postpone.detect_quorum_queues is None:
         pytest.skip("Celery 5.4 does not know quorum queues")
     queue = Queue("q", queue_arguments={"x-queue-type": "quorum"})
@@ -230,7 +206,7 @@ def test_hops_on_quorum_queues_are_of_a_second_at_least():
 
 
 class TestRequeue:
-    def test_is_put_off(self, sent):
+    def test_a_conflict_postpones_the_message(self, sent):
         with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
             receive(tasks.requeue, "a", retries=3)
         (message,) = sent
@@ -238,7 +214,7 @@ class TestRequeue:
         assert 0.7 <= message["countdown"] <= 1
         assert header_of(message)["hops"] == 1
 
-    def test_is_told_once_however_often_it_hops(self, sent):
+    def test_the_conflict_is_reported_once_for_all_hops(self, sent):
         with held_by("another", task=tasks.requeue):
             for hops in range(3):
                 with pytest.raises(Postponed):
@@ -246,14 +222,14 @@ class TestRequeue:
         row = TaskLockEvent.objects.get()
         assert (row.kind, row.reason, row.count) == ("skipped", "requeue", 1)
 
-    def test_its_expiry_is_kept(self, sent):
+    def test_a_postponed_message_keeps_its_expiry(self, sent):
         with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
             receive(tasks.requeue, "a", expires="2030-01-01T00:00:00+00:00")
         assert sent[0]["expires"] == "2030-01-01T00:00:00+00:00"
 
     @pytest.mark.parametrize("task", [tasks.requeue, tasks.rerun], ids=["requeue", "rerun"])
     @pytest.mark.parametrize("call", ["direct", "apply"])
-    def test_without_a_message_it_raises(self, sent, task, call):
+    def test_a_call_without_a_message_raises(self, sent, task, call):
         with held_by("another", task=task), pytest.raises(LockConflict):
             task("a") if call == "direct" else task.apply(("a",), throw=True)
         assert not sent
@@ -274,8 +250,8 @@ def ran(monkeypatch):
     return ids
 
 
-def back(message):
-    """Deliver a message that was put off."""
+def deliver_again(message):
+    """Deliver a message that was postponed."""
     return receive(tasks.rerun, "a", task_id=message["task_id"], header=header_of(message))
 
 
@@ -289,7 +265,7 @@ class TestRerun:
 
     @pytest.fixture
     def unnoted(self, monkeypatch):
-        """Let a process be killed, or sleep, between its message and its note."""
+        """Let a process be killed, or sleep, before it notes the message that it has published."""
 
         @contextmanager
         def between():
@@ -301,97 +277,97 @@ class TestRerun:
         between.wake = lambda: Delivery.gives_way(*asleep.pop())
         return between
 
-    def test_the_last_runs(self, sent, ran):
+    def test_the_last_message_runs(self, sent, ran):
         b, c, d = self.conflict(sent, "B", "C", "D")
         assert state() == (3, 3)
-        assert back(c) == "superseded"
-        back(d)
-        assert back(b) == "superseded"
+        assert deliver_again(c) == "superseded"
+        deliver_again(d)
+        assert deliver_again(b) == "superseded"
         assert ran == ["D"]
         assert not tasks.rerun.lock("a").locked()
 
-    def test_while_the_lock_is_held_the_last_hops_and_the_others_end(self, sent, ran):
+    def test_while_the_lock_is_held_the_last_message_hops_and_the_others_end(self, sent, ran):
         b, c = self.conflict(sent, "B", "C")
         with held_by("holder", task=tasks.rerun):
-            assert back(b) == "superseded"
+            assert deliver_again(b) == "superseded"
             with pytest.raises(Postponed):
-                back(c)
+                deliver_again(c)
         assert header_of(sent[-1])["ticket"] == header_of(c)["ticket"]
         assert header_of(sent[-1])["hops"] == 2
         assert not ran
 
-    def test_one_that_gives_way_takes_no_lock(self, sent, ran):
-        """Another task that wants it at this moment would be skipped for nothing."""
+    def test_a_superseded_message_takes_no_lock(self, sent, ran):
+        """Another task that wants the lock at this moment would be skipped for nothing."""
         b, _c = self.conflict(sent, "B", "C")
-        back(b)
+        deliver_again(b)
         assert not TaskLockEvent.objects.filter(kind="acquired").exists()
 
-    def test_the_next_burst_begins_anew(self, sent, ran):
-        back(*self.conflict(sent, "B"))
-        back(*self.conflict(sent, "C"))
+    def test_each_burst_has_a_last_message_of_its_own(self, sent, ran):
+        deliver_again(*self.conflict(sent, "B"))
+        deliver_again(*self.conflict(sent, "C"))
         assert ran == ["B", "C"]
 
-    def test_killed_before_its_note(self, sent, ran, unnoted):
-        """The message that comes back notes itself."""
+    def test_a_process_is_killed_before_it_notes_its_message(self, sent, ran, unnoted):
+        """The message is noted when it is delivered again."""
         (b,) = self.conflict(sent, "B")
         with unnoted():
             (c,) = self.conflict(sent, "C")
         assert state() == (2, 1)
         with held_by("holder", task=tasks.rerun), pytest.raises(Postponed):
-            back(c)
+            deliver_again(c)
         assert state() == (2, 2)
-        assert back(b) == "superseded"
-        back(sent[-1])
+        assert deliver_again(b) == "superseded"
+        deliver_again(sent[-1])
         assert ran == ["C"]
 
-    def test_killed_before_its_message(self, sent, ran, monkeypatch):
-        """Those before it are not given up for one that has no message."""
+    def test_a_process_is_killed_before_it_publishes_its_message(self, sent, ran, monkeypatch):
+        """The messages before it do not give way, because it has no message that could run."""
         (b,) = self.conflict(sent, "B")
         with monkeypatch.context() as patch:
             patch.setattr(tasks.rerun.app, "send_task", lambda *args, **options: 1 / 0)
             with held_by("holder", task=tasks.rerun), pytest.raises(ZeroDivisionError):
                 receive(tasks.rerun, "a", task_id="C")
-        back(b)
+        deliver_again(b)
         assert ran == ["B"]
 
-    def test_two_are_killed_before_their_notes(self, sent, ran, unnoted):
+    def test_two_processes_are_killed_before_they_note_their_messages(self, sent, ran, unnoted):
         self.conflict(sent, "B")
         with unnoted():
             c, d = self.conflict(sent, "C", "D")
-        back(c)
-        back(d)
+        deliver_again(c)
+        deliver_again(d)
         assert ran[-1] == "D"
-        assert back(c) == "superseded"
+        assert deliver_again(c) == "superseded"
 
-    def test_the_first_of_all_wakes_late(self, sent, ran, unnoted):
-        """It notes itself after a later run's conflict was noted."""
+    def test_the_first_message_is_noted_after_a_later_one(self, sent, ran, unnoted):
+        """Its process sleeps until the conflict of a later run is noted."""
         with unnoted():
             (b,) = self.conflict(sent, "B")
-        back(b)
+        deliver_again(b)
         (d,) = self.conflict(sent, "D")
         unnoted.wake()
-        back(d)
+        deliver_again(d)
         assert ran == ["B", "D"]
 
-    def test_one_that_wakes_late_does_not_displace_the_last(self, sent, ran, unnoted):
+    def test_a_message_that_is_noted_late_does_not_displace_the_last(self, sent, ran, unnoted):
         (b,) = self.conflict(sent, "B")
         with unnoted():
             (c,) = self.conflict(sent, "C")
         (d,) = self.conflict(sent, "D")
         unnoted.wake()
         assert state() == (3, 3)
-        assert back(b) == back(c) == "superseded"
-        back(d)
+        assert deliver_again(b) == deliver_again(c) == "superseded"
+        deliver_again(d)
         assert ran == ["D"]
 
     def test_the_number_is_taken_before_the_message_is_sent(self, sent, ran, monkeypatch, settings):
-        """Of two that meet one holder at the same time, the later one runs last."""
-        settings.SINGLETASK_HISTORY = "off"  # the test's transaction would hold up the thread's
+        """Of two messages that meet one holder at the same time, the later one runs last."""
+        settings.SINGLETASK_HISTORY = "off"  # else the thread waits for the transaction of the test
         send = tasks.rerun.app.send_task
 
         def slow(*args, **options):
             monkeypatch.setattr(tasks.rerun.app, "send_task", send)
-            thread = threading.Thread(target=meet)  # the conflict, sends and notes
+            thread = threading.Thread(target=meet)
             thread.start()
             thread.join()
             send(*args, **options)
@@ -407,8 +383,8 @@ class TestRerun:
             receive(tasks.rerun, "a", task_id="B")
         c, b = sent
         assert (c["task_id"], b["task_id"]) == ("C", "B")
-        assert back(b) == "superseded"
-        back(c)
+        assert deliver_again(b) == "superseded"
+        deliver_again(c)
         assert ran == ["C"]
 
     def test_a_soft_time_limit_after_the_message_does_not_fail_it(self, sent, monkeypatch):
@@ -422,25 +398,25 @@ class TestRerun:
     def test_a_cache_that_forgets_lets_each_run(self, sent, ran, empty_cache):
         b, c = self.conflict(sent, "B", "C")
         empty_cache("redis")
-        back(b)
-        back(c)
+        deliver_again(b)
+        deliver_again(c)
         assert ran == ["B", "C"]
 
     def test_a_new_epoch_is_later_than_the_one_before(self, sent, ran, empty_cache):
         b, c = self.conflict(sent, "B", "C")
         empty_cache("redis")
         (d,) = self.conflict(sent, "D")
-        assert back(b) == back(c) == "superseded"
-        back(d)
+        assert deliver_again(b) == deliver_again(c) == "superseded"
+        deliver_again(d)
         assert ran == ["D"]
 
-    def test_what_something_else_wrote_there_is_replaced(self, sent, ran):
+    def test_an_entry_that_something_else_wrote_is_replaced(self, sent, ran):
         key = tasks.rerun.lock_key("a", {}).beside(LATEST, tasks.rerun.name).key
         get_store("redis").add(key, b"\xff nonsense", 60)
-        back(*self.conflict(sent, "B"))
+        deliver_again(*self.conflict(sent, "B"))
         assert ran == ["B"]
 
-    def test_its_retry_is_an_ordinary_message(self, sent, ran):
+    def test_the_retry_of_a_message_has_no_ticket(self, sent, ran):
         (b,) = self.conflict(sent, "B")
         tasks.rerun.push_request(
             id="B", headers={HEADER: header_of(b)}, args=("a",), kwargs={}, called_directly=False
@@ -465,8 +441,8 @@ class TestRerun:
             with pytest.raises(Postponed):
                 receive(tasks.rerun, "a", task_id=task_id)
         lock.release()
-        assert back(sent[0]) == "superseded"
-        assert back(sent[1]) is None
+        assert deliver_again(sent[0]) == "superseded"
+        assert deliver_again(sent[1]) is None
 
     def test_threads_never_take_the_same_number(self, cache_alias):
         key = LockKey("shared", "singletask:shared:0").beside(LATEST, "a").key
@@ -486,7 +462,7 @@ class TestRerun:
         assert sorted(numbers) == list(range(1, 41))
 
 
-class TestThatCannotBePublished:
+class TestBrokerIsAway:
     @pytest.fixture(autouse=True)
     def broker_away(self, monkeypatch):
         def fail(*args, **options):
@@ -495,12 +471,12 @@ class TestThatCannotBePublished:
         monkeypatch.setattr(tasks.hold.app, "send_task", fail)
 
     @pytest.mark.parametrize("task", [tasks.requeue, tasks.rerun], ids=["requeue", "rerun"])
-    def test_with_early_acks_it_fails_visibly(self, task):
+    def test_a_message_that_is_acknowledged_fails_visibly(self, task):
         with held_by("another", task=task), pytest.raises(OSError, match="away"):
             receive(task, "a")
 
-    def test_with_late_acks_the_broker_has_it(self, monkeypatch):
-        monkeypatch.setattr(type(tasks.requeue._get_current_object()), "acks_late", True)
+    def test_a_message_with_late_acks_goes_back_to_the_broker(self, monkeypatch):
+        monkeypatch.setattr(tasks.requeue.__class__, "acks_late", True)
         with held_by("another", task=tasks.requeue), pytest.raises(Reject) as caught:
             receive(tasks.requeue, "a")
         assert caught.value.requeue

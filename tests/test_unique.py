@@ -21,8 +21,8 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task.header import HEADER, LOOKS, Header
 from django_singletask.task.unique import QueuedCall, delay_of, discard
+from tests.deliveries import held_by, receive
 from tests.entries import eventually
-from tests.test_conflicts import held_by, receive
 from tests.testapp import tasks
 
 pytestmark = [
@@ -52,7 +52,7 @@ def runs_log(monkeypatch, tmp_path):
 
 
 def entry_of(task, *args):
-    """Return the entry of a queued call, to be asked as a lock is."""
+    """Return a TaskLock that reads and clears the entry of a queued call."""
     return TaskLock(task.lock(*args).lock_key.beside(QUEUED, task.name))
 
 
@@ -64,7 +64,7 @@ def deliver(message, task=unique, **request):
 
 class TestEnqueue:
     @pytest.mark.parametrize("task", [unique, finish], ids=["start", "finish"])
-    def test_a_second_equal_call_is_the_queued_one(self, cache_alias, sent, task):
+    def test_a_second_equal_call_returns_the_queued_one(self, cache_alias, sent, task):
         first = task.delay("a")
         second = task.apply_async(kwargs={"key": "a"})
         assert second.id == first.id
@@ -89,7 +89,7 @@ class TestEnqueue:
         unique.apply_async(("b",), lock_options=options)
         assert [message.name for message in sent] == [unique.name, finish.name]
 
-    def test_raise(self, sent):
+    def test_on_duplicate_raise(self, sent):
         first = unique.delay("a")
         with pytest.raises(DuplicateTask) as caught:
             unique.apply_async(("a",), lock_options={"on_duplicate": "raise"})
@@ -97,7 +97,7 @@ class TestEnqueue:
         assert caught.value.name == unique.lock("a").name
         assert pickle.loads(pickle.dumps(caught.value)).task_id == first.id
 
-    def test_an_option_of_the_call_alone(self, sent):
+    def test_unique_until_in_the_options_of_one_call(self, sent):
         options = {"unique_until": "start"}
         first = tasks.hold.apply_async(("a",), lock_options=options)
         assert tasks.hold.apply_async(("a",), lock_options=options).id == first.id
@@ -135,18 +135,18 @@ class TestEnqueue:
     def test_on_commit_duplicates_are_dropped_quietly(
         self, sent, monkeypatch, django_capture_on_commit_callbacks
     ):
-        monkeypatch.setattr(type(unique._get_current_object()), "on_duplicate", "raise")
-        done = []
+        monkeypatch.setattr(unique.__class__, "on_duplicate", "raise")
+        hooks = []
         with django_capture_on_commit_callbacks(execute=True), transaction.atomic():
             assert unique.delay_on_commit("a") is None
             assert unique.delay_on_commit("a") is None
             unique.apply_async_on_commit(("a",))
-            transaction.on_commit(lambda: done.append("the hook behind them"))
+            transaction.on_commit(lambda: hooks.append("the hook after them"))
             assert not sent
         assert len(sent) == 1
-        assert done
+        assert hooks
 
-    def test_publishing_that_fails_frees_it(self, monkeypatch):
+    def test_a_failed_publish_frees_the_entry(self, monkeypatch):
         def fail(*args, **options):
             raise OSError("the broker is away")
 
@@ -155,7 +155,7 @@ class TestEnqueue:
             unique.delay("a")
         assert unique.queued("a") is None
 
-    def test_arguments_that_do_not_fit_leave_nothing(self, sent):
+    def test_arguments_that_do_not_fit_leave_no_entry(self, sent):
         with pytest.raises(TypeError):
             unique.delay("a", nonsense=1)
         assert unique.queued("a") is None
@@ -166,7 +166,7 @@ class TestEnqueue:
             unique.delay("a")
         assert not sent
 
-    def test_an_add_whose_reply_is_lost_is_taken_back(self, sent, monkeypatch):
+    def test_an_entry_whose_reply_was_lost_is_given_back(self, sent, monkeypatch):
         store = get_store("redis")
         add = store.add
 
@@ -187,7 +187,7 @@ class TestEnqueue:
 
 
 class TestOrder:
-    """The entry is added before the message is published; a worker may be quicker than the sender.
+    """The sender adds the entry before it publishes, since a worker may be quicker than the sender.
 
     sender:  publish                              add -> queued, for nobody
     worker:          takes the lock, runs, frees
@@ -208,7 +208,7 @@ class TestOrder:
         assert unique.queued("a") is None
         assert unique.delay("a").id != first.id
 
-    def test_control_added_after_the_message_it_would_stay(self, run_at_once, monkeypatch):
+    def test_an_entry_that_is_added_after_the_message_would_stay(self, run_at_once, monkeypatch):
         calls = []
         with monkeypatch.context() as patch:
             patch.setattr(QueuedCall, "enqueue", lambda call, *facts: calls.append((call, facts)))
@@ -228,13 +228,13 @@ class TestLease:
             ({"countdown": 10**8}, 30 * 24 * 3600 - 1),
         ],
     )
-    def test_it_is_unique_for_and_the_countdown(self, sent, options, least):
+    def test_the_entry_lasts_for_unique_for_and_the_countdown(self, sent, options, least):
         if "eta" in options:
             options = {"eta": datetime.now(timezone.utc) + options["eta"]}
         unique.apply_async(("a",), **options)
         assert least - 2 < entry_of(unique, "a").remaining() < least + 300
 
-    def test_it_ends(self, sent):
+    def test_the_entry_ends_by_itself(self, sent):
         options = {"unique_for": 0.2}
         unique.apply_async(("a",), lock_options=options)
         eventually(lambda: unique.queued("a") is None)
@@ -252,12 +252,12 @@ class TestLease:
             (lambda now: (now + timedelta(hours=1)).replace(tzinfo=None), 3600),
         ],
     )
-    def test_delay(self, when, seconds):
+    def test_delay_of_a_countdown_or_an_eta(self, when, seconds):
         assert seconds - 60 <= delay_of(when(datetime.now(timezone.utc))) <= seconds
 
 
 class TestAwaited:
-    """A call that others wait for is sent, and takes the entry if it is free."""
+    """A call whose end others wait for is sent, and adds the entry if there is none."""
 
     @pytest.mark.parametrize(
         "options",
@@ -271,7 +271,7 @@ class TestAwaited:
         ],
         ids=lambda options: next(iter(options)),
     )
-    def test_is_always_sent(self, sent, options):
+    def test_an_awaited_call_is_always_sent(self, sent, options):
         first = unique.delay("a")
         second = unique.apply_async(("a",), **options)
         assert second.id != first.id
@@ -279,7 +279,7 @@ class TestAwaited:
         assert unique.queued("a").id == first.id
         assert "queued" not in sent[1].headers[HEADER]
 
-    def test_stops_others(self, sent):
+    def test_an_awaited_call_stops_equal_ones(self, sent):
         unique.apply_async(("a",), task_id="mine")
         assert unique.delay("a").id == "mine"
         assert len(sent) == 1
@@ -296,7 +296,7 @@ class TestAwaited:
 
 
 class TestStart:
-    def test_it_is_free_once_the_run_has_its_lock(self, sent, monkeypatch, cache_alias):
+    def test_the_entry_is_freed_once_the_run_has_its_lock(self, sent, monkeypatch, cache_alias):
         seen = []
 
         def body(*args, **kwargs):
@@ -307,20 +307,20 @@ class TestStart:
         deliver(sent[0])
         assert seen == [(None, True)]
 
-    def test_a_skipped_run_frees_it(self, sent):
+    def test_a_skipped_run_frees_the_entry(self, sent):
         unique.delay("a")
         with held_by("another", task=unique):
             assert deliver(sent[0]) == "skipped"
         assert unique.queued("a") is None
 
-    def test_a_raised_conflict_frees_it(self, sent):
+    def test_a_raised_conflict_frees_the_entry(self, sent):
         unique.apply_async(("a",), lock_options={"on_conflict": "raise"})
         with held_by("another", task=unique), pytest.raises(Exception, match="is held"):
             deliver(sent[0])
         assert unique.queued("a") is None
 
     @pytest.mark.parametrize("policy", ["requeue", "rerun"])
-    def test_one_that_is_put_off_is_still_queued(self, sent, policy):
+    def test_a_postponed_call_is_still_queued(self, sent, policy):
         first = unique.apply_async(("a",), lock_options={"on_conflict": policy})
         with held_by("another", task=unique), pytest.raises(Postponed):
             deliver(sent[0])
@@ -330,14 +330,14 @@ class TestStart:
         assert unique.queued("a") is None
 
     def test_the_entry_of_another_call_stays(self, sent):
-        """Its own has ended meanwhile."""
+        """The entry of the delivered call has ended meanwhile."""
         unique.delay("a")
         entry_of(unique, "a").clear()
         second = unique.delay("a")
         deliver(sent[0])
         assert unique.queued("a").id == second.id
 
-    def test_a_cache_that_goes_down_costs_the_entry_not_the_run(self, sent, monkeypatch, caplog):
+    def test_a_cache_that_goes_down_does_not_fail_the_run(self, sent, monkeypatch, caplog):
         unique.delay("a")
         store = get_store("redis")
         release, failed = store.release, []
@@ -355,7 +355,9 @@ class TestStart:
 
 
 class TestFinish:
-    def test_it_lasts_as_long_as_the_run_and_is_a_short_lease(self, sent, monkeypatch, cache_alias):
+    def test_the_entry_lasts_as_long_as_the_run_and_is_a_short_lease(
+        self, sent, monkeypatch, cache_alias
+    ):
         seen = []
 
         def body(*args):
@@ -367,8 +369,8 @@ class TestFinish:
         assert seen == [(first.id, 4)]
         assert finish.queued("a") is None
 
-    def test_it_is_freed_after_the_lock(self, sent, monkeypatch):
-        """In the other order a call that comes at once would be skipped."""
+    def test_the_entry_is_freed_after_the_lock(self, sent, monkeypatch):
+        """In the other order a call that is sent at once would be skipped."""
         freed = []
         store = get_store("redis")
         release = store.release
@@ -379,14 +381,14 @@ class TestFinish:
         deliver(sent[0], finish)
         assert freed == [finish.lock("a").key, entry_of(finish, "a").key]
 
-    def test_an_error_frees_it(self, sent, monkeypatch):
+    def test_an_error_frees_the_entry(self, sent, monkeypatch):
         monkeypatch.setattr(tasks, "body", lambda *args: 1 / 0)
         finish.delay("a")
         with pytest.raises(ZeroDivisionError):
             deliver(sent[0], finish)
         assert finish.queued("a") is None
 
-    def test_retries_are_included(self, sent):
+    def test_the_entry_lasts_until_the_last_retry_has_ended(self, sent):
         first = finish.delay("a", 0, 2)
         for number in range(2):
             with pytest.raises(Retry):
@@ -398,7 +400,7 @@ class TestFinish:
         assert finish.queued("a") is None
 
     @pytest.mark.parametrize("how", ["throw=False", "caught", "equal arguments"])
-    def test_whichever_way_it_is_tried_again(self, sent, monkeypatch, how):
+    def test_the_entry_stays_whichever_way_the_call_is_tried_again(self, sent, monkeypatch, how):
         def body(*args):
             if how == "throw=False":
                 finish.retry(countdown=1, throw=False)
@@ -415,7 +417,7 @@ class TestFinish:
         assert finish.queued("a").id == first.id
         assert sent[1].headers[HEADER]["queued"] == sent[0].headers[HEADER]["queued"]
 
-    def test_a_retry_under_another_lock_frees_it(self, sent, monkeypatch):
+    def test_a_retry_under_another_lock_frees_the_entry(self, sent, monkeypatch):
         def body(*args):
             finish.retry(countdown=1, lock_options={"lock_name": "other", "lock_on": None})
 
@@ -426,29 +428,29 @@ class TestFinish:
         assert finish.queued("a") is None
         assert "queued" not in sent[1].headers[HEADER]
 
-    def test_a_copy_that_is_dropped_leaves_it_to_the_retry(self, sent, monkeypatch):
-        known = SimpleNamespace(state="RETRY")
+    def test_a_redelivery_that_is_dropped_leaves_the_entry_to_the_retry(self, sent, monkeypatch):
+        stored = SimpleNamespace(state="RETRY")
         first = finish.delay("a", 0, 2)
         with pytest.raises(Retry):
             deliver(sent[0], finish)
-        monkeypatch.setattr(type(finish._get_current_object()), "AsyncResult", lambda *a: known)
+        monkeypatch.setattr(finish.__class__, "AsyncResult", lambda *args: stored)
         sent[0].headers[HEADER]["redelivered"] = LOOKS
         with pytest.raises(Ignore):
             deliver(sent[0], finish)
         assert entry_of(finish, "a").holder().task_id == first.id
 
-    def test_a_message_that_goes_back_to_the_broker_is_queued(self, sent, monkeypatch):
+    def test_a_message_that_goes_back_to_the_broker_is_still_queued(self, sent, monkeypatch):
         def body(*args):
             raise Reject(requeue=True)
 
         monkeypatch.setattr(tasks, "body", body)
-        monkeypatch.setattr(type(finish._get_current_object()), "acks_late", True)
+        monkeypatch.setattr(finish.__class__, "acks_late", True)
         first = finish.delay("a")
         with pytest.raises(Reject):
             deliver(sent[0], finish)
         assert finish.queued("a").id == first.id
 
-    def test_a_retry_with_other_arguments_frees_it(self, sent, monkeypatch):
+    def test_a_retry_with_other_arguments_frees_the_entry(self, sent, monkeypatch):
         def body(*args):
             raise finish.retry(args=("b",), countdown=1)
 
@@ -458,7 +460,7 @@ class TestFinish:
             deliver(sent[0], finish)
         assert finish.queued("a") is None
 
-    def test_a_rejected_message_frees_it(self, sent, monkeypatch):
+    def test_a_rejected_message_frees_the_entry(self, sent, monkeypatch):
         def body(*args):
             raise Reject
 
@@ -468,7 +470,7 @@ class TestFinish:
             deliver(sent[0], finish)
         assert finish.queued("a") is None
 
-    def test_it_is_taken_again_if_it_has_ended_meanwhile(self, sent, monkeypatch):
+    def test_an_entry_that_has_ended_meanwhile_is_added_again(self, sent, monkeypatch):
         seen = []
         monkeypatch.setattr(tasks, "body", lambda *args: seen.append(finish.queued("a").id))
         first = finish.delay("a")
@@ -483,7 +485,7 @@ class TestFinish:
         deliver(sent[0], finish)
         assert finish.queued("a").id == second.id
 
-    def test_a_dead_run_does_not_count(self, sent):
+    def test_the_entry_of_a_dead_run_stops_nobody(self, sent):
         first = finish.delay("a")
         entry = entry_of(finish, "a")
         queued = get_store("redis").read(entry.key).value
@@ -494,7 +496,7 @@ class TestFinish:
         assert finish.delay("a").id != first.id
         assert len(sent) == 2
 
-    def test_a_live_run_counts(self, sent):
+    def test_the_entry_of_a_live_run_stops_equal_calls(self, sent):
         """Negative control."""
         first = finish.delay("a")
         entry = entry_of(finish, "a")
@@ -505,12 +507,12 @@ class TestFinish:
 
 
 class TestDiscard:
-    def test_frees_in_the_background(self, sent, cache_alias):
+    def test_a_discarded_call_is_freed_in_the_background(self, sent, cache_alias):
         unique.delay("a")
         discard(Header.of(sent[0].headers, sent[0].task_id, unique.name))
         eventually(lambda: unique.queued("a") is None)
 
-    def test_frees_no_other(self, sent):
+    def test_no_other_call_is_freed(self, sent):
         unique.delay("a")
         entry_of(unique, "a").clear()
         second = unique.delay("a")
@@ -529,7 +531,7 @@ def test_keys_beside_a_lock_are_no_lock_of_any_name():
 
 
 class TestTrips:
-    """To the cache: one more when a call is sent, one more when it starts."""
+    """A queued call costs two requests to the cache: when it is sent, and when it starts."""
 
     @pytest.fixture
     def trips(self, monkeypatch):
@@ -550,19 +552,19 @@ class TestTrips:
 
         return count
 
-    def test_of_a_call(self, sent, trips):
+    def test_a_call_takes_one_trip(self, sent, trips):
         for _ in range(2):
             unique.delay("warm")  # connects, loads the script
         assert trips(lambda: unique.delay("a")) == 1
         assert trips(lambda: unique.delay("a")) == 1
 
-    def test_of_a_run(self, sent, trips):
+    def test_a_run_takes_three_trips(self, sent, trips):
         unique.delay("a")
         deliver(sent.pop())  # loads the scripts
         unique.delay("a")
         assert trips(lambda: deliver(sent[0])) == 3
 
-    def test_without_it_there_are_none_more(self, sent, trips):
+    def test_without_unique_until_there_are_two_trips(self, sent, trips):
         tasks.hold.delay("a")
         deliver(sent.pop(), tasks.hold)
         assert trips(lambda: tasks.hold.delay("a")) == 0

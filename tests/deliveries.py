@@ -1,0 +1,38 @@
+"""Deliver a message to a task as a worker does, and let another run hold its lock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django_singletask.holder import Holder
+from django_singletask.stores import get_store
+from django_singletask.task.header import HEADER
+from tests.testapp import tasks
+
+
+def receive(
+    task: Any, *args: Any, task_id: str = "mine", header: Any = None, **request: Any
+) -> Any:
+    """Run a message as the worker's tracer does."""
+    headers = {HEADER: {"id": task_id, "task": task.name, **(header or {})}}
+    facts = {"id": task_id, "args": args, "kwargs": {}, "retries": 0, "headers": headers}
+    task.push_request(**{**facts, "called_directly": False, **request})
+    try:
+        return task(*args)
+    finally:
+        task.pop_request()
+
+
+class held_by:
+    """Let the run of a task id hold the lock of ``task("a")``, in Redis."""
+
+    def __init__(self, task_id: str, retries: int = 0, task: Any = tasks.hold) -> None:
+        self.lock = task.lock("a")
+        holder = Holder.new(self.lock.name, 60, task=task.name, task_id=task_id, retries=retries)
+        self.value = holder.encode()
+
+    def __enter__(self) -> None:
+        assert get_store("redis").add(self.lock.key, self.value, 60) is None
+
+    def __exit__(self, *exc: object) -> None:
+        get_store("redis").release(self.lock.key, self.value)
