@@ -40,10 +40,6 @@ PUBLIC = {
     f"{PACKAGE}.testing": {"hold", "no_locks"},
 }
 
-# Modules whose __all__ is not right yet. This set must shrink to nothing: a module that is right
-# and still named here fails too.
-NOT_YET: set[str] = set()
-
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -197,15 +193,7 @@ def uses() -> dict[str, dict[str, set[str]]]:
     return files
 
 
-def parametrize_modules() -> pytest.MarkDecorator:
-    pending = pytest.mark.xfail(reason="not rebuilt yet")
-    return pytest.mark.parametrize(
-        "module",
-        [pytest.param(module, marks=pending if module in NOT_YET else ()) for module in MODULES],
-    )
-
-
-@parametrize_modules()
+@pytest.mark.parametrize("module", MODULES)
 def test_all_says_what_others_use(module: str) -> None:
     used, public = uses()[module], PUBLIC.get(module, set())
     names = set(offered(MODULES[module]) or [])

@@ -261,12 +261,12 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock."""
         request: Any = self.request_stack.top
-        if request is None or request.called_directly or request._protected:
+        if request is None or request.called_directly or request._protected:  # noqa: SLF001
             return deliver(self, ON_CONFLICT, Header("", self.name), super().__call__, args, kwargs)
         # The worker's own call for a message, or apply()'s: the request is pushed already, and
-        # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's:
-        # a call of this task from its own body is a direct one.
-        request._protected = 1
+        # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's;
+        # it has no public one. A call of this task from its own body is a direct one.
+        request._protected = 1  # noqa: SLF001
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
         return deliver(self, ON_CONFLICT, header, self.run, args, kwargs, request)
 

@@ -177,7 +177,7 @@ def lock_of(delivery: Accepted) -> TaskLock | None:
     key = header.lock_key
     try:
         if key is None:
-            args, kwargs, _embed = delivery.request._payload
+            args, kwargs, _embed = delivery.request._payload  # noqa: SLF001, Celery has no other way
             key = task.lock_key(args, kwargs, options)
         return options.lock(key, task.name)
     except (TypeError, ValueError):
