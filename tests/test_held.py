@@ -140,6 +140,28 @@ def test_lock_is_freed_although_the_entry_of_its_call_cannot_be(on_redis, caplog
     assert "was freed, but not the entry of its call: ResponseError: WRONGTYPE" in caplog.text
 
 
+def put(key, **facts):
+    """Put an entry into Redis as a task would."""
+    holder = Holder.from_dict({"token": "t", "name": "nightly", "task": "t", **facts})
+    get_store("redis").add(key, holder.encode(), 30)
+
+
+@pytest.mark.parametrize(("pid", "state"), [(0, ["queued"]), (7, [])])
+def test_entry_of_a_call_that_runs_is_not_listed(on_redis, pid, state):
+    put(name_key("nightly").beside(QUEUED, "t").key, pid=pid)
+    assert [lock.state for lock in held()] == state
+    assert [lock.state for lock in held(["nightly"])] == state
+
+
+@pytest.mark.parametrize(("task_id", "stays"), [("x", False), ("y", True)])
+def test_entry_of_its_call_is_freed_with_a_lock_but_not_that_of_another(on_redis, task_id, stays):
+    key, beside = name_key("nightly"), name_key("nightly").beside(QUEUED, "t").key
+    put(key.key, task_id="x")
+    put(beside, task_id=task_id)
+    assert clear(registry.look([key.key])[0], actor="ada")
+    assert (get_store("redis").read(beside) is not None) == stays
+
+
 # What is asked for
 
 

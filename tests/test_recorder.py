@@ -184,6 +184,25 @@ def test_outage_amid_single_writes_doubles_nothing(background, monkeypatch):
     assert len(rows(outcome="released")) == 2
 
 
+def test_write_whose_reply_is_lost_is_not_doubled(monkeypatch):
+    replies = [OperationalError("the connection was closed before the reply")]
+
+    def lose_reply(events, **options):
+        write(events, **options)
+        if replies:
+            raise replies.pop()
+
+    monkeypatch.setattr(recorder, "write", lose_reply)
+    monkeypatch.setattr(recorder, "RETRY", 0.01)
+    put([*runs(2), *skips(3)])
+    assert recorder.flush(10)
+    assert sorted((row.kind, row.count) for row in rows()) == [
+        ("acquired", 1),
+        ("acquired", 1),
+        ("skipped", 3),
+    ]
+
+
 def test_text_that_mysql_refuses_is_left_out(background, monkeypatch, caplog):
 
     def fail(events, **options):
@@ -288,13 +307,24 @@ CHILD = """
 import os, sys
 import django
 django.setup()
+from django.conf import settings
 from django_singletask import TaskLock
 from django_singletask.history import recorder
-from django.db import connection
 
+router = {"db_for_write": lambda *args, **hints: sys.argv[2]}
+settings.DATABASE_ROUTERS = [type("Router", (), router)()]
 with TaskLock("before"):
     pass
 assert recorder.flush()
+
+def server_process():
+    # Without a reference to the connection: the child must not keep it for the test's sake.
+    [connection] = recorder.writer.open_connections
+    if connection.vendor == "mysql":
+        return connection.connection.thread_id()
+    return connection.connection.info.backend_pid
+
+first = server_process()
 pid = os.fork()
 if pid == 0:
     with TaskLock("in the child"):
@@ -308,6 +338,7 @@ with TaskLock("after"):
 if sys.argv[1] == "exit":
     sys.exit()  # the last events are written at exit
 assert recorder.flush()
+assert server_process() == first  # else the child has closed the connection
 print("written", flush=True)
 sys.stdin.read()
 """
@@ -326,8 +357,17 @@ def start(program, *arguments, **env):
     )
 
 
-def test_forked_child_has_a_thread_of_its_own_and_leaves_the_connection_of_its_parent():
-    with start(CHILD, "exit") as process:
+@pytest.mark.parametrize("alias", ["default", "mariadb"])
+def test_forked_child_leaves_the_connection_of_its_parent(settings, alias):
+    keep_history_in(settings, alias)
+    with start(CHILD, "wait", alias) as process:
+        output, errors = process.communicate(timeout=30)
+    TaskLockEvent.objects.all().delete()
+    assert (process.returncode, output, errors) == (0, "written\n", "")
+
+
+def test_forked_child_has_a_thread_of_its_own():
+    with start(CHILD, "exit", "default") as process:
         _out, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
     assert {row.name for row in rows(outcome="released")} == {"before", "in the child", "after"}
@@ -335,7 +375,7 @@ def test_forked_child_has_a_thread_of_its_own_and_leaves_the_connection_of_its_p
 
 
 def test_sigkill_loses_no_row_that_was_written():
-    with start(CHILD, "wait") as process:
+    with start(CHILD, "wait", "default") as process:
         assert process.stdout.readline() == "written\n"
         process.send_signal(signal.SIGKILL)
     assert len(rows(outcome="released")) == 3
