@@ -107,6 +107,17 @@ def test_row_whose_token_is_found_again_must_be_missed_twice_anew(take, clock, s
     assert outcome(token) == ""
 
 
+def test_row_that_its_run_has_closed_is_no_longer_missed(take, clock, sweeper):
+    lock = take("nightly", timeout=10)
+    lose_host(lock)
+    clock.advance(11)
+    sweeper.sweep()
+    assert len(sweeper.missed) == 1
+    lock.release()
+    sweeper.sweep()
+    assert sweeper.missed == {}
+
+
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
 def test_held_lock_is_left_alone_however_old(take, clock, sweeper, empty_cache, alias):
     empty_cache(alias)
