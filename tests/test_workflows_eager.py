@@ -18,12 +18,12 @@ from tests.testapp.celery import app
 from tests.testapp.workflow_tasks import FLAVOURS, SKIPPED
 
 LOCKED = [flavour for flavour in FLAVOURS if flavour != "plain"]
-SKIPPING = ["skip", "start", "finish"]  # the others raise: there is no message to put off
+SKIPPING = ["skip", "start", "finish"]  # the others raise: no message can be postponed
 
 
 @pytest.fixture(autouse=True)
 def in_local_memory(settings, empty_cache, monkeypatch, tmp_path):
-    """Nothing is left behind in any of these tests."""
+    """Keep the locks in local memory; none may be left there at the end of a test."""
     settings.SINGLETASK_CACHE = "locmem"
     settings.SINGLETASK_HISTORY = "off"
     empty_cache("locmem")
@@ -79,12 +79,12 @@ def new():
 @pytest.mark.parametrize("alike", [False, True], ids=["distinct", "equal"])
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_all_members_run_one_after_the_other(start, flavour, alike):
-    made = {
+    workflows = {
         name: canvases.make(name, flavour, canvases.equal(new()) if alike else new)
         for name in canvases.SHAPES
     }
-    given = {name: start(canvas) for name, canvas in made.items()}
-    assert given == {name: shape.gives for name, shape in canvases.SHAPES.items()}
+    numbers = {name: start(canvas) for name, canvas in workflows.items()}
+    assert numbers == {name: shape.gives for name, shape in canvases.SHAPES.items()}
 
 
 @pytest.mark.parametrize("flavour", LOCKED)
@@ -99,16 +99,16 @@ def test_a_member_that_finds_its_lock_held(start, held, flavour):
     ]
     with held(key):
         if flavour in SKIPPING:
-            given = [start(workflow) for workflow in workflows]
-            assert given == [SKIPPED + 1, [SKIPPED, 11], SKIPPED + 11, [SKIPPED, 11]]
-        elif flavour != "wait":  # that would wait for its own thread, and raises as well
+            numbers = [start(workflow) for workflow in workflows]
+            assert numbers == [SKIPPED + 1, [SKIPPED, 11], SKIPPED + 11, [SKIPPED, 11]]
+        elif flavour != "wait":  # it would wait for its own thread, see the next test
             for workflow in workflows:
                 with pytest.raises(LockConflict):
                     start(workflow)
     assert not runs(key)
 
 
-def test_a_wait_for_ones_own_thread_raises_at_once(start, held):
+def test_a_call_that_would_wait_for_its_own_thread_raises_at_once(start, held):
     key = new()
     with held(key), pytest.raises(LockConflict):
         start(tasks.add["wait"].s(0, key))
@@ -178,12 +178,13 @@ def test_links_and_errbacks(eager, held):
     tasks.add["skip"].apply_async((0, key), link=tasks.add["plain"].s(after)).get()
     with held(key):
         tasks.add["skip"].apply_async((0, key), link=tasks.add["plain"].s(after)).get()
-        errbacks = [tasks.told.s(key=key), tasks.locked_told.s(key=key), tasks.sent.s(key=key)]
+        errbacks = [
+            task.s(key=key) for task in (tasks.errback, tasks.locked_errback, tasks.sent_errback)
+        ]
         failed = tasks.add["raise"].apply_async((0, key), link_error=errbacks)
     assert len(runs(after)) == 2
     assert type(failed.result) is LockConflict
-    told = read("told")
-    assert [line["of"] for line in told] == [failed.id] * 3
+    assert [line["of"] for line in read("errback")] == [failed.id] * 3
 
 
 def test_kinds_of_tasks(start):

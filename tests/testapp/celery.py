@@ -15,13 +15,13 @@ from tests.testapp import log
 
 REDIS = urlsplit(os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")).netloc
 
-# A worker that is to look as if it ran on another machine.
+# Let the worker seem to run on another machine.
 if "SINGLETASK_TEST_BOOT_ID" in os.environ:
     holder.boot_id = lambda: os.environ["SINGLETASK_TEST_BOOT_ID"]
 
 
 class ImportsOfThreads:
-    """Tell of each module that is imported in another thread than the main one."""
+    """Log each import of a module in another thread than the main one."""
 
     def find_spec(self, name: str, *args: object) -> None:
         if threading.current_thread() is not threading.main_thread():

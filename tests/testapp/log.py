@@ -1,4 +1,4 @@
-"""An append-only log in which tasks write what they do, to be judged by without asking a lock."""
+"""An append-only log of what tasks do. Tests judge by it, and so need not trust a lock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def path() -> Path:
 
 
 def write(event: str, **facts: Any) -> None:
-    """Append one line, in one write, so that lines of many processes never mix."""
+    """Append one line, in one write, so that the lines of many processes never mix."""
     line = json.dumps({"event": event, "t": time.monotonic(), "pid": os.getpid(), **facts})
     fd = os.open(path(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -31,22 +31,22 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def runs(file: Path) -> list[tuple[str, float, float]]:
-    """Return key, start and end of each run; a run that was killed ends when its process did."""
-    found = []
+    """Return key, start and end of each run; a killed run ends with its process."""
+    spans = []
     open_runs: dict[str, tuple[str, float, int]] = {}
     for line in read(file):
         if line["event"] == "start":
             open_runs[line["run"]] = (line["key"], line["t"], line["pid"])
         elif line["event"] == "end":
             key, start, _ = open_runs.pop(line["run"])
-            found.append((key, start, line["t"]))
+            spans.append((key, start, line["t"]))
         elif line["event"] == "killed":
             for run, (key, start, pid) in list(open_runs.items()):
                 if pid == line["victim"]:
                     del open_runs[run]
-                    found.append((key, start, line["t"]))
-    found += [(key, start, float("inf")) for key, start, _ in open_runs.values()]
-    return found
+                    spans.append((key, start, line["t"]))
+    spans += [(key, start, float("inf")) for key, start, _ in open_runs.values()]
+    return spans
 
 
 def overlaps(file: Path) -> int:

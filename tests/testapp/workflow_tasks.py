@@ -1,6 +1,6 @@
-"""Tasks of which workflows are made; they write what happens into the log.
+"""Tasks for workflows; they write what happens into the log.
 
-All that are given the same key want the same lock, members and bodies of chords alike.
+Tasks with the same key take the same lock, also if one is a member and one the body of a chord.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.testapp import log
 from tests.testapp.celery import app
 
 SKIPPED = -1000
-"""What a skipped run returns: it shows in every sum."""
+"""The result of a skipped run, which shows in every sum."""
 
 LOCK: dict[str, Any] = {
     "bind": True,
     "base": SingletonTask,
     "lock_name": "workflow:{key}",
-    # A run that is put off behind another comes back within a quarter of this.
+    # A postponed run is delivered again within a quarter of this.
     "lock_timeout": 6,
     "skip_result": SKIPPED,
 }
@@ -41,13 +41,13 @@ FLAVOURS: dict[str, dict[str, Any]] = {
 }
 
 
-def tell(event: Any, **kwargs: Any) -> None:
-    """Write what happens to the locks into the log, from every process of the worker."""
+def write_event(event: Any, **kwargs: Any) -> None:
+    """Write conflicts and deaths into the log, in each process of the worker."""
     if event.name.startswith("workflow") and event.kind in ("skipped", "expired"):
         log.write(event.kind, name=event.name, reason=event.reason, of=event.task_id)
 
 
-lock_event.connect(tell, dispatch_uid="workflow_tasks")
+lock_event.connect(write_event, dispatch_uid="workflow_tasks")
 
 
 def flavours(function: Any) -> dict[str, Any]:
@@ -70,14 +70,14 @@ def run(task: Any, key: str, seconds: float = 0, **facts: Any) -> None:
 
 @flavours
 def add(self: Any, number: int, key: str, seconds: float = 0) -> int:
-    """Give the next number."""
+    """Return the next number."""
     run(self, key, seconds)
     return number + 1
 
 
 @flavours
 def total(self: Any, numbers: Any, key: str) -> int:
-    """Add up what the members of a group have given."""
+    """Add up the results of the members of a group."""
     run(self, key)
     return sum(flat(numbers))
 
@@ -102,7 +102,7 @@ def fail(self: Any, number: int, key: str) -> None:
 
 @flavours
 def replace(self: Any, number: int, key: str, by: str) -> int:
-    """Replace itself by what wants the same lock, while it has it."""
+    """Replace itself by tasks that take the same lock, while it holds that lock."""
     run(self, key)
     flavour = self.name.rpartition(".")[2]
     same, last = add[flavour], (key, 0.05)
@@ -125,7 +125,7 @@ def replace(self: Any, number: int, key: str, by: str) -> int:
 
 @flavours
 def call_itself(self: Any, key: str, how: str) -> Any:
-    """Call this very task from its own body, and say what came of it."""
+    """Call this task from its own body, and return what the call returns or raises."""
     if how == "bottom":
         run(self, key)
         return "ran"
@@ -139,7 +139,7 @@ def call_itself(self: Any, key: str, how: str) -> Any:
         else:
             result = self.apply_async((key, "bottom"))
             answer = result.id
-            # It meets this body, and ends before it where it does not wait for it.
+            # With these policies the message meets this body, and ends before it.
             ends = self.on_conflict in ("skip", "raise") and answer != self.request.id
             until = time.monotonic() + (20 if ends else 0.3)
             while time.monotonic() < until and not (ends and result.ready()):
@@ -151,7 +151,7 @@ def call_itself(self: Any, key: str, how: str) -> Any:
 
 @flavours
 def call_another(self: Any, key: str, other: str, how: str) -> Any:
-    """Call a task that wants another lock, or the same one, from a body that has one."""
+    """Call a task that takes another lock, or the same one, from a body that holds a lock."""
     inner = add[self.name.rpartition(".")[2]]
     lock = current_lock()
     try:
@@ -165,35 +165,35 @@ def call_another(self: Any, key: str, other: str, how: str) -> Any:
     return answer
 
 
-# Errbacks. One with a parameter for each is called in the worker that saw the error, any other one
-# is sent as a message with the failed task's id.
+# Errbacks. Celery calls one with these parameters in the worker that saw the error, and sends any
+# other one as a message with the id of the failed task.
 
 
-@shared_task(name="workflow.told")
-def told(request: Any, error: Exception, traceback: Any, key: str) -> None:
-    log.write("told", key=key, of=request.id, error=type(error).__name__)
+@shared_task(name="workflow.errback")
+def errback(request: Any, error: Exception, traceback: Any, key: str) -> None:
+    log.write("errback", key=key, of=request.id, error=type(error).__name__)
 
 
-@shared_task(name="workflow.locked_told", base=SingletonTask, lock_on=["key"])
-def locked_told(request: Any, error: Exception, traceback: Any, key: str) -> None:
+@shared_task(name="workflow.locked_errback", base=SingletonTask, lock_on=["key"])
+def locked_errback(request: Any, error: Exception, traceback: Any, key: str) -> None:
     lock = current_lock()
     assert lock is not None
-    log.write("told", key=key, of=request.id, error=type(error).__name__, lock=lock.name)
+    log.write("errback", key=key, of=request.id, error=type(error).__name__, lock=lock.name)
 
 
 @shared_task(name="workflow.raising", base=SingletonTask, lock_on=["key"], on_conflict="raise")
 def raising(request: Any, error: Exception, traceback: Any, key: str) -> None:
-    log.write("told", key=key, of=request.id, error=type(error).__name__)
+    log.write("errback", key=key, of=request.id, error=type(error).__name__)
 
 
 @shared_task(name="workflow.unlockable", base=SingletonTask)
 def unlockable(request: Any, error: Exception, traceback: Any, key: str) -> None:
-    """Have a lock of all arguments, of which a request, an error and a traceback make none."""
+    """Make a lock of all arguments, which a request, an error and a traceback do not allow."""
 
 
-@shared_task(name="workflow.sent", bind=True, base=SingletonTask, lock_on=["key"])
-def sent(self: Any, failed: str, key: str) -> None:
-    log.write("told", key=key, of=failed, lock=current_lock().name)
+@shared_task(name="workflow.sent_errback", bind=True, base=SingletonTask, lock_on=["key"])
+def sent_errback(self: Any, failed: str, key: str) -> None:
+    log.write("errback", key=key, of=failed, lock=current_lock().name)
 
 
 # Kinds of tasks
@@ -248,15 +248,15 @@ def next_item(self: Any, item: Any) -> Any:
     return Item(key=item.key, number=item.number + 1)
 
 
-# Celery 5.5 does not understand those that are strings.
+# Celery 5.5 does not understand annotations that are strings.
 next_item.__annotations__ = {"item": Item, "return": Item}
 modelled = shared_task(
     name="workflow.modelled", bind=True, base=SingletonTask, pydantic=True, skip_result=None
 )(next_item)
 
 
-class OwnRequest(Request):
-    """Tell what happens, as a project's own class may."""
+class LoggedRequest(Request):
+    """Write accepted messages into the log; a project may have such a class."""
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         log.write("accepted", key=self.id, by=pid)
@@ -265,7 +265,7 @@ class OwnRequest(Request):
 
 class WithRequest(SingletonTask):
     abstract = True
-    Request = OwnRequest
+    Request = LoggedRequest
 
 
 @shared_task(

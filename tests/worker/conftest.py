@@ -20,9 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.django_db(transaction=True, databases="__all__"))
 
 
+@pytest.fixture(autouse=True)
+def no_lock_of_another_test(on_redis: None) -> None:
+    """Keep the locks in Redis, unless the test chooses another cache."""
+
+
 @pytest.fixture
 def queue() -> Iterator[str]:
-    """Give the name of a queue of the test's own; what is left in it goes with it."""
+    """Give the name of a queue for this test alone; delete it with its messages at the end."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     yield name
     with app.connection_or_acquire() as connection:

@@ -1,4 +1,4 @@
-"""No lock outlives its run: processes that are really killed."""
+"""No lock outlives its run: real processes are killed while they hold one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tests.deadline import wait_for
 from tests.testapp import log, tasks
 from tests.testapp.celery import app
 
-CACHES = ["redis", "pymemcache"]
-AND_DATABASE = [*CACHES, "db_postgres"]
+EACH_FAMILY = pytest.mark.parametrize("alias", ["redis", "pymemcache", "db_postgres"])
 
-# A worker whose tests look as if it ran on another host: no proof of death.
+# A worker with this environment seems to run on another host, so there is no proof of its death.
 ELSEWHERE = {"SINGLETASK_TEST_BOOT_ID": "another machine"}
 
 
@@ -32,7 +31,7 @@ def start_one(worker, task, queue, seconds=60, **options):
 
 
 def seconds_until_it_runs_again(worker, task, queue, pid, again=0):
-    """Send equal calls from the moment on at which the process is gone."""
+    """Send equal calls once the process is gone, until one runs."""
     wait_for(lambda: is_gone(pid, ""), "the process is gone", deadline=20)
     gone = time.monotonic()
     starts = len(worker.events("start"))
@@ -44,15 +43,24 @@ def seconds_until_it_runs_again(worker, task, queue, pid, again=0):
     return seconds
 
 
-@pytest.mark.parametrize("env", [{}, ELSEWHERE], ids=["here", "elsewhere"])
-@pytest.mark.parametrize("alias", AND_DATABASE)
-@pytest.mark.parametrize("task", ["long", "late"])
+# What frees the lock is the same code on each store, and "elsewhere" it has no other help.
+@pytest.mark.parametrize(
+    ("task", "alias", "env"),
+    [
+        pytest.param("long", "redis", {}, id="long-redis-here"),
+        pytest.param("long", "redis", ELSEWHERE, id="long-redis-elsewhere"),
+        pytest.param("long", "pymemcache", ELSEWHERE, id="long-pymemcache-elsewhere"),
+        pytest.param("long", "db_postgres", ELSEWHERE, id="long-db_postgres-elsewhere"),
+        pytest.param("late", "redis", {}, id="late-redis-here"),
+        pytest.param("late", "redis", ELSEWHERE, id="late-redis-elsewhere"),
+    ],
+)
 def test_a_killed_child(start_worker, queue, settings, alias, env, task):
     settings.SINGLETASK_CACHE = alias
     worker = start_worker(cache=alias, env=env, concurrency=1)
     if task == "late":
-        # The same message comes back and takes the lock; the work completes once.
-        result, pid = start_one(worker, tasks.late, queue, seconds=2)
+        # The same message is delivered again and takes the lock; the work is done once.
+        result, pid = start_one(worker, tasks.late, queue, seconds=1)
         os.kill(pid, signal.SIGKILL)
         assert result.get(timeout=20) == "ran"
         assert len(worker.events("end")) == 1
@@ -62,41 +70,35 @@ def test_a_killed_child(start_worker, queue, settings, alias, env, task):
     assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
 
 
-@pytest.mark.parametrize("alias", CACHES)
-def test_a_hard_time_limit(start_worker, queue, settings, alias):
-    settings.SINGLETASK_CACHE = alias
-    worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=2)
+def test_a_hard_time_limit(start_worker, queue):
+    worker = start_worker(env=ELSEWHERE, concurrency=2)
     _, pid = start_one(worker, tasks.long, queue, time_limit=1)
     assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
 
 
-@pytest.mark.parametrize("alias", CACHES)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_revoke_with_terminate(start_worker, queue, settings, alias, name):
-    settings.SINGLETASK_CACHE = alias
-    worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=2)
+def test_revoke_with_terminate(start_worker, queue, name):
+    worker = start_worker(env=ELSEWHERE, concurrency=2)
     result, pid = start_one(worker, tasks.long, queue)
     result.revoke(terminate=True, signal=name)
     assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
 
 
-@pytest.mark.parametrize("alias", AND_DATABASE)
-def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, queue, settings, alias):
-    settings.SINGLETASK_CACHE = alias
-    worker = start_worker(cache=alias, concurrency=1)
+def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, queue):
+    worker = start_worker(concurrency=1)
     start_one(worker, tasks.long, queue)
     worker.kill_group()
-    other = start_worker(cache=alias, concurrency=1, name="two")
+    other = start_worker(concurrency=1, name="two")
     ready = time.monotonic()
     tasks.long.apply_async(("a", 0), queue=queue).get(timeout=20)
     assert other.events("start")[-1]["t"] - ready < 1
 
 
-@pytest.mark.parametrize("alias", CACHES)
+@pytest.mark.parametrize("alias", ["redis", "pymemcache"])
 def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, settings, alias):
     settings.SINGLETASK_CACHE = alias
     worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=1)
-    tasks.long.apply_async(("a", 60), queue=queue, lock_options={"lock_timeout": 5})
+    tasks.long.apply_async(("a", 60), queue=queue, lock_options={"lock_timeout": 3})
     wait_for(lambda: worker.events("start"), "it runs")
     worker.kill_group()
     killed = time.monotonic()
@@ -104,7 +106,7 @@ def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, settings, a
     while len(worker.events("start")) == 1:
         assert time.monotonic() - killed < 20
         tasks.long.apply_async(("a", 0), queue=queue).get(timeout=20)
-    assert worker.events("start")[1]["t"] - killed < 5 + 1 + 1  # memcached: + 1
+    assert worker.events("start")[1]["t"] - killed < 3 + 1 + 1  # memcached: + 1
 
 
 def test_acks_late_and_a_killed_group(start_worker, queue, runs_log):
@@ -147,7 +149,7 @@ def test_a_redelivery_beside_its_live_first_run(start_worker, queue, runs_log):
         received = sum(text.count(f"{result.id}] received") for text in outputs)
         assert received > 1, "the broker never redelivered it"
         assert most <= 2
-        # What is put off still ends by itself, without a second run.
+        # The postponed message still ends by itself, without a second run.
         wait_for(lambda: not copies(), "no copy of the message is left", deadline=20)
     assert log.overlaps(runs_log) == 0
     assert len(log.runs(runs_log)) == 1
@@ -155,30 +157,14 @@ def test_a_redelivery_beside_its_live_first_run(start_worker, queue, runs_log):
 
 def test_retry_at_once_on_an_idle_worker(start_worker, queue):
     worker = start_worker(concurrency=4)
-    result = tasks.retrying.apply_async(("a", 59), queue=queue)
-    assert result.get(timeout=90) == "done"
-    assert [line["retries"] for line in worker.events("try")] == list(range(60))
+    result = tasks.retrying.apply_async(("a", 29), queue=queue)
+    assert result.get(timeout=60) == "done"
+    assert [line["retries"] for line in worker.events("try")] == list(range(30))
 
 
-def test_a_task_longer_than_its_lease(start_worker, queue, runs_log):
-    worker = start_worker(concurrency=2)
-    options = {"lock_timeout": 4}
-    result = tasks.hold.apply_async(("a", 12), queue=queue, lock_options=options)
-    wait_for(lambda: worker.events("start"), "it runs")
-    answers = []
-    while not result.ready():
-        call = tasks.hold.apply_async(("a", 0), queue=queue, lock_options=options)
-        answers.append(call.get(timeout=10))
-        time.sleep(1)
-    assert result.get() == "ran"
-    assert len(answers) >= 9
-    assert log.overlaps(runs_log) == 0
-    assert "lost" not in worker.text()
-
-
-@pytest.mark.parametrize("alias", AND_DATABASE)
+@EACH_FAMILY
 def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, settings, alias):
-    """A child that is forked meanwhile, for the killed one, would wait for the import for ever."""
+    """A child that is forked during an import would wait for that import for ever."""
     settings.SINGLETASK_CACHE = alias
     worker = start_worker(cache=alias, env={"SINGLETASK_TEST_IMPORTS": "1"}, concurrency=1)
     _, pid = start_one(worker, tasks.long, queue)

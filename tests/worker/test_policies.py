@@ -1,10 +1,9 @@
-"""What becomes of the call that comes second, with real workers."""
+"""What real workers do with a call that finds its lock held."""
 
 from __future__ import annotations
 
 import multiprocessing
 
-import pytest
 from celery.result import AsyncResult
 from django.db import connections
 
@@ -15,7 +14,6 @@ from django_singletask.task.rerun import State
 from tests.deadline import wait_for
 from tests.testapp import log, tasks
 
-BACKENDS = pytest.mark.parametrize("cache", ["redis", "pymemcache", "db_postgres"])
 fork = multiprocessing.get_context("fork")
 
 
@@ -31,20 +29,8 @@ def noted(key):
     return 0 if entry is None else State.decode(entry.value).noted
 
 
-@BACKENDS
-def test_requeue_runs_them_all_one_at_a_time(start_worker, queue, runs_log, on_cache, cache):
-    on_cache(cache)
-    worker = start_worker(cache=cache, concurrency=4)
-    results = [tasks.requeue.apply_async(("a", 0.2, n), queue=queue) for n in range(6)]
-    assert {result.get(timeout=40) for result in results} == {"ran"}
-    assert sorted(values(worker)) == list(range(6))
-    assert log.overlaps(runs_log) == 0
-
-
-@BACKENDS
-def test_rerun_runs_the_last_once_more(start_worker, queue, runs_log, on_cache, cache):
-    on_cache(cache)
-    worker = start_worker(cache=cache, concurrency=4)
+def test_rerun_runs_the_last_once_more(start_worker, queue, runs_log):
+    worker = start_worker(concurrency=4)
     first = tasks.rerun.apply_async(("a", 2, 0), queue=queue)
     wait_for(lambda: values(worker) == [0], "the first runs")
     others = []
@@ -58,10 +44,8 @@ def test_rerun_runs_the_last_once_more(start_worker, queue, runs_log, on_cache, 
     assert log.overlaps(runs_log) == 0
 
 
-@BACKENDS
-def test_wait_runs_when_the_lock_is_free(start_worker, queue, runs_log, on_cache, cache):
-    on_cache(cache)
-    worker = start_worker(cache=cache, concurrency=2)
+def test_wait_runs_when_the_lock_is_free(start_worker, queue, runs_log):
+    worker = start_worker(concurrency=2)
     results = [tasks.wait.apply_async(("a", 0.5, n), queue=queue) for n in range(2)]
     assert [result.get(timeout=20) for result in results] == ["ran", "ran"]
     spans = sorted((start, end) for _, start, end in log.runs(runs_log))

@@ -7,11 +7,11 @@ import time
 import pytest
 
 from tests.deadline import wait_for
-from tests.testapp import tasks
+from tests.testapp import log, tasks
 
 
 @pytest.mark.parametrize("pool", ["prefork", "solo", "threads", "gevent"])
-def test_a_task_longer_than_its_lease(start_worker, queue, pool):
+def test_a_task_longer_than_its_lease(start_worker, queue, runs_log, pool):
     worker = start_worker(pool=pool, concurrency=2)
     options = {"lock_timeout": 1}
     result = tasks.hold.apply_async(("a", 3), queue=queue, lock_options=options)
@@ -22,9 +22,12 @@ def test_a_task_longer_than_its_lease(start_worker, queue, pool):
         holder = lock.holder()
         assert holder is not None
         assert holder.task_id == result.id
+        assert tasks.hold("a") == "skipped"
         time.sleep(0.05)
     assert result.get(timeout=10) == "ran"
     assert not lock.locked()
+    assert log.overlaps(runs_log) == 0
+    assert "lost" not in worker.text()
 
 
 def test_without_renewal_the_lease_ends_under_the_task(start_worker, queue):

@@ -1,4 +1,4 @@
-"""The store forgets, or goes away, while a task runs."""
+"""The store forgets its entries, or goes down, while a task runs."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tests.testapp.celery import app
 
 @pytest.fixture
 def own_redis(settings, monkeypatch):
-    """Run a Redis server that only the locks of this test are in."""
+    """Run a Redis server for the locks of this test alone."""
     with servers.Redis() as server:
         monkeypatch.setenv("SINGLETASK_TEST_OWN_REDIS_URL", server.url)
         backend = "django.core.cache.backends.redis.RedisCache"
-        own = {"BACKEND": backend, "LOCATION": server.url, "KEY_PREFIX": "own_redis"}
-        settings.CACHES = {**settings.CACHES, "own_redis": own}
+        cache = {"BACKEND": backend, "LOCATION": server.url, "KEY_PREFIX": "own_redis"}
+        settings.CACHES = {**settings.CACHES, "own_redis": cache}
         settings.SINGLETASK_CACHE = "own_redis"
         yield server
 
 
 def test_a_store_restarted_empty_is_told_the_lock_again(start_worker, queue, own_redis, runs_log):
     worker = start_worker(cache="own_redis", concurrency=2)
-    options = {"lock_timeout": 6}
-    result = tasks.hold.apply_async(("a", 10), queue=queue, lock_options=options)
+    options = {"lock_timeout": 3}
+    result = tasks.hold.apply_async(("a", 5), queue=queue, lock_options=options)
     wait_for(lambda: worker.events("start"), "it runs")
     token = tasks.hold.lock("a").holder().token
     own_redis.restart_empty()
     restarted = time.monotonic()
     holder = wait_for(lambda: tasks.hold.lock("a").holder(), "it is held again", deadline=10)
-    assert time.monotonic() - restarted < 2 + 1.5  # a third of the lease, or the retry after it
+    assert time.monotonic() - restarted < 1 + 1.5  # a third of the lease, or the retry after it
     assert holder.token == token
-    wait_for(lambda: "taken again" in worker.text(), "it is told")
+    wait_for(lambda: "taken again" in worker.text(), "the worker reports it")
     assert tasks.hold.apply_async(("a", 0), queue=queue).get(timeout=10) == "skipped"
     assert result.get(timeout=20) == "ran"
     assert log.overlaps(runs_log) == 0
@@ -55,7 +55,7 @@ def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs
         # The main process answers its broker all the while.
         replies = app.control.ping(destination=[f"one-{queue}@test"], timeout=1, limit=1)
         assert replies, "the worker did not answer"
-    # The body ended meanwhile, and could not give its lock back.
+    # The body ended meanwhile, and could not give back its lock.
     assert result.get(timeout=10) == "ran"
     own_redis.start()
     again = wait_for(

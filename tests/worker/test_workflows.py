@@ -1,4 +1,4 @@
-"""Workflows of locked tasks on real workers: all end, whatever becomes of a member."""
+"""Workflows of locked tasks end on a real worker, also if a member finds its lock held."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from celery.result import AsyncResult
 from django_singletask import DuplicateTask, TaskLock
 from django_singletask.history.queries import SWEEPER
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import LATEST, QUEUED, LockKey
-from django_singletask.stores import CannotList, get_store
+from django_singletask.locks.keys import LATEST, QUEUED
+from django_singletask.stores import get_store
 from tests import canvases
 from tests.deadline import wait_for
 from tests.testapp import workflow_tasks as tasks
@@ -32,49 +32,18 @@ from tests.worker.harness import Worker
 # Celery 5.4 with a redis-py of today.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
 
-TIMEOUT = 30  # seconds: far longer than any of it takes
+TIMEOUT = 30  # seconds: far longer than any workflow takes
 until = partial(wait_for, deadline=TIMEOUT)
 
 LOCKED = [flavour for flavour in FLAVOURS if flavour != "plain"]
-DROPPING = ["skip", "start", "finish"]  # what finds the lock held is skipped
-PUT_OFF = ["requeue", "rerun"]
+SKIPPING = ["skip", "start", "finish"]  # a member that finds its lock held is skipped
+POSTPONING = ["requeue", "rerun"]
 
 ONE_BY_ONE = [name for name, shape in canvases.SHAPES.items() if shape.one_by_one]
 SIDE_BY_SIDE = [name for name in canvases.SHAPES if name not in ONE_BY_ONE]
-# Their members are called by a message of Celery's own, and cannot be put off.
+# A message of Celery's own calls their members, so these cannot be postponed.
 CALLED = ["starmap", "chunks"]
 SENT = [name for name in canvases.SHAPES if name not in CALLED]
-CACHES = pytest.mark.parametrize("cache", ["redis", "pymemcache"])
-
-
-def on_caches(*flavours):
-    """Run each flavour on Redis, and those that do more than add and release on memcached."""
-    also = [flavour for flavour in flavours if flavour in ("rerun", "finish")]
-    values = [(flavour, "redis") for flavour in flavours]
-    values += [(flavour, "pymemcache") for flavour in also]
-    return pytest.mark.parametrize(("flavour", "cache"), values)
-
-
-class Fleet:
-    """Start a worker for a cache when it is first asked for; they serve all tests of the module."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.workers = {}
-
-    def __call__(self, cache):
-        if cache not in self.workers:
-            queue = f"test-{cache}-{uuid.uuid4().hex[:12]}"
-            worker = Worker(self.folder, queue, cache=cache, name=cache, concurrency=4)
-            worker.log.touch()
-            self.workers[cache] = worker
-            worker.start()
-        return self.workers[cache]
-
-    def stop(self):
-        for worker in self.workers.values():
-            worker.kill_group()
-            delete(worker.queue)
 
 
 def delete(queue):
@@ -83,17 +52,22 @@ def delete(queue):
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory, django_db_setup):
-    fleet = Fleet(tmp_path_factory.mktemp("fleet"))
-    yield fleet
-    fleet.stop()
+def worker(tmp_path_factory, django_db_setup):
+    """Give one worker to all tests of this module."""
+    queue = f"test-{uuid.uuid4().hex[:12]}"
+    worker = Worker(tmp_path_factory.mktemp("worker"), queue, concurrency=4)
+    worker.log.touch()
+    worker.start()
+    yield worker
+    worker.kill_group()
+    delete(queue)
 
 
 class Flow:
-    """What a test does with the worker for one cache."""
+    """What a test does with the worker."""
 
-    def __init__(self, worker, cache):
-        self.worker, self.cache, self.queue = worker, cache, worker.queue
+    def __init__(self, worker):
+        self.worker, self.queue = worker, worker.queue
         self.begun = worker.log.stat().st_size
         self.printed = len(worker.text())
         self.keys = []
@@ -103,7 +77,7 @@ class Flow:
         return self.keys[-1]
 
     def distinct(self, name, first=None):
-        """Give a key of its own to each member of a workflow."""
+        """Return the function that gives another key to each member of a workflow."""
         return canvases.distinct(lambda: self.key(name), first)
 
     def send(self, signature, **options):
@@ -114,8 +88,8 @@ class Flow:
 
     def send_all(self, flavour, keys_of, shapes):
         """Send a workflow of each shape."""
-        made = {shape: canvases.make(shape, flavour, keys_of(shape)) for shape in shapes}
-        return {shape: self.send(canvas) for shape, canvas in made.items()}
+        workflows = {shape: canvases.make(shape, flavour, keys_of(shape)) for shape in shapes}
+        return {shape: self.send(canvas) for shape, canvas in workflows.items()}
 
     def text(self):
         """Return what the worker has printed since the test began."""
@@ -148,16 +122,7 @@ class Flow:
 
     def left_behind(self):
         """Return the locks and the entries of queued calls that the cache still has."""
-        store = get_store(self.cache)
-        try:
-            entries = list(store.entries())
-        except CannotList:
-            locks = [lock_of(key).key for key in self.keys]
-            names = [f"workflow.{task}.{kind}" for task in ("add", "total") for kind in DROPPING]
-            beside = [
-                LockKey("", lock).beside(QUEUED, name).key for lock in locks for name in names
-            ]
-            return [key for key in locks + beside if store.read(key)]
+        entries = get_store("redis").entries()
         holders = [Holder.decode(entry.value) for key, entry in entries if LATEST not in key]
         return [str(holder) for holder in holders if holder.name != SWEEPER]
 
@@ -168,8 +133,8 @@ def lock_of(key):
 
 @contextmanager
 def held(flow, *keys):
-    """Let somebody else have these locks, whose lease, short on paper, makes for short hops."""
-    store = get_store(flow.cache)
+    """Let another holder have these locks; its record names a short lease, for short hops."""
+    store = get_store("redis")
     values = {}
     for key in keys:
         lock = lock_of(key)
@@ -184,31 +149,19 @@ def held(flow, *keys):
 
 
 @pytest.fixture
-def on(fleet, settings, empty_cache, monkeypatch):
-    """Give a flow on the worker for a cache; when the test ends nothing may be left there."""
-    flows = []
-
-    def use(cache):
-        settings.SINGLETASK_CACHE = cache
-        empty_cache(cache)
-        flows.append(Flow(fleet(cache), cache))
-        monkeypatch.setenv("SINGLETASK_TEST_LOG", str(flows[0].worker.log))
-        return flows[-1]
-
-    yield use
-    until(lambda: not any(flow.left_behind() for flow in flows), "all is given back")
-
-
-@pytest.fixture
-def flow(on):
-    return on("redis")
+def flow(worker, monkeypatch):
+    """Give what a test does with the worker; at the end of the test no entry may be left."""
+    flow = Flow(worker)
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(worker.log))
+    yield flow
+    until(lambda: not flow.left_behind(), "all is given back")
 
 
 def get_all(results):
     return {shape: result.get(timeout=TIMEOUT) for shape, result in results.items()}
 
 
-def given_by(shapes):
+def results_of(shapes):
     return {name: canvases.SHAPES[name].gives for name in shapes}
 
 
@@ -226,37 +179,34 @@ def error_of(result):
 # Members alike and not alike
 
 
-@on_caches(*FLAVOURS)
-def test_members_that_differ_give_what_unlocked_ones_give(on, flavour, cache):
-    flow = on(cache)
+@pytest.mark.parametrize("flavour", ["plain", "skip", "finish"])
+def test_members_that_differ_give_what_unlocked_ones_give(flow, flavour):
     results = flow.send_all(flavour, flow.distinct, canvases.SHAPES)
-    assert get_all(results) == given_by(canvases.SHAPES)
+    assert get_all(results) == results_of(canvases.SHAPES)
 
 
-@on_caches(*LOCKED)
-def test_equal_links_run_one_after_the_other(on, flavour, cache):
-    flow = on(cache)
+@pytest.mark.parametrize("flavour", ["skip", "wait", "finish"])
+def test_equal_links_run_one_after_the_other(flow, flavour):
     keys = {shape: flow.key(shape) for shape in ONE_BY_ONE}
     results = flow.send_all(flavour, lambda shape: canvases.equal(keys[shape]), ONE_BY_ONE)
-    assert get_all(results) == given_by(ONE_BY_ONE)
+    assert get_all(results) == results_of(ONE_BY_ONE)
     assert len(flow.events(keys["chain"])) == 3
     assert len(flow.events(keys["immutable chain"])) == 2
     assert not flow.overlaps()
     assert not flow.conflicts(*keys.values())
 
 
-@on_caches(*LOCKED)
-def test_equal_members_of_groups(on, flavour, cache):
-    flow = on(cache)
+@pytest.mark.parametrize("flavour", ["skip", "raise", "wait", "requeue", "rerun", "finish"])
+def test_equal_members_of_groups(flow, flavour):
     keys = {shape: flow.key(f"slow {shape}") for shape in SIDE_BY_SIDE}
     results = flow.send_all(flavour, lambda shape: canvases.equal(keys[shape]), SIDE_BY_SIDE)
-    if flavour in PUT_OFF:
+    if flavour in POSTPONING:
         assert error_of(results.pop("chunks")) == "LockConflict"
     if flavour == "raise":
         errors = {error_of(result) for result in results.values()}
         assert errors <= {"LockConflict", "ChordError", None}
     elif flavour in ("wait", "requeue"):
-        assert get_all(results) == given_by(results)
+        assert get_all(results) == results_of(results)
     else:
         for shape, numbers in get_all(results).items():
             assert len(tasks.flat(numbers)) == len(tasks.flat(canvases.SHAPES[shape].gives))
@@ -268,7 +218,7 @@ def test_equal_members_without_a_lock_overlap(flow):
     """Negative control: the log would show it."""
     keys = {shape: flow.key(f"slow {shape}") for shape in SIDE_BY_SIDE}
     results = flow.send_all("plain", lambda shape: canvases.equal(keys[shape]), SIDE_BY_SIDE)
-    assert get_all(results) == given_by(SIDE_BY_SIDE)
+    assert get_all(results) == results_of(SIDE_BY_SIDE)
     assert flow.overlaps()
 
 
@@ -276,39 +226,37 @@ def test_equal_members_without_a_lock_overlap(flow):
 
 
 @pytest.fixture
-def first_held(on):
+def first_held(flow):
     """Send workflows, one of each shape, whose first member finds its lock held."""
 
     @contextmanager
-    def send(flavour, cache, shapes):
-        flow = on(cache)
+    def send(flavour, shapes):
         first = {shape: flow.key(shape) for shape in shapes}
         with held(flow, *first.values()):
             keys_of = lambda shape: flow.distinct(shape, first[shape])  # noqa: E731
-            yield flow, flow.send_all(flavour, keys_of, shapes), first
+            yield flow.send_all(flavour, keys_of, shapes), first
 
     return send
 
 
-@on_caches(*DROPPING)
-def test_a_skipped_member_gives_its_skip_result(first_held, flavour, cache):
+@pytest.mark.parametrize("flavour", ["skip", "finish"])
+def test_a_skipped_member_gives_its_skip_result(flow, first_held, flavour):
     shapes = [shape for shape in canvases.SHAPES if shape != "immutable chain"]
-    with first_held(flavour, cache, shapes) as (flow, results, first):
-        given = get_all(results)
+    with first_held(flavour, shapes) as (results, first):
+        numbers_of = get_all(results)
     # The next link, and the body of the chord, have received it and run.
-    assert all(min(tasks.flat(numbers)) < SKIPPED / 2 for numbers in given.values())
-    assert given["chain"] == SKIPPED + 2
-    assert given["group"] == [SKIPPED, 11, 21]
-    assert given["chord"] == SKIPPED + 11
-    assert given["starmap"] == [SKIPPED, 2, 3]
+    assert all(min(tasks.flat(numbers)) < SKIPPED / 2 for numbers in numbers_of.values())
+    assert numbers_of["chain"] == SKIPPED + 2
+    assert numbers_of["group"] == [SKIPPED, 11, 21]
+    assert numbers_of["chord"] == SKIPPED + 11
+    assert numbers_of["starmap"] == [SKIPPED, 2, 3]
     assert flow.conflicts(*first.values()) == len(first)
 
 
-@CACHES
-def test_a_raised_conflict_fails_what_waits_for_it(first_held, cache):
-    # There Celery itself never ends the group, see below.
+def test_a_raised_conflict_fails_what_waits_for_it(first_held):
+    # Celery itself never ends a group in a chain, see the next test.
     shapes = [shape for shape in canvases.SHAPES if shape != "group in a chain"]
-    with first_held("raise", cache, shapes) as (_, results, _):
+    with first_held("raise", shapes) as (results, _):
         errors = {shape: error_of(result) for shape, result in results.items()}
     assert set(errors.values()) <= {"LockConflict", "ChordError"}
     body = AsyncResult(results["chord"].id).get(timeout=TIMEOUT, propagate=False)
@@ -317,8 +265,8 @@ def test_a_raised_conflict_fails_what_waits_for_it(first_held, cache):
 
 
 @pytest.mark.parametrize("flavour", ["plain", "raise"])
-def test_a_failed_link_before_a_group_is_told_by_the_link_alone(flow, flavour):
-    """Celery does not end the group, with a plain task neither."""
+def test_of_a_group_behind_a_failed_link_only_the_link_ends(flow, flavour):
+    """Celery does not end the group, also if its tasks take no lock."""
     first = tasks.fail[flavour].s(0, flow.key())
     add = tasks.add[flavour]
     result = flow.send(chain(first, group(add.s(flow.key()), add.s(flow.key()))))
@@ -326,32 +274,30 @@ def test_a_failed_link_before_a_group_is_told_by_the_link_alone(flow, flavour):
     assert not result.ready()
 
 
-@on_caches(*PUT_OFF)
-def test_a_member_that_is_put_off_gives_what_it_would_have_given(first_held, flavour, cache):
-    with first_held(flavour, cache, SENT) as (flow, results, first):
-        put_off = lambda: flow.conflicts(*first.values()) >= len(first)  # noqa: E731
-        until(put_off, "each first member is put off")
+@pytest.mark.parametrize("flavour", POSTPONING)
+def test_a_member_that_is_postponed_gives_its_ordinary_result(flow, first_held, flavour):
+    with first_held(flavour, SENT) as (results, first):
+        conflicts = partial(flow.conflicts, *first.values())
+        until(lambda: conflicts() >= len(first), "each first member is postponed")
         assert not any(flow.events(key) for key in first.values())
-    assert get_all(results) == given_by(SENT)
+    assert get_all(results) == results_of(SENT)
     assert all(len(flow.events(key)) == 1 for key in first.values())
 
 
-@pytest.mark.parametrize("flavour", PUT_OFF)
+@pytest.mark.parametrize("flavour", POSTPONING)
 def test_what_is_called_by_map_or_chunks_raises_instead(first_held, flavour):
-    with first_held(flavour, "redis", CALLED) as (_, results, _):
+    with first_held(flavour, CALLED) as (results, _):
         assert {error_of(result) for result in results.values()} == {"LockConflict"}
 
 
-def test_a_member_waits(first_held):
-    with first_held("wait", "redis", ["chain", "chord"]) as (flow, results, _):
+def test_a_member_waits(flow, first_held):
+    with first_held("wait", ["chain", "chord"]) as (results, _):
         received = f"{results['chain'].parent.parent.id}] received"
         until(lambda: received in flow.text(), "it waits")
-    assert get_all(results) == given_by(["chain", "chord"])
+    assert get_all(results) == results_of(["chain", "chord"])
 
 
-@CACHES
-def test_superseded_members_give_way_and_the_bodies_run(on, cache):
-    flow = on(cache)
+def test_superseded_members_give_way_and_the_bodies_run(flow):
     add, total = tasks.add["rerun"], tasks.total["rerun"]
     keys = [flow.key() for _ in range(3)]
     with held(flow, *keys):
@@ -359,27 +305,27 @@ def test_superseded_members_give_way_and_the_bodies_run(on, cache):
             flow.send(chord([add.s(n, key) for n in (0, 10, 20)], total.s(flow.key())))
             for key in keys
         ]
-        until(lambda: flow.conflicts(*keys) >= 9, "all have met the conflict")
+        until(lambda: flow.conflicts(*keys) >= 9, "all members have met the conflict")
     for key, result in zip(keys, results, strict=True):
         assert result.get(timeout=TIMEOUT) in [2 * SKIPPED + number for number in (1, 11, 21)]
         assert len(flow.events(key)) == 1
 
 
-@pytest.mark.parametrize("flavour", LOCKED)
+@pytest.mark.parametrize("flavour", ["skip", "raise", "wait", "requeue", "rerun", "finish"])
 def test_the_body_of_a_chord_finds_its_lock_held(flow, flavour):
     add, key = tasks.add["plain"], flow.key()
     header = group(add.si(0, flow.key()), add.si(10, flow.key()))
     with held(flow, key):
         result = flow.send(chain(header, tasks.total[flavour].s(key), add.s(flow.key())))
-        if flavour in DROPPING:
+        if flavour in SKIPPING:
             assert result.get(timeout=TIMEOUT) == SKIPPED + 1
         elif flavour == "raise":
             assert error_of(result) == "LockConflict"
         elif flavour == "wait":
             until(lambda: "workflow.total.wait[" in flow.text(), "it waits")
         else:
-            until(lambda: flow.conflicts(key), "it is put off")
-    if flavour == "wait" or flavour in PUT_OFF:
+            until(lambda: flow.conflicts(key), "it is postponed")
+    if flavour == "wait" or flavour in POSTPONING:
         assert result.get(timeout=TIMEOUT) == 13
 
 
@@ -392,28 +338,27 @@ def queued():
     queue = f"test-unread-{uuid.uuid4().hex[:12]}"
 
     @contextmanager
-    def leave(flow, task, *args):
+    def leave(task, *args):
         result = task.apply_async(args, queue=queue)
         assert task.queued(*args).id == result.id
         beside = task.lock_key(args, {}).beside(QUEUED, task.name).key
-        store = get_store(flow.cache)
+        store = get_store("redis")
         value = store.read(beside).value
         yield result
-        assert store.read(beside).value == value  # nobody else has freed it
+        assert store.read(beside).value == value  # no other process has freed it
         store.release(beside, value)
 
     yield leave
     delete(queue)
 
 
-@on_caches("start", "finish")
-def test_a_member_is_sent_although_an_equal_call_is_queued(on, queued, flavour, cache):
-    flow = on(cache)
+@pytest.mark.parametrize("flavour", ["start", "finish"])
+def test_a_member_is_sent_although_an_equal_call_is_queued(flow, queued, flavour):
     add, strict = tasks.add[flavour], {"on_duplicate": "raise"}
     keys = {shape: flow.key(shape) for shape in [*canvases.SHAPES, "link"]}
     with ExitStack() as stack:
-        waiting = [stack.enter_context(queued(flow, add, 0, key)) for key in keys.values()]
-        # Nobody waits for this one.
+        waiting = [stack.enter_context(queued(add, 0, key)) for key in keys.values()]
+        # No other call waits for the end of this one.
         assert flow.send(add.s(5, keys["link"])).id == waiting[-1].id
         with pytest.raises(DuplicateTask):
             flow.send(add.s(5, keys["link"]), lock_options=strict)
@@ -422,54 +367,56 @@ def test_a_member_is_sent_although_an_equal_call_is_queued(on, queued, flavour, 
         after = linked.freeze()
         assert flow.get(add.s(0, keys["link"]), link=linked, lock_options=strict) == 1
         assert after.get(timeout=TIMEOUT) == 2
-        given = get_all(results)
-    for name, numbers in given.items():
+        numbers_of = get_all(results)
+    for name, numbers in numbers_of.items():
         shape = canvases.SHAPES[name]
         if shape.one_by_one:
             assert numbers == shape.gives
         assert len(tasks.flat(numbers)) == len(tasks.flat(shape.gives))
 
 
-@CACHES
-def test_what_is_left_behind_would_be_seen(on, queued, cache):
+def test_what_is_left_behind_would_be_seen(flow, queued):
     """Negative control of the end of every test here."""
-    flow = on(cache)
     key = flow.key()
     assert not flow.left_behind()
     with held(flow, key):
         assert flow.left_behind()
-    with queued(flow, tasks.add["finish"], 0, key):
+    with queued(tasks.add["finish"], 0, key):
         assert flow.left_behind()
 
 
 # Links and errbacks
 
 
-def test_links_of_what_is_skipped_or_put_off_run_once(flow):
+def test_the_links_of_a_skipped_and_of_a_postponed_call_run_once(flow):
     after = tasks.add["plain"]
-    skipped, put_off = flow.key("skipped"), flow.key("put off")
-    links = {key: after.s(flow.key(f"after {key}")) for key in (skipped, put_off)}
-    given = {key: link.freeze() for key, link in links.items()}
-    with held(flow, skipped, put_off):
+    skipped, postponed = flow.key("skipped"), flow.key("postponed")
+    links = {key: after.s(flow.key(f"after {key}")) for key in (skipped, postponed)}
+    results = {key: link.freeze() for key, link in links.items()}
+    with held(flow, skipped, postponed):
         flow.get(tasks.add["skip"].s(0, skipped), link=links[skipped])
-        assert given[skipped].get(timeout=TIMEOUT) == SKIPPED + 1
-        first = flow.send(tasks.add["requeue"].s(0, put_off), link=links[put_off])
-        until(lambda: flow.conflicts(put_off), "it is put off")
+        assert results[skipped].get(timeout=TIMEOUT) == SKIPPED + 1
+        first = flow.send(tasks.add["requeue"].s(0, postponed), link=links[postponed])
+        until(lambda: flow.conflicts(postponed), "it is postponed")
     assert first.get(timeout=TIMEOUT) == 1
-    assert given[put_off].get(timeout=TIMEOUT) == 2
+    assert results[postponed].get(timeout=TIMEOUT) == 2
     for link in links.values():
         assert len(flow.events(link.args[-1])) == 1
 
 
 def errbacks(key):
-    """One of each way in which Celery calls them; the last two want a lock."""
-    return [tasks.told.s(key=key), tasks.locked_told.s(key=key), tasks.sent.s(key=key)]
+    """Return an errback for each way in which Celery calls one; the last two take a lock."""
+    return [
+        tasks.errback.s(key=key),
+        tasks.locked_errback.s(key=key),
+        tasks.sent_errback.s(key=key),
+    ]
 
 
-def told(flow, key):
-    """Wait for the three errbacks, and return what they were told about."""
-    until(lambda: len(flow.events(key, "told")) >= 3, "the errbacks are called")
-    return flow.events(key, "told")
+def calls_of_errbacks(flow, key):
+    """Wait for the three errbacks, and return what they have written into the log."""
+    until(lambda: len(flow.events(key, "errback")) >= 3, "the errbacks are called")
+    return flow.events(key, "errback")
 
 
 def test_the_errbacks_of_a_raised_conflict_run(flow):
@@ -477,7 +424,7 @@ def test_the_errbacks_of_a_raised_conflict_run(flow):
     with held(flow, key):
         result = flow.send(tasks.add["raise"].s(0, key), link_error=errbacks(key))
         assert error_of(result) == "LockConflict"
-        lines = told(flow, key)
+        lines = calls_of_errbacks(flow, key)
     assert {line["of"] for line in lines} == {result.id}
     assert {line["error"] for line in lines if "error" in line} == {"LockConflict"}
     assert sum("lock" in line for line in lines) == 2
@@ -492,19 +439,19 @@ def test_the_errbacks_of_a_chord_run(flow):
     with held(flow, key):
         result = flow.send(chord(members, last))
         assert error_of(result) in ("ChordError", "LockConflict")
-        lines = told(flow, body)
+        lines = calls_of_errbacks(flow, body)
     assert result.id in {line["of"] for line in lines}
     assert not flow.events(body)
 
 
-def test_the_errbacks_of_what_was_put_off_and_fails_run_once(flow):
+def test_the_errbacks_of_a_postponed_call_that_fails_run_once(flow):
     key = flow.key()
     with held(flow, key):
         result = flow.send(tasks.fail["requeue"].s(0, key), link_error=errbacks(key))
-        until(lambda: flow.conflicts(key), "it is put off")
-        assert not flow.events(key, "told")
+        until(lambda: flow.conflicts(key), "it is postponed")
+        assert not flow.events(key, "errback")
     assert error_of(result) == "ZeroDivisionError"
-    assert len(told(flow, key)) == 3
+    assert len(calls_of_errbacks(flow, key)) == 3
     assert len(flow.events(key)) == 1
 
 
@@ -512,21 +459,21 @@ def test_the_errbacks_of_what_was_put_off_and_fails_run_once(flow):
     ("errback", "error"), [("raising", "LockConflict"), ("unlockable", "TypeError")]
 )
 def test_an_errback_that_gets_no_lock_fails_in_the_log(flow, errback, error):
-    """Celery calls one with these parameters in the worker: there is no message to put off."""
+    """Celery calls one with these parameters in the worker, so no message can be postponed."""
     key, task = flow.key(), getattr(tasks, errback)
     with task.lock(None, None, None, key) if errback == "raising" else nullcontext():
         failing = flow.send(tasks.fail["skip"].s(0, key), link_error=task.s(key=key))
         # Celery before 5.7 may replace the task's error by that of its errback.
         assert error_of(failing) in ("ZeroDivisionError", error)
-        until(lambda: error in flow.text(), "the worker tells")
-        assert not flow.events(key, "told")
+        until(lambda: error in flow.text(), "the worker logs it")
+        assert not flow.events(key, "errback")
 
 
-def test_a_call_without_a_result_has_none_after_it_was_put_off(flow):
+def test_a_postponed_call_without_a_result_has_none(flow):
     key = flow.key()
     with held(flow, key):
         result = flow.send(tasks.add["requeue"].s(0, key), ignore_result=True)
-        until(lambda: flow.conflicts(key), "it is put off")
+        until(lambda: flow.conflicts(key), "it is postponed")
     until(lambda: flow.events(key, "end"), "it runs")
     flow.get(tasks.add["requeue"].s(0, key))  # after the end of the first
     assert AsyncResult(result.id).state == "PENDING"
@@ -535,11 +482,10 @@ def test_a_call_without_a_result_has_none_after_it_was_put_off(flow):
 # Replacing
 
 
-@on_caches(*FLAVOURS)
-def test_a_task_replaces_itself_by_what_wants_the_same_lock(on, flavour, cache):
-    flow = on(cache)
+@pytest.mark.parametrize("flavour", ["plain", "skip", "wait", "finish"])
+def test_a_task_replaces_itself_by_what_wants_the_same_lock(flow, flavour):
     replace, add, total = (family[flavour] for family in (tasks.replace, tasks.add, tasks.total))
-    gives = {
+    numbers_of = {
         "one": 1,
         "itself": 1,
         "chain": 3,
@@ -547,12 +493,12 @@ def test_a_task_replaces_itself_by_what_wants_the_same_lock(on, flavour, cache):
         "chord": 12,
         "group of chains": [2, 11],
     }
-    if celery.VERSION >= (5, 7):  # earlier ones do not end it, of plain tasks neither
-        gives["chain into a group"] = [2, 11]
+    if celery.VERSION >= (5, 7):  # earlier versions do not end it, also without locks
+        numbers_of["chain into a group"] = [2, 11]
     results = {}
-    for by, given in gives.items():
-        number = sum(tasks.flat(given))
-        results[by] = flow.send(replace.s(0, flow.key(), by)), given
+    for by, numbers in numbers_of.items():
+        number = sum(tasks.flat(numbers))
+        results[by] = flow.send(replace.s(0, flow.key(), by)), numbers
         results[f"{by} in a chain"] = (
             flow.send(chain(replace.s(0, flow.key(), by), total.s(flow.key()), add.s(flow.key()))),
             number + 1,
@@ -563,25 +509,21 @@ def test_a_task_replaces_itself_by_what_wants_the_same_lock(on, flavour, cache):
             ),
             number + 21,
         )
-    given = {name: result.get(timeout=TIMEOUT) for name, (result, _) in results.items()}
-    assert given == {name: gives for name, (_, gives) in results.items()}
+    returned = {name: result.get(timeout=TIMEOUT) for name, (result, _) in results.items()}
+    assert returned == {name: numbers for name, (_, numbers) in results.items()}
     assert flavour == "plain" or not flow.overlaps()
 
 
 # Calls from inside a body
 
 
+# Direct calls and apply() are in tests/test_workflows_eager.py.
 @pytest.mark.parametrize("flavour", LOCKED)
 def test_a_call_of_itself_from_its_body(flow, flavour):
-    keys = {how: flow.key(how) for how in ("direct", "apply", "delay")}
-    results = {how: flow.send(tasks.call_itself[flavour].s(key, how)) for how, key in keys.items()}
-    answers = get_all(results)
-    for how in ("direct", "apply"):
-        conflict = f"conflict with {results[how].id}"
-        assert answers[how] == (SKIPPED if flavour in DROPPING else conflict)
-    again = AsyncResult(answers["delay"])
+    result = flow.send(tasks.call_itself[flavour].s(flow.key(), "delay"))
+    again = AsyncResult(result.get(timeout=TIMEOUT))
     if flavour == "finish":
-        assert again.id == results["delay"].id  # not to be sent before this one has finished
+        assert again.id == result.id  # the entry of this call stops an equal one until its end
     elif flavour == "raise":
         assert error_of(again) == "LockConflict"
     else:
@@ -590,8 +532,9 @@ def test_a_call_of_itself_from_its_body(flow, flavour):
     assert not flow.overlaps()
 
 
-@pytest.mark.parametrize("flavour", LOCKED)
+@pytest.mark.parametrize("flavour", ["skip", "requeue"])
 def test_a_call_of_another_task_from_a_body(flow, flavour):
+    """A direct call cannot be postponed, also in the body of a message."""
     outer, results = tasks.call_another[flavour], []
     for how in ("direct", "apply"):
         key = flow.key()
@@ -600,7 +543,7 @@ def test_a_call_of_another_task_from_a_body(flow, flavour):
     for differ, alike in results:
         assert differ.get(timeout=TIMEOUT) == 2
         conflict = f"conflict with {alike.id}"
-        assert alike.get(timeout=TIMEOUT) == (SKIPPED if flavour in DROPPING else conflict)
+        assert alike.get(timeout=TIMEOUT) == (SKIPPED if flavour in SKIPPING else conflict)
 
 
 def test_map_takes_the_lock_for_each(flow):
@@ -688,19 +631,21 @@ def test_pydantic(flow):
     assert flow.get(chord([modelled.s(item), modelled.s({**item, "number": 5})], body)) == key
 
 
-def test_a_request_class_of_the_projects_own(flow):
+def test_a_task_with_another_request_class(flow):
     key = flow.key()
     result = flow.send(tasks.requested.s(key))
     assert result.get(timeout=TIMEOUT) == "ran"
-    (accepted,) = until(lambda: flow.events(result.id, "accepted"), "it is told")
+    (accepted,) = until(lambda: flow.events(result.id, "accepted"), "the process is noted")
     assert accepted["by"] == flow.events(key)[0]["pid"]
-    # And the main process still frees the lock of a killed run.
+    # The main process still frees the lock of a killed run.
     lock = tasks.requested.lock(key, 60)
     flow.send(tasks.requested.s(key, 60))
     until(lambda: len(flow.events(key)) == 2, "it runs")
     os.kill(flow.events(key)[1]["pid"], signal.SIGKILL)
     until(lambda: not lock.locked(), "its lock is free")
-    until(lambda: [line for line in flow.log() if line["event"] == "expired"], "it is told as dead")
+    until(
+        lambda: [line for line in flow.log() if line["event"] == "expired"], "the death is reported"
+    )
 
 
 def test_a_shared_task_of_two_applications(flow):
