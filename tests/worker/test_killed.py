@@ -120,7 +120,7 @@ def test_acks_late_and_a_killed_group(start_worker, queue, runs_log):
 
 
 VISIBILITY = {
-    "visibility_timeout": 3,
+    "visibility_timeout": 2,
     "unacked_restore_interval": 1,
     "unacked_restore_throttle": 1,
 }
@@ -130,7 +130,7 @@ def test_a_redelivery_beside_its_live_first_run(start_worker, queue, runs_log):
     options = {"broker_transport_options": VISIBILITY}
     start_worker(conf=options, concurrency=2)
     start_worker(conf=options, concurrency=2, name="two")
-    result = tasks.late.apply_async(("a", 10), queue=queue)
+    result = tasks.late.apply_async(("a", 7), queue=queue)
     with app.connection_or_acquire() as connection:
         client = connection.default_channel.client
 
