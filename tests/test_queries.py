@@ -101,10 +101,12 @@ def test_no_question_reads_the_table(settings, alias):
     statements = [plan for question in questions for plan in plans(alias, question)]
     TaskLockEvent.objects.all().delete()
     assert len(statements) >= len(questions)
+    if alias == "default":
+        assert "singletask_open" in statements[0].text
     assert [plan for plan in statements if plan.reads_the_table()] == []
 
 
-def fill(alias, *, analyze=True):
+def fill(alias):
     """Write so many rows that it pays to use an index, half of them of runs that have ended."""
     count = 6000
     rows = [
@@ -120,25 +122,19 @@ def fill(alias, *, analyze=True):
         )
         rows.append(TaskLockEvent(kind="skipped", at=at, blocked_by=f"t{number}", **facts))
     history.bulk_create(rows, batch_size=500)
-    if analyze:
-        with connections[alias].cursor() as cursor:
-            cursor.execute(f"ANALYZE {'TABLE ' if alias == 'mariadb' else ''}{TABLE}")
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"ANALYZE {'TABLE ' if alias == 'mariadb' else ''}{TABLE}")
 
 
 def test_control_a_question_that_reads_the_table_is_noticed(settings):
     keep_history_in(settings, "sqlite")
-    fill("sqlite")
     [plan] = plans("sqlite", lambda: list(history.filter(host="web-1").newest()))
     assert plan.reads_the_table()
 
 
-@pytest.mark.parametrize("alias", ["default", "sqlite"])
-def test_open_rows_are_read_by_an_index_of_their_own(settings, alias):
-    keep_history_in(settings, alias)
-    # Few projects let SQLite analyze its tables.
-    fill(alias, analyze=alias != "sqlite")
-    [statement] = plans(alias, lambda: list(history.open()[:100]))
-    TaskLockEvent.objects.all().delete()
+def test_sqlite_reads_open_rows_by_their_own_index_without_statistics(settings):
+    keep_history_in(settings, "sqlite")
+    [statement] = plans("sqlite", lambda: list(history.open()[:100]))
     assert "singletask_open" in statement.text
 
 
