@@ -393,6 +393,33 @@ def test_control_the_cache_itself_loads_the_planted_pickle(store: Store, cache_a
     assert unpickled
 
 
+# Caches that cannot hold locks
+
+
+@pytest.mark.parametrize(
+    ("alias", "reason"), [("dummy", "stores nothing"), ("filebased", "is not atomic")]
+)
+def test_a_cache_that_cannot_hold_locks_is_refused_at_first_use(alias: str, reason: str) -> None:
+    """A web server runs no system checks."""
+    with pytest.raises(ImproperlyConfigured, match=f"{alias!r} cannot hold locks: .* {reason}"):
+        get_store(alias)
+
+
+def test_a_django_redis_client_that_is_unknown_is_refused_at_first_use(settings) -> None:
+    client = {"CLIENT_CLASS": f"{__name__}.UnknownClient"}
+    with pytest.raises(ImproperlyConfigured, match="UnknownClient is not a django-redis client"):
+        with private_store(settings, "django_redis", options=client):
+            pass
+
+
+class UnknownClient: ...
+
+
+def test_an_alias_that_does_not_exist_is_refused_at_first_use() -> None:
+    with pytest.raises(ImproperlyConfigured, match="'nowhere' is not in CACHES"):
+        get_store("nowhere")
+
+
 # One store per thread
 
 

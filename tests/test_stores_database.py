@@ -17,7 +17,7 @@ from django.db import DatabaseError, OperationalError, connection, connections, 
 from django.test import override_settings
 
 from django_singletask import TaskLock
-from django_singletask.stores import Outcome, close_stores, database, get_store
+from django_singletask.stores import Entry, Outcome, close_stores, database, get_store
 from django_singletask.stores.database import DatabaseStore
 from tests.conftest import empty
 from tests.entries import eventually, holder, key_of, private_store
@@ -91,6 +91,16 @@ def test_an_expired_row_has_one_taker(store: DatabaseStore) -> None:
     eventually(lambda: store.read(KEY) is None)
     assert store.add(KEY, B, 60) is None
     assert store.add(KEY, A, 60).value == B
+
+
+@on("db_postgres", "db_mariadb")
+def test_a_take_that_is_spoiled_each_time_is_a_conflict(
+    store: DatabaseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add(KEY, A, 60)
+    # As if the lock were released before each look, and taken before each insert.
+    monkeypatch.setattr(store, "read", lambda key: None)
+    assert store.add(KEY, B, 60) == Entry(b"", None)
 
 
 @on(*TABLES)

@@ -152,6 +152,26 @@ def test_a_lease_is_not_shorter_than_requested(store: Store, server: Client) -> 
     assert any(lasted[name] < 2 for name in lasted if name.startswith("control"))
 
 
+@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+def test_a_take_that_is_spoiled_each_time_is_a_conflict(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add(KEY, A, 60)
+    # As if the lock were released before each look, and taken before each add.
+    monkeypatch.setattr(store.client, "gets", lambda key: (None, None))
+    assert store.add(KEY, B, 60) == Entry(b"", None)
+
+
+@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+def test_a_change_that_is_spoiled_each_time_leaves_the_entry(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add(KEY, A, 60)
+    monkeypatch.setattr(store.client, "cas", lambda *args: False)
+    assert store.release(KEY, A) is Outcome.TAKEN
+    assert store.read(KEY) == Entry(A, None)
+
+
 @on_all_clients
 def test_values_are_plain_json(store: Store, cache_alias: str, server: Client) -> None:
     with TaskLock("nightly", cache=cache_alias) as lock:
