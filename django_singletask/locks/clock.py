@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 __all__ = ["now"]
 
 
-def _boottime() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 # Nobody can set this clock. Where the system has one that goes on while the machine is suspended,
 # it is that one: the lease of a sleeping laptop ends in time.
-now = _boottime if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic
+now = time.monotonic
+if hasattr(time, "CLOCK_BOOTTIME"):
+    now = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
