@@ -35,6 +35,13 @@ class Lease:
     nobody renews. ``held`` is true from the take until the release; a lease is taken once.
     """
 
+    held = False
+    took_over = False
+    deadline = renewed_at = retry_at = 0.0
+    longest_gap = 0.0
+    thread = 0
+    _lost = False
+
     def __init__(self, address: Address, holder: Holder, *, renews: bool = True) -> None:
         self.address = address
         self.cache = address.cache
@@ -44,12 +51,6 @@ class Lease:
         self.value = holder.encode()
         self.length = holder.timeout
         self.renews = renews and holder.pid > 0
-        self.held = False
-        self.took_over = False
-        self.deadline = self.renewed_at = self.retry_at = 0.0
-        self.longest_gap = 0.0
-        self.thread = 0
-        self._lost = False
 
     # Taking
 
