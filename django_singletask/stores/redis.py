@@ -21,13 +21,13 @@ if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return false en
 return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 """
 CHANGE = """
-local old, new = ARGV[2], ARGV[3] or ARGV[2]
+local old, lease, new = ARGV[1], ARGV[2], ARGV[3] or ARGV[1]
 local value = redis.call('GET', KEYS[1])
 if value ~= old and value ~= new then return value and -1 or 0 end
-if ARGV[1] == '0' then
-    redis.call('DEL', KEYS[1])
+if lease then
+    redis.call('SET', KEYS[1], new, 'PX', lease)
 else
-    redis.call('SET', KEYS[1], new, 'PX', ARGV[1])
+    redis.call('DEL', KEYS[1])
 end
 return 1
 """
@@ -168,8 +168,10 @@ class RedisStore(Store):
         return OUTCOMES[reply]
 
     def _request(self, key: str, old: bytes, new: bytes, lease: float | None) -> tuple[Any, Any]:
-        milliseconds = 0 if lease is None else _milliseconds(lease)
-        return [self.make_key(key)], [milliseconds, *dict.fromkeys((old, new))]  # equal: sent once
+        if lease is None:
+            return [self.make_key(key)], [old]
+        # Bytes that stay the same are sent once.
+        return [self.make_key(key)], [*dict.fromkeys((old, _milliseconds(lease), new))]
 
     def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
         with self.client.pipeline(transaction=False) as pipeline:
