@@ -225,7 +225,7 @@ def test_usual_holds_of_many_names_are_bounded(
         take(name)
     locks = held()
     with django_assert_num_queries(2):
-        registry.usual_holds(locks)
+        registry.with_usual_holds(locks)
 
 
 # Without a history

@@ -7,7 +7,7 @@ import pytest
 from django.db import InterfaceError, connection, connections
 
 from django_singletask.history import queries
-from django_singletask.history.queries import NoHistory, reading
+from django_singletask.history.queries import NoHistory, UsualHold, reading
 from django_singletask.models import TaskLockEvent
 from tests.past_rows import before_now, keep_history_in, ran, row, skipped
 from tests.plans import plans
@@ -193,7 +193,7 @@ def test_usual_hold_is_that_of_the_task():
     for lasted in (1, 2, 9):
         ran(60, lasted, task="a", name=f"a({lasted})")
     ran(60, 100, task="b")
-    assert history.usual_hold("a(1)", "a") == (2, 9, 3)
+    assert history.usual_hold("a(1)", "a") == UsualHold(2, 9, 3)
 
 
 def test_usual_hold_of_a_lock_without_a_task_is_that_of_its_name():
@@ -214,7 +214,7 @@ def test_run_that_did_not_return_is_not_usual(result):
     """A run that hung until it was stopped would hide the next run that hangs."""
     ran(60, 5000, result=result)
     ran(60, 5)
-    assert history.usual_hold("nightly") == (5, 5, 1)
+    assert history.usual_hold("nightly") == UsualHold(5, 5, 1)
 
 
 @pytest.mark.parametrize(("runs", "held_for", "slow"), [(4, 60, 0), (5, 60, 1), (5, 6, 0)])
@@ -228,7 +228,7 @@ def test_only_the_last_hundred_runs_are_usual():
     ran(5000, 1000)
     for _ in range(100):
         ran(60, 1)
-    assert history.usual_hold("nightly") == (1, 1, 100)
+    assert history.usual_hold("nightly") == UsualHold(1, 1, 100)
 
 
 # Without a history

@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from django_singletask.admin.outages import attempt, or_unreadable
 from django_singletask.conf import conf
-from django_singletask.history.queries import UsualHold, reading
+from django_singletask.history.queries import reading
 from django_singletask.locks.keys import QUEUED
 from django_singletask.locks.liveness import is_alive, proof_of_death, started_at
 from django_singletask.models import TaskLockEvent
@@ -241,19 +241,17 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 
 def held_rows(locks: Sequence[HeldLock]) -> list[dict[str, Any]]:
     """Return what the pages show of each lock."""
-    usual_holds, _reason = attempt(partial(held.usual_holds, locks), dict[str, UsualHold]())
-    return [held_row(lock, usual_holds.get(held.whose(lock))) for lock in locks]
+    locks, _reason = attempt(partial(held.with_usual_holds, locks), [*locks])
+    return [held_row(lock) for lock in locks]
 
 
-def held_row(lock: HeldLock, usual: UsualHold | None) -> dict[str, Any]:
+def held_row(lock: HeldLock) -> dict[str, Any]:
     """Return the texts that the pages show of a lock."""
-    holder, usual = lock.holder, None if lock.queued else usual
-    slow = usual is not None and lock.state == "held" and usual.is_exceeded_by(lock.held_for)
+    holder, usual = lock.holder, lock.usual
     return {
         "lock": lock,
         "word": STATES[lock.state],
         "held_for": duration(lock.held_for) if holder.since else "-",
-        "slow": slow,
         "usual": [unbroken(usual.median), unbroken(usual.longest)] if usual is not None else [],
         "remaining": "-" if lock.remaining is None else duration(lock.remaining),
         "since": clock_time(holder.since, dated=True) if holder.since else "",

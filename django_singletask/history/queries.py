@@ -7,13 +7,14 @@ database must be told for that is said here, beside the query that needs it, and
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from django.db import Error, connections, models, router
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
@@ -84,7 +85,8 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
         raise NoHistory(text) from error
 
 
-class UsualHold(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class UsualHold:
     """How long the last runs had their lock: seconds, and the number of runs that says so."""
 
     median: float

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from django_singletask.history.queries import UsualHold, timestamp
+from django_singletask.history.queries import timestamp
 from django_singletask.management.tables import LEFT, LONG, RIGHT, printable, table, width
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.held import HeldLock, usual_holds, whose
+from django_singletask.operators.held import HeldLock
 from django_singletask.operators.probe import Probe
 from django_singletask.operators.words import (
     STATES,
@@ -24,7 +23,7 @@ from django_singletask.operators.words import (
     status,
 )
 
-__all__ = ["COMMAND", "as_json", "history_table", "lock_table", "locks_as_json", "probe_report"]
+__all__ = ["COMMAND", "as_json", "history_table", "lock_table", "probe_report"]
 
 COMMAND = " (manage.py locks)"
 """End of the actor's name if it was this command."""
@@ -48,10 +47,10 @@ def lock_table(locks: Sequence[HeldLock]) -> list[str]:
             for lock in locks
         ],
         [
-            f"(slow: usual {duration(max(1, round(usual.median))).partition(' ')[0]})"
-            if usual and slow
+            f"(slow: usual {duration(max(1, round(lock.usual.median))).partition(' ')[0]})"
+            if lock.usual and lock.slow
             else ""
-            for _lock, usual, slow in _with_usual(locks)
+            for lock in locks
         ],
     )
 
@@ -65,14 +64,6 @@ def _holder(lock: HeldLock) -> str:
     else:
         name = process(holder.host, holder.pid) or holder.host or "unknown"
     return name if lock.state == "held" else f"{STATES[lock.state]} {name}"
-
-
-def _with_usual(locks: Sequence[HeldLock]) -> Iterator[tuple[HeldLock, UsualHold | None, bool]]:
-    """Yield each lock with how long it usually is held, if known, and whether it is slow."""
-    holds = usual_holds(locks)
-    for lock in locks:
-        usual = holds.get(whose(lock)) if lock.state == "held" else None
-        yield lock, usual, usual is not None and usual.is_exceeded_by(lock.held_for)
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:
@@ -117,36 +108,24 @@ def probe_report(probe: Probe) -> list[str]:
 
 
 def as_json(fact: Any) -> Any:
-    """Return what JSON has for a fact, or for one that consists of others.
+    """Return what JSON has for a fact that ``json`` does not know by itself.
 
     Times become Unix times, spans seconds, both to the millisecond.
     """
+    if isinstance(fact, datetime):
+        return round(timestamp(fact), 3)
     if isinstance(fact, HeldLock):
         facts = {name: getattr(fact, name) for name in LOCK}
-        return as_json({**facts, **{name: getattr(fact.holder, name) for name in HOLDER}})
-    if isinstance(fact, UsualHold):
-        return as_json(fact._asdict())
-    if isinstance(fact, TaskLockEvent):
-        fields = fact._meta.concrete_fields
-        return as_json({field.name: getattr(fact, field.name) for field in fields})
-    if dataclasses.is_dataclass(fact):
-        return as_json(vars(fact))
-    if isinstance(fact, dict):
-        return {name: as_json(value) for name, value in fact.items()}
-    if isinstance(fact, list):
-        return [as_json(value) for value in fact]
-    if isinstance(fact, datetime):
-        fact = timestamp(fact)
-    return round(fact, 3) if isinstance(fact, float) else fact
+        facts |= {name: getattr(fact.holder, name) for name in HOLDER}
+    elif isinstance(fact, TaskLockEvent):
+        facts = {field.name: getattr(fact, field.name) for field in fact._meta.concrete_fields}
+    else:
+        facts = vars(fact)
+    return {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in facts.items()
+    }
 
 
-LOCK = ("name", "key", "state", "queued", "held_for", "remaining", "skipped")
+LOCK = ("name", "key", "state", "queued", "held_for", "remaining", "skipped", "usual", "slow")
 HOLDER = ("token", "task", "task_id", "host", "pid", "since", "timeout")
-
-
-def locks_as_json(locks: Sequence[HeldLock]) -> list[dict[str, Any]]:
-    """Return locks for JSON, with how long they usually are held, where that is known."""
-    return [
-        {**as_json(lock), "usual": as_json(usual), "slow": slow}
-        for lock, usual, slow in _with_usual(locks)
-    ]

@@ -9,7 +9,7 @@ from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago,
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
-from django_singletask.operators.held import HeldLock, look
+from django_singletask.operators.held import HeldLock, look, with_usual_holds
 from django_singletask.operators.names import is_call, keys_of, locks_of, nearest, patterns
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.stores.base import PREFIX
@@ -81,7 +81,7 @@ def why(name: str) -> Why:
 
     Raises :class:`UnknownLock` if there is nothing, and the errors of the cache's client.
     """
-    locks = look([name])
+    locks = with_usual_holds(look([name]))
     rows, no_history = [], ""
     try:
         rows = _newest_rows(name, locks)

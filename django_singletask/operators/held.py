@@ -34,8 +34,7 @@ __all__ = [
     "look",
     "must_list",
     "still_held",
-    "usual_holds",
-    "whose",
+    "with_usual_holds",
 ]
 
 logger = logging.getLogger("django_singletask")
@@ -57,7 +56,7 @@ class HeldLock:
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell;
     ``skipped`` counts the runs that this holder was in the way of (of a queued call: its
-    duplicates), None without a history.
+    duplicates), None without a history. ``usual`` is set by :func:`with_usual_holds`.
     """
 
     name: str
@@ -67,11 +66,17 @@ class HeldLock:
     remaining: float | None
     skipped: int | None
     state: str
+    usual: UsualHold | None = None
 
     @property
     def queued(self) -> bool:
         """Whether this is no lock, but the entry of a queued call."""
         return self.state == "queued"
+
+    @property
+    def slow(self) -> bool:
+        """Whether it has been held for longer than is usual, as far as that is known."""
+        return self.usual is not None and self.usual.is_exceeded_by(self.held_for)
 
 
 def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
@@ -124,22 +129,23 @@ def must_list() -> None:
         ) from error
 
 
-def usual_holds(locks: Sequence[HeldLock]) -> dict[str, UsualHold]:
-    """Return how long runs usually have these locks, by task, or by name of those without one.
+def with_usual_holds(locks: Sequence[HeldLock]) -> list[HeldLock]:
+    """Return the locks and, of those that are held, how long they usually are, by task or name.
 
-    Each costs a query, so only the longest held are looked up: a hold that has only begun cannot
-    be an unusually long one.
+    Each costs a query, so only the longest held, which come first, are looked up: a hold that has
+    only begun cannot be an unusually long one.
     """
     holds: dict[str, UsualHold | None] = {}
-    for lock in sorted(locks, key=lambda lock: -lock.held_for):
-        if lock.state == "held" and whose(lock) not in holds and len(holds) < USUAL:
-            holds[whose(lock)] = TaskLockEvent.objects.usual_hold(lock.name, lock.holder.task or "")
-    return {owner: usual for owner, usual in holds.items() if usual is not None}
+    for lock in locks:
+        owner = _owner(lock)
+        if owner and owner not in holds and len(holds) < USUAL:
+            holds[owner] = TaskLockEvent.objects.usual_hold(lock.name, lock.holder.task or "")
+    return [dataclasses.replace(lock, usual=holds.get(_owner(lock))) for lock in locks]
 
 
-def whose(lock: HeldLock) -> str:
-    """Return the task, or the name without one, by which the usual hold of a lock is known."""
-    return lock.holder.task or lock.name
+def _owner(lock: HeldLock) -> str:
+    """Return the task, or the name without one, whose usual hold is that of a held lock."""
+    return (lock.holder.task or lock.name) if lock.state == "held" else ""
 
 
 def clear(lock: HeldLock, *, actor: str) -> bool:

@@ -89,11 +89,11 @@ class Command(BaseCommand):
         names, task = options["names"], options["task"]
         held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
         with asking_the_cache():
-            locks = held.held(names, task=task)
+            locks = held.with_usual_holds(held.held(names, task=task))
             if held_over or starving:
                 alarms.must_be_known(names, task, locks)
         if options["json"]:
-            self.print_json(listings.locks_as_json(locks))
+            self.print_json(locks)
         elif locks:
             self.print_table(listings.lock_table(locks))
         else:
@@ -118,7 +118,7 @@ class Command(BaseCommand):
         with asking_the_cache():
             if options["queued"] and not names:
                 held.must_list()
-            locks = held.held(names, task=task)
+            locks = held.with_usual_holds(held.held(names, task=task))
             chosen = [lock for lock in locks if _is_chosen(lock, options)]
             missing = [name for name in names if not alarms.is_among(name, chosen)]
             nothing = _not_there(missing, locks, options) if missing or not chosen else ""
@@ -188,7 +188,7 @@ class Command(BaseCommand):
         if conf.history == "off":
             self.stderr.write("SINGLETASK_HISTORY = 'off': only old rows are there.")
         if options["json"]:
-            self.print_json(listings.as_json(rows))
+            self.print_json(rows)
         elif rows:
             self.print_table(listings.history_table(rows))
         else:
@@ -239,7 +239,7 @@ class Command(BaseCommand):
 
     def print_json(self, data: Any) -> None:
         """Print data as JSON."""
-        self.stdout.write(json.dumps(data, indent=2))
+        self.stdout.write(json.dumps(data, indent=2, default=listings.as_json))
 
     def print_table(self, lines: Sequence[str]) -> None:
         """Print a table, its head in colour on a terminal."""
