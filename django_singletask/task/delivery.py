@@ -216,8 +216,7 @@ def deliver(
     )
     queued_call = None
     if header.queued is not None:
-        queued_call = QueuedCall(key, options, run)
-        queued_call.value = header.queued
+        queued_call = QueuedCall(key, options, run, header.queued)
     is_message = request is not None and not request.is_eager
     message = request if is_message else None
     return Delivery(

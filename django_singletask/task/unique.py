@@ -57,12 +57,14 @@ class QueuedCall:
     ``value`` is the entry's bytes while the call is queued; None if the call has no entry.
     """
 
-    def __init__(self, key: LockKey, options: LockOptions, run: Run) -> None:
+    def __init__(
+        self, key: LockKey, options: LockOptions, run: Run, value: bytes | None = None
+    ) -> None:
         self.lock_address = Address(conf.cache, key, quiet=not options.lock_history)
         self.address = Address(conf.cache, key.beside(QUEUED, run.task or ""), silent=True)
         self.options = options
         self.run = run
-        self.value: bytes | None = None
+        self.value = value
         self.lease: Lease | None = None
         """The entry as a lease of this process, while the call runs until it is finished."""
 
@@ -176,9 +178,7 @@ class QueuedCall:
 def discard(header: Header) -> None:
     """Free the entry of a queued call that a worker discards, in the background."""
     if header.lock_key is not None and header.queued is not None:
-        queued_call = QueuedCall(header.lock_key, LockOptions(), Run(header.task))
-        queued_call.value = header.queued
-        queued_call.discard()
+        QueuedCall(header.lock_key, LockOptions(), Run(header.task), header.queued).discard()
 
 
 def delay_of(when: Any) -> float:

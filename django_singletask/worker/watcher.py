@@ -22,7 +22,7 @@ from django_singletask.locks.run import Run
 from django_singletask.stores import CannotList, get_store
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
-from django_singletask.task.unique import QueuedCall, discard
+from django_singletask.task.unique import QueuedCall
 
 __all__ = [
     "Accepted",
@@ -71,11 +71,12 @@ class Killed(NamedTuple):
         self.address.bury(token, self.how)
         if header.queued is None:
             return
+        lock_key = self.address.lock_key
+        queued_call = QueuedCall(lock_key, LockOptions(), Run(header.task), header.queued)
         if not self.delivery.ended:
             # Killed before it gave back the entry. A delivery that has ended may have queued its
             # call again with that entry.
-            discard(dataclasses.replace(header, lock_key=self.address.lock_key))
-        queued_call = QueuedCall(self.address.lock_key, LockOptions(), Run(header.task))
+            queued_call.discard()
         queued_call.address.bury(token, self.how)
 
 
