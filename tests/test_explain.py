@@ -68,19 +68,19 @@ def test_held_lock_is_explained_in_full(monkeypatch):
         r"Lease: 60 s, renewed 3\d s ago, ends in 2\d s unless renewed\. "
         r"Usual hold: 4 s, longest 31 s\.\n"
         r"31 runs were skipped meanwhile, the last [23] s ago\. Last completed: 2h 10m ago\.\n"
-        r"It is freed when the task ends or its process dies\. To stop the task: "
-        r'app\.control\.revoke\("3f0c", terminate=True\)\.\n'
-        r"To free only the lock \(a second run can then start beside this one\): "
-        r"manage\.py locks clear --token 9ab2",
+        r"It is freed when the task ends or its process dies\. To stop the task:\n"
+        r'    app\.control\.revoke\("3f0c", terminate=True\)\n'
+        r"To free only the lock \(a second run can then start beside this one\):\n"
+        r"    manage\.py locks clear --token 9ab2",
         explained(),
     )
 
 
-def test_commands_stay_on_lines_of_their_own_where_they_do_not_fit():
-    hold()
+def test_sentences_fit_the_terminal_and_commands_are_never_wrapped():
+    hold(token=f"{'9ab2 ' * 20}")
     lines = explained().splitlines()
-    assert "    manage.py locks clear --token 9ab2" in lines
-    assert all(columns(line) <= 80 for line in lines)
+    assert f"    manage.py locks clear --token '{'9ab2 ' * 20}'" in lines
+    assert all(columns(line) <= 80 for line in lines if not line.startswith("    "))
 
 
 def test_name_key_and_call_explain_the_same():
@@ -338,19 +338,18 @@ def test_queued_call_is_explained():
         r"for 59m 5\ds more at most\. 2 duplicates were stopped\.",
         flat(),
     )
-    assert f'manage.py locks clear --queued "{NAME}"' in text
+    assert f"\n    manage.py locks clear --queued {key}\n" in text
     assert "Last found a duplicate: 1 s ago." in text
     assert "came to nothing" not in text  # the duplicates are mentioned above
 
 
 def test_queued_call_behind_a_held_lock_is_explained_too():
     hold_elsewhere()
-    queued = Holder.from_dict({"name": "a$b", "token": "q", "task_id": "5d1c", "timeout": 60})
+    queued = Holder.from_dict({"name": NAME, "token": "q", "task_id": "5d1c", "timeout": 60})
     get_store("redis").add(BESIDE, queued.encode(), 30)
     text = explained()
     assert text.startswith("Held for")
-    # A shell would read the name otherwise.
-    assert f"clear --queued {BESIDE}" in text.replace("'", "")
+    assert f"clear --queued {BESIDE}" in text
 
 
 def test_queued_call_on_memcached_without_history_says_what_is_known(settings, empty_cache):

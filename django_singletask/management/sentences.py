@@ -8,11 +8,11 @@ import shlex
 import textwrap
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
 
 from django_singletask.holder import describe_run
 from django_singletask.locks.liveness import started_at
-from django_singletask.management.tables import columns, few, printable, width
+from django_singletask.management.tables import few, printable, width
 from django_singletask.operators.explain import Why
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import HOUR
@@ -21,50 +21,39 @@ from django_singletask.operators.words import clock_time, in_words, plural
 __all__ = ["explain"]
 
 
-class Sentence(NamedTuple):
-    """A sentence, or several, and the command that belongs behind it."""
-
-    text: str
-    command: str = ""
+COMMAND = "    "
+"""Beginning of a line that is to be copied, and therefore is never wrapped."""
 
 
 def explain(why: Why) -> list[str]:
     """Write what is known of a lock as lines that fit the terminal."""
+    wrap = partial(textwrap.wrap, width=width(), break_long_words=False, break_on_hyphens=False)
     lines = []
-    for text, command in _sentences(why):
-        # A command that is to be copied stays in one line.
-        whole = printable(f"{text} {command}{'.' if command.endswith(')') else ''}".rstrip())
-        fits = not command or columns(whole) <= width()
-        lines += textwrap.wrap(
-            whole if fits else printable(text),
-            width(),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines += [] if fits else [f"    {printable(command)}"]
+    for text in map(printable, _sentences(why)):
+        lines += [text] if text.startswith(COMMAND) else wrap(text)
     return lines
 
 
-def _sentences(why: Why) -> Iterator[Sentence]:
+def _sentences(why: Why) -> Iterator[str]:
     if why.same_name:
-        yield Sentence(
+        yield (
             f"{len(why.same_name) + 1} locks have this name, and this is about the one with the "
             f"key {why.key}. The others: {few(why.same_name)}."
         )
     if why.lock is not None:
         yield from _held(why, why.lock)
     elif why.queued is None:
-        yield Sentence(f"Free: {why.name}.")
+        yield f"Free: {why.name}."
     if why.queued is not None:
         yield from _queued(why.queued)
     if why.others:
-        yield Sentence(f"Held with other arguments: {few(list(map(_arguments, why.others)))}.")
+        yield f"Held with other arguments: {few(list(map(_arguments, why.others)))}."
     for lock in why.expired:
         yield _expired(lock)
     if why.lock is None:
         yield from _past(why)
     if why.no_history:
-        yield Sentence(why.no_history)
+        yield why.no_history
 
 
 def _arguments(name: str) -> str:
@@ -72,7 +61,7 @@ def _arguments(name: str) -> str:
     return printable(f"{parenthesis}{arguments}" or name, 40)
 
 
-def _held(why: Why, lock: HeldLock) -> Iterator[Sentence]:
+def _held(why: Why, lock: HeldLock) -> Iterator[str]:
     holder = lock.holder
     if why.death:
         alive = f"dead: {why.death}"
@@ -81,23 +70,20 @@ def _held(why: Why, lock: HeldLock) -> Iterator[Sentence]:
     else:
         alive = "on another host or in another container: it cannot be seen from here"
     since = f"for {_whole(lock.held_for)} " if holder.since else ""
-    yield Sentence(f"Held {since}by {holder} ({alive}).")
-    yield Sentence(f"{_lease(lock)} {_usual(why)}")
-    yield Sentence(" ".join(filter(None, (_skipped(why, lock), _completed(why)))))
+    yield f"Held {since}by {holder} ({alive})."
+    yield f"{_lease(lock)} {_usual(why)}"
+    yield f"{_skipped(why, lock)} {_completed(why)}".strip()
     yield from _hungry(why, lock)
     if why.death:
-        yield Sentence("The next call on this host takes it over. To free it now:", _clear(lock))
-        return
-    if holder.task_id:
-        yield Sentence(
-            "It is freed when the task ends or its process dies. To stop the task:",
-            f"app.control.revoke({json.dumps(holder.task_id)}, terminate=True)",
-        )
+        yield "The next call on this host takes it over. To free it now:"
     else:
-        yield Sentence("It is freed when its block of code ends or its process dies.")
-    yield Sentence(
-        "To free only the lock (a second run can then start beside this one):", _clear(lock)
-    )
+        if holder.task_id:
+            yield "It is freed when the task ends or its process dies. To stop the task:"
+            yield f"{COMMAND}app.control.revoke({json.dumps(holder.task_id)}, terminate=True)"
+        else:
+            yield "It is freed when its block of code ends or its process dies."
+        yield "To free only the lock (a second run can then start beside this one):"
+    yield _clear(lock)
 
 
 def _started(lock: HeldLock) -> str:
@@ -154,45 +140,44 @@ def _completed(why: Why) -> str:
     return "" if why.no_history else "No completed run is in its history."
 
 
-def _hungry(why: Why, lock: HeldLock | None) -> Iterator[Sentence]:
+def _hungry(why: Why, lock: HeldLock | None) -> Iterator[str]:
     """Count the calls that came to nothing, if they are more than those already counted."""
     starving = why.starving
     if starving is not None and starving.skipped > max(1, (lock and lock.skipped) or 0):
         word = "Starving: " if starving.lasts(HOUR) else ""
-        yield Sentence(
+        yield (
             f"{word}{plural(starving.skipped, 'call')} came to nothing in "
             f"{_whole(starving.unmet)}, the last {_whole(starving.last_skip)} ago."
         )
 
 
-def _queued(lock: HeldLock) -> Iterator[Sentence]:
+def _queued(lock: HeldLock) -> Iterator[str]:
     left = lock.remaining
     if left is None:
         left = max(0.0, lock.holder.timeout - lock.held_for)
     stopped = _counted(lock.skipped or 0, "duplicate", "stopped") or "No duplicate was stopped"
-    yield Sentence(
+    yield (
         f"Queued: task {lock.holder.task_id}, sent {_whole(lock.held_for)} ago from "
         f"{lock.holder.host or 'an unknown host'}. It stops equal calls until it has run, for "
         f"{_whole(left)} more at most.{'' if lock.skipped is None else f' {stopped}.'}"
     )
-    yield Sentence("To forget it, so that an equal call can be sent beside it:", _clear(lock))
+    yield "To forget it, so that an equal call can be sent beside it:"
+    yield _clear(lock)
 
 
 def _clear(lock: HeldLock) -> str:
     """Return the command that frees a lock, or forgets a queued call, and no other one."""
-    if not lock.queued and lock.holder.token:
-        return f"manage.py locks clear --token {shlex.quote(lock.holder.token)}"
-    if not lock.queued:  # something else wrote this entry
-        return f"manage.py locks clear {shlex.quote(lock.key)}"
-    # Where the cache cannot list its entries, a queued call is found by its name or key alone; by
-    # its key if the name is shortened, or a shell would change it between the quotes.
-    unreadable = set('"$`\\!…') & set(lock.name)
-    quoted = shlex.quote(lock.key) if unreadable else f'"{lock.name}"'
-    return f"manage.py locks clear --queued {quoted}"
+    # Where the cache cannot list its entries, a queued call is found by its name or key alone. An
+    # entry that something else wrote has no token.
+    if lock.queued or not lock.holder.token:
+        which = f"{'--queued ' if lock.queued else ''}{shlex.quote(lock.key)}"
+    else:
+        which = f"--token {shlex.quote(lock.holder.token)}"
+    return f"{COMMAND}manage.py locks clear {which}"
 
 
-def _expired(lock: HeldLock) -> Sentence:
-    return Sentence(
+def _expired(lock: HeldLock) -> str:
+    return (
         f"An open row of the history: {lock.holder} took it {_whole(lock.held_for)} ago, for "
         f"{in_words(lock.holder.timeout)} unless renewed, and the cache has it no more. There is "
         "nothing to free. If its process lives, that may take the lock again at its next renewal; "
@@ -200,29 +185,29 @@ def _expired(lock: HeldLock) -> Sentence:
     )
 
 
-def _past(why: Why) -> Iterator[Sentence]:
+def _past(why: Why) -> Iterator[str]:
     completed, skipped = why.completed, why.skipped
     if completed is not None:
         run = describe_run(completed.task_id, completed.host, completed.pid)
         how = "it raised, " if completed.what == "raised" else ""
-        yield Sentence(
+        yield (
             f"Last completed: {_whole(completed.ago)} ago, by {run} "
             f"({how}held for {in_words(completed.lasted or 0)})."
         )
     elif not why.no_history:
-        yield Sentence(_completed(why))
+        yield _completed(why)
     if why.usual:
-        yield Sentence(_usual(why))
+        yield _usual(why)
     if skipped is not None:
         behind = f", behind task {skipped.task_id}" if skipped.task_id else ""
         what = "found a duplicate" if skipped.what == "duplicate" else "skipped"
-        yield Sentence(f"Last {what}: {_whole(skipped.ago)} ago{behind}.")
+        yield f"Last {what}: {_whole(skipped.ago)} ago{behind}."
     for trouble in sorted(why.troubles, key=lambda trouble: trouble.ago):
         run = describe_run(trouble.task_id, trouble.host, trouble.pid)
         reason = f"by {trouble.actor}" if trouble.actor else trouble.reason
         because = f" ({reason})" if reason else ""
-        yield Sentence(f"Last {trouble.what}: {_whole(trouble.ago)} ago, {run}{because}.")
+        yield f"Last {trouble.what}: {_whole(trouble.ago)} ago, {run}{because}."
     if not (why.starving or why.no_history):
         since = " since it was last completed" if completed else ""
-        yield Sentence(f"Not starving: no call was skipped{since}.")
+        yield f"Not starving: no call was skipped{since}."
     yield from _hungry(why, why.queued)
