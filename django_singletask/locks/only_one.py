@@ -48,30 +48,27 @@ def only_one(
     Raises ``TypeError`` for coroutine and generator functions, whose body runs after the call has
     returned, and for task objects. The name is that of the recipe by Ted Tieken (2012).
     """
-    if function is None:
-        return functools.partial(
-            only_one,
-            key=key,
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
+            if hasattr(function, attribute):
+                raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
+        refuse_deferred(function, "only_one")
+        make_lock = functools.partial(
+            TaskLock,
+            f"{function.__module__}.{function.__qualname__}" if key is None else key,
             timeout=timeout,
             renew=renew,
             wait=wait,
             on_conflict=on_conflict,
-            skip_result=skip_result,
         )
-    for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
-        if hasattr(function, attribute):
-            raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
-    refuse_deferred(function, "only_one")
-    if key is None:
-        key = f"{function.__module__}.{function.__qualname__}"
-    make_lock = functools.partial(
-        TaskLock, key, timeout=timeout, renew=renew, wait=wait, on_conflict=on_conflict
-    )
-    make_lock()  # raises at decoration, and not at the first call, for options that cannot work
+        make_lock()  # raises at decoration, not at the first call, for options that cannot work
 
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-        with make_lock() as lock:
-            return function(*args, **kwargs) if lock else skip_result
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+            with make_lock() as lock:
+                return function(*args, **kwargs) if lock else skip_result
 
-    return wrapper
+        return wrapper
+
+    return decorate if function is None else decorate(function)
