@@ -23,8 +23,8 @@ __all__ = [
     "LockKey",
     "Parameters",
     "call_key",
-    "has_literal_text",
     "name_key",
+    "template_fields",
 ]
 
 MAX_NAME = 255
@@ -182,12 +182,20 @@ def call_key(
     return LockKey(_call_name(task, forms, key, shown), key)
 
 
-def has_literal_text(template: str) -> bool:
-    """Say whether a format string holds more than its fields.
+def template_fields(what: str, template: str) -> list[str]:
+    """Return the fields of a format string that can be a ``lock_name``.
 
-    Raises ``ValueError`` for a string that is no format string.
+    Raises ``ValueError``, whose message begins with ``what``, if it cannot be one.
     """
-    return any(literal.strip() for literal, *_ in string.Formatter().parse(template))
+    try:
+        parts = [(text, field) for text, field, *_ in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise ValueError(f"{what} is no format string: {error}.") from None
+    if not any(text.strip() for text, _ in parts):
+        raise ValueError(
+            f"{what} has no text of its own: two tasks could share a lock by accident."
+        )
+    return [field for _, field in parts if field is not None]
 
 
 # Names
@@ -207,17 +215,14 @@ def _check_name(option: str, name: object) -> None:
 
 
 def _format(task: str, template: str, arguments: Mapping[str, Any]) -> str:
-    if not has_literal_text(template):
-        raise ValueError(
-            f"lock_name={template!r} of {task} has no text of its own: two tasks could share a "
-            f"lock by accident. Write what it stands for, as in 'customer:{template}'."
-        )
+    what = f"lock_name={template!r} of {task}"
+    template_fields(what, template)
     try:
         return template.format(**{name: formattable(value) for name, value in arguments.items()})
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise TypeError(
-            f"lock_name={template!r} of {task} cannot be filled from its arguments "
-            f"({', '.join(arguments) or 'none'}): {type(error).__name__}: {error}"
+            f"{what} cannot be filled from its arguments ({', '.join(arguments) or 'none'}): "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from django_singletask.conf import check_seconds
-from django_singletask.locks.keys import LockKey, Parameters, has_literal_text
+from django_singletask.locks.keys import LockKey, Parameters, template_fields
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
 
@@ -170,11 +169,10 @@ class LockOptions:
         names: Any = self.lock_on
         if names is None:
             return
-        if isinstance(names, str):
-            text = f"lock_on={names!r} {where} is a string; did you mean [{names!r}]?"
-            yield Problem(text, "Set lock_on to a list.", CHECKS["lock_on"], TypeError, early=True)
-        elif not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             text = f"lock_on {where} must be a list of argument names, not {names!r}."
+            if isinstance(names, str):
+                text = f"lock_on={names!r} {where} is a string; did you mean [{names!r}]?"
             yield Problem(text, "Set lock_on to a list.", CHECKS["lock_on"], TypeError, early=True)
         elif parameters is not None and not parameters.takes_any_name:
             arguments = ", ".join(parameters.names) or "none; use lock_on=[]"
@@ -205,19 +203,10 @@ NAMES = frozenset(field.name for field in dataclasses.fields(LockOptions))
 
 def _wrong_template(template: str, what: str, parameters: Parameters) -> Iterator[Problem]:
     try:
-        has_text = has_literal_text(template)
-        parts = string.Formatter().parse(template)
-        fields = [field for _, field, _, _ in parts if field is not None]
+        fields = template_fields(what, template)
     except ValueError as error:
-        hint = "Double a brace that is meant as such."
-        yield Problem(f"{what} is no format string: {error}.", hint, CHECKS["lock_name"])
-        return
-    if not has_text:
-        yield Problem(
-            f"{what} has no text of its own: two tasks could share a lock by accident.",
-            f"Write what it stands for, as in 'customer:{template}'.",
-            CHECKS["lock_name"],
-        )
+        hint = "Write what it stands for, as in 'customer:{customer_id}'; double a literal brace."
+        yield Problem(str(error), hint, CHECKS["lock_name"])
         return
     arguments = ", ".join(parameters.names) or "none"
     for field in fields:
