@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from django.conf import settings
 
@@ -53,7 +53,7 @@ class Sweeper:
                     logger.warning("The rows of the cache %r are not swept: %s", row.cache, error)
         for pk in self.missed.keys() - still_open:
             del self.missed[pk]
-        prune(limit=SWEPT)
+        sum(prune(limit=SWEPT))
 
     def look_after(self, row: TaskLockEvent) -> None:
         """Look at an open row whose lease is over, unless the lease was renewed."""
@@ -72,16 +72,12 @@ class Sweeper:
 
 
 def prune(
-    batch: int = 1000,
-    *,
-    older_than: float | None = None,
-    limit: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> int:
+    batch: int = 1000, *, older_than: float | None = None, limit: int | None = None
+) -> Iterator[int]:
     """Delete what is older than ``older_than`` seconds (default ``SINGLETASK_HISTORY_DAYS``).
 
-    In small batches, each a transaction of its own; at most ``limit`` rows. ``progress`` is
-    called after each batch with the number of rows deleted so far. Returns that number.
+    In small batches, each a transaction of its own; at most ``limit`` rows. Yields the number of
+    rows of each batch, and deletes the next one when it is asked to go on.
     """
     rows = TaskLockEvent.objects.primary()
     old, deleted = rows.older_than(older_than).order_by("at"), 0
@@ -95,9 +91,8 @@ def prune(
         tokens = [token for _pk, _at, token in oldest if token]
         met = rows.filter(blocked_by__in=tokens).order_by().values_list("pk", flat=True)
         first = list(met[:batch])
-        deleted += rows.filter(pk__in=first or [pk for pk, _at, _token in oldest]).delete()[0]
-        if progress is not None:
-            progress(deleted)
+        gone = rows.filter(pk__in=first or [pk for pk, _at, _token in oldest]).delete()[0]
+        deleted += gone
+        yield gone
         # PostgreSQL's index still has the deleted rows: do not pass them again each time.
         rest = old.filter(at__gte=oldest[0 if first else -1][1])
-    return deleted

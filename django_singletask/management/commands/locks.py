@@ -209,21 +209,17 @@ class Command(BaseCommand):
         """Delete old history, and say meanwhile how many rows are gone."""
         older_than, limit, dry_run = options["older_than"], options["limit"], options["dry_run"]
         count = 0
-
-        def show(deleted: int) -> None:
-            nonlocal count
-            count = deleted
-            if self.stdout.isatty() and not options["json"]:
-                self.stdout.write(f"\r{count} rows deleted …\r", ending="")
-                self.stdout.flush()
-
         try:
             with reading(even_if_off=True):
                 if dry_run:
                     old = TaskLockEvent.objects.primary().older_than(older_than)
                     count = old[:limit].count()
                 else:
-                    prune(older_than=older_than, limit=limit, progress=show)
+                    for deleted in prune(older_than=older_than, limit=limit):
+                        count += deleted
+                        if self.stdout.isatty() and not options["json"]:
+                            self.stdout.write(f"\r{count} rows deleted …\r", ending="")
+                            self.stdout.flush()
         except KeyboardInterrupt:
             self.stdout.write("")
             raise CommandError(
