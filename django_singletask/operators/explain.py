@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading, timestamp
+from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.operators.held import HeldLock, look, with_usual_holds
-from django_singletask.operators.names import is_call, keys_of, locks_of, nearest, patterns
+from django_singletask.operators.names import is_call, keys_of, names_of, nearest, patterns
 from django_singletask.operators.starving import Starving, starvation
+from django_singletask.operators.words import hold_seconds
 from django_singletask.stores.base import PREFIX
 
 __all__ = ["UnknownLock", "Why", "why"]
@@ -112,9 +113,9 @@ def why(name: str) -> Why:
         alive=is_alive(lock.holder) if lock else None,
         death=proof_of_death(lock.holder) if lock else None,
         usual=TaskLockEvent.objects.usual_hold(shown, task),
-        completed=next((_past(row, row.result) for row in rows if row.is_completed), None),
-        skipped=next((_past(row, row.kind) for row in skips), None),
-        troubles=[_past(newest[kind], kind) for kind in sorted(TROUBLE & newest.keys())],
+        completed=next((_past(row) for row in rows if row.is_completed), None),
+        skipped=next(map(_past, skips), None),
+        troubles=[_past(newest[kind]) for kind in sorted(TROUBLE & newest.keys())],
         starving=starvation(shown, rows),
         others=[] if lock else _others(task),
         same_name=same_name,
@@ -125,13 +126,8 @@ def why(name: str) -> Why:
 
 def _newest_rows(name: str, locks: Sequence[HeldLock]) -> list[TaskLockEvent]:
     """Return the newest rows of the first of these names that has any, the newest first."""
-    names = [lock.name for lock in locks]
     with reading():
-        if name.startswith(PREFIX):
-            names.append(TaskLockEvent.objects.name_of_key(name))
-        else:
-            names += (lock.name for lock in locks_of(name))
-        for each in dict.fromkeys(filter(None, [*names, name])):
+        for each in dict.fromkeys([*(lock.name for lock in locks), *names_of(name), name]):
             if rows := list(TaskLockEvent.objects.named(each)[:NEWEST]):
                 return rows
     return []
@@ -159,17 +155,16 @@ def _keys(
     }, same_name
 
 
-def _past(row: TaskLockEvent, what: str) -> Past:
-    at = row.ended_at or row.last_at or row.at
+def _past(row: TaskLockEvent) -> Past:
     return Past(
-        what=what,
-        ago=ago(at),
+        what=row.result or row.kind,
+        ago=ago(row.ended_at or row.last_at or row.at),
         task_id=row.blocked_by_task_id if row.is_counted else row.task_id,
         host=row.host,
         pid=row.pid,
         reason=row.reason,
         actor=row.actor,
-        lasted=timestamp(at) - timestamp(row.at) if row.kind == "acquired" else None,
+        lasted=hold_seconds(row) if row.kind == "acquired" else None,
     )
 
 

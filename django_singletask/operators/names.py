@@ -56,7 +56,7 @@ def keys_of(name: str) -> list[str]:
     return [lock.key for lock in locks_of(name)]
 
 
-def names_of(name: str) -> set[str]:
+def names_of(name: str) -> list[str]:
     """Return the names that a name, a key or a call can have in the history.
 
     Raises :class:`NoHistory`.
@@ -65,7 +65,7 @@ def names_of(name: str) -> set[str]:
     if name.startswith(PREFIX):
         with reading(even_if_off=True):
             recorded = TaskLockEvent.objects.name_of_key(name)
-    return {recorded} if recorded else {lock.name for lock in locks_of(name)}
+    return [recorded] if recorded else [lock.name for lock in locks_of(name)]
 
 
 def is_call(name: str) -> bool:
