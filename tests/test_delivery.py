@@ -214,6 +214,11 @@ class TestRequeue:
         assert 0.7 <= message["countdown"] <= 1
         assert header_of(message)["hops"] == 1
 
+    def test_a_postponed_message_keeps_no_token(self, sent):
+        with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
+            receive(tasks.requeue, "a", header={"token": "of this delivery"})
+        assert "token" not in header_of(sent[0])
+
     def test_the_conflict_is_reported_once_for_all_hops(self, sent):
         with held_by("another", task=tasks.requeue):
             for hops in range(3):

@@ -303,11 +303,5 @@ class TestHeader:
         fields = {"token": FULL.token, "hops": 3, "redelivered": WAITS, "ticket": FULL.ticket}
         assert header.next(**fields) == FULL
 
-    def test_a_postponed_message_has_one_hop_more_and_no_token(self):
-        header = FULL.postponed()
-        assert (header.hops, header.token) == (4, None)
-        assert header.postponed(hops=3, token=FULL.token) == FULL
-
     def test_a_change_goes_before_what_is_dropped(self):
         assert FULL.next(ticket=FULL.ticket).ticket == FULL.ticket
-        assert FULL.postponed(redelivered=0).redelivered == 0

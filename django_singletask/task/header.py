@@ -110,10 +110,6 @@ class Header:
         fresh = {"token": None, "hops": 0, "redelivered": 0, "ticket": None}
         return dataclasses.replace(self, **{**fresh, **changes})
 
-    def postponed(self, **changes: Any) -> Header:
-        """Return the header of this message, sent once more for a little later."""
-        return dataclasses.replace(self, **{"token": None, "hops": self.hops + 1, **changes})
-
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:
     """Return what a caller shows instead of the arguments, by ``argsrepr`` and ``kwargsrepr``."""
