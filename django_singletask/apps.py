@@ -1,4 +1,4 @@
-"""Register checks, history and the worker's side when Django starts."""
+"""Connect the checks, the history and the worker's side when Django starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class SingletaskConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        # They import models, which Django has not loaded before.
         from django_singletask import checks
-        from django_singletask.history import recorder as writer
+        from django_singletask.history import recorder
         from django_singletask.worker import startup
 
         checks.register()
-        writer.connect()
+        recorder.connect()
         startup.connect()

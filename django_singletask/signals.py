@@ -23,10 +23,10 @@ class LockEvent:
     """One thing that happened to a lock.
 
     ``kind`` is ``acquired``, ``released``, ``skipped``, ``duplicate``, ``expired``, ``lost`` or
-    ``cleared``; ``cache`` is the alias of the cache that holds the lock; ``token``, ``host``,
-    ``pid``, ``task`` and ``task_id`` are those of the holder (of the run that was skipped, for
-    ``skipped``). ``at`` is an aware UTC time, ``timeout`` and ``longest_renewal_gap`` are seconds.
-    ``quiet`` is set for tasks with ``lock_history=False``.
+    ``cleared``. ``cache`` is the alias of the cache that holds the lock. ``token``, ``host``,
+    ``pid``, ``task`` and ``task_id`` are those of the holder; if ``kind`` is ``skipped``, those of
+    the run that was skipped. ``at`` is an aware UTC time, ``timeout`` and ``longest_renewal_gap``
+    are seconds. ``quiet`` is set for tasks with ``lock_history=False``.
     """
 
     kind: str
@@ -53,12 +53,12 @@ class LockEvent:
     def about(
         cls, kind: str, name: str, key: str, holder: Holder | None, **facts: Any
     ) -> LockEvent:
-        """Describe what happens to a holder's lock now, or what this process meets (None)."""
+        """Describe what happens to the lock of a holder now; None: to this process."""
         process = holder or this_process()
         seconds = holder.since if holder is not None and kind == "acquired" else time.time()
         event = object.__new__(cls)
-        # A tenth of the time of a frozen dataclass's own way to set its fields one by one; those
-        # that are not given have their defaults on the class.
+        # In a tenth of the time of a frozen dataclass, which sets its fields one by one. The class
+        # has the defaults of the others.
         vars(event).update(
             kind=kind,
             name=name,
