@@ -1,3 +1,5 @@
+"""TaskLock and only_one: take, hold, wait, give back, and what is reported."""
+
 from __future__ import annotations
 
 import contextlib
@@ -58,7 +60,7 @@ class TestWith:
         assert not lock
         assert not lock.locked()
 
-    def test_raises_when_busy(self, cache_alias):
+    def test_a_held_lock_raises(self, cache_alias):
         with TaskLock("nightly") as lock:
             with pytest.raises(LockConflict) as caught, TaskLock("nightly"):
                 pytest.fail("entered")
@@ -66,7 +68,7 @@ class TestWith:
             assert caught.value.holder.token == lock.token
             assert caught.value.holder.pid == os.getpid()
 
-    def test_skip_yields_itself_false(self, cache_alias):
+    def test_skip_yields_a_false_lock(self, cache_alias):
         with TaskLock("nightly"), TaskLock("nightly", on_conflict="skip") as second:
             assert not second
             assert second.blocker.pid == os.getpid()
@@ -77,12 +79,12 @@ class TestWith:
                 pass
             assert lock.owned()
 
-    def test_is_free_after_an_error(self):
+    def test_the_lock_is_free_after_an_error(self):
         with pytest.raises(ZeroDivisionError), TaskLock("nightly") as lock:
             raise ZeroDivisionError
         assert not lock.locked()
 
-    def test_can_be_used_again(self):
+    def test_an_object_can_be_used_again(self):
         lock = TaskLock("nightly")
         with lock:
             first = lock.token
@@ -95,7 +97,7 @@ class TestWith:
 
 
 class TestAcquireAndRelease:
-    def test_say_whether(self, cache_alias):
+    def test_acquire_and_release_return_whether_they_did(self, cache_alias):
         lock, other = TaskLock("nightly"), TaskLock("nightly")
         assert lock.acquire()
         assert not other.acquire()
@@ -117,7 +119,7 @@ class TestAcquireAndRelease:
         assert next_one.owned()
         next_one.release()
 
-    def test_waits_for_its_turn(self):
+    def test_acquire_waits_until_the_lock_is_free(self):
         first = TaskLock("nightly")
         taken = threading.Event()
 
@@ -134,13 +136,13 @@ class TestAcquireAndRelease:
         first.release()
         thread.join()
 
-    def test_gives_up_when_the_wait_is_over(self):
+    def test_acquire_gives_up_when_the_wait_is_over(self):
         with held_elsewhere("nightly"):
             began = time.monotonic()
             assert not TaskLock("nightly").acquire(wait=0.2)
             assert 0.2 <= time.monotonic() - began < 2
 
-    def test_one_that_would_wait_for_itself_raises_at_once(self):
+    def test_a_lock_that_would_wait_for_its_own_thread_raises_at_once(self):
         with TaskLock("nightly"):
             began = time.monotonic()
             with pytest.raises(LockConflict), TaskLock("nightly", wait=30):
@@ -167,7 +169,7 @@ class TestOneObjectServesOneAcquisition:
             assert lock.owned()
 
     def test_a_second_thread_does_not_enter(self):
-        """The second found the object true, went in, and freed the lock of the first."""
+        """It would find the object true, run the block, and free the lock of the first thread."""
         shared = TaskLock("nightly", on_conflict="skip")
         with shared, ThreadPoolExecutor(1) as pool:
             with pytest.raises(LockError, match="in use"):
@@ -175,7 +177,7 @@ class TestOneObjectServesOneAcquisition:
             assert shared.owned()
 
     def test_a_skipped_block_keeps_the_object_until_its_end(self):
-        """Else it would turn true under the thread that is about to look at it."""
+        """Otherwise it could become true before the skipping thread has looked at it."""
         shared = TaskLock("nightly", on_conflict="skip")
         with held_elsewhere("nightly"):
             shared.__enter__()
@@ -268,22 +270,22 @@ class TestHolding:
             assert not lock.lost
 
     def test_without_renewal_the_lease_ends(self, wait_for):
-        """Negative control of the one above."""
+        """Negative control of the test above."""
         with TaskLock("nightly", timeout=0.5, renew=False) as lock:
             wait_for(lambda: not lock.locked(), "the lease ends", deadline=5)
             assert lock.lost
 
 
 class TestClear:
-    def test_frees_whoever_holds_it(self, cache_alias):
+    def test_the_lock_is_freed_whoever_holds_it(self, cache_alias):
         with TaskLock("nightly"):
             assert TaskLock("nightly").clear()
             assert not TaskLock("nightly").locked()
 
-    def test_of_a_free_lock_says_no(self, cache_alias):
+    def test_a_free_lock_is_not_cleared(self, cache_alias):
         assert not TaskLock("nightly").clear()
 
-    def test_with_a_stale_token_frees_nothing(self, cache_alias):
+    def test_a_lock_with_another_token_is_not_cleared(self, cache_alias):
         with TaskLock("nightly") as lock:
             assert not TaskLock("nightly").clear(token="another")
             assert lock.owned()
@@ -294,7 +296,7 @@ class TestFailures:
         with pytest.raises(Exception, match=r"Connection|refused|connect"):
             TaskLock("nightly", cache=dead_redis).acquire()
 
-    def test_a_failed_give_back_leaves_the_result_alone(self, monkeypatch, caplog):
+    def test_a_failed_release_is_logged_and_does_not_raise(self, monkeypatch, caplog):
         def fail(*arguments):
             raise OSError("gone away")
 
@@ -305,11 +307,11 @@ class TestFailures:
 
     @pytest.mark.parametrize("use", ["acquire", "with"])
     def test_a_signal_at_any_line_leaves_no_lock_behind(self, use, wait_for):
-        """The release or a debt frees it, or nobody renews it when the object is gone."""
+        """The release or a debt frees the lock, or its lease ends since nobody renews it."""
         names = []
         for line in itertools.count(1):
             names.append(f"interrupted in {use} at line {line}")
-            # In a context of its own, which an interrupted block leaves with its lock in it.
+            # Use a new context each time: an interrupted block leaves its lock in the context.
             context = contextvars.copy_context()
             if not context.run(take_and_give_back, names[-1], use, line):
                 break
@@ -318,7 +320,7 @@ class TestFailures:
             wait_for(lambda lock=lock: not lock.locked(), f"{name}: the lock is free")
         assert len(names) > 60
 
-    def test_a_lost_reply_is_an_acquisition(self, monkeypatch, cache_alias):
+    def test_a_lock_that_a_lost_request_took_is_acquired(self, monkeypatch, cache_alias):
         store = get_store(cache_alias)
         add = store.add
 
@@ -332,7 +334,7 @@ class TestFailures:
         assert lock.owned()
         lock.release()
 
-    def test_a_foreign_value_is_a_nameless_holder(self):
+    def test_an_entry_that_something_else_wrote_is_a_holder_without_a_name(self):
         lock = TaskLock("nightly")
         get_store("redis").add(lock.key, b"\x80pickled", 30)
         assert not lock.acquire()
@@ -362,12 +364,93 @@ class TestRenewalMeetsRelease:
 
         monkeypatch.setattr(store, "renew", release_first)
         lock.lease.extend(60)
-        wait_for(lambda: not lock.locked(), "it is given back")
+        wait_for(lambda: not lock.locked(), "the lock is given back")
+
+    def test_a_release_overtaken_by_a_renewal_leaves_nothing_behind(self, monkeypatch):
+        store = get_store("redis")
+        renew = store.renew
+        lock = TaskLock("nightly")
+        lock.acquire()
+
+        def release_before_the_reply(*arguments):
+            outcome = renew(*arguments)
+            lock.release()
+            return outcome
+
+        monkeypatch.setattr(store, "renew", release_before_the_reply)
+        lock.lease.extend(60)
+        assert not lock.locked()
+        assert not lock.lost
+
+    def test_a_longer_lease_whose_renewal_fails_is_not_trusted(self, monkeypatch):
+        def fail(*arguments):
+            raise ConnectionError
+
+        with TaskLock("nightly", timeout=30) as lock:
+            deadline = lock.lease.deadline
+            with monkeypatch.context() as patch:
+                patch.setattr(get_store("redis"), "renew", fail)
+                with pytest.raises(ConnectionError):
+                    lock.extend(600)
+            assert (lock.lease.deadline, lock.lease.length) == (deadline, 30)
+
+
+class TestLoss:
+    @pytest.fixture
+    def reasons(self, events):
+        return lambda: [event.reason for event in events if event.kind == "lost"]
+
+    def test_a_lock_that_the_store_forgot_is_taken_again(self, reasons, empty_cache, caplog):
+        with TaskLock("nightly") as lock:
+            empty_cache("redis")
+            lock.extend()
+            assert lock.owned()
+            assert not lock.lost
+        assert "taken again" in caplog.text
+        assert reasons() == []
+
+    def test_a_lock_that_is_taken_again_after_its_lease_is_lost(
+        self, reasons, empty_cache, monkeypatch
+    ):
+        """Another run may have held it, and ended, in between."""
+        with TaskLock("nightly", renew=False, timeout=30) as lock:
+            empty_cache("redis")
+            later = clock.now() + 31
+            monkeypatch.setattr(clock, "now", lambda: later)
+            with pytest.raises(LockLost):
+                lock.extend()
+        assert reasons() == ["gone from the cache (evicted, flushed or expired)"]
+
+    def test_a_lock_that_another_has_names_the_other(self, reasons, empty_cache, take):
+        with TaskLock("nightly") as lock:
+            empty_cache("redis")
+            blocker = take().holder()
+            with pytest.raises(LockLost):
+                lock.extend()
+        assert reasons() == [f"taken by {blocker}"]
+
+    @pytest.mark.parametrize("outcome", [Outcome.TAKEN, Outcome.GONE])
+    def test_a_loss_is_reported_while_the_store_is_down(
+        self, reasons, monkeypatch, outcome, caplog
+    ):
+        store = get_store("redis")
+
+        def fail(*arguments):
+            raise ConnectionError
+
+        with TaskLock("nightly") as lock:
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "renew", lambda *arguments: outcome)
+                patch.setattr(store, "read", fail)
+                with pytest.raises(LockLost):
+                    lock.extend()
+        assert len(reasons()) == 1
+        assert "was lost by the run that held it" in caplog.text
 
 
 class TestOptions:
     @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 30 * 86400 + 1])
-    def test_a_timeout_that_cannot_be(self, timeout):
+    def test_a_timeout_that_cannot_work(self, timeout):
         with pytest.raises(ValueError, match="timeout"):
             TaskLock("nightly", timeout=timeout)
 
@@ -389,7 +472,7 @@ class TestOptions:
             TaskLock("nightly").acquire(wait=-1)
 
     @pytest.mark.parametrize("name", ["", " ", "a\nb", "x" * 256])
-    def test_a_name_that_cannot_be(self, name):
+    def test_a_name_that_cannot_work(self, name):
         with pytest.raises(ValueError, match="name"):
             TaskLock(name)
 
@@ -397,7 +480,7 @@ class TestOptions:
         with pytest.raises(TypeError, match="name"):
             TaskLock(7)
 
-    def test_the_setting_is_read_late(self, settings):
+    def test_the_default_timeout_is_read_when_the_lock_is_taken(self, settings):
         lock = TaskLock("nightly")
         settings.SINGLETASK_LOCK_TIMEOUT = 7
         with lock:
@@ -421,7 +504,7 @@ class TestOptions:
 
 
 def test_an_event_has_the_fields_of_its_class(events):
-    """It is not made by the dataclass's own way, which would refuse others."""
+    """The dataclass's __init__, which would refuse other fields, is not called."""
     fields = {field.name for field in dataclasses.fields(LockEvent)}
     with TaskLock("nightly"), TaskLock("nightly", on_conflict="skip"):
         pass
@@ -433,7 +516,7 @@ def test_an_event_has_the_fields_of_its_class(events):
 
 
 class TestCurrentLock:
-    def test_is_the_innermost(self):
+    def test_current_lock_is_the_innermost(self):
         assert current_lock() is None
         with TaskLock("outer") as outer:
             assert current_lock() is outer
@@ -442,7 +525,7 @@ class TestCurrentLock:
             assert current_lock() is outer
         assert current_lock() is None
 
-    def test_a_skipped_block_has_that_of_its_surroundings(self):
+    def test_a_skipped_block_has_the_lock_around_it(self):
         with TaskLock("a") as outer, TaskLock("a", on_conflict="skip"):
             assert current_lock() is outer
 
@@ -458,7 +541,7 @@ class TestOnlyOne:
         assert add.__name__ == "add"
         assert add.__doc__ == "Add."
 
-    def test_is_skipped_when_busy(self):
+    def test_a_call_is_skipped_while_the_lock_is_held(self):
         @only_one(key="import", timeout=30, skip_result="skipped")
         def work():
             return "ran"
@@ -467,7 +550,7 @@ class TestOnlyOne:
             assert work() == "skipped"
         assert work() == "ran"
 
-    def test_raises_when_asked_to(self):
+    def test_on_conflict_raise(self):
         @only_one(key="import", on_conflict="raise")
         def work():
             return "ran"
@@ -491,7 +574,7 @@ class TestOnlyOne:
         one = Import()
         assert one.run(3) == (one, 3)
 
-    def test_refuses_functions_whose_body_runs_later(self):
+    def test_functions_whose_body_runs_later_are_refused(self):
         async def coroutine():
             pass
 
@@ -505,13 +588,13 @@ class TestOnlyOne:
             with pytest.raises(TypeError, match=function.__name__):
                 only_one(function)
 
-    def test_refuses_a_task_object(self):
+    def test_a_task_object_is_refused(self):
         from tests.testapp.tasks import plain
 
         with pytest.raises(TypeError, match="below @shared_task"):
             only_one(plain)
 
-    def test_refuses_options_at_decoration(self):
+    def test_wrong_options_are_refused_at_decoration(self):
         with pytest.raises(ValueError, match="timeout"):
             only_one(timeout=-1)(lambda: None)
 
@@ -544,7 +627,7 @@ class TestEvents:
         skipped = next(event for event in events if event.kind == "skipped")
         assert (skipped.reason, skipped.blocked_by) == ("skip", token)
 
-    def test_lost_is_told_and_logged_once(self, events, caplog):
+    def test_a_loss_is_reported_and_logged_once(self, events, caplog):
         with TaskLock("nightly") as lock:
             TaskLock("nightly").clear()
             with pytest.raises(LockLost):
@@ -568,7 +651,7 @@ class TestEvents:
 
 
 class TestErrors:
-    def test_survive_pickle(self):
+    def test_errors_survive_pickle(self):
         with TaskLock("nightly"), pytest.raises(LockConflict) as caught, TaskLock("nightly"):
             pass
         conflict = pickle.loads(pickle.dumps(caught.value))
@@ -579,7 +662,7 @@ class TestErrors:
 
 
 def take_and_give_back(name, use, line):
-    """Use a lock, and say whether a signal struck at that line; the object is gone afterwards."""
+    """Use a lock, and return whether a signal struck at that line."""
     lock = TaskLock(name, timeout=0.5)
     try:
         with interrupt_at(line):

@@ -241,16 +241,20 @@ class Lease:
         if self.address.silent:
             logger.warning("%s: the entry of a running call is gone from the cache.", self.address)
             return
-        entry = self.address.read() if outcome is Outcome.TAKEN else None
-        blocker = None if entry is None else Holder.decode(entry.value)
-        reason = f"taken by {blocker}" if blocker else self._why_gone()
+        reason, blocker = self._why_lost(outcome)
         logger.error("%s was lost by the run that held it: %s.", self.address, reason)
         self.address.tell("lost", self.holder, reason=reason, **blocker_facts(blocker))
 
-    def _why_gone(self) -> str:
+    def _why_lost(self, outcome: Outcome) -> tuple[str, Holder | None]:
+        """Return the reason of a loss, and who has the lock now if that can be read."""
         try:
-            store = get_store(self.cache)
-            cleared = store.read(marker_key(self.key, self.value)) is not None
+            entry = self.address.read() if outcome is Outcome.TAKEN else None
+            if entry is not None:
+                blocker = Holder.decode(entry.value)
+                return f"taken by {blocker}", blocker
+            if get_store(self.cache).read(marker_key(self.key, self.value)) is not None:
+                return "cleared", None
         except Exception:
-            cleared = False  # the store is down again; it is known only that the entry was gone
-        return "cleared" if cleared else "gone from the cache (evicted, flushed or expired)"
+            # The store is down again. The loss itself is known, and must be reported.
+            logger.warning("%s: the reason of its loss cannot be read.", self.address)
+        return "gone from the cache (evicted, flushed or expired)", None
