@@ -123,6 +123,41 @@ def test_a_redelivery_whose_work_is_not_known_to_be_done_runs(
     assert receive(tasks.hold, "a", header={"redelivered": LOOKS}) == "ran"
 
 
+@pytest.mark.parametrize("error", [NotImplementedError(), OSError("the result backend is away")])
+def test_a_redelivery_whose_result_cannot_be_read_runs(sent, monkeypatch, tmp_path, error, caplog):
+    class Result:
+        @property
+        def state(self):
+            raise error
+
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
+    monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", lambda self, task_id: Result())
+    assert receive(tasks.hold, "a", header={"redelivered": LOOKS}) == "ran"
+    # Celery raises NotImplementedError where no backend is configured: that is no trouble.
+    assert ("cannot be read" in caplog.text) == isinstance(error, OSError)
+
+
+def test_a_redelivery_without_a_result_runs(sent, result, monkeypatch, tmp_path):
+    """With ignore_result the state in the backend says nothing about this message."""
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
+    result.state = "SUCCESS"
+    header = {"redelivered": LOOKS}
+    assert receive(tasks.hold, "a", header=header, ignore_result=True) == "ran"
+
+
+@pytest.mark.parametrize("where", ["result", "publish"])
+def test_a_soft_time_limit_reaches_the_task(monkeypatch, where):
+    def interrupt(*args, **options):
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(tasks.hold.app, "send_task", interrupt)
+    monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", interrupt)
+    header = {"redelivered": LOOKS if where == "result" else WAITS}
+    with pytest.raises(SoftTimeLimitExceeded):
+        receive(tasks.hold, "a", header=header)
+    assert not tasks.hold.lock("a").locked()
+
+
 def test_a_redelivery_behind_another_call_is_dropped_if_its_work_is_done(sent, result):
     result.state = "SUCCESS"
     with held_by("another"), pytest.raises(Ignore) as caught:
@@ -399,6 +434,38 @@ class TestRerun:
         monkeypatch.setattr(delivery, "is_superseded", interrupt)
         with held_by("holder", task=tasks.rerun), pytest.raises(Postponed):
             receive(tasks.rerun, "a", task_id="B")
+
+    def test_a_message_that_gets_no_number_is_postponed_without_one(self, sent, ran, monkeypatch):
+        """Others were faster each time; the message takes a number at its next conflict."""
+        self.conflict(sent, "B")
+        with monkeypatch.context() as patch:
+            patch.setattr(get_store("redis"), "replace", lambda *args: False)
+            (c,) = self.conflict(sent, "C")
+        assert "ticket" not in header_of(c)
+        with held_by("holder", task=tasks.rerun), pytest.raises(Postponed):
+            deliver_again(c)
+        assert header_of(sent[-1])["ticket"][1] == 2
+        deliver_again(sent[-1])
+        assert ran == ["C"]
+
+    def test_a_message_that_cannot_be_noted_runs(self, sent, ran, monkeypatch, unnoted):
+        with unnoted():
+            (b,) = self.conflict(sent, "B")
+        with monkeypatch.context() as patch:
+            patch.setattr(get_store("redis"), "replace", lambda *args: False)
+            deliver_again(b)
+        assert ran == ["B"]
+
+    def test_a_message_runs_if_the_numbers_cannot_be_read(self, sent, ran, monkeypatch, caplog):
+        def fail(*args):
+            raise ConnectionError("down")
+
+        (b,) = self.conflict(sent, "B")
+        with monkeypatch.context() as patch:
+            patch.setattr(delivery, "is_superseded", fail)
+            deliver_again(b)
+        assert ran == ["B"]
+        assert "it is not known whether a later call waits" in caplog.text
 
     def test_a_cache_that_forgets_lets_each_run(self, sent, ran, empty_cache):
         b, c = self.conflict(sent, "B", "C")

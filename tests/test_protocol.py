@@ -1,8 +1,8 @@
 """The protocol of leases, renewals and takeovers, against a simulated store and a virtual clock.
 
-Hypothesis plays processes that take, sleep, wake, die, lose replies and are cleared, and a store
-that forgets, in any order. The code under test is the real TaskLock with the real Lease; only
-the store, the clock and the thread that renews are simulated.
+Hypothesis lets processes take locks, sleep, wake, die, lose replies and be cleared, and the store
+forget, in any order. TaskLock and Lease are the real ones; only the store, the clock and the thread
+that renews are simulated.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from django_singletask.stores.base import Entry, Outcome
 
 LEASE = 9.0
 HOSTS = 3
-# Of a request: the time on its way, the time of its reply on its way, and what gets lost.
+# The seconds that a request and that its reply is on its way, and which of them is lost.
 DELAYS = st.sampled_from([0, 0, 0.5, 2, 5, 8, 12])
 LOSS = st.sampled_from([None, None, None, "request", "reply"])
 
 
 class SimulatedStore:
-    """What a store promises, on the machine's clock, with a network that delays and loses."""
+    """A store that keeps its promises, behind a network that delays and loses messages."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -62,20 +62,20 @@ class SimulatedStore:
 
     def add(self, key, value, lease):
         def act():
-            found = self.find(key)
-            if found is None:
+            there = self.find(key)
+            if there is None:
                 self.entries[key] = (value, self.world.now + lease)
                 return None
-            return Entry(found, self.entries[key][1] - self.world.now)
+            return Entry(there, self.entries[key][1] - self.world.now)
 
         return self.over_the_network(act)
 
     def release(self, key, value):
         def act():
-            found = self.find(key)
-            if found is None:
+            there = self.find(key)
+            if there is None:
                 return Outcome.GONE
-            if found != value and not self.world.broken("release without compare"):
+            if there != value and not self.world.broken("release without compare"):
                 return Outcome.TAKEN
             del self.entries[key]
             return Outcome.OK
@@ -84,11 +84,11 @@ class SimulatedStore:
 
     def renew(self, key, value, lease):
         def act():
-            found = self.find(key)
-            if found == value or self.world.broken("renewal without compare"):
+            there = self.find(key)
+            if there == value or self.world.broken("renewal without compare"):
                 self.entries[key] = (value, self.world.now + lease)
                 return Outcome.OK
-            if found is not None:
+            if there is not None:
                 return Outcome.TAKEN
             if value in self.marked:
                 return Outcome.GONE
@@ -98,8 +98,8 @@ class SimulatedStore:
         return self.over_the_network(act)
 
     def read(self, key):
-        found = self.find(key)
-        return None if found is None else Entry(found, None)
+        there = self.find(key)
+        return None if there is None else Entry(there, None)
 
     def close(self):
         pass
@@ -132,8 +132,8 @@ class World(RuleBasedStateMachine):
         self.busy: set[int] = set()
         self.dead: set[str] = set()
         self.debts: list[tuple[str, bytes, float]] = []
-        # Tokens whose entry the store forgot or an operator cleared, until their next look: no
-        # protocol can tell them sooner.
+        # Tokens whose entry the store forgot or an operator cleared: their holders cannot know it
+        # before their next renewal.
         self.uninformed: set[str] = set()
         self.locks = [self.new_lock() for _ in range(HOSTS)]
 
@@ -194,7 +194,7 @@ class World(RuleBasedStateMachine):
         self.now = until
 
     def over(self, who, network):
-        """Run with the network as it is for this process: others find it as it is by default."""
+        """Let the requests of this process meet this network, and those of others the default."""
         stack = ExitStack()
         kept = self.network
         self.network = network
@@ -215,10 +215,10 @@ class World(RuleBasedStateMachine):
     # What happens
 
     def awake(self, data, wants):
-        found = [
+        hosts = [
             who for who, lock in enumerate(self.locks) if who not in self.asleep and wants(lock)
         ]
-        return data.draw(st.sampled_from(found)) if found else None
+        return data.draw(st.sampled_from(hosts)) if hosts else None
 
     @rule(seconds=st.sampled_from([0.1, 1, 3, 6, 10]))
     def wait(self, seconds):
@@ -305,12 +305,12 @@ class World(RuleBasedStateMachine):
         assert len(self.trusting()) <= 1
 
     @invariant()
-    def a_trusted_lock_is_in_the_store(self):
+    def a_trusted_lock_has_its_entry_in_the_store(self):
         for lock in self.trusting():
             assert self.store.find(lock.key) == lock.lease.value
 
     @invariant()
-    def who_slept_past_its_deadline_knows(self):
+    def a_holder_past_its_deadline_knows_that_the_lock_is_lost(self):
         for lock in self.locks:
             if lock.token is not None and self.now >= lock.lease.deadline:
                 assert lock.lost
@@ -339,7 +339,7 @@ def test_the_protocol(settings):
     ["renewal anchored at the reply", "renewal without compare", "release without compare"],
 )
 def test_a_broken_protocol_is_found(fault, settings):
-    """Negative controls: the same machine, with one thing broken on purpose."""
+    """Negative controls: the same test, with one thing broken on purpose."""
     settings.SINGLETASK_HISTORY = "off"
 
     class Broken(World):

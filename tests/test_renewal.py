@@ -1,3 +1,5 @@
+"""The thread that renews leases and pays debts."""
+
 from __future__ import annotations
 
 import json
@@ -28,7 +30,7 @@ def on_redis(settings, empty_cache):
 
 
 def new_keeper(monkeypatch):
-    """Let a keeper of the test's own keep the leases of this process."""
+    """Let a new keeper keep the leases of this process."""
     keeper = renewal.Keeper()
     monkeypatch.setattr(renewal, "keeper", lambda: keeper)
     return keeper
@@ -60,7 +62,7 @@ def trips():
 
 
 def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch):
-    """Each waking costs the task a switch of threads: with one a lock, it took twice the time."""
+    """Each waking costs the task a switch of threads; one a lock doubled the time of a lock."""
     keeper, woken = new_keeper(monkeypatch), []
     wake = keeper.wake
     monkeypatch.setattr(keeper, "wake", lambda at: (woken.append(at), wake(at)))
@@ -72,7 +74,7 @@ def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch):
 
 
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(monkeypatch, wait_for):
-    """Each lock after it was lost when the hour of waking was noted before there was a thread."""
+    """If wakes_at were set before the thread is started, no later lock would be renewed."""
     new_keeper(monkeypatch)
 
     def refuse(thread):
@@ -98,8 +100,8 @@ def test_a_lease_that_was_made_shorter_is_renewed_in_time(monkeypatch, wait_for)
         assert not lock.lost
 
 
-def test_a_lease_that_may_have_been_made_shorter_is_taken_for_short(monkeypatch, wait_for):
-    """The reply to extend() is lost: the entry ends soon, and nobody would know."""
+def test_a_lease_that_may_have_been_made_shorter_is_renewed_in_time(monkeypatch, wait_for):
+    """The reply to extend() is lost, so the entry may end soon."""
     keeper = new_keeper(monkeypatch)
     with TaskLock("nightly", timeout=600) as lock:
         wait_for(lambda: keeper.sleeps, "the thread sleeps, for 200 s")
@@ -120,8 +122,8 @@ def test_a_lease_that_may_have_been_made_shorter_is_taken_for_short(monkeypatch,
         assert lock.owned()
 
 
-def test_the_thread_is_not_upset_by_another_that_takes_locks():
-    """It failed, and slept for a second, when the locks changed while it looked through them."""
+def test_the_thread_can_list_leases_while_another_one_takes_locks():
+    """It would fail, and sleep for a second, if it iterated over a dict that changes."""
     keeper, locks, ended = renewal.Keeper(), [], threading.Event()
 
     class Fixed:
@@ -154,18 +156,39 @@ def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
 
 
 def test_two_locks_of_one_token_are_both_renewed(wait_for):
-    """A run has one token, for its lock and for the entry that its call is queued under."""
+    """A run has one token for its lock and for the entry of its queued call."""
     run = Run(token="5a3e")
     locks = [TaskLock(name, timeout=0.6, run=run) for name in ("nightly", "beside")]
     for lock in locks:
         assert lock.acquire()
     began = [lock.lease.renewed_at for lock in locks]
     wait_for(
-        lambda: all(lock.lease.renewed_at > b for lock, b in zip(locks, began, strict=True)), "both"
+        lambda: all(lock.lease.renewed_at > b for lock, b in zip(locks, began, strict=True)),
+        "both are renewed",
     )
     locks[1].release()
     assert renewal.keeper().kept() == {(locks[0].token, locks[0].key)}
     locks[0].release()
+
+
+def test_a_renewal_that_failed_is_tried_again(monkeypatch, wait_for, caplog):
+    # Each thread has a store object of its own, so patch the class.
+    store = type(get_store("redis"))
+    renew_many, failures = store.renew_many, []
+
+    def fail_once(store, requests):
+        if not failures:
+            failures.append(requests)
+            raise ConnectionError("down")
+        return renew_many(store, requests)
+
+    monkeypatch.setattr(store, "renew_many", fail_once)
+    with TaskLock("nightly", timeout=0.9) as lock:
+        began = lock.lease.renewed_at
+        wait_for(lambda: lock.lease.renewed_at > began, "a renewal")
+        assert lock.owned()
+        assert not lock.lost
+    assert caplog.text.count("1 locks could not be renewed: down") == 1
 
 
 def test_many_debts_keep_no_lock_from_its_renewal(wait_for, dead_redis):
@@ -174,14 +197,14 @@ def test_many_debts_keep_no_lock_from_its_renewal(wait_for, dead_redis):
         renewal.keeper().owe(dead_redis, "singletask:elsewhere", b"x", 60)
         for number in range(5000):
             renewal.keeper().owe("redis", f"singletask:{number}", b"x", 60)
-        paid = renewal.keeper().debts["redis"]
-        wait_for(lambda: not paid.waiting, "all that can be are paid", deadline=10)
+        debts = renewal.keeper().debts["redis"]
+        wait_for(lambda: not debts.waiting, "all debts to Redis are paid", deadline=10)
         assert not lock.lost
         assert lock.lease.longest_gap < 0.5
     renewal.keeper().debts.clear()
 
 
-def test_of_too_many_debts_the_oldest_goes_and_it_is_said(monkeypatch, caplog):
+def test_of_too_many_debts_the_oldest_is_dropped_and_logged(monkeypatch, caplog):
     monkeypatch.setattr("django_singletask.locks.debts.MAX_DEBTS", 2)
     debts = Debts("redis")
     for key in ("a", "b", "c"):
@@ -190,7 +213,7 @@ def test_of_too_many_debts_the_oldest_goes_and_it_is_said(monkeypatch, caplog):
     assert "a is not given back: its lease ends it." in caplog.text
 
 
-def test_the_thread_of_a_forked_child_is_its_own(wait_for):
+def test_a_forked_child_has_a_thread_of_its_own(wait_for):
     with TaskLock("parent", timeout=30):
         pid = os.fork()
         if pid == 0:
@@ -242,13 +265,13 @@ def test_a_stopped_process_knows_when_it_wakes(wait_for):
 
 
 @pytest.fixture
-def look_again():
+def forget_answer():
     renewal.has_threads.cache_clear()
     yield
     renewal.has_threads.cache_clear()
 
 
-@pytest.mark.usefixtures("look_again")
+@pytest.mark.usefixtures("forget_answer")
 def test_a_server_without_threads_is_warned(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(opt={"master": True}))
     assert not renewal.has_threads()
@@ -256,8 +279,8 @@ def test_a_server_without_threads_is_warned(monkeypatch, caplog):
     assert caplog.text.count("--enable-threads") == 1
 
 
-@pytest.mark.usefixtures("look_again")
-def test_a_server_with_threads_is_not(monkeypatch, caplog):
+@pytest.mark.usefixtures("forget_answer")
+def test_a_server_with_threads_is_not_warned(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(opt={"enable-threads": True}))
     assert renewal.has_threads()
     assert not caplog.text
@@ -295,7 +318,7 @@ print(json.dumps([job.value for job in jobs]))
 """
 
 
-def test_gevent():
+def test_leases_are_renewed_with_gevent():
     pytest.importorskip("gevent")
     done = subprocess.run(
         [sys.executable, "-c", GEVENT],
@@ -307,7 +330,7 @@ def test_gevent():
     assert json.loads(done.stdout or "null") == [True] * 5, done.stderr
 
 
-def test_clock_goes_on():
+def test_the_clock_goes_on():
     first = clock.now()
     time.sleep(0.001)
     assert clock.now() > first

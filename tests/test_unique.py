@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from celery import chain, chord, group
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from django.db import connections, transaction
 
 from django_singletask import DuplicateTask, TaskLock
@@ -60,6 +60,10 @@ def deliver(message, task=unique, **request):
     """Run a message as the worker does."""
     header = message.headers[HEADER]
     return receive(task, *message.args, task_id=message.task_id, header=header, **request)
+
+
+def refuse(*args):
+    raise ConnectionError("down")
 
 
 class TestEnqueue:
@@ -484,6 +488,51 @@ class TestFinish:
         second = finish.delay("a")
         deliver(sent[0], finish)
         assert finish.queued("a").id == second.id
+
+    def test_an_entry_that_is_gone_at_the_end_is_logged(self, sent, monkeypatch, caplog):
+        monkeypatch.setattr(tasks, "body", lambda *args: entry_of(finish, "a").clear())
+        finish.delay("a")
+        deliver(sent[0], finish)
+        assert "the entry of a running call is gone from the cache" in caplog.text
+        assert not TaskLockEvent.objects.filter(kind="lost").exists()
+
+    def test_a_cache_that_goes_down_at_the_start_does_not_fail_the_run(
+        self, sent, monkeypatch, caplog
+    ):
+        finish.delay("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(get_store("redis"), "replace", refuse)
+            assert deliver(sent[0], finish) == "ran"
+        assert "an equal call can be queued beside this one" in caplog.text
+        eventually(lambda: finish.queued("a") is None)
+
+    def test_a_cache_that_goes_down_before_a_retry_does_not_fail_it(
+        self, sent, monkeypatch, caplog
+    ):
+        finish.delay("a", 0, 2)
+
+        def body(*args):
+            monkeypatch.setattr(get_store("redis"), "replace", refuse)
+
+        monkeypatch.setattr(tasks, "body", body)
+        with pytest.raises(Retry):
+            deliver(sent[0], finish)
+        assert "an equal call can be queued beside the next try" in caplog.text
+        eventually(lambda: finish.queued("a") is None)
+
+    @pytest.mark.parametrize("task", [unique, finish], ids=["start", "finish"])
+    def test_a_soft_time_limit_at_the_start_reaches_the_task(self, sent, monkeypatch, task):
+        def interrupt(*args):
+            raise SoftTimeLimitExceeded
+
+        task.delay("a")
+        with monkeypatch.context() as patch:
+            name = "release" if task is unique else "replace"
+            patch.setattr(get_store("redis"), name, interrupt)
+            with pytest.raises(SoftTimeLimitExceeded):
+                deliver(sent[0], task)
+        eventually(lambda: task.queued("a") is None)
+        eventually(lambda: not task.lock("a").locked())
 
     def test_the_entry_of_a_dead_run_stops_nobody(self, sent):
         first = finish.delay("a")
