@@ -53,7 +53,7 @@ class LockEvent:
     def about(
         cls, kind: str, name: str, key: str, holder: Holder | None, **facts: Any
     ) -> LockEvent:
-        """Describe what happens to the lock of a holder now; None: to this process."""
+        """Describe what happens now to the lock of a holder; None: what this process meets."""
         process = holder or this_process()
         seconds = holder.since if holder is not None and kind == "acquired" else time.time()
         event = object.__new__(cls)
