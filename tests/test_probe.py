@@ -110,13 +110,13 @@ def own_store(settings, own_redis):
 
 def test_replicas_are_a_warning():
     # The server of the tests has one, and a Sentinel beside.
-    findings = look_at(get_store("redis"))
+    findings = [*look_at(get_store("redis"))]
     assert "1 replica, which lag: a failover can forget the" in texts(findings, "warning")
 
 
 def test_redis_without_fault_has_no_warning(own_store):
     own_store.client.config_set("appendonly", "yes")
-    findings = look_at(own_store)
+    findings = [*look_at(own_store)]
     assert {finding.level for finding in findings} == {"ok", "note"}
     assert "locks survive its restart: AOF is on" in texts(findings, "ok")
     assert "it evicts nothing: maxmemory-policy is noeviction" in texts(findings, "ok")
@@ -147,7 +147,7 @@ def test_replica_is_unfit(settings):
 
 def test_server_that_refuses_to_answer_is_a_note(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-info")
-    assert look_at(own_store) == [Finding("note", "the server tells no more: NoPermissionError")]
+    assert [*look_at(own_store)] == [Finding("note", "the server tells no more: NoPermissionError")]
 
 
 def test_server_that_forbids_config_still_answers_the_rest(own_store):
@@ -159,7 +159,7 @@ def test_server_that_forbids_config_still_answers_the_rest(own_store):
 
 @pytest.mark.parametrize("alias", ["pylibmc", "pymemcache"])
 def test_memcached_says_what_it_evicts(alias):
-    findings = look_at(get_store(alias))
+    findings = [*look_at(get_store(alias))]
     assert "it has evicted nothing yet" in texts(findings, "ok")
     assert "a restart forgets all locks, and it cannot list them" in texts(findings, "note")
 
@@ -171,7 +171,7 @@ def test_memcached_that_has_evicted_is_a_warning(monkeypatch):
     store = get_store("pylibmc")
     with monkeypatch.context() as patch:
         patch.setattr(store, "client", client)
-        findings = look_at(store)
+        findings = [*look_at(store)]
     assert "it has evicted 7 entries" in texts(findings, "warning")
     assert "2 servers: when one fails its locks are gone" in texts(findings, "warning")
     assert "s behind that of this host" in texts(findings, "warning")
@@ -187,7 +187,7 @@ def test_memcached_that_has_evicted_is_a_warning(monkeypatch):
     ],
 )
 def test_database_tells_what_it_is(django_db_setup, alias, text):
-    findings = look_at(get_store(alias))
+    findings = [*look_at(get_store(alias))]
     assert text in texts(findings, "note")
     assert "its clock agrees" in texts(findings, "ok")
 

@@ -24,17 +24,14 @@ class Finding:
     text: str
 
 
-def look_at(store: Store) -> list[Finding]:
-    """Return what the server of a store says; that it refuses to say more is a note."""
+def look_at(store: Store) -> Iterator[Finding]:
+    """Yield what the server of a store says; that it refuses to say more is a note."""
     looks = {"redis": _redis, "memcached": _memcached, "database": _database}
-    look = looks.get(store.family)
-    findings: list[Finding] = []
     try:
-        for finding in look(store) if look else ():
-            findings.append(finding)
+        if look := looks.get(store.family):
+            yield from look(store)
     except Exception as error:  # each client has errors of its own
-        findings.append(Finding("note", f"the server tells no more: {type(error).__name__}"))
-    return findings
+        yield Finding("note", f"the server tells no more: {type(error).__name__}")
 
 
 def compare_clocks(there: float, before: float) -> Finding:
