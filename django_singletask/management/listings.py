@@ -27,8 +27,6 @@ __all__ = ["COMMAND", "as_json", "history_table", "lock_table", "probe_report"]
 
 COMMAND = " (manage.py locks)"
 """End of the actor's name if it was this command."""
-ID = 12
-"""Letters of a task id above which it is shortened."""
 
 
 def lock_table(locks: Sequence[HeldLock]) -> list[str]:
@@ -59,8 +57,7 @@ def _holder(lock: HeldLock) -> str:
     """Name the process that holds a lock, or the task id of the call that is queued."""
     holder = lock.holder
     if lock.queued:
-        task_id = holder.task_id or "unknown"
-        name = task_id if len(task_id) <= ID else f"{task_id[:4]}…"
+        name = f"{holder.task_id[:4]}…" if holder.task_id else "unknown"
     else:
         name = process(holder.host, holder.pid) or holder.host or "unknown"
     return name if lock.state == "held" else f"{STATES[lock.state]} {name}"
