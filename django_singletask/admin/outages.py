@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from django.db import Error, connections, router, transaction
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.models import TaskLockEvent
@@ -51,11 +51,14 @@ def attempt(ask: Callable[[], T], otherwise: T) -> tuple[T, str]:
 def or_unreadable(tab: str, view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
     """Return a view that, if the history cannot be read, says so below the tabs.
 
-    ``view`` is a method of a class with the method ``render``.
+    ``view`` is a method of a class with the methods ``render`` and ``url``.
     """
 
     @wraps(view)
     def view_or_reason(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        if any("\0" in value for _name, values in request.GET.lists() for value in values):
+            # PostgreSQL refuses a NUL character, and no row has one.
+            return HttpResponseRedirect(self.url(tab))
         try:
             with reading(even_if_off=True), savepoint():
                 return view(self, request, *args, **kwargs)
