@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -241,12 +240,11 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
             LockOptions.of(self).check_call(self.name, lock_options)
             overrides = {**overrides, **lock_options}
         elif header.lock_key is not None:
-            return dataclasses.replace(header, token=None)
+            return header._replace(token=None)
         merged = LockOptions.of(self).but(overrides)
         key = self.lock_key(args, kwargs, merged, hidden_arguments(options))
         previous = header.previous_key or (header.lock_key.key if header.lock_key else None)
-        return dataclasses.replace(
-            header,
+        return header._replace(
             token=None,
             lock_key=key,
             previous_key=None,

@@ -161,8 +161,8 @@ class Delivery:
             self.lock.report_conflict(reason)
         blocker = self.lock.blocker
         delay = hop(self.task.app, blocker.timeout if blocker else 0, first, hops)
-        header = dataclasses.replace(
-            self.header, token=None, hops=hops + 1, lock_key=self.lock.lock_key, **changes
+        header = self.header._replace(
+            token=None, hops=hops + 1, lock_key=self.lock.lock_key, **changes
         )
         postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from celery import Celery
 from celery.utils.saferepr import saferepr
@@ -35,8 +35,7 @@ LOOKS = 2
 """``redelivered`` of a message whose first run has ended; the result decides at the next look."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What this package writes into a message, and who writes and reads it.
 
     Bodies pass ``headers=self.request.headers`` on to the calls that they make. So a header names
@@ -48,7 +47,7 @@ class Header:
     # Written by apply_async, read by the delivery and by the watcher. None: the worker computes it.
     lock_key: LockKey | None = None
     # The lock options of this call: written by apply_async, read by the delivery and the watcher.
-    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    overrides: Mapping[str, Any] = MappingProxyType({})
     # The entry of the queued call (unique_until), as the producer has added it: written by
     # apply_async, read by the delivery, the watcher and a worker that discards the message.
     queued: bytes | None = None
@@ -108,7 +107,7 @@ class Header:
         one delivery.
         """
         fresh = {"token": None, "hops": 0, "redelivered": 0, "ticket": None}
-        return dataclasses.replace(self, **{**fresh, **changes})
+        return self._replace(**{**fresh, **changes})
 
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:

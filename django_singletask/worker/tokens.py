@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -23,7 +22,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     if not isinstance(request.task, SingletonTask) or not has_processes(sender):
         return
     token = os.urandom(16).hex()
-    header = dataclasses.replace(header_of(request), token=token)
+    header = header_of(request)._replace(token=token)
     request.request_dict.update(header.into(None))
     delivery = Accepted(header, request)
     accepted, succeeded = request.on_accepted, request.on_success
