@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from django_singletask.holder import Holder
+from django_singletask.locks import renewal
 from django_singletask.stores import get_store
 from django_singletask.task.header import HEADER
+from tests.entries import eventually
 from tests.testapp import tasks
 
 
@@ -36,3 +38,11 @@ class held_by:
 
     def __exit__(self, *exc: object) -> None:
         get_store("redis").release(self.lock.key, self.value)
+
+
+def wait_for_debts() -> None:
+    """Wait until all entries are freed that the background had to free in Redis so far."""
+    store = get_store("redis")
+    store.add("singletask:last", b"last", 60)
+    renewal.keeper().owe("redis", "singletask:last", b"last", 60)  # they are paid in turn
+    eventually(lambda: store.read("singletask:last") is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -9,10 +10,12 @@ import pytest
 from django.db import connections
 
 from django_singletask import TaskLock
+from django_singletask.locks.run import Run
 from django_singletask.task.header import Header
 from django_singletask.worker import watcher
 from django_singletask.worker.watcher import Accepted, Killed, Watcher
-from tests.testapp.tasks import hold
+from tests.deliveries import wait_for_debts
+from tests.testapp.tasks import hold, unique
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -42,3 +45,112 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     assert pool.killed == [killed]
     pool.free()
     assert caplog.text.count("not freed yet") == 1
+
+
+def accepted(task, *args, **fields):
+    """Return the delivery of a message for ``task``, without a header unless ``fields`` has one."""
+    request = SimpleNamespace(task=task, request_dict={}, id="i", _payload=(args, {}, {}))
+    return Accepted(Header("i", task.name, token="token", **fields), request)
+
+
+class TestKilledRun:
+    """A process is gone that held the lock of a run, whose token the main process has chosen."""
+
+    @pytest.fixture(autouse=True)
+    def is_gone(self, monkeypatch, on_redis):
+        monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "process 1 is gone")
+        # It would close the connection of the test's transaction.
+        monkeypatch.setattr(connections, "close_all", lambda: None)
+
+    @pytest.fixture
+    def held(self):
+        """Let the run with this token hold the lock of a task, whose holder is alive here."""
+
+        def hold_lock(task, token="token"):
+            lock = TaskLock(task.lock("a").lock_key, run=Run(task.name, "i", token=token))
+            assert lock.acquire()
+            return lock
+
+        return hold_lock
+
+    @pytest.mark.parametrize("has_key", [True, False], ids=["sent by apply_async", "by send_task"])
+    def test_its_lock_is_freed(self, held, has_key):
+        lock, pool = held(hold), Watcher()
+        pool.deliveries[1] = accepted(hold, "a", lock_key=lock.lock_key if has_key else None)
+        pool.look()
+        pool.free()
+        assert not lock.locked()
+        assert (pool.deliveries, pool.killed) == ({}, [])
+        assert pool.someone_died
+
+    def test_the_lock_of_the_next_run_stays(self, held):
+        lock, pool = held(hold, token="next"), Watcher()
+        pool.deliveries[1] = accepted(hold, "a")
+        pool.look()
+        pool.free()
+        assert lock.owned()
+        lock.release()
+
+    def test_the_lock_of_a_living_process_stays(self, held, monkeypatch):
+        """Negative control."""
+        monkeypatch.setattr(watcher, "is_gone", lambda pid, start: None)
+        lock, pool = held(hold), Watcher()
+        pool.deliveries[1] = accepted(hold, "a")
+        pool.look()
+        pool.free()
+        assert lock.owned()
+        assert 1 in pool.deliveries
+        lock.release()
+
+    @pytest.mark.parametrize("ended", [False, True])
+    def test_the_entry_of_its_queued_call(self, monkeypatch, ended):
+        """A delivery that has ended may have queued its call again, with the same entry."""
+        messages = []
+        monkeypatch.setattr(
+            unique.app, "send_task", lambda *args, **options: messages.append(options)
+        )
+        unique.apply_async(("a",))
+        header = Header.of(messages[0]["headers"], messages[0]["task_id"], unique.name)
+        pool = Watcher()
+        pool.deliveries[1] = accepted(unique, "a", lock_key=header.lock_key, queued=header.queued)
+        pool.deliveries[1].ended = ended
+        pool.look()
+        pool.free()
+        wait_for_debts()
+        assert (unique.queued("a") is not None) == ended
+
+
+class TestSweep:
+    @pytest.fixture
+    def sweeps(self, monkeypatch):
+        leaders = []
+        monkeypatch.setattr(watcher, "sweep", leaders.append)
+        return leaders
+
+    def test_the_first_sweep_is_after_a_minute(self, sweeps):
+        pool = Watcher()
+        pool.sweep()
+        assert pool.sweeper is None
+        pool.sweep_at = time.monotonic()
+        pool.sweep()
+        pool.sweeper.join()
+        pool.sweep()
+        assert sweeps == [pool.leader]
+
+    def test_a_sweep_that_hangs_is_not_joined_by_another(self, monkeypatch):
+        end = threading.Event()
+        monkeypatch.setattr(watcher, "sweep", lambda leader: end.wait(20))
+        pool = Watcher()
+        pool.sweep_at = time.monotonic()
+        pool.sweep()
+        sweeper, pool.sweep_at = pool.sweeper, time.monotonic()
+        pool.sweep()
+        assert pool.sweeper is sweeper
+        end.set()
+        sweeper.join()
+
+    def test_an_error_is_logged(self, settings, dead_redis, monkeypatch, caplog):
+        settings.SINGLETASK_CACHE = dead_redis
+        monkeypatch.setattr(connections, "close_all", lambda: None)
+        watcher.sweep(Watcher().leader)
+        assert "The sweep failed" in caplog.text

@@ -26,7 +26,7 @@ from django_singletask.stores import close_stores, get_store
 from django_singletask.worker.tokens import free_revoked, free_unreadable, hand_out_token
 from django_singletask.worker.watcher import watch
 
-__all__ = ["connect"]
+__all__ = ["connect", "refuse"]
 
 
 def connect() -> None:

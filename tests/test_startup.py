@@ -1,0 +1,45 @@
+"""A worker whose locks would not hold does not start. See also tests/worker/test_start.py."""
+
+from __future__ import annotations
+
+import pytest
+from celery.signals import worker_process_shutdown, worker_shutdown
+
+from django_singletask.worker import startup
+
+
+@pytest.fixture
+def on_no_cache(settings):
+    settings.SINGLETASK_CACHE = "nowhere"
+
+
+@pytest.mark.usefixtures("on_no_cache")
+class TestRefuse:
+    def test_an_error_of_the_checks_ends_the_worker(self, capsys):
+        with pytest.raises(SystemExit) as caught:
+            startup.refuse()
+        assert caught.value.code == 1
+        text = capsys.readouterr().err
+        assert text.startswith("The worker does not start: its locks would not hold.\n")
+        assert "django_singletask.E001" in text
+
+    def test_a_silenced_error_does_not(self, settings):
+        settings.SILENCED_SYSTEM_CHECKS = ["django_singletask.E001"]
+        startup.refuse()
+
+    def test_celery_may_skip_the_checks(self, monkeypatch):
+        monkeypatch.setenv("CELERY_SKIP_CHECKS", "1")
+        startup.refuse()
+
+
+def test_a_worker_with_good_settings_starts():
+    """Negative control."""
+    startup.refuse()
+
+
+@pytest.mark.parametrize("signal", [worker_process_shutdown, worker_shutdown])
+def test_the_history_is_written_at_the_end_of_a_process(signal, monkeypatch):
+    deadlines = []
+    monkeypatch.setattr(startup, "flush", deadlines.append)
+    signal.send(None)
+    assert deadlines == [2.0]

@@ -1,0 +1,135 @@
+"""The main process of a worker chooses tokens, and frees the entries of discarded calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from django_singletask.task.header import HEADER, Header
+from django_singletask.worker import tokens
+from tests.deliveries import wait_for_debts
+from tests.testapp import tasks
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis"),
+]
+
+
+def consumer(pool):
+    """Return a worker's consumer with a pool of this kind; Celery knows it by its module."""
+    kind = type("TaskPool", (), {"__module__": f"celery.concurrency.{pool}"})
+    return SimpleNamespace(pool=kind())
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def request_of(calls):
+    """Make the request of a message, whose own handlers note that they are called."""
+
+    def make(task):
+        return SimpleNamespace(
+            task=task,
+            id="an id",
+            request_dict={},
+            on_accepted=lambda *args: calls.append(("accepted", *args)),
+            on_success=lambda *args, **kwargs: calls.append(("success", *args)),
+        )
+
+    return make
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Collect the deliveries that the watcher looks after, by pid."""
+    deliveries = {}
+    watcher = SimpleNamespace(accepted=deliveries.__setitem__)
+    monkeypatch.setattr(tokens, "current_watcher", lambda: watcher)
+    return deliveries
+
+
+class TestHandOutToken:
+    def test_each_delivery_has_a_token_of_its_own(self, request_of, watched):
+        requests = [request_of(tasks.hold), request_of(tasks.hold)]
+        for request in requests:
+            tokens.hand_out_token(consumer("prefork"), request)
+        headers = [
+            Header.of(request.request_dict, "an id", tasks.hold.name) for request in requests
+        ]
+        assert all(header.token for header in headers)
+        assert headers[0].token != headers[1].token
+
+    def test_the_header_of_the_message_is_kept(self, request_of, watched):
+        request = request_of(tasks.hold)
+        sent = Header("an id", tasks.hold.name, hops=3, token="of an earlier delivery")
+        request.request_dict.update(sent.into({"trace": "7"}))
+        tokens.hand_out_token(consumer("prefork"), request)
+        header = Header.of(request.request_dict, "an id", tasks.hold.name)
+        assert (header.hops, request.request_dict["trace"]) == (3, "7")
+        assert header.token != sent.token
+
+    @pytest.mark.parametrize(
+        ("task", "pool"),
+        [(tasks.plain, "prefork"), (tasks.hold, "solo"), (tasks.hold, "thread")],
+    )
+    def test_other_tasks_and_other_pools_have_none(self, request_of, task, pool):
+        request = request_of(task)
+        tokens.hand_out_token(consumer(pool), request)
+        assert request.request_dict == {}
+
+    def test_the_watcher_learns_which_process_runs_it(self, request_of, watched, calls):
+        request = request_of(tasks.hold)
+        tokens.hand_out_token(consumer("prefork"), request)
+        request.on_accepted(77, 0.5)
+        token = request.request_dict[HEADER]["token"]
+        assert watched[77].header.token == token
+        assert not watched[77].ended
+        request.on_success("a result")
+        assert watched[77].ended
+        assert calls == [("accepted", 77, 0.5), ("success", "a result")]
+
+    def test_before_the_worker_is_ready_there_is_no_watcher(self, request_of, calls, monkeypatch):
+        monkeypatch.setattr(tokens, "current_watcher", lambda: None)
+        request = request_of(tasks.hold)
+        tokens.hand_out_token(consumer("prefork"), request)
+        request.on_accepted(77, 0.5)
+        assert calls == [("accepted", 77, 0.5)]
+
+
+class TestDiscardedCall:
+    @pytest.fixture
+    def message(self, monkeypatch):
+        """Queue a call, and give its message."""
+        messages = []
+        app = tasks.unique.app
+        monkeypatch.setattr(app, "send_task", lambda *args, **options: messages.append(options))
+        tasks.unique.apply_async(("a",))
+        [options] = messages
+        headers = {**options["headers"], "id": options["task_id"], "task": tasks.unique.name}
+        return SimpleNamespace(headers=headers, id=options["task_id"])
+
+    def test_a_revoked_call_is_queued_no_longer(self, message):
+        tokens.free_revoked(tasks.unique, message, terminated=False)
+        wait_for_debts()
+        assert tasks.unique.queued("a") is None
+
+    def test_a_call_that_was_terminated_in_its_run_is_left_to_the_watcher(self, message):
+        tokens.free_revoked(tasks.unique, message, terminated=True)
+        wait_for_debts()
+        assert tasks.unique.queued("a").id == message.id
+
+    def test_a_call_of_an_unknown_task_is_queued_no_longer(self, message):
+        tokens.free_unreadable(message)
+        wait_for_debts()
+        assert tasks.unique.queued("a") is None
+
+    @pytest.mark.parametrize("headers", [None, {}, {"id": "an id", "task": "any"}], ids=str)
+    def test_a_message_of_another_task_frees_nothing(self, message, headers):
+        tokens.free_unreadable(SimpleNamespace(headers=headers))
+        wait_for_debts()
+        assert tasks.unique.queued("a").id == message.id
