@@ -27,13 +27,7 @@ from django_singletask.operators import held
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.timeline import SPANS, draw
-from django_singletask.operators.words import (
-    STATES,
-    clock_time,
-    duration,
-    hold_time,
-    process,
-)
+from django_singletask.operators.words import STATES, clock_time, duration, hold_time, process
 
 __all__ = ["SHOWN", "OperatorPages", "unbroken"]
 

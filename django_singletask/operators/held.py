@@ -63,9 +63,9 @@ class HeldLock:
     key: str
     holder: Holder
     held_for: float
-    remaining: float | None
-    skipped: int | None
     state: str
+    remaining: float | None
+    skipped: int | None = None
     usual: UsualHold | None = None
 
     @property
@@ -215,9 +215,8 @@ def _stored(key: str, entry: Entry) -> HeldLock:
     facts = vars(holder).items()
     texts: Any = {field: storable(text) for field, text in facts if isinstance(text, str)}
     holder = dataclasses.replace(holder, **texts)
-    if key.startswith(QUEUED):
-        return _lock(key, holder, "queued", entry.remaining)
-    return _lock(key, holder, "dead" if proof_of_death(holder) else "held", entry.remaining)
+    state = "queued" if key.startswith(QUEUED) else "dead" if proof_of_death(holder) else "held"
+    return _lock(key, holder, state, entry.remaining)
 
 
 def _expired(tokens: Collection[str]) -> list[HeldLock]:
@@ -240,15 +239,8 @@ def _expired(tokens: Collection[str]) -> list[HeldLock]:
 
 
 def _lock(key: str, holder: Holder, state: str, remaining: float | None = None) -> HeldLock:
-    return HeldLock(
-        name=holder.name or key,
-        key=key,
-        holder=holder,
-        held_for=max(0.0, time.time() - holder.since) if holder.since else 0.0,
-        remaining=remaining,
-        skipped=None,
-        state=state,
-    )
+    held_for = max(0.0, time.time() - holder.since) if holder.since else 0.0
+    return HeldLock(holder.name or key, key, holder, held_for, state, remaining)
 
 
 def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:

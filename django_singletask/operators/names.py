@@ -17,15 +17,7 @@ from django_singletask.stores.base import PREFIX
 from django_singletask.task.base import SingletonTask
 from django_singletask.task.registered import import_tasks, singleton_tasks
 
-__all__ = [
-    "is_call",
-    "is_task",
-    "keys_of",
-    "locks_of",
-    "names_of",
-    "nearest",
-    "patterns",
-]
+__all__ = ["is_call", "is_task", "keys_of", "locks_of", "names_of", "nearest", "patterns"]
 
 
 def locks_of(name: str) -> list[LockKey]:
