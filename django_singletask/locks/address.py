@@ -53,7 +53,9 @@ class Address(NamedTuple):
         if not self.silent:
             send_event(kind, self.lock_key, holder, cache=self.cache, quiet=self.quiet, **facts)
 
-    def tell_of_conflict(self, kind: str, reason: str, run: Run, blocker: Holder | None) -> None:
+    def tell_of_conflict(
+        self, kind: str, reason: str, run: Run | Holder, blocker: Holder | None
+    ) -> None:
         """Send the event of a run or a call that met ``blocker``."""
         self.tell(
             kind,

@@ -291,6 +291,6 @@ class TaskLock:
 
     def report_conflict(self, reason: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
-        address = self.address
-        logger.info("%s is held by %s: %s.", address, self.blocker, reason)
-        address.tell_of_conflict("skipped", reason, self.run or Run.current(), self.blocker)
+        assert self.lease is not None  # the one that was refused
+        logger.info("%s is held by %s: %s.", self.lease.address, self.blocker, reason)
+        self.lease.address.tell_of_conflict("skipped", reason, self.lease.holder, self.blocker)
