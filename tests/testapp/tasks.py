@@ -1,4 +1,4 @@
-"""Tasks that write what they do into a log."""
+"""Tasks that write into a log what they do."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def retrying(self, key: str, retries: int) -> str:
 
 @shared_task(bind=True, base=SingletonTask, lock_on=[])
 def replacing(self, step: int) -> str:
-    """Replace itself, by one call or by a chain of two, all under one lock."""
+    """Replace itself by one call, then by a chain of two, all with the same lock."""
     log.write("step", step=step)
     if step == 0:
         raise self.replace(replacing.si(1))
@@ -117,7 +117,7 @@ def limited(self, key: str) -> str:
     return body(key, 30, self.request.id)
 
 
-# What a call does that finds the lock of hold() held
+# Tasks with the other policies, and with unique_until
 
 POLICY = {"bind": True, "base": SingletonTask, "lock_on": ["key"], "lock_timeout": 4}
 

@@ -15,7 +15,7 @@ from tests.testapp import log
 
 
 class Worker:
-    """One worker in a process group of its own."""
+    """A worker and its children, in a new process group."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Worker:
             self.process.wait()
 
     def stop(self, deadline: float = 15) -> None:
-        """Shut down warmly."""
+        """Shut down warmly; end the process group if that takes too long."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:

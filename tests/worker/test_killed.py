@@ -43,7 +43,7 @@ def seconds_until_it_runs_again(worker, task, queue, pid, again=0):
     return seconds
 
 
-# What frees the lock is the same code on each store, and "elsewhere" it has no other help.
+# The same code frees the lock on each store. "elsewhere" there is no proof of death to help it.
 @pytest.mark.parametrize(
     ("task", "alias", "env"),
     [

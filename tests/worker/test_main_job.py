@@ -19,7 +19,7 @@ def test_40_calls_of_one_key_over_two_workers_never_overlap(start_worker, runs_l
 
 
 def test_without_the_lock_the_same_calls_overlap(start_worker, runs_log, queue):
-    """Negative control: the log would show it."""
+    """Negative control: the log shows overlaps."""
     start_worker(name="one", concurrency=2)
     start_worker(name="two", concurrency=2)
     results = [tasks.plain.apply_async(("a", 0.05), queue=queue) for _ in range(40)]

@@ -72,7 +72,7 @@ def test_requeue_leaves_the_retries_alone_and_honours_expires(start_worker, queu
 
 
 def send(number, ids, task, calls, options):
-    """Send calls from a process of its own."""
+    """Send calls, in a process started for this."""
     sent = [task.apply_async((key, seconds, number), **options).id for key, seconds in calls]
     connections.close_all()
     close_stores()
@@ -82,7 +82,7 @@ def send(number, ids, task, calls, options):
 def burst(task, calls, **options):
     """Let 8 processes send the same calls at the same time, and return their ids."""
     ids = fork.SimpleQueue()
-    # What is open here must not be spoken to by two processes.
+    # Two processes must not use the same connection.
     connections.close_all()
     close_stores()
     senders = [

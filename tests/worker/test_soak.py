@@ -24,7 +24,7 @@ KEYS = "abcdef"
 
 
 def longest_block(runs_log):
-    """Return the seconds for which calls were turned away by a process that was dead already."""
+    """Return the longest time in seconds for which the lock of a dead process blocked calls."""
     died = {line["victim"]: line["at"] for line in log.read(runs_log) if line["event"] == "killed"}
     rows = TaskLockEvent.objects
     held_by = dict(rows.filter(kind="acquired").values_list("token", "pid"))
@@ -37,7 +37,7 @@ def longest_block(runs_log):
     return max([0.0, *blocked])
 
 
-@pytest.mark.timeout(0)  # as long as --soak says, and then its own deadlines
+@pytest.mark.timeout(0)  # it takes as long as --soak says; its parts have deadlines
 def test_soak(start_worker, queue, runs_log, request, record_property):
     seconds = request.config.getoption("soak")
     rng = random.Random(seconds)
@@ -57,9 +57,9 @@ def test_soak(start_worker, queue, runs_log, request, record_property):
             next_group += 10
             groups_killed.append(time.monotonic())
             kill_a_group(rng.choice(workers))
-    # Redis hands a message to the client that waits for it and forgets it; kombu then notes it as
-    # not acknowledged. One that is on this way when a whole worker is killed is lost by the broker,
-    # and no worker ever received it.
+    # Redis gives a message to the client that waits for it, and forgets it; then kombu records it
+    # as not acknowledged. If a whole worker is killed between these two steps, the broker loses the
+    # message, and no worker ever receives it.
     latest = time.monotonic()
     left = len(results)
     while left and time.monotonic() - latest < 10:
@@ -100,7 +100,7 @@ def kill_a_child(worker, rng):
     pids = worker.children()
     if pids:
         victim = rng.choice(pids)
-        # Before the signal: a later time could fall into the next run.
+        # Take the time before the signal: a later one could fall into the next run.
         log.write("killed", victim=victim, at=time.time())
         os.kill(victim, signal.SIGKILL)
 

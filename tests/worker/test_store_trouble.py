@@ -52,7 +52,7 @@ def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs
     failed = tasks.hold.apply_async(("b", 0), queue=queue).get(timeout=20, propagate=False)
     assert "ConnectionError" in type(failed).__name__
     while time.monotonic() - down < 5:
-        # The main process answers its broker all the while.
+        # The main process answers its broker all this time.
         replies = app.control.ping(destination=[f"one-{queue}@test"], timeout=1, limit=1)
         assert replies, "the worker did not answer"
     # The body ended meanwhile, and could not give back its lock.
@@ -76,5 +76,5 @@ def test_what_could_not_be_given_back_is_given_back_later(own_redis, transaction
     with pytest.raises(Exception, match=r"(?i)connect|closed|refused"):
         lock.release()
     own_redis.start()
-    store.add(lock.key, value, 20)  # as a server that kept its data would have it
+    store.add(lock.key, value, 20)  # as on a server that keeps its data
     wait_for(lambda: not lock.locked(), "it is given back", deadline=10)

@@ -75,7 +75,7 @@ def test_a_run_longer_than_its_lease(start_worker, queue, runs_log):
     until = worker.events("start")[0]["t"] + 2.5
     while time.monotonic() < until:
         assert task.apply_async(("a",), queue=queue).id == first.id
-        # A call with an id of its own is always sent, and skipped.
+        # A call with a task id is always sent. This one is skipped.
         other = task.apply_async(("a", 0), queue=queue, task_id=uuid.uuid4().hex)
         assert other.get(timeout=20) == "skipped"
     assert first.get(timeout=20) == "ran"
