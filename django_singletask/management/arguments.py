@@ -39,11 +39,10 @@ def add_actions(parser: CommandParser) -> None:
     prune = actions.add_parser("prune", help="delete old history, in small batches")
     older = "instead of SINGLETASK_HISTORY_DAYS"
     prune.add_argument("--older-than", type=span, metavar="7d", help=older)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    for action in actions.choices.values():
+    for each in (parser, *actions.choices.values()):
         # With a default of its own the action would overrule a --json before it.
-        missing = argparse.SUPPRESS
-        action.add_argument("--json", action="store_true", default=missing, help="print JSON")
+        default = False if each is parser else argparse.SUPPRESS
+        each.add_argument("--json", action="store_true", default=default, help="print JSON")
 
 
 def _add_list(action: CommandParser) -> None:
