@@ -131,7 +131,7 @@ def draw(
     """Draw the last ``span`` of the history, of all locks, of one lock or of one task.
 
     Returns what the template needs. ``lanes`` has the marks of each name, ``marks`` has all marks,
-    the newest first, ``legend`` one mark for each shape of each state, ``labels`` the places and
+    the newest first, ``legend`` one mark for each state and shape, ``labels`` the places and
     texts of the round times, ``tasks`` the facts of each task. ``read_back_to`` is empty if all
     events of the time span were read; else ``unread`` is the width of the part before that time.
 
@@ -147,17 +147,17 @@ def draw(
     tasks = [_facts(label, of_task, now) for label, of_task in sorted(by_task.items())]
     lanes, lanes_left_out = _lanes(marks)
     drawn = sorted(chain(*lanes.values()), key=lambda mark: mark.at, reverse=True)
-    legend: dict[str, dict[str, Mark]] = defaultdict(dict)
+    legend: dict[tuple[str, str], Mark] = {}
     for number, mark in enumerate(drawn, start=1):
         mark.number, mark.when = number, _when(mark, dated=span.length >= DAY)
-        legend[mark.state][mark.shape] = mark
+        legend[mark.state, mark.shape] = mark
     return {
         "lanes": lanes,
         "lanes_left_out": lanes_left_out,
         "labels": _labels(start, now, span.step),
         "tasks": tasks,
         "marks": drawn,
-        "legend": [[shapes[shape] for shape in sorted(shapes)] for shapes in legend.values()],
+        "legend": [legend[look] for look in sorted(legend)],
         "read_back_to": clock_time(cut, dated=span.length >= DAY) if cut else "",
         "unread": f"{_percent(cut, start, now):.2f}%" if cut else "",
     }
