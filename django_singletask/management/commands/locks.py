@@ -132,11 +132,8 @@ class Command(BaseCommand):
         if not (options["yes"] or options["dry_run"]):
             self.confirm(len(chosen), options)
         with asking_the_cache():
-            freed = [
-                lock
-                for lock in chosen
-                if not options["dry_run"] and held.clear(lock, actor=actor())
-            ]
+            to_free = [] if options["dry_run"] else chosen
+            freed = [lock for lock in to_free if held.clear(lock, actor=actor())]
         self.report(chosen, freed, options)
 
     def confirm(self, count: int, options: dict[str, Any]) -> None:
