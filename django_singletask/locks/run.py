@@ -36,14 +36,8 @@ class Run(NamedTuple):
 
     def holder(self, name: str, length: float) -> Holder:
         """Return the record of an acquisition by this run, in this process, now."""
-        return Holder.new(
-            name,
-            length,
-            task=self.task,
-            task_id=self.task_id,
-            retries=self.retries,
-            token=self.token,
-        )
+        task, task_id, retries, token, _quiet = self
+        return Holder.new(name, length, task=task, task_id=task_id, retries=retries, token=token)
 
 
 NO_RUN = Run()
