@@ -216,11 +216,8 @@ def deliver(
         wait=options.lock_wait if options.on_conflict == "wait" else 0,
         run=run,
     )
-    queued_call = None
-    if header.queued is not None:
-        queued_call = QueuedCall(key, options, run, header.queued)
-    is_message = request is not None and not request.is_eager
-    message = request if is_message else None
+    queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
+    message = None if request is None or request.is_eager else request
     return Delivery(
         task,
         lock,

@@ -121,20 +121,17 @@ class QueuedCall:
         if self.options.unique_until != "finish":
             self.give_back()
             return
+        assert self.value is not None
         try:
-            self._keep_until_finished()
+            self.lease = Lease(self.address, self._holder(lease_length(self.options.lock_timeout)))
+            # The entry may have ended, or have been freed with a killed earlier run: then it is
+            # taken again, unless another call is queued by now.
+            if not self.lease.replace(self.value) and self.lease.take()[0] is not None:
+                logger.warning("%s: an equal call is queued beside this one.", self.address)
         except SoftTimeLimitExceeded:
             raise  # it is meant for the task
         except Exception:
             logger.exception("%s: an equal call can be queued beside this one.", self.address)
-
-    def _keep_until_finished(self) -> None:
-        assert self.value is not None
-        self.lease = Lease(self.address, self._holder(lease_length(self.options.lock_timeout)))
-        # The entry may have ended, or have been freed with a killed earlier run: then it is taken
-        # again, unless another call is queued by now.
-        if not self.lease.replace(self.value) and self.lease.take()[0] is not None:
-            logger.warning("%s: an equal call is queued beside this one.", self.address)
 
     def queue_again(self, delay: float) -> None:
         """Make the entry that of the queued call again, which starts after ``delay`` seconds.
