@@ -185,7 +185,8 @@ def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
 
 
 def _task(task: SingletonTask) -> Found:
-    for problem in LockOptions.of(task).problems(f"of {task.name}", task.parameters):
+    problems = list(LockOptions.of(task).problems(f"of {task.name}", task.parameters))
+    for problem in problems:
         message = checks.Error if problem.check.startswith("E") else checks.Warning
         number = f"django_singletask.{problem.check}"
         yield message(problem.text, hint=problem.hint, obj=task.name, id=number)
@@ -194,7 +195,8 @@ def _task(task: SingletonTask) -> Found:
         for name in ("time_limit", "soft_time_limit")
     }
     name, limit = max(limits.items(), key=lambda item: item[1] or -math.inf)
-    if not task.lock_renew and limit and task.lock_timeout and limit > task.lock_timeout:
+    fixed = not (problems or task.lock_renew) and task.lock_timeout
+    if fixed and limit and limit > fixed:
         yield checks.Warning(
             f"lock_timeout={task.lock_timeout!r} of {task.name} is not renewed and shorter than "
             f"its {name} of {limit} s: the lock can end under a running task.",

@@ -50,24 +50,25 @@ class Debts:
         """Make some of the releases; if the cache does not answer, try again in a second."""
         for _ in range(min(len(self.waiting), AT_ONCE)):
             debt = self.waiting.popleft()
-            if clock.now() >= debt.until:
-                continue
             try:
                 get_store(self.cache).release(debt.key, debt.value)
             except Exception as error:
-                self.waiting.appendleft(debt)
+                # Last, so that a release which always fails does not block the others.
+                if clock.now() < debt.until:
+                    self.waiting.append(debt)
                 self.due_at = clock.now() + RETRY
                 if not self.is_down:  # told once an outage
                     self.is_down = True
                     logger.warning(
-                        "The cache %r does not answer; locks that may be held there are given back "
-                        "when it does: %s",
+                        "The cache %r does not answer a release; locks that may be held there are "
+                        "given back when it does: %s",
                         self.cache,
                         error,
                     )
                 return
             self.is_down = False
-        # Set due_at before the look, or a debt that add() notes in between would wait for the next:
+        # Set due_at before testing waiting. Otherwise a debt that add() notes in between is not
+        # paid until the next one comes:
         #
         #   this thread: nothing waits?                due_at = inf
         #   add():                        due_at = now

@@ -32,7 +32,8 @@ class Lease:
 
     ``length`` is in seconds; a lease that ``renews`` is extended at a third of it by the thread in
     :mod:`django_singletask.locks.renewal`. A holder without a process (``pid`` 0) is one that
-    nobody renews. ``held`` is true from the take until the release; a lease is taken once.
+    nobody renews. ``held`` is true from the take until the release. Use one lease for one
+    acquisition.
     """
 
     held = False
@@ -81,7 +82,7 @@ class Lease:
             raise
 
     def replace(self, value: bytes) -> bool:
-        """Put the bytes of this lease in the place of ``value``; say whether they are there now.
+        """Put the bytes of this lease in the place of ``value``; say whether the store did so.
 
         Raises the errors of the cache's client, and then gives back what it may have put there.
         """
@@ -128,7 +129,7 @@ class Lease:
     def hand_back(self, value: bytes, length: float) -> None:
         """Put ``value`` in the place of this lease's bytes, for ``length`` seconds.
 
-        Raises the errors of the cache's client; this lease is then given back in the background.
+        Raises the errors of the cache's client; the entry is then deleted in the background.
         """
         renewal.keeper().drop(self)
         self.held = False
@@ -170,6 +171,8 @@ class Lease:
         try:
             self.release(result)
         except Exception:
+            if self.held:  # a signal struck before the release could begin
+                self.abandon()
             logger.exception("%s could not be given back; it is tried again.", self.address)
 
     # Holding

@@ -126,7 +126,7 @@ class TaskLock:
                 self.lease.give_back("raised")
             raise
         finally:
-            if not self:
+            if self.lease is None or not self.lease.held:
                 self._end_use(use)
 
     # One object, two threads
@@ -272,9 +272,9 @@ class TaskLock:
             if self.lease is not None and self.lease.held:
                 self.lease.give_back(result_of(exc))
         finally:
+            self._use.clear()
             context, self._context = self._context, None
             self._in_block = False
-            self._use.clear()
             if context is not None:
                 _current.reset(context)
 

@@ -218,10 +218,10 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     def on_replace(self, sig: Any) -> Any:
         """Send what replaces this task, or run it here: then this task's run is over."""
         lock = current_lock()
-        lease = lock.lease if lock else None
-        if self.request.is_eager and lease and lease.holder.task_id == self.request.id:
+        run = lock.run if lock else None  # a lock that the body has taken itself has none
+        if self.request.is_eager and lock and lock.lease and run and run.task_id == self.request.id:
             # A message would be postponed until this body has ended; eager, it runs inside it.
-            lease.give_back("ignored")
+            lock.lease.give_back("ignored")
         return super().on_replace(sig)
 
     def _header(

@@ -22,9 +22,13 @@ def check_definition(cls: type, base: type) -> None:
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
     if "_decorated" in cls.__dict__:
         _refuse_misspelt(what, cls.__dict__.keys() - set(dir(base)))
-    for problem in LockOptions.of(cls).problems(f"of {what}"):
+    # Only what stands in this body: a mixin may give an option as a property, for the task alone.
+    options = LockOptions(**{name: getattr(cls, name) for name in NAMES & cls.__dict__.keys()})
+    for problem in options.problems(f"of {what}"):
         if problem.early and problem.error is not None:
             raise problem.error(problem.text)
+    if getattr(cls, "lock_on", None) is not None and getattr(cls, "lock_name", None) is not None:
+        raise TypeError(f"lock_on and lock_name of {what} exclude each other.")
     run = cls.__dict__.get("run")
     if run is not None:
         refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)

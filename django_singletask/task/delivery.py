@@ -203,6 +203,7 @@ def deliver(
     ``request`` is that of the message or of ``apply()``; None for a direct call.
     """
     options = LockOptions.of(task).but(header.overrides)
+    options.check_policy(task.name)
     key = header.lock_key
     if key is None:
         hidden = request and hidden_in_message(task.app, request, args, kwargs)
@@ -216,8 +217,10 @@ def deliver(
         wait=options.lock_wait if options.on_conflict == "wait" else 0,
         run=run,
     )
-    queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
     message = None if request is None or request.is_eager else request
+    if message is None:  # what the header says of a message is not about this call
+        header = Header(header.task_id, header.task)
+    queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
     return Delivery(
         task,
         lock,

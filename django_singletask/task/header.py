@@ -10,6 +10,7 @@ from celery import Celery
 from celery.utils.saferepr import saferepr
 
 from django_singletask.locks.keys import LockKey
+from django_singletask.task.options import NAMES
 from django_singletask.task.rerun import Ticket
 
 __all__ = ["HEADER", "LOOKS", "WAITS", "Header", "hidden_arguments", "hidden_in_message"]
@@ -68,12 +69,13 @@ class Header(NamedTuple):
             return None
         if (wire.get("id"), wire.get("task")) != (task_id, task):
             return None
-        ticket, queued = wire.get("ticket"), wire.get("queued")
+        ticket, queued, options = wire.get("ticket"), wire.get("queued"), wire.get("options") or {}
         return cls(
             task_id,
             task,
             lock_key=LockKey(wire["name"], wire["key"]) if wire.get("key") else None,
-            overrides=wire.get("options") or {},
+            # A newer version may know more options: those are ignored here.
+            overrides={name: options[name] for name in options if name in NAMES},
             queued=queued.encode() if queued else None,
             token=wire.get("token"),
             hops=wire.get("hops") or 0,

@@ -39,12 +39,14 @@ CHECKS = {
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with options.
+    """One thing that is wrong with ``options``.
 
     ``check`` is the number of the system check. ``error`` is what a call with these options
-    raises; None: only the check tells. ``early``: the body of a class raises it too.
+    raises; None: a call raises nothing, only the system check reports it. ``early``: the body of
+    a class raises it too.
     """
 
+    options: tuple[str, ...]
     text: str
     hint: str
     check: str
@@ -85,8 +87,14 @@ class LockOptions:
             overrides = {"lock_on": None, "lock_name": None, **overrides}
         return dataclasses.replace(self, **overrides)
 
+    def check_policy(self, task: str) -> None:
+        """Raise ``ValueError`` for an unknown ``on_conflict``: some processes run no checks."""
+        if self.on_conflict not in POLICIES:
+            raise ValueError(next(self._wrong_choices(f"of {task}")).text)
+
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired."""
+        self.check_policy(task)
         run = Run(task, quiet=not self.lock_history)
         return TaskLock(key, timeout=self.lock_timeout, renew=self.lock_renew, run=run)
 
@@ -103,7 +111,8 @@ class LockOptions:
         both = overrides.get("lock_on") is not None and overrides.get("lock_name") is not None
         options = dataclasses.replace(self, **overrides) if both else self.but(overrides)
         for problem in options.problems(where):
-            if problem.error is not None:
+            # What is wrong with the task's own options is the task's problem, not the call's.
+            if problem.error is not None and overrides.keys() & set(problem.options):
                 raise problem.error(problem.text)
 
     def problems(self, where: str, parameters: Parameters | None = None) -> Iterator[Problem]:
@@ -118,6 +127,7 @@ class LockOptions:
         yield from self._wrong_lock_name(where, parameters)
         if self.lock_on is not None and self.lock_name is not None:
             yield Problem(
+                ("lock_on", "lock_name"),
                 f"lock_on and lock_name {where} exclude each other.",
                 "Keep one of them.",
                 CHECKS["lock_name"],
@@ -126,6 +136,7 @@ class LockOptions:
             )
         if not self.lock_renew and self.lock_timeout is None:
             yield Problem(
+                ("lock_renew", "lock_timeout"),
                 f"lock_renew=False {where} has no lock_timeout: after it the lock would end under "
                 "a running task.",
                 "Set lock_timeout to more seconds than the task can run, or let it renew.",
@@ -134,6 +145,7 @@ class LockOptions:
             )
         if self.on_conflict == "wait" and self.lock_wait == 0:
             yield Problem(
+                ("on_conflict", "lock_wait"),
                 f'on_conflict="wait" {where} has no lock_wait, so it raises at once.',
                 'Set lock_wait to seconds, or on_conflict to "raise".',
                 CHECKS["wait"],
@@ -148,8 +160,8 @@ class LockOptions:
                 check_seconds(f"{option} {where}", value, zero=zero)
             except (TypeError, ValueError) as error:
                 hint = f"Set {option} to seconds, such as 60, or remove it."
-                wrong_type = isinstance(error, TypeError)
-                yield Problem(str(error), hint, CHECKS["seconds"], type(error), early=wrong_type)
+                early = isinstance(error, TypeError)
+                yield Problem((option,), str(error), hint, CHECKS["seconds"], type(error), early)
 
     def _wrong_choices(self, where: str) -> Iterator[Problem]:
         for option, choices in CHOICES.items():
@@ -159,6 +171,7 @@ class LockOptions:
                 continue
             wrong_type = not isinstance(value, str) or True in choices
             yield Problem(
+                (option,),
                 f"{option}={value!r} {where} is none of {', '.join(map(str, choices))}.",
                 f"Set {option} to one of them, or remove it.",
                 CHECKS["choice"],
@@ -174,12 +187,14 @@ class LockOptions:
             text = f"lock_on {where} must be a list of argument names, not {names!r}."
             if isinstance(names, str):
                 text = f"lock_on={names!r} {where} is a string; did you mean [{names!r}]?"
-            yield Problem(text, "Set lock_on to a list.", CHECKS["lock_on"], TypeError, early=True)
+            hint = "Set lock_on to a list."
+            yield Problem(("lock_on",), text, hint, CHECKS["lock_on"], TypeError, early=True)
         elif parameters is not None and not parameters.takes_any_name:
             arguments = ", ".join(parameters.names) or "none; use lock_on=[]"
             for name in names:
                 if name not in parameters.names:
                     yield Problem(
+                        ("lock_on",),
                         f"lock_on={list(names)!r} {where} names {name!r}, which is no argument of "
                         "it.",
                         f"Its arguments are: {arguments}.",
@@ -192,9 +207,8 @@ class LockOptions:
             return
         if not isinstance(template, str):
             text = f"lock_name {where} must be a format string or a callable, not {template!r}."
-            yield Problem(
-                text, "Set lock_name to a string.", CHECKS["lock_name"], TypeError, early=True
-            )
+            hint = "Set lock_name to a string or a function."
+            yield Problem(("lock_name",), text, hint, CHECKS["lock_name"], TypeError, early=True)
         elif parameters is not None:
             yield from _wrong_template(template, f"lock_name={template!r} {where}", parameters)
 
@@ -208,14 +222,15 @@ def _wrong_template(template: str, what: str, parameters: Parameters) -> Iterato
         fields = template_fields(what, template)
     except ValueError as error:
         hint = "Write what it stands for, as in 'customer:{customer_id}'; double a literal brace."
-        yield Problem(str(error), hint, CHECKS["lock_name"])
+        yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"])
         return
     arguments = ", ".join(parameters.names) or "none"
     for field in fields:
         name = re.split(r"[.\[]", field)[0]
         if name not in parameters.names and not (parameters.takes_any_name and name.isidentifier()):
             text = f"{what} uses {{{field}}}, which is no argument of it."
-            yield Problem(text, f"Its arguments are: {arguments}.", CHECKS["lock_name"])
+            hint = f"Its arguments are: {arguments}."
+            yield Problem(("lock_name",), text, hint, CHECKS["lock_name"])
 
 
 ELSEWHERE = {

@@ -76,14 +76,18 @@ class QueuedCall:
         ``delay`` is the number of seconds for which the call will not start anyway. Raises the
         errors of the cache's client: then it is not known whether an equal call is queued.
         """
-        # The producer may end while its call is queued, which proves nothing: so no process.
+        # The producer may end while its call is queued, so its death proves nothing: store no
+        # process.
         holder = dataclasses.replace(self._holder(self._queued_for(delay)), pid=0, start="")
         lease = Lease(self.address, holder)
+        # Known here before it is added: whatever strikes after that, give_back() can free it.
+        self.value = lease.value
         queued_call, _remaining = lease.take()
         if queued_call is None:
-            self.value = lease.value
             return None
-        # Without an id it is no call's, or it came and went all the time: the lock will decide.
+        self.value = None
+        # Without a task id the entry belongs to no call, or other entries came and went. Send the
+        # call; its lock decides.
         return queued_call if queued_call.task_id else None
 
     def duplicate_of(self, holder: Holder) -> str:

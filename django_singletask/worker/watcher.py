@@ -174,9 +174,9 @@ def header_of(request: Any) -> Header:
 def lock_of(delivery: Accepted) -> TaskLock | None:
     """Return the lock that a delivery takes, not acquired; None if its arguments give none."""
     task, header = delivery.request.task, delivery.header
-    options = LockOptions.of(task).but(header.overrides)
     key = header.lock_key
     try:
+        options = LockOptions.of(task).but(header.overrides)
         if key is None:
             args, kwargs, _embed = delivery.request._payload  # noqa: SLF001, Celery has no other way
             key = task.lock_key(args, kwargs, options)
