@@ -619,7 +619,9 @@ def old():
     [
         ([], "Deleted 2 rows older than 30d.\n", 3),
         (["--older-than", "7d"], "Deleted 3 rows older than 7d.\n", 2),
-        (["--older-than", "31d12h"], "Deleted 1 row older than 31d12h.\n", 4),
+        (["--limit", "1"], "Deleted 1 row older than 30d.\n", 4),
+        (["--dry-run"], "Would delete 2 rows older than 30d.\n", 5),
+        (["--dry-run", "--limit", "1"], "Would delete 1 row older than 30d.\n", 5),
     ],
 )
 def test_prune_deletes_old_rows(old, arguments, output, left):
@@ -627,8 +629,11 @@ def test_prune_deletes_old_rows(old, arguments, output, left):
     assert TaskLockEvent.objects.count() == left
 
 
-def test_prune_as_json(old):
-    assert locks_as_json("prune") == {"deleted": 2, "older_than": 30 * 86_400}
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_prune_as_json(old, dry_run):
+    arguments = ["--dry-run"] if dry_run else []
+    facts = {"deleted": 2, "older_than": 30 * 86_400, "dry_run": dry_run}
+    assert locks_as_json("prune", *arguments) == facts
 
 
 class Terminal(io.StringIO):
@@ -705,7 +710,7 @@ def test_command_refuses_a_cache_that_cannot_hold_locks(settings):
     assert "SINGLETASK_CACHE = 'dummy' cannot hold locks" in str(refused())
 
 
-@pytest.mark.parametrize("arguments", [["history"], ["prune"]])
+@pytest.mark.parametrize("arguments", [["history"], ["prune"], ["prune", "--dry-run"]])
 def test_missing_history_table_suggests_migrate(arguments):
     table = TaskLockEvent._meta.db_table
     with connection.cursor() as cursor:

@@ -36,9 +36,7 @@ def add_actions(parser: CommandParser) -> None:
     )
     _add_history(actions.add_parser("history", help="list what happened, the latest first"))
     actions.add_parser("probe", help="find out whether this cache can hold locks")
-    prune = actions.add_parser("prune", help="delete old history, in small batches")
-    older = "instead of SINGLETASK_HISTORY_DAYS"
-    prune.add_argument("--older-than", type=span, metavar="7d", help=older)
+    _add_prune(actions.add_parser("prune", help="delete old history, in small batches"))
     for each in (parser, *actions.choices.values()):
         # With a default of its own the action would overrule a --json before it.
         default = False if each is parser else argparse.SUPPRESS
@@ -77,6 +75,13 @@ def _add_history(action: CommandParser) -> None:
     add("--outcome", choices=HoldOutcome.values, help="only holds that ended so")
     add("--since", type=span, metavar="2h", help="only what is no older")
     add("--limit", type=count, default=50, metavar="50", help="at most so many rows (50)")
+
+
+def _add_prune(action: CommandParser) -> None:
+    add = action.add_argument
+    add("--older-than", type=span, metavar="7d", help="instead of SINGLETASK_HISTORY_DAYS")
+    add("--limit", type=count, metavar="N", help="delete at most so many rows")
+    add("--dry-run", action="store_true", help="count what would be deleted")
 
 
 def check_choice(options: dict[str, Any]) -> None:

@@ -204,14 +204,19 @@ class Command(BaseCommand):
 
     def prune(self, options: dict[str, Any]) -> None:
         """Delete old history, and say meanwhile how many rows are gone."""
-        older_than, count = options["older_than"], 0
+        older_than, limit, dry_run = options["older_than"], options["limit"], options["dry_run"]
+        count = 0
         try:
             with reading(even_if_off=True):
-                for deleted in prune(older_than=older_than):
-                    count += deleted
-                    if self.stdout.isatty() and not options["json"]:
-                        self.stdout.write(f"\r{count} rows deleted …\r", ending="")
-                        self.stdout.flush()
+                if dry_run:
+                    old = TaskLockEvent.objects.primary().older_than(older_than)
+                    count = old[:limit].count()
+                else:
+                    for deleted in prune(older_than=older_than, limit=limit):
+                        count += deleted
+                        if self.stdout.isatty() and not options["json"]:
+                            self.stdout.write(f"\r{count} rows deleted …\r", ending="")
+                            self.stdout.flush()
         except KeyboardInterrupt:
             self.stdout.write("")
             raise CommandError(
@@ -220,9 +225,10 @@ class Command(BaseCommand):
             ) from None
         seconds = older_than or conf.history_days * 86_400
         if options["json"]:
-            self.print_json({"deleted": count, "older_than": seconds})
+            self.print_json({"deleted": count, "older_than": seconds, "dry_run": dry_run})
         else:
-            self.stdout.write(f"Deleted {plural(count, 'row')} older than {compact(seconds)}.")
+            verb = "Would delete" if dry_run else "Deleted"
+            self.stdout.write(f"{verb} {plural(count, 'row')} older than {compact(seconds)}.")
 
     def print_json(self, data: Any) -> None:
         """Print data as JSON."""
