@@ -91,6 +91,12 @@ class TestWith:
         with lock:
             assert lock.token != first
 
+    def test_repr_says_whether_the_lock_is_held(self):
+        lock = TaskLock("nightly")
+        assert repr(lock) == "<TaskLock nightly (not held)>"
+        with lock:
+            assert repr(lock) == f"<TaskLock nightly (held, token {lock.token})>"
+
     def test_another_name_is_free(self):
         with TaskLock("nightly"), TaskLock("hourly") as lock:
             assert lock

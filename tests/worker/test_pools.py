@@ -14,10 +14,10 @@ from tests.testapp import log, tasks
 def test_a_task_longer_than_its_lease(start_worker, queue, runs_log, pool):
     worker = start_worker(pool=pool, concurrency=2)
     options = {"lock_timeout": 1}
-    result = tasks.hold.apply_async(("a", 3), queue=queue, lock_options=options)
+    result = tasks.hold.apply_async(("a", 2.2), queue=queue, lock_options=options)
     wait_for(lambda: worker.events("start"), "it runs")
     lock = tasks.hold.lock("a")
-    until = worker.events("start")[0]["t"] + 2.5
+    until = worker.events("start")[0]["t"] + 1.8
     while time.monotonic() < until:
         holder = lock.holder()
         assert holder is not None
@@ -34,10 +34,10 @@ def test_without_renewal_the_lease_ends_under_the_task(start_worker, queue):
     """Negative control."""
     worker = start_worker(concurrency=2)
     options = {"lock_timeout": 1, "lock_renew": False}
-    result = tasks.hold.apply_async(("a", 3), queue=queue, lock_options=options)
+    result = tasks.hold.apply_async(("a", 2.2), queue=queue, lock_options=options)
     wait_for(lambda: worker.events("start"), "it runs")
     lock = tasks.hold.lock("a")
-    wait_for(lambda: not lock.locked(), "the lease ends", deadline=2.5)
+    wait_for(lambda: not lock.locked(), "the lease ends", deadline=2)
     assert not worker.events("end")
     assert result.get(timeout=10) == "ran"
     assert "was lost by the run that held it" in worker.text()

@@ -43,7 +43,7 @@ def test_without_unique_until_each_call_of_a_burst_is_sent(queue):
 
 
 def test_until_the_run_has_its_lock(start_worker, queue):
-    first = tasks.unique.apply_async(("a", 2), queue=queue)
+    first = tasks.unique.apply_async(("a", 1), queue=queue)
     assert tasks.unique.apply_async(("a",), queue=queue).id == first.id
     worker = start_worker(concurrency=2)
     wait_for(lambda: worker.events("start"), "it runs")
@@ -88,12 +88,18 @@ def test_a_call_killed_while_it_waits_blocks_nobody(start_worker, queue):
     tasks.unique.apply_async(("a", 60), queue=queue)
     wait_for(lambda: worker.events("start"), "the first runs")
     options = {"on_conflict": "wait", "lock_wait": 60}
-    tasks.unique.apply_async(("a",), queue=queue, lock_options=options)
-    (busy,) = {line["pid"] for line in worker.events("start")}
-    wait_for(lambda: worker.text().count(" received") == 2, "the second waits")
-    assert tasks.unique.queued("a")
-    (other,) = set(worker.children()) - {busy}
-    os.kill(other, signal.SIGKILL)
+    second = tasks.unique.apply_async(("a",), queue=queue, lock_options=options)
+    name = f"one-{queue}@test"
+    inspect = tasks.unique.app.control.inspect([name], timeout=5, limit=1)
+
+    def pid_of_second():
+        active = (inspect.active() or {}).get(name, [])
+        return next((task["worker_pid"] for task in active if task["id"] == second.id), None)
+
+    # Before a child has accepted the message, the worker cannot know which call is killed with it.
+    pid = wait_for(pid_of_second, "a child has accepted the second")
+    assert tasks.unique.queued("a").id == second.id
+    os.kill(pid, signal.SIGKILL)
     wait_until_free(tasks.unique, "a")
 
 
@@ -126,7 +132,7 @@ def test_a_killed_worker_blocks_nobody_on_its_host(start_worker, queue):
 
 def test_a_call_revoked_before_its_delivery(start_worker, queue):
     worker = start_worker(concurrency=1)
-    busy = tasks.plain.apply_async(("busy", 2), queue=queue)
+    busy = tasks.plain.apply_async(("busy", 1), queue=queue)
     wait_for(lambda: worker.events("start"), "it runs")
     call = tasks.unique.apply_async(("a",), queue=queue)
     call.revoke()
