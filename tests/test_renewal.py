@@ -204,18 +204,6 @@ def test_many_debts_keep_no_lock_from_its_renewal(wait_for, dead_redis):
     renewal.keeper().debts.clear()
 
 
-def test_a_debt_is_paid_only_while_its_lease_can_last():
-    store = get_store("redis")
-    debts = Debts("redis")
-    for key, until in [("singletask:over", clock.now() - 1), ("singletask:due", clock.now() + 60)]:
-        store.add(key, b"x", 60)
-        debts.add(Debt(key, b"x", until))
-    debts.pay()
-    assert store.read("singletask:due") is None
-    assert store.read("singletask:over") is not None
-    assert not debts.waiting
-
-
 def test_of_too_many_debts_the_oldest_is_dropped_and_logged(monkeypatch, caplog):
     monkeypatch.setattr("django_singletask.locks.debts.MAX_DEBTS", 2)
     debts = Debts("redis")
