@@ -115,7 +115,8 @@ def check_task(app):
     """Give the function that checks a task with these options."""
 
     def check(function: Any = two, **options: Any) -> list[CheckMessage]:
-        app.task(function, base=SingletonTask, name="bad.task", shared=False, **options)
+        options.setdefault("base", SingletonTask)
+        app.task(function, name="bad.task", shared=False, **options)
         return [message for message in checks.check_tasks() if message.obj == "bad.task"]
 
     return check
@@ -671,6 +672,14 @@ def ids() -> list[str]:
 def test_each_id_means_one_thing():
     twice = {id for id, count in Counter(ids()).items() if count > 1}
     assert twice == set()
+
+
+def test_a_wrong_type_beside_a_time_limit_is_an_error_and_no_crash(check_task):
+    class Annotated(SingletonTask):
+        abstract = True
+
+    Annotated.lock_timeout = "60"  # as task_annotations set it
+    only(check_task(base=Annotated, lock_renew=False, time_limit=100), "E008")
 
 
 @pytest.mark.parametrize("letter", ["E", "W"])

@@ -305,3 +305,41 @@ class TestHeader:
 
     def test_a_change_goes_before_what_is_dropped(self):
         assert FULL.next(ticket=FULL.ticket).ticket == FULL.ticket
+
+
+def test_options_of_a_newer_version_are_ignored_by_the_worker():
+    header = Header("id", NAME, overrides={"lock_wait": 3})
+    headers = header.into({})
+    headers[HEADER]["options"] = {**headers[HEADER]["options"], "lock_slots": 2}
+    assert Header.of(headers, "id", NAME) == header
+
+
+def test_a_mixin_may_give_an_option_as_a_property():
+    class Mixin:
+        @property
+        def lock_timeout(self):
+            return 7
+
+    class Task(Mixin, SingletonTask):
+        pass
+
+    assert LockOptions.of(Task()).lock_timeout == 7
+
+
+def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task():
+    options = LockOptions(unique_for=10**8)
+    options.check_call(NAME, {"on_conflict": "raise"})
+    with pytest.raises(ValueError, match="unique_for"):
+        options.check_call(NAME, {"unique_for": 10**8})
+
+
+@pytest.mark.parametrize("use", [lambda task: task(), lambda task: task.lock()])
+def test_an_unknown_policy_is_refused_where_no_checks_run(use):
+    app = Celery("unchecked", set_as_current=False, broker="memory://")
+
+    @app.task(base=SingletonTask, name=NAME, shared=False, on_conflict="skpi")
+    def buy():
+        pass
+
+    with pytest.raises(ValueError, match=r"on_conflict='skpi' of shop\.buy is none of skip, raise"):
+        use(buy)

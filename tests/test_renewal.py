@@ -213,6 +213,33 @@ def test_of_too_many_debts_the_oldest_is_dropped_and_logged(monkeypatch, caplog)
     assert "a is not given back: its lease ends it." in caplog.text
 
 
+def test_a_release_that_always_fails_does_not_block_the_others(monkeypatch):
+    store, freed = get_store("redis"), []
+
+    def release(key, value):
+        if key == "poison":
+            raise ValueError("this entry is no lock")
+        freed.append(key)
+
+    monkeypatch.setattr(store, "release", release)
+    debts = Debts("redis")
+    for key in ("poison", "good"):
+        debts.add(Debt(key, b"x", clock.now() + 60))
+    debts.pay()
+    debts.pay()
+    assert freed == ["good"]
+
+
+def test_a_debt_is_tried_once_although_its_lease_has_ended(monkeypatch):
+    """Memcached keeps an entry for up to two seconds longer than its lease."""
+    store, freed = get_store("redis"), []
+    monkeypatch.setattr(store, "release", lambda key, value: freed.append(key))
+    debts = Debts("redis")
+    debts.add(Debt("late", b"x", clock.now() - 1))
+    debts.pay()
+    assert freed == ["late"]
+
+
 def test_a_forked_child_has_a_thread_of_its_own(wait_for):
     with TaskLock("parent", timeout=30):
         pid = os.fork()

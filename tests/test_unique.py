@@ -17,6 +17,7 @@ from django_singletask import DuplicateTask, TaskLock
 from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import QUEUED, name_key
+from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task.header import HEADER, LOOKS, Header
@@ -181,6 +182,20 @@ class TestEnqueue:
         monkeypatch.setattr(store, "add", lose)
         with pytest.raises(ConnectionError):
             unique.delay("a")
+        eventually(lambda: unique.queued("a") is None)
+
+    def test_a_signal_between_the_entry_and_the_message_leaves_no_entry(self, sent, monkeypatch):
+        take = Lease.take
+
+        def interrupt(lease):
+            take(lease)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Lease, "take", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                unique.delay("a")
+        assert not sent
         eventually(lambda: unique.queued("a") is None)
 
     def test_an_eager_call_is_never_queued(self, monkeypatch):
@@ -617,3 +632,9 @@ class TestTrips:
         deliver(sent.pop(), tasks.hold)
         assert trips(lambda: tasks.hold.delay("a")) == 0
         assert trips(lambda: deliver(sent[0], tasks.hold)) == 2
+
+
+def test_an_eager_call_with_the_headers_of_a_message_keeps_its_entry(sent):
+    first = unique.delay("a")
+    unique.apply(("a",), task_id=first.id, headers=sent[0].headers)
+    assert unique.queued("a").id == first.id

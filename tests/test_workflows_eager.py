@@ -9,7 +9,7 @@ import celery
 import pytest
 from celery import chord, chunks, group
 
-from django_singletask import LockConflict, TaskLock, current_lock
+from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
 from django_singletask.stores import get_store
 from tests import canvases
 from tests.testapp import log
@@ -206,3 +206,19 @@ def test_pydantic(start):
     assert modelled(tasks.Item(**item)) == modelled(item) == {"key": key, "number": 2}
     with modelled.lock(tasks.Item(**item)):
         assert modelled(item) is None
+
+
+def test_a_task_that_replaces_itself_keeps_the_locks_that_its_body_has_taken():
+    held = []
+
+    @app.task(base=celery.Task, shared=False)
+    def replacement():
+        held.append(TaskLock("inner").locked())
+
+    @app.task(base=SingletonTask, shared=False, bind=True)
+    def replaced(self):
+        with TaskLock("inner"):
+            return self.replace(replacement.s())
+
+    replaced.apply()
+    assert held == [True]
