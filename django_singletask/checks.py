@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def run() -> list[checks.CheckMessage]:
-    """Return what the checks find that a worker must know when it starts."""
+    """Return the messages that matter when a worker starts."""
     return [*check_cache(), *check_settings(), *check_tasks()]
 
 

@@ -488,7 +488,7 @@ def test_clear_by_token_mentions_no_other_calls(queued):
 
 def test_why_is_explained(take):
     take("nightly")
-    assert locks("why", "nightly").startswith("Held for 0 s by a lock in code on ")
+    assert locks("why", "nightly").startswith("Held for 0 s by code outside a task on ")
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_last_completed_run_that_raised_says_so():
 def test_lock_in_code_has_no_task_to_stop():
     hold(task=None, task_id=None)
     text = explained()
-    assert "by a lock in code on " in text
+    assert "by code outside a task on " in text
     assert "It is freed when its block of code ends or its process dies.\n" in text
     assert "revoke" not in text
 
@@ -406,7 +406,7 @@ def test_characters_that_control_a_terminal_are_escaped():
 def test_foreign_entry_is_cleared_by_its_key():
     key = name_key("foreign").key
     get_store("redis").add(key, b"text", 30)
-    assert "Held by a lock in code on an unknown host" in explained(key)
+    assert "Held by code outside a task on an unknown host" in explained(key)
     assert f"manage.py locks clear {key}" in explained(key)
 
 

@@ -69,7 +69,7 @@ class Address(NamedTuple):
     def free_dead(self, entry: Entry, holder: Holder, how: str) -> bool:
         """Free the entry of a holder that is known to be dead; say whether it was freed.
 
-        ``how`` that is known goes into the history. Of many that see the same dead holder one frees
+        ``how`` says how the death is known; it goes into the history. Of many that see the same dead holder one frees
         its entry, and whoever comes first then takes it:
 
           A: add -> dead holder X         B: add -> dead holder X
@@ -87,7 +87,7 @@ class Address(NamedTuple):
     def bury(self, token: str, how: str) -> bool:
         """Free the entry if the holder with this token, which is known to be dead, still has it.
 
-        ``how`` that is known goes into the history. Say whether it was freed.
+        ``how`` says how the death is known; it goes into the history. Say whether it was freed.
         """
         entry = self.read()
         if entry is None:
@@ -98,8 +98,8 @@ class Address(NamedTuple):
     def clear(self, token: str | None, actor: str, timeout: float | None) -> bool:
         """Free the entry, whoever holds it; with a ``token``, only if that holder has it.
 
-        ``timeout`` is the length of the lease in seconds if the holder's record does not say it: so
-        long stays the marker that the entry was cleared. Say whether the entry was freed.
+        ``timeout`` is the length of the lease in seconds if the holder's record does not say it;
+        the marker of the clearing stays for that long. Say whether the entry was freed.
         """
         entry = self.read()
         if entry is None:

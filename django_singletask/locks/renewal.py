@@ -101,7 +101,7 @@ class Keeper:
     def wake_for(self, lease: Renewable) -> None:
         """Wake the thread if the lease is due before the thread would wake by itself.
 
-        Otherwise the thread is left asleep: the hot path costs no switch of threads.
+        Otherwise let it sleep: to wake it would cost each short run a switch of threads.
         """
         if lease.renews and lease.due_at < self.wakes_at:
             self.wake(lease.due_at)
@@ -156,7 +156,10 @@ class Keeper:
         return min([math.inf, *times, *(lease.due_at for lease in self.renewed())])
 
     def tick(self) -> None:
-        """Renew what is due now or soon (so leases taken together stay together); pay debts."""
+        """Renew the leases that are due now or soon, then pay debts.
+
+        To renew early keeps leases that were taken together in one request.
+        """
         now = clock.now()
         by_cache: dict[str, list[Renewable]] = {}
         for lease in self.renewed():

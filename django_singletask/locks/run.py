@@ -30,7 +30,7 @@ class Run(NamedTuple):
     def current(cls) -> Run:
         """Describe the Celery task whose body is running here, if one is."""
         task = current_task._get_current_object()  # type: ignore[attr-defined] # noqa: SLF001
-        if task is None:  # current_task is a proxy of None, so the object itself is asked for
+        if task is None:  # current_task is a proxy, never None itself: test what is behind it
             return NO_RUN
         return cls(task.name, task.request.id, task.request.retries or 0)
 

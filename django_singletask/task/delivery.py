@@ -62,7 +62,7 @@ class Delivery:
         try:
             result = self._run()
         except (Postponed, Dropped):
-            raise  # the message is queued again, or was: the entry is that of the other delivery
+            raise  # another delivery of this message exists, and the entry belongs to that one
         except BaseException as error:
             if not self._comes_again(error):
                 queued_call.give_back()
@@ -131,7 +131,7 @@ class Delivery:
             raise Dropped
 
     def _is_done(self) -> bool:
-        """Say whether the result backend knows that the work of a message was done, or goes on."""
+        """Say whether the result backend knows that the work is done, or goes on as a retry."""
         ignored = vars(self.request).get("ignore_result")
         if self.task.ignore_result if ignored is None else ignored:
             return False
@@ -174,7 +174,7 @@ class Delivery:
         return get_store(self.lock.address.cache), beside.key
 
     def gives_way(self, ticket: Ticket) -> bool:
-        """Say whether a later message is noted; if none is, note this one, which is published."""
+        """Say whether a later message is noted; if none is, note this one (it is published)."""
         try:
             return is_superseded(*self.tickets(), ticket)
         except SoftTimeLimitExceeded:

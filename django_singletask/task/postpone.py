@@ -33,8 +33,8 @@ def postpone(
 
     Same task id, chord, chain, headers and retries. With ``acks_late`` this delivery is
     acknowledged after the next is published: a process that is killed in between leaves two, and
-    the lock decides between them. ``lost`` says whether the broker may have forgotten the message,
-    so that nobody else would tell of an error. Raises :class:`Postponed`.
+    the lock decides between them. ``lost``: the broker may have forgotten the message, so an error
+    must be raised here, or nobody sees it. Raises :class:`Postponed`.
     """
     signature = task.signature_from_request(request, countdown=delay, retries=request.retries)
     # What the caller hides stays hidden, and a result that nobody wants is not stored: Celery keeps

@@ -192,7 +192,7 @@ def sweep(leader: TaskLock) -> None:
     """Close the history's rows of locks that nobody holds any more, and clean up the lock table.
 
     One worker of the fleet does it for as long as it lives: it keeps a lock, which another worker
-    takes over when it is gone. An entry that the store misses once is looked for a second time.
+    takes over when it is gone. A row is closed only when its entry was missing twice.
     """
     try:
         if (leader and not leader.lost) or leader.take():
