@@ -69,8 +69,8 @@ class Address(NamedTuple):
     def free_dead(self, entry: Entry, holder: Holder, how: str) -> bool:
         """Free the entry of a holder that is known to be dead; say whether it was freed.
 
-        ``how`` says how the death is known; it goes into the history. Of many that see the same dead holder one frees
-        its entry, and whoever comes first then takes it:
+        ``how`` says how the death is known; it goes into the history. Of many that see the same
+        dead holder one frees its entry, and whoever comes first then takes it:
 
           A: add -> dead holder X         B: add -> dead holder X
           A: release X -> freed

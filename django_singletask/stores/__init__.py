@@ -39,7 +39,9 @@ STORES = {
 """The module and class of the store, by the class of the cache or a class that it extends."""
 
 UNSAFE = {
-    "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run would get the lock",
+    "django.core.cache.backends.dummy.DummyCache": (
+        "stores nothing, so every run would get the lock"
+    ),
     "django.core.cache.backends.filebased.FileBasedCache": (
         "is not atomic: two processes that add the same key can both succeed"
     ),

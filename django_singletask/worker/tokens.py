@@ -49,7 +49,7 @@ def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> 
 
 
 def free_unreadable(message: Any, **kwargs: Any) -> None:
-    """Let equal calls be queued again: the worker cannot read this message, or does not know its task."""
+    """Let equal calls be queued again: the worker cannot read this one, or knows no such task."""
     headers = getattr(message, "headers", None) or {}
     header = Header.of(headers, headers.get("id"), str(headers.get("task")))
     if header is not None:
