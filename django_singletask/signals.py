@@ -7,12 +7,11 @@ import time
 from datetime import datetime, timezone
 from typing import Any
 
-from celery.exceptions import SoftTimeLimitExceeded
 from django.dispatch import Signal
 
 from django_singletask.holder import Holder, this_process
 
-__all__ = ["LockEvent", "lock_event", "send_event"]
+__all__ = ["LockEvent", "lock_event"]
 
 lock_event = Signal(use_caching=True)
 """Sent with ``event``, a :class:`LockEvent`; an error in a receiver is logged, never raised."""
@@ -76,22 +75,3 @@ class LockEvent:
             )
         vars(event).update(facts)
         return event
-
-
-def send_event(
-    kind: str,
-    lock_key: tuple[str, str],
-    holder: Holder | None,
-    **facts: Any,
-) -> None:
-    """Send an event about a lock, given its name and key, unless nobody listens.
-
-    ``holder`` and ``facts`` are those of :meth:`LockEvent.about`. An error of a receiver is logged
-    by Django; only a soft time limit, which a signal raises and which is meant for the task, is
-    raised.
-    """
-    if lock_event.has_listeners(LockEvent):
-        event = LockEvent.about(kind, *lock_key, holder, **facts)
-        for _receiver, error in lock_event.send_robust(sender=LockEvent, event=event):
-            if isinstance(error, SoftTimeLimitExceeded):
-                raise error

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
+from celery.exceptions import SoftTimeLimitExceeded
+
 from django_singletask.conf import check_seconds, conf
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.run import Run
-from django_singletask.signals import send_event
+from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Entry, Outcome, get_store
 
 __all__ = ["Address", "blocker_facts", "lease_length"]
@@ -49,9 +51,19 @@ class Address(NamedTuple):
         return get_store(self.cache).read(self.key)
 
     def tell(self, kind: str, holder: Holder | None, **facts: Any) -> None:
-        """Send an event about a holder of this entry, or about what this process met there."""
-        if not self.silent:
-            send_event(kind, self.lock_key, holder, cache=self.cache, quiet=self.quiet, **facts)
+        """Send an event about a holder of this entry, or about what this process met there (None).
+
+        ``facts`` are fields of the event. An error of a receiver is logged by Django; only a soft
+        time limit is raised, since a signal raises it and it is meant for the task.
+        """
+        if self.silent or not lock_event.has_listeners(LockEvent):
+            return
+        event = LockEvent.about(
+            kind, *self.lock_key, holder, cache=self.cache, quiet=self.quiet, **facts
+        )
+        for _receiver, error in lock_event.send_robust(sender=LockEvent, event=event):
+            if isinstance(error, SoftTimeLimitExceeded):
+                raise error
 
     def tell_of_conflict(
         self, kind: str, reason: str, run: Run | Holder, blocker: Holder | None

@@ -145,7 +145,6 @@ class Lease:
         ``result`` says how the body ended. Raises the errors of the cache's client; the release is
         then tried again in the background until the lease has ended.
         """
-        facts = {"result": result, "longest_renewal_gap": self.longest_gap or None}
         if self.holder.pid not in (0, this_process().pid):
             self.held = False
             return False  # a fork of the holder: the lock is the parent's
@@ -156,15 +155,22 @@ class Lease:
         except BaseException as error:
             # The cache is down, or a signal struck.
             self.abandon()
-            reason = f"not given back at once: {type(error).__name__}: {error}"
-            self.address.tell("released", self.holder, outcome="released", reason=reason, **facts)
+            self._tell_released(result, f"not given back at once: {type(error).__name__}: {error}")
             raise
         if outcome is not Outcome.OK:
             self.lose(outcome)
-        self.address.tell(
-            "released", self.holder, outcome="lost" if self._lost else "released", **facts
-        )
+        self._tell_released(result)
         return outcome is Outcome.OK
+
+    def _tell_released(self, result: str, reason: str = "") -> None:
+        self.address.tell(
+            "released",
+            self.holder,
+            outcome="lost" if self._lost and not reason else "released",
+            result=result,
+            reason=reason,
+            longest_renewal_gap=self.longest_gap or None,
+        )
 
     def give_back(self, result: str) -> None:
         """Release at the end of a body, whose result or error stands whatever happens here."""
