@@ -244,6 +244,25 @@ def test_clear_of_a_missing_entry_frees_nothing(store: Store) -> None:
     assert not store.clear(KEY, A, 60)
 
 
+def test_a_renewal_that_finds_the_entry_cleared_does_not_take_it_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: if clear() deleted first, this renewal would find no marker yet."""
+    change, outcomes = store.change, []
+
+    def renew_after_the_deletion(key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
+        outcome = change(key, old, new, lease)
+        if lease is None:
+            outcomes.append(store.renew(key, A, 60))
+        return outcome
+
+    store.add(KEY, A, 60)
+    monkeypatch.setattr(store, "change", renew_after_the_deletion)
+    assert store.clear(KEY, A, 60)
+    assert outcomes == [Outcome.GONE]
+    assert store.read(KEY) is None
+
+
 def test_the_marker_stops_only_the_holder_that_was_cleared(store: Store) -> None:
     store.add(KEY, A, 60)
     store.clear(KEY, A, 60)
