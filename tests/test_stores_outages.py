@@ -34,9 +34,11 @@ KINDS: dict[str, type[Server]] = {
     "db_postgres": PostgreSQL,
     "db_mariadb": MariaDB,
 }
-# Commits must survive a SIGKILL; the servers of the tests are configured not to wait for the disk.
+# Commits must survive a SIGKILL, also those of connections that a test opens later; the servers of
+# the tests are configured not to wait for the disk.
 TABLES = {
     "db_postgres": [
+        "ALTER DATABASE postgres SET synchronous_commit = on",
         "SET synchronous_commit = on",
         "CREATE TABLE IF NOT EXISTS locks_pg (cache_key varchar(255) PRIMARY KEY,"
         " value text NOT NULL, expires timestamptz NOT NULL)",
