@@ -10,15 +10,15 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import NoReturn
 
-from django_singletask.conf import check_seconds, conf
+from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
 from django_singletask.locks import clock, renewal
-from django_singletask.locks.address import Address, lease_length
-from django_singletask.locks.keys import LockKey, name_key
+from django_singletask.locks.address import lease_length
+from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease
-from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.run import NO_RUN, Run, result_of
+from django_singletask.locks.run import Run, result_of
+from django_singletask.locks.view import LockView
 
 __all__ = ["TaskLock", "current_lock"]
 
@@ -38,7 +38,7 @@ def current_lock() -> TaskLock | None:
     return None if reference is None else reference()
 
 
-class TaskLock:
+class TaskLock(LockView):
     """Hold a lock by name, so that one ``with`` block runs at a time in all processes.
 
     ``timeout`` is the length of the lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``); with
@@ -65,8 +65,7 @@ class TaskLock:
         cache: str | None = None,
         run: Run | None = None,
     ) -> None:
-        self.lock_key = name if isinstance(name, LockKey) else name_key(name)
-        self.name, self.key = self.lock_key
+        super().__init__(name, timeout=timeout, cache=cache, run=run)
         if timeout is not None:
             check_seconds("timeout", timeout)
         elif not renew:
@@ -74,12 +73,9 @@ class TaskLock:
         check_seconds("wait", wait, zero=True)
         if on_conflict not in ("raise", "skip"):
             raise ValueError(f'on_conflict must be "raise" or "skip", not {on_conflict!r}.')
-        self.timeout = timeout
         self.renew = renew
         self.wait = wait
         self.on_conflict = on_conflict
-        self.cache = cache
-        self.run = run
         self.lease: Lease | None = None  # the last acquisition; lease.held says whether it lasts
         self.blocker: Holder | None = None
         self.blocker_remaining: float | None = None
@@ -98,11 +94,6 @@ class TaskLock:
     def token(self) -> str | None:
         """The token of the acquisition; None if the lock is not held by this object."""
         return self.lease.token if self.lease is not None and self.lease.held else None
-
-    @property
-    def address(self) -> Address:
-        """Where the entry is, by the settings of this moment."""
-        return Address(self.cache or conf.cache, self.lock_key, (self.run or NO_RUN).quiet)
 
     # Taking
 
@@ -216,35 +207,10 @@ class TaskLock:
         lease.extend(lease.length if timeout is None else check_seconds("timeout", timeout))
         self.check()
 
-    # Asking
-
-    def locked(self) -> bool:
-        """Ask the cache whether anybody holds the lock; one who is proven dead does not."""
-        holder = self.holder()
-        return holder is not None and proof_of_death(holder) is None
-
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
         entry, lease = self.address.read(), self.lease
         return bool(self and lease and entry and entry.value == lease.value)
-
-    def holder(self) -> Holder | None:
-        """Ask the cache who holds the lock."""
-        entry = self.address.read()
-        return None if entry is None else Holder.decode(entry.value)
-
-    def remaining(self) -> float | None:
-        """Ask the cache for the seconds left of the lease; None if free or if it cannot tell."""
-        entry = self.address.read()
-        return None if entry is None else entry.remaining
-
-    def clear(self, *, token: str | None = None, actor: str = "") -> bool:
-        """Free the lock, whoever holds it; with ``token``, only if that holder has it.
-
-        The holder, if it still runs, learns at its next renewal that the lock is lost, and
-        another run can start beside it. Say whether a lock was freed.
-        """
-        return self.address.clear(token, actor, self.timeout)
 
     def __enter__(self) -> TaskLock:
         use = object()
