@@ -15,8 +15,8 @@ from benchmarks.locks import FLOOR, bare_redis, ours
 from benchmarks.measure import history, in_turns, wait_for_history
 from benchmarks.report import Check, Table, figure
 from benchmarks.settings import REDIS
-from django_singletask import TaskLock
-from django_singletask.locks import clock, renewal
+from django_singletask import TaskLock, clock
+from django_singletask.locks import renewal
 
 ROOT = Path(__file__).resolve().parents[1]
 LEASE = 3600

@@ -24,11 +24,11 @@ from django_singletask import (
     LockError,
     LockLost,
     TaskLock,
+    clock,
     current_lock,
     only_one,
 )
 from django_singletask.holder import Holder
-from django_singletask.locks import clock
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
 

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from django_singletask import TaskLock
+from django_singletask import TaskLock, clock
 from django_singletask.holder import Holder
-from django_singletask.locks import clock, liveness, renewal
+from django_singletask.locks import liveness, renewal
 from django_singletask.locks.lease import Lease
 from django_singletask.stores import open_with
 from django_singletask.stores.base import Entry, Outcome

@@ -13,8 +13,8 @@ import types
 
 import pytest
 
-from django_singletask import TaskLock
-from django_singletask.locks import clock, renewal
+from django_singletask import TaskLock, clock
+from django_singletask.locks import renewal
 from django_singletask.locks.debts import Debt, Debts
 from django_singletask.locks.run import Run
 from django_singletask.stores import get_store

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from django.conf import settings
 
+from django_singletask import clock
 from django_singletask.history.queries import timestamp
 from django_singletask.holder import Holder
-from django_singletask.locks import clock
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.liveness import proof_of_death

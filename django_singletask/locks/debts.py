@@ -7,7 +7,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from django_singletask.locks import clock
+from django_singletask import clock
 from django_singletask.stores import get_store
 
 __all__ = ["MAX_DEBTS", "Debt", "Debts"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 
+from django_singletask import clock
 from django_singletask.holder import Holder, this_process
-from django_singletask.locks import clock, liveness, renewal
+from django_singletask.locks import liveness, renewal
 from django_singletask.locks.address import Address, blocker_facts
 from django_singletask.stores import Outcome, get_store
 from django_singletask.stores.base import marker_key

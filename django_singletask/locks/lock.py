@@ -10,10 +10,11 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import NoReturn
 
+from django_singletask import clock
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
-from django_singletask.locks import clock, renewal
+from django_singletask.locks import renewal
 from django_singletask.locks.address import lease_length
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease

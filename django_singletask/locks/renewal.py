@@ -14,7 +14,7 @@ from typing import Protocol
 
 from django.db import connections
 
-from django_singletask.locks import clock
+from django_singletask import clock
 from django_singletask.locks.debts import Debt, Debts
 from django_singletask.stores import Outcome, close_stores, get_store
 
