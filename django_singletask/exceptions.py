@@ -45,6 +45,10 @@ class LockConflict(LockError):
             text += f"; its lease ends in {self.remaining:.0f} s unless renewed"
         return text
 
+    def __repr__(self) -> str:
+        # Celery logs it. The arguments would be the whole record of the holder, token and boot id.
+        return f"{type(self).__name__}({str(self)!r})"
+
 
 class LockLost(LockError):
     """The running body no longer has its lock: the lease ended, or an operator cleared it."""

@@ -666,6 +666,13 @@ class TestErrors:
         for error in (LockError("a"), LockLost("b"), DuplicateTask("c", "d")):
             assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
+    def test_the_repr_of_a_conflict_is_its_text_alone(self):
+        """Celery logs it."""
+        with TaskLock("nightly"), pytest.raises(LockConflict) as caught, TaskLock("nightly"):
+            pass
+        assert repr(caught.value) == f"LockConflict({str(caught.value)!r})"
+        assert caught.value.holder.token not in repr(caught.value)
+
 
 def take_and_give_back(name, use, line):
     """Use a lock, and return whether a signal struck at that line."""
