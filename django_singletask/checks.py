@@ -181,7 +181,8 @@ def _settings() -> Found:
 def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
     """Check the lock options of every registered :class:`SingletonTask`."""
     import_tasks()
-    return [message for task in singleton_tasks().values() for message in _task(task)]
+    tasks = list(singleton_tasks().values())
+    return [*(message for task in tasks for message in _task(task)), *_late(tasks)]
 
 
 def _task(task: SingletonTask) -> Found:
@@ -204,12 +205,18 @@ def _task(task: SingletonTask) -> Found:
             obj=task.name,
             id="django_singletask.W003",
         )
-    if task.acks_late and not task.reject_on_worker_lost:
+
+
+def _late(tasks: list[SingletonTask]) -> Found:
+    late = [task for task in tasks if task.acks_late and not task.reject_on_worker_lost]
+    # The setting of all tasks is one mistake, not one of each task.
+    setting = "task_" if current_app.conf.task_acks_late else ""
+    for task in late[:1] if setting else late:
         yield checks.Warning(
-            f"{task.name} has acks_late without reject_on_worker_lost: when its process is "
-            "killed, Celery acknowledges the message and the run is lost.",
-            hint="Set reject_on_worker_lost=True as well, if the task may run a second time.",
-            obj=task.name,
+            f"{setting or f'{task.name} has '}acks_late without {setting}reject_on_worker_lost: "
+            "when a process is killed, Celery acknowledges its message and the run is lost.",
+            hint=f"Set {setting}reject_on_worker_lost=True as well, if runs may be repeated.",
+            obj=None if setting else task.name,
             id="django_singletask.W004",
         )
 

@@ -469,11 +469,17 @@ def test_a_time_limit_within_the_lease_is_fine(check_task, options):
     assert check_task(**{"lock_renew": False, "lock_timeout": 30, **options}) == []
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_a_run_that_is_lost_with_its_process_gives_a_warning(app, check_task, everywhere):
-    app.conf.task_acks_late = everywhere
-    message = only(check_task(**({} if everywhere else {"acks_late": True})), "W004")
+def test_a_run_that_is_lost_with_its_process_gives_a_warning(check_task):
+    message = only(check_task(acks_late=True), "W004")
     assert message.msg.startswith("bad.task has acks_late without reject_on_worker_lost")
+
+
+def test_acks_late_of_all_tasks_gives_one_warning(app):
+    app.conf.task_acks_late = True
+    for number in range(3):
+        app.task(two, name=f"late{number}", base=SingletonTask, shared=False)
+    message = only(checks.check_tasks(), "W004")
+    assert message.msg.startswith("task_acks_late without task_reject_on_worker_lost:")
 
 
 def test_the_message_begins_with_the_name_of_the_task(check_task):
