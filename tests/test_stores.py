@@ -439,6 +439,15 @@ def test_an_alias_that_does_not_exist_is_refused_at_first_use() -> None:
         get_store("nowhere")
 
 
+@pytest.mark.parametrize("alias", ["dummy", "nowhere"])
+@pytest.mark.parametrize("by_setting", [True, False])
+def test_a_refusal_names_the_setting_or_the_argument(settings, alias, by_setting) -> None:
+    settings.SINGLETASK_CACHE = alias if by_setting else "redis"
+    cause = f"SINGLETASK_CACHE = {alias!r}" if by_setting else f"TaskLock's cache={alias!r}"
+    with pytest.raises(ImproperlyConfigured, match=f"^{cause} "):
+        TaskLock("nightly", cache=alias).acquire()
+
+
 # One store per thread
 
 

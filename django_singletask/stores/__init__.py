@@ -13,6 +13,7 @@ from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
+from django_singletask.conf import conf
 from django_singletask.stores.base import CannotList, Entry, Outcome, Store
 
 __all__ = [
@@ -66,10 +67,14 @@ def open_cache(alias: str) -> Any:
     """
     if alias not in caches.settings:
         raise ImproperlyConfigured(
-            f"SINGLETASK_CACHE = {alias!r} is not in CACHES. "
-            "Add that alias to CACHES, or name another one in SINGLETASK_CACHE."
+            f"{_named(alias)} is not in CACHES. Add that alias to CACHES, or name another one."
         )
     return caches.create_connection(alias)
+
+
+def _named(alias: str) -> str:
+    """Write an alias as it was given: in the setting, or to the one lock that names its cache."""
+    return f"SINGLETASK_CACHE = {alias!r}" if alias == conf.cache else f"TaskLock's cache={alias!r}"
 
 
 def refusal(cache: Any) -> str | None:
@@ -94,7 +99,7 @@ def _open_store(alias: str) -> Store:
     reason = refusal(cache)
     if reason is not None:
         raise ImproperlyConfigured(
-            f"SINGLETASK_CACHE = {alias!r} cannot hold locks: {reason}. "
+            f"{_named(alias)} cannot hold locks: {reason}. "
             "Use Redis, memcached or Django's DatabaseCache; the README's store table lists them."
         )
     path = next(STORES[name] for name in _ancestors(type(cache)) if name in STORES)

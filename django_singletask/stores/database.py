@@ -214,9 +214,10 @@ class DatabaseStore(Store):
                 "locks in an SQLite file of their own: a second entry in DATABASES and a router "
                 "for the cache table (see the README)."
             ) from error
+        reason = text.partition("\n")[0].rstrip(".")
         if any(part in text for part in ("no such table", "does not exist", "doesn't exist")):
             raise type(error)(
-                f"{text} Make the table of the lock cache: "
+                f"{reason}. Make the table of the lock cache: "
                 f"manage.py createcachetable --database {self.alias}"
             ) from error
 
