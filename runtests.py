@@ -1,4 +1,4 @@
-"""Run the tests against private Redis, Memcached, PostgreSQL and MariaDB servers.
+"""Run the tests against private servers of Redis, Memcached, PostgreSQL, MariaDB, RabbitMQ.
 
     python runtests.py [--install-services] [--quick] [pytest's own arguments]
 
@@ -57,12 +57,15 @@ def main(arguments: list[str]) -> int:
     own_options = {"--install-services", "--quick"}.intersection(arguments)
     arguments = [argument for argument in arguments if argument not in own_options]
     quick = "--quick" in own_options
+    installing = "--install-services" in own_options
     missing = servers.missing(browser=not quick)
-    if "--install-services" in own_options and missing and shutil.which("apt-get"):
+    if installing and missing and shutil.which("apt-get"):
         install(missing)
-    if missing := servers.missing(browser=not quick):
+    if missing := servers.missing(browser=not quick, optional=installing or "CI" in os.environ):
         print(explain(missing))
         return 1
+    for need in servers.missing(browser=False):
+        print(f"{need.name} is not installed: its tests are skipped.", flush=True)
     # Look for the modules without importing them: pytest must be the first to import its plugins.
     if absent := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         print(f'Not installed: {", ".join(absent)}. They come with pip install -e ".[test]"')

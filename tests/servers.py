@@ -61,6 +61,7 @@ class Need(NamedTuple):
     brew: str
     program: str = ""
     module: str = ""
+    optional: bool = False  # without it some tests are skipped, but for CI
 
     def is_here(self) -> bool:
         if self.module:
@@ -73,6 +74,7 @@ NEEDS = [
     Need("Memcached", "memcached", "memcached", program="memcached"),
     Need("PostgreSQL", "postgresql", "postgresql@17", program="initdb"),
     Need("MariaDB", "mariadb-server", "mariadb", program="mariadbd"),
+    Need("RabbitMQ", "rabbitmq-server", "rabbitmq", program="rabbitmq-server", optional=True),
     Need("pylibmc", "gcc libmemcached-dev zlib1g-dev", "libmemcached zlib", module="pylibmc"),
     Need("mysqlclient", "gcc libmariadb-dev pkg-config", "mariadb pkgconf", module="MySQLdb"),
 ]
@@ -83,10 +85,10 @@ BROWSER = [
 ]
 
 
-def missing(*, browser: bool = True) -> list[Need]:
+def missing(*, browser: bool = True, optional: bool = True) -> list[Need]:
     """Return the servers, compiled clients and parts of the browser that are not installed."""
     needs = NEEDS + BROWSER if browser else NEEDS
-    return [need for need in needs if not need.is_here()]
+    return [need for need in needs if (optional or not need.optional) and not need.is_here()]
 
 
 def find(program: str) -> str | None:
@@ -410,6 +412,77 @@ class MariaDB(Server):
 
     def answers(self) -> bool:
         return ask(self.port)[4:5] == b"\x0a"  # it greets first, with the version of its protocol
+
+
+class Epmd(Server):
+    """Erlang's port mapper: a node that finds none starts a daemon, which outlives the node."""
+
+    program = "epmd"
+    user = "rabbitmq"
+
+    def command(self, folder: Path) -> list[str]:
+        return [self.program, "-port", str(self.port), "-address", "127.0.0.1"]
+
+    def answers(self) -> bool:
+        return len(ask(self.port, b"\0\1n")) >= 4  # the names of its nodes
+
+
+class RabbitMQ(Server):
+    """A node of its own, without plugins. It takes about five seconds to start."""
+
+    program = "rabbitmq-server"
+    user = "rabbitmq"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epmd = Epmd()
+
+    @property
+    def url(self) -> str:
+        return f"amqp://guest:guest@127.0.0.1:{self.port}//"
+
+    def fill(self, folder: Path) -> None:
+        (folder / "rabbitmq.conf").touch()
+        (folder / "plugins").write_text("[].")
+
+    def command(self, folder: Path) -> list[str]:
+        # What Debian has in PATH becomes another user, and logs into the folder of the service.
+        debian = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
+        return [str(debian) if debian.exists() else self.program, "-noinput"]
+
+    def answers(self) -> bool:
+        return ask(self.port, b"AMQP\0\0\x09\1").startswith(b"\1")  # a frame of a method
+
+    def start(self) -> RabbitMQ:
+        if self.epmd.process is None or self.epmd.process.poll() is not None:
+            self.epmd.start()
+        super().start()
+        return self
+
+    def stop(self) -> None:
+        super().stop()
+        self.epmd.stop()
+
+    def _environment(self) -> dict[str, str]:
+        variables = {
+            "HOME": self.folder,  # for Erlang's cookie
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "ERL_EPMD_PORT": self.epmd.port,
+            "RABBITMQ_ALLOW_INPUT": 1,  # the script becomes Erlang, instead of waiting for it
+            "RABBITMQ_CONF_ENV_FILE": self.folder / "none",
+            "RABBITMQ_CONFIG_FILE": self.folder / "rabbitmq",
+            "RABBITMQ_DIST_PORT": free_port(),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": self.folder / "plugins",
+            "RABBITMQ_LOG_BASE": self.folder,
+            "RABBITMQ_LOGS": "-",
+            "RABBITMQ_MNESIA_BASE": self.folder / "mnesia",
+            "RABBITMQ_NODENAME": "singletask@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": self.port,
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
+        }
+        texts = {name: str(value) for name, value in variables.items()}
+        return {**super()._environment(), **texts}
 
 
 def ask(port: int, request: bytes = b"") -> bytes:

@@ -13,9 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server, ask, children
+from tests.servers import (
+    MariaDB,
+    Memcached,
+    PostgreSQL,
+    RabbitMQ,
+    Redis,
+    Server,
+    ask,
+    children,
+    find,
+)
 
 KINDS = [Redis, Memcached, PostgreSQL, MariaDB]
+if find(RabbitMQ.program):
+    KINDS.append(RabbitMQ)
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,9 +48,16 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_pauses_restarts_and_leaves_nothing(kind: type[Server]) -> None:
+    others = set(children(os.getpid()))
+
+    def family() -> list[int]:
+        # Not the server alone: the port mapper of RabbitMQ is a process beside it.
+        started = set(children(os.getpid())) - others
+        return [*started, *(child for pid in started for child in children(pid))]
+
     with kind() as server:
         folder = server.folder
-        processes = [server.process.pid, *children(server.process.pid)]
+        processes = family()
         server.pause()
         assert not server.answers()
         server.resume()
@@ -47,7 +66,7 @@ def test_a_server_pauses_restarts_and_leaves_nothing(kind: type[Server]) -> None
         assert not server.answers()
         server.start()
         assert server.answers()
-        processes += [server.process.pid, *children(server.process.pid)]
+        processes += family()
     assert all(is_gone(pid) for pid in processes)
     assert not folder.exists()
 
@@ -71,9 +90,11 @@ def test_a_sentinel_knows_primary_and_replica() -> None:
 def test_a_killed_test_run_ends_its_servers() -> None:
     script = (
         "from tests.servers import *\n"
-        "servers = [Redis(), Memcached(), PostgreSQL(), MariaDB()]\n"
+        f"servers = [{', '.join(f'{kind.__name__}()' for kind in KINDS)}]\n"
         "for server in servers: server.start()\n"
+        "servers += [server.epmd for server in servers if isinstance(server, RabbitMQ)]\n"
         "for server in servers: print(server.process.pid, server.folder, flush=True)\n"
+        "print(flush=True)\n"
         "input()\n"
     )
     with subprocess.Popen(
@@ -83,7 +104,7 @@ def test_a_killed_test_run_ends_its_servers() -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as run:
-        lines = [run.stdout.readline().split() for _ in KINDS]
+        lines = [line.split() for line in iter(run.stdout.readline, "\n")]
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
     for pid, folder in lines:
