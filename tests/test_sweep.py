@@ -4,16 +4,18 @@ import time
 from datetime import timedelta
 
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections
+from django.db.migrations.recorder import MigrationRecorder
 from django.utils import timezone
 
+from django_singletask.conf import conf
 from django_singletask.history import sweep
 from django_singletask.history.sweep import Sweeper, prune
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import held
 from django_singletask.stores import get_store
 from django_singletask.worker import watcher
-from tests.past_rows import ran, row, skipped
+from tests.past_rows import keep_history_in, ran, row, skipped
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -213,14 +215,54 @@ def test_one_worker_sweeps(monkeypatch):
     sweeps = []
     monkeypatch.setattr(Sweeper, "sweep", lambda self: sweeps.append(1))
     monkeypatch.setattr(connections, "close_all", lambda: None)
-    one, two = watcher.Watcher().leader, watcher.Watcher().leader
+    one, two = watcher.Watcher(), watcher.Watcher()
     watcher.sweep(one)
     watcher.sweep(two)
     watcher.sweep(one)
     assert len(sweeps) == 2
     assert [lock.name for lock in held()] == []
     assert not TaskLockEvent.objects.exists()
-    one.release()
+    one.leader.release()
     watcher.sweep(two)
     assert len(sweeps) == 3
-    two.release()
+    two.leader.release()
+
+
+@pytest.mark.parametrize("difference", ["alias", "migration", "history"])
+def test_two_projects_on_one_cache_both_sweep(settings, monkeypatch, difference):
+    """They have histories of their own; the second one may be at the same address elsewhere."""
+    sweeps = []
+    monkeypatch.setattr(Sweeper, "sweep", lambda self: sweeps.append(conf.history))
+    monkeypatch.setattr(connections, "close_all", lambda: None)
+    one, two = watcher.Watcher(), watcher.Watcher()
+    watcher.sweep(one)
+    if difference == "alias":
+        keep_history_in(settings, "sqlite")
+    elif difference == "migration":
+        MigrationRecorder.Migration.objects.update(applied=timezone.now())
+    else:
+        settings.SINGLETASK_HISTORY = "off"
+    watcher.sweep(two)
+    assert one.leader
+    assert two.leader
+    assert one.leader.name == two.leader.name
+    assert len(sweeps) == (1 if difference == "history" else 2)
+    one.leader.release()
+    two.leader.release()
+
+
+def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, caplog):
+
+    def fail(sweeper):
+        if next(failures):
+            raise OperationalError("the server is away.\nmore")
+
+    failures = iter([True, True, False, True])
+    monkeypatch.setattr(Sweeper, "sweep", fail)
+    monkeypatch.setattr(connections, "close_all", lambda: None)
+    pool = watcher.Watcher()
+    for _ in range(4):
+        watcher.sweep(pool)
+    assert caplog.text.count("not swept (OperationalError: the server is away).") == 2
+    assert "Traceback" not in caplog.text
+    pool.leader.release()

@@ -5,23 +5,45 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from django.conf import settings
+from django.db import connections, router
+from django.db.migrations.recorder import MigrationRecorder
 
 from django_singletask import clock
-from django_singletask.history.queries import timestamp
+from django_singletask.conf import conf
+from django_singletask.history.queries import SWEEPER, timestamp
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Address
-from django_singletask.locks.keys import LockKey
+from django_singletask.locks.keys import MAX_NAME, LockKey, name_key
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.models import TaskLockEvent
 
-__all__ = ["Sweeper", "prune"]
+__all__ = ["Sweeper", "leader_key", "prune"]
 
 logger = logging.getLogger("django_singletask")
 
 SWEPT = 50_000
 """Rows that one sweep deletes at most: the next sweep is soon."""
+
+
+def leader_key() -> LockKey:
+    """Return the lock of the one worker that sweeps this history; it asks the history for its age.
+
+    Each history has one: if two projects shared a leader because they share a cache, one of the
+    two histories would be swept by nobody. Two databases can have the same address, as SQLite
+    files on two hosts have, so the time of the migration tells them apart. Without a history, the
+    leader only cleans the lock table.
+    """
+    if conf.history == "off":
+        return name_key(SWEEPER)
+    connection = connections[router.db_for_write(TaskLockEvent)]
+    migrations = MigrationRecorder(connection).applied_migrations()
+    migration: Any = migrations.get(("django_singletask", "0001_initial"))
+    address = [str(connection.settings_dict[part]) for part in ("HOST", "PORT", "NAME")]
+    database = [str(migration and migration.applied), *address]
+    return LockKey(SWEEPER, name_key(f"{SWEEPER} of {database}"[:MAX_NAME]).key)
 
 
 class Sweeper:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from django.db import connections
 
 from django_singletask.conf import conf
-from django_singletask.history.queries import SWEEPER
-from django_singletask.history.sweep import Sweeper
+from django_singletask.history.sweep import Sweeper, leader_key
 from django_singletask.holder import start_time
 from django_singletask.locks.address import Address, lease_length
 from django_singletask.locks.liveness import is_gone
@@ -105,7 +104,9 @@ class Watcher(threading.Thread):
         self.free_at = 0.0
         self.sweep_at = time.monotonic() + SWEEP
         self.sweeper: threading.Thread | None = None
-        self.leader = TaskLock(SWEEPER, run=Run(quiet=True))
+        self.leader: TaskLock | None = None
+        """The lock of the worker that sweeps, from the first sweep on."""
+        self.sweep_failed = False
 
     def accepted(self, pid: int, delivery: Accepted) -> None:
         """Note that a process of the pool runs a delivery."""
@@ -129,7 +130,7 @@ class Watcher(threading.Thread):
             return
         self.sweep_at = time.monotonic() + SWEEP
         self.sweeper = threading.Thread(
-            target=sweep, args=(self.leader,), name="singletask-sweep", daemon=True
+            target=sweep, args=(self,), name="singletask-sweep", daemon=True
         )
         self.sweeper.start()
 
@@ -188,20 +189,29 @@ def lock_of(delivery: Accepted) -> TaskLock | None:
 _history = Sweeper()
 
 
-def sweep(leader: TaskLock) -> None:
+def sweep(watcher: Watcher) -> None:
     """Close the history's rows of locks that nobody holds any more, and clean up the lock table.
 
     One worker of the fleet does it for as long as it lives: it keeps a lock, which another worker
     takes over when it is gone. A row is closed only when its entry was missing twice.
     """
     try:
+        leader = watcher.leader = watcher.leader or TaskLock(leader_key(), run=Run(quiet=True))
         if (leader and not leader.lost) or leader.take():
             with suppress(CannotList):  # a key function hides which entries are locks
                 get_store(conf.cache).purge()
             if conf.history != "off":
                 _history.sweep()
-    except Exception:
-        logger.exception("The sweep failed; the next one is in a minute.")
+        watcher.sweep_failed = False
+    except Exception as error:
+        if not watcher.sweep_failed:
+            logger.warning(
+                "The history is not swept (%s: %s). This is tried again each minute; until then, "
+                "runs that were killed can stand in it as held.",
+                type(error).__name__,
+                str(error).partition("\n")[0].rstrip("."),
+            )
+        watcher.sweep_failed = True
     finally:
         connections.close_all()
 
