@@ -161,7 +161,24 @@ def test_server_that_forbids_config_still_answers_the_rest(own_store):
 def test_memcached_says_what_it_evicts(alias):
     findings = [*look_at(get_store(alias))]
     assert "it has evicted nothing yet" in texts(findings, "ok")
+    assert "is full, it evicts locks too" in texts(findings, "note")
+    assert texts(findings, "unfit") == ""
     assert "a restart forgets all locks, and it cannot list them" in texts(findings, "note")
+
+
+class MemcachedThatNeverEvicts(servers.Memcached):
+    def command(self, folder):
+        return [*super().command(folder), "-M"]
+
+
+@pytest.mark.parametrize("alias", ["pylibmc", "pylibmc_binary", "pymemcache"])
+def test_memcached_that_never_evicts_is_unfit(settings, alias):
+    with (
+        MemcachedThatNeverEvicts() as server,
+        private_store(settings, alias, server.address) as store,
+    ):
+        findings = [*look_at(store)]
+    assert texts(findings, "unfit").startswith(f"{server.address} was started with -M")
 
 
 def test_memcached_that_has_evicted_is_a_warning(monkeypatch):

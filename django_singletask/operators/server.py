@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 from django_singletask.operators.words import plural
@@ -14,6 +16,9 @@ __all__ = ["Finding", "compare_clocks", "look_at"]
 
 CLOCKS = 2.0
 """Seconds by which two clocks may differ before that is worth a warning."""
+
+TIMEOUT = 5.0
+"""Seconds until a server that does not answer is given up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +106,7 @@ def _memcached(store: Any) -> Iterator[Finding]:
                 "too: give it more (-m), or the locks a server of their own",
             )
         else:
-            yield Finding("ok", "it has evicted nothing yet; if its memory is full it evicts locks")
+            yield Finding("ok", "it has evicted nothing yet")
         yield Finding("note", "a restart forgets all locks, and it cannot list them")
     if len(servers) > 1:
         yield Finding(
@@ -109,6 +114,15 @@ def _memcached(store: Any) -> Iterator[Finding]:
             f"{len(servers)} servers: when one fails its locks are gone, and if processes disagree "
             "on the list they do not see each other's",
         )
+    for server in servers:
+        if _settings(store.client, server).get("evictions") == "off":
+            yield Finding(
+                "unfit",
+                f"{server} was started with -M: when its memory is full, it refuses to renew locks "
+                "and to free them, so that their holders lose them. Start it without -M",
+            )
+        else:
+            yield Finding("note", f"when the memory of {server} is full, it evicts locks too")
 
 
 def _stats(client: Any) -> Iterator[tuple[str, dict[str, str]]]:
@@ -120,6 +134,20 @@ def _stats(client: Any) -> Iterator[tuple[str, dict[str, str]]]:
     else:
         for server, each in client.clients.items():
             yield str(server), _texts(each.stats())
+
+
+def _settings(client: Any, server: str) -> dict[str, str]:
+    """Return the answer of a server to ``stats settings``."""
+    if not hasattr(client, "get_stats"):
+        clients = {str(name): each for name, each in client.clients.items()}
+        return _texts(clients[server].stats("settings"))
+    # libmemcached knows no such question.
+    host, _colon, port = server.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT) as connection:
+        connection.sendall(b"stats settings\r\n")
+        with connection.makefile("r") as lines:
+            answer = takewhile(lambda line: line.startswith("STAT "), lines)
+            return dict(line.split()[1:3] for line in answer)
 
 
 def _texts(stats: dict[Any, Any]) -> dict[str, str]:
