@@ -45,6 +45,10 @@ class _GrantingStore(LocMemStore):
     def clear(self, key: str, value: bytes, lease: float) -> bool:
         return False
 
+    def fence(self, key: str, value: bytes) -> int | None:
+        with self.lock:
+            return self._next_number()
+
     def entries(self) -> Iterator[tuple[str, Entry]]:
         return iter(())
 

@@ -111,7 +111,7 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
     from tests.entries import holder, key_of
 
     key = key_of(f"turns {os.getpid()}")
-    inside = fork.Value("i", 0)
+    inside, last = fork.Value("i", 0), fork.Value("q", 0)
 
     def work(number: int, barrier: Any) -> tuple[int, int, int]:
         store, value = get_store(alias), holder(str(number))
@@ -125,6 +125,10 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
                 inside.value += 1
                 met += inside.value != 1
             lost += store.renew(key, value, 60) is not Outcome.OK
+            if store.family != "memcached":
+                number = store.fence(key, value)
+                lost += number is None or number <= last.value
+                last.value = number or 0
             with inside.get_lock():
                 inside.value -= 1
             lost += store.release(key, value) is not Outcome.OK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from django.core.cache import caches
@@ -13,7 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django_singletask import TaskLock
 from django_singletask.locks.keys import name_key
 from django_singletask.stores import CannotList, Outcome, Store, close_stores, get_store
-from django_singletask.stores.base import LONGEST_KEY, marker_key
+from django_singletask.stores.base import FENCE, LONGEST_KEY, marker_key
 from tests.conftest import LOCK_CACHES
 from tests.entries import eventually, holder, key_of, private_store
 from tests.racers import connection_id
@@ -279,6 +279,105 @@ def test_an_entry_that_something_else_wrote_can_be_cleared(store: Store) -> None
     store.add(KEY, b"not a holder", 60)
     assert store.clear(KEY, b"not a holder", 60)
     assert store.read(KEY) is None
+
+
+# Fencing tokens
+
+MEMCACHED = ["pylibmc", "pylibmc_binary", "pymemcache"]
+on_memcached = pytest.mark.parametrize("cache_alias", MEMCACHED, indirect=True)
+on_counting_caches = pytest.mark.parametrize(
+    "cache_alias", [alias for alias in LOCK_CACHES if alias not in MEMCACHED], indirect=True
+)
+
+
+def fence(store: Store, value: bytes) -> int:
+    number = store.fence(KEY, value)
+    assert number is not None
+    return number
+
+
+def set_last(store: Store, number: int) -> None:
+    """Make this the fencing token that was given last."""
+    store.add(FENCE, b"0", 60)
+    entry = store.read(FENCE)
+    assert entry is not None
+    assert store.replace(FENCE, entry.value, str(number).encode(), 60)
+
+
+@on_counting_caches
+def test_each_fencing_token_is_greater_than_all_before(store: Store) -> None:
+    numbers = []
+    for value in (A, B, C):
+        store.add(KEY, value, 60)
+        numbers += [fence(store, value), fence(store, value)]
+        store.release(KEY, value)
+    assert sorted(set(numbers)) == numbers
+
+
+@on_counting_caches
+def test_a_fencing_token_is_the_time_of_the_server_in_microseconds(store: Store) -> None:
+    store.add(KEY, A, 60)
+    assert abs(fence(store, A) - time.time() * 1_000_000) < 5_000_000
+
+
+@on_counting_caches
+def test_only_the_holder_gets_a_fencing_token(store: Store) -> None:
+    assert store.fence(KEY, A) is None
+    store.add(KEY, A, 60)
+    assert store.fence(KEY, B) is None
+    store.replace(KEY, A, B, 0.1)
+    assert store.fence(KEY, A) is None
+    assert eventually(lambda: store.fence(KEY, B) is None)
+
+
+@on_counting_caches
+@pytest.mark.parametrize("last", [2**53 + 1, 2**62 + 1])
+def test_no_digit_of_a_fencing_token_is_lost(store: Store, last: int) -> None:
+    """A number of Lua is exact up to 2**53, and is printed with 14 digits."""
+    store.add(KEY, A, 60)
+    set_last(store, last)
+    assert [fence(store, A), fence(store, A)] == [last + 1, last + 2]
+
+
+@on_counting_caches
+def test_fencing_tokens_grow_although_the_clock_was_set_back(store: Store) -> None:
+    store.add(KEY, A, 60)
+    an_hour_ahead = time.time_ns() // 1000 + 3_600_000_000
+    set_last(store, an_hour_ahead)
+    assert fence(store, A) == an_hour_ahead + 1
+
+
+@on_counting_caches
+def test_fencing_tokens_grow_although_the_cache_was_emptied(
+    store: Store, cache_alias: str, empty_cache: Callable[[str], None]
+) -> None:
+    store.add(KEY, A, 60)
+    before = fence(store, A)
+    empty_cache(cache_alias)
+    store.add(KEY, B, 60)
+    assert fence(store, B) > before
+
+
+@on_counting_caches
+def test_the_last_fencing_token_is_no_lock(store: Store, cache_alias: str) -> None:
+    store.add(KEY, A, 60)
+    fence(store, A)
+    assert [key for key, _ in store.entries()] == [KEY]
+
+
+@on_counting_caches
+def test_purge_leaves_the_last_fencing_token(store: Store) -> None:
+    store.add(KEY, A, 60)
+    fence(store, A)
+    assert store.purge() == 0
+    assert value_of(store, FENCE) is not None
+
+
+@on_memcached
+def test_memcached_says_why_it_gives_no_fencing_token(store: Store) -> None:
+    store.add(KEY, A, 60)
+    with pytest.raises(NotImplementedError, match=r"can forget a counter.*SINGLETASK_CACHE"):
+        store.fence(KEY, A)
 
 
 # Listing

@@ -18,6 +18,7 @@ from django.test import override_settings
 
 from django_singletask import TaskLock
 from django_singletask.stores import Entry, Outcome, close_stores, database, get_store
+from django_singletask.stores.base import FENCE
 from django_singletask.stores.database import DatabaseStore
 from tests.conftest import empty
 from tests.entries import eventually, holder, key_of, private_store
@@ -80,6 +81,92 @@ def test_a_conflict_is_two_statements_and_three_on_mysql(
 def test_a_renewal_is_one_statement(store: DatabaseStore) -> None:
     store.add(KEY, A, 60)
     assert statements(store, lambda: store.renew(KEY, A, 60)) == ["UPDATE"]
+
+
+# Fencing tokens
+
+
+@pytest.fixture
+def held_counter(store: DatabaseStore, cache_alias: str) -> Iterator[Callable[[], None]]:
+    """Let another transaction lock the row of the last token; give the function that ends it."""
+    store.add(KEY, A, 60)
+    assert store.fence(KEY, A)
+    other = connections.create_connection(DATABASES[cache_alias])
+    other.inc_thread_sharing()
+    other.set_autocommit(False)
+    with other.cursor() as cursor:
+        query = f"SELECT value FROM {store.table} WHERE cache_key = %s FOR UPDATE"
+        cursor.execute(query, [store.make_key(FENCE)])
+    yield other.rollback
+    other.close()
+
+
+def taken_over_meanwhile(
+    store: DatabaseStore, draw: Callable[[], Any], end_other: Callable[[], None]
+) -> Any:
+    """Return what A draws if B takes the lock over while A waits for the row of the last token."""
+    drawn = []
+    thread = threading.Thread(target=lambda: drawn.append(draw()))
+    thread.start()
+    waits = (
+        "SELECT 1 FROM pg_locks WHERE NOT granted"
+        if store.dialect.upsert
+        else "SELECT 1 FROM information_schema.global_status "
+        "WHERE variable_name = 'INNODB_ROW_LOCK_CURRENT_WAITS' AND variable_value > 0"
+    )
+    eventually(lambda: store.execute(waits))
+    assert store.release(KEY, A) is Outcome.OK
+    assert store.add(KEY, B, 60) is None
+    end_other()
+    thread.join()
+    return drawn[0]
+
+
+@on("db_postgres", "db_mariadb")
+def test_a_holder_whose_lock_is_taken_over_while_it_waits_gets_no_fencing_token(
+    store: DatabaseStore, cache_alias: str, held_counter: Callable[[], None]
+) -> None:
+    def draw() -> int | None:
+        return get_store(cache_alias).fence(KEY, A)
+
+    assert taken_over_meanwhile(store, draw, held_counter) is None
+    assert store.fence(KEY, B)
+
+
+@on("db_postgres")
+def test_control_one_statement_that_looks_at_the_owner_first_gives_it_a_fencing_token(
+    store: DatabaseStore, cache_alias: str, held_counter: Callable[[], None]
+) -> None:
+    table = store.table
+    statement = (
+        f"UPDATE {table} SET value = CAST(value AS bigint) + 1 WHERE cache_key = %s "
+        f"AND EXISTS (SELECT 1 FROM {table} WHERE cache_key = %s AND value = %s)"
+    )
+    params = [store.make_key(FENCE), store.make_key(KEY), A.decode()]
+
+    def draw() -> int:
+        rows: int = get_store(cache_alias).execute(statement, params)
+        return rows
+
+    assert taken_over_meanwhile(store, draw, held_counter) == 1
+
+
+@on("db_mariadb")
+def test_a_fencing_token_is_drawn_again_if_the_connection_is_closed_before_it_is_read(
+    store: DatabaseStore, cache_alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, closed = store.execute, []
+
+    def close_once(sql: str, params: Any = ()) -> Any:
+        if "SELECT LAST_INSERT_ID" in sql and not closed:
+            kill_connection_of(store, cache_alias)
+            closed.append(sql)
+        return execute(sql, params)
+
+    store.add(KEY, A, 60)
+    monkeypatch.setattr(store, "execute", close_once)
+    assert store.fence(KEY, A)
+    assert closed
 
 
 # Rows

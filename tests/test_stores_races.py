@@ -68,7 +68,7 @@ def test_control_the_same_race_finds_two_takers_by_django(cache_alias: str, stat
     "cache_alias", ["redis", "pymemcache", "db_postgres", "db_mariadb", "db_sqlite"], indirect=True
 )
 def test_16_processes_take_turns(cache_alias: str) -> None:
-    result = run_racers("turns", cache_alias, 1)
+    result = run_racers("turns", cache_alias, 2)
     assert result["runs"] > 10
     assert (result["met"], result["lost"]) == (0, 0)
 

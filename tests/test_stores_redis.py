@@ -89,6 +89,23 @@ def test_each_script_is_loaded_once(redis, client, settings) -> None:
         assert requests(client, take_and_give_back) == ["EVALSHA", "EVALSHA"]
 
 
+@on_both_clients
+def test_a_fencing_token_is_one_request(alias, redis, client, settings) -> None:
+    with private_store(settings, alias, redis.url) as store:
+        store.add(KEY, A, 60)
+        store.fence(KEY, A)
+        assert requests(client, lambda: store.fence(KEY, A)) == ["EVALSHA"]
+
+
+def test_control_a_script_that_adds_in_lua_gives_one_number_twice(redis, client) -> None:
+    in_lua = (
+        "redis.call('SET', KEYS[1], string.format('%.0f', redis.call('GET', KEYS[1]) + 1))"
+        "return redis.call('GET', KEYS[1])"
+    )
+    client.set("last", 2**53)
+    assert client.eval(in_lua, 1, "last") == client.eval(in_lua, 1, "last")
+
+
 def test_a_server_that_restarted_empty_gets_the_scripts_again(redis, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         store.add(KEY, A, 60)

@@ -42,6 +42,10 @@ class Lease:
     deadline = renewed_at = retry_at = 0.0
     longest_gap = 0.0
     thread = 0
+    retaken = 0
+    """How often the cache forgot the entry, and a renewal took it again."""
+    fence: int | None = None
+    """The fencing token, once it was fetched."""
     _lost = False
 
     def __init__(self, address: Address, holder: Holder, *, renews: bool = True) -> None:
@@ -231,6 +235,7 @@ class Lease:
             self.lose(outcome)
             return
         if outcome is Outcome.RETAKEN:
+            self.retaken += 1
             logger.warning(
                 "%s was gone from the cache (evicted, flushed or restarted empty) and is taken "
                 "again; another run may have started meanwhile.",

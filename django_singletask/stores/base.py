@@ -13,6 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django_singletask.holder import Holder
 
 __all__ = [
+    "FENCE",
     "LONGEST_KEY",
     "PREFIX",
     "TRIES",
@@ -27,7 +28,10 @@ PREFIX = "singletask:"
 MARKER = ":cleared:"
 # The key of a lock ends in 32 hexadecimal digits, and so does the key of its marker before
 # ":cleared:". Therefore a lock that is named "…:cleared" is not mistaken for a marker.
-IS_MARKER = re.compile(rf":[0-9a-f]{{32}}{MARKER}[^:]*$")
+# What the whole cache has once, such as FENCE, is a word after "@". No name of a task has an "@".
+NO_LOCK = re.compile(rf":[0-9a-f]{{32}}{MARKER}[^:]*$|^{PREFIX}@[^:]*$")
+FENCE = f"{PREFIX}@fence"
+"""The key of the fencing token that was given last, of all locks in the cache."""
 # memcached takes keys of 250 bytes. The column of DatabaseCache takes 255 characters, and MySQL's
 # INSERT IGNORE would cut a longer key.
 MAX_KEY = 250
@@ -154,6 +158,25 @@ class Store(ABC):
         # Another thread of the holder may have renewed at the same moment, and taken it again.
         return Outcome.RETAKEN if entry is None or entry.value == value else Outcome.TAKEN
 
+    # Fencing tokens
+    #
+    # The number must be drawn while the caller has the lock: then every later holder draws a
+    # greater one. Look at the owner in the same step as the draw, or after it. In the other order
+    # an earlier holder gets the greater number, and its late write passes the guard of the data:
+    #
+    #   holder A: owner? A        sleeps past its lease                   draws 8 -> writes
+    #   holder B:                     takes, draws 7, reads, writes
+
+    @abstractmethod
+    def fence(self, key: str, value: bytes) -> int | None:
+        """Return a number above all that the cache gave before; None if the entry is not ``value``.
+
+        It is one more than the last number, or the time of the cache's server in microseconds if
+        that is greater. So the numbers go on growing after the server has lost the last one, and
+        after its clock was set back, but not after both. Raises ``NotImplementedError`` if the
+        cache cannot count.
+        """
+
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield key and entry of each lock that is held now; raises :class:`CannotList`."""
         raise CannotList
@@ -172,9 +195,8 @@ class Store(ABC):
     def lock_key(self, cache_key: str) -> str | None:
         """Undo :meth:`make_key`; return None if the cache key is not that of a lock."""
         prefix = self.make_key(PREFIX)
-        if not cache_key.startswith(prefix) or IS_MARKER.search(cache_key):
-            return None
-        return PREFIX + cache_key.removeprefix(prefix)
+        key = PREFIX + cache_key.removeprefix(prefix)
+        return key if cache_key.startswith(prefix) and not NO_LOCK.search(key) else None
 
     def close(self) -> None:  # noqa: B027 - LocMemStore has nothing to close
         """Close what the store opened."""

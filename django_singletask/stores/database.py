@@ -9,7 +9,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, router
 
-from django_singletask.stores.base import TRIES, Entry, Outcome, Store
+from django_singletask.stores.base import FENCE, TRIES, Entry, Outcome, Store
 
 __all__ = ["DIALECTS", "SHIFT", "DatabaseStore", "asks_again"]
 
@@ -29,6 +29,9 @@ a live lock whose time is in UTC. UTC + 14 h is never behind a local time and, u
 never jumps.
 """
 
+FOREVER = 100 * 365 * 24 * 60 * 60
+"""Seconds until the last fencing token expires. Only clear() or a cull of the cache deletes it."""
+
 
 class Dialect:
     """The parts of the statements in which the databases differ; here for PostgreSQL."""
@@ -36,6 +39,8 @@ class Dialect:
     now = "clock_timestamp()"
     then = f"{now} + %s * interval '1 second'"
     left = f"extract(epoch FROM expires - {now})"
+    microseconds = f"CAST(extract(epoch FROM {now}) * 1000000 AS bigint)"
+    greater = "GREATEST(CAST({last} AS bigint) + 1, {microseconds})"
     upsert = True
 
     def seconds(self, lease: float) -> Any:
@@ -44,6 +49,9 @@ class Dialect:
 
 
 class SQLite(Dialect):
+    microseconds = "CAST((julianday('now') - 2440587.5) * 86400000000 AS integer)"
+    greater = "MAX(CAST({last} AS integer) + 1, {microseconds})"
+
     def __init__(self) -> None:
         time = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now'"
         if not settings.USE_TZ:
@@ -56,6 +64,8 @@ class SQLite(Dialect):
 
 
 class MySQL(Dialect):
+    microseconds = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+    greater = "GREATEST(CAST({last} AS signed) + 1, {microseconds})"
     # The row count of ON DUPLICATE KEY UPDATE is the same for an insert and an unchanged row.
     upsert = False
 
@@ -114,6 +124,16 @@ class DatabaseStore(Store):
             f"expires = excluded.expires WHERE {table}.expires <= {now}"
         )
         self._insert = f"INSERT IGNORE {values}"
+        number = dialect.microseconds
+        greater = dialect.greater.format(last=f"{table}.value", microseconds=number)
+        self._raise = (
+            f"INSERT INTO {table} (cache_key, value, expires) VALUES (%s, {number}, {then}) "
+            f"ON CONFLICT (cache_key) DO UPDATE SET value = {greater} RETURNING value"
+            if dialect.upsert
+            else f"INSERT INTO {table} (cache_key, value, expires) "
+            f"VALUES (%s, LAST_INSERT_ID({number}), {then}) "
+            f"ON DUPLICATE KEY UPDATE value = LAST_INSERT_ID({greater})"
+        )
         update = f"UPDATE {table} SET value = %s, expires = {then} WHERE cache_key = %s"
         self._take_over = f"{update} AND expires <= {now}"
         self._update = f"{update} AND value IN (%s, %s)"
@@ -163,6 +183,18 @@ class DatabaseStore(Store):
     def read(self, key: str) -> Entry | None:
         rows = self.execute(self._select, [self.make_key(key)])
         return Entry(rows[0][0].encode(), float(rows[0][1])) if rows else None
+
+    def fence(self, key: str, value: bytes) -> int | None:
+        # Two statements and no transaction: one that a stopped process left open would hold up
+        # every token, and every taker of this lock.
+        number = 0
+        while not number:  # MySQL says 0 on a new connection: the last one was closed in between
+            rows = self.execute(self._raise, [self.make_key(FENCE), self.dialect.seconds(FOREVER)])
+            if not self.dialect.upsert:
+                rows = self.execute("SELECT LAST_INSERT_ID()")
+            number = int(rows[0][0])
+        entry = self.read(key)
+        return number if entry is not None and entry.value == value else None
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         for cache_key, value, left in self.execute(self._select_all, [self._pattern()]):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from django_singletask.stores.base import Entry, Outcome, Store
+from django_singletask.stores.base import FENCE, Entry, Outcome, Store
 
 __all__ = ["LocMemStore"]
 
@@ -53,6 +53,11 @@ class LocMemStore(Store):
         with self.lock:
             return self._find(key)
 
+    def fence(self, key: str, value: bytes) -> int | None:
+        with self.lock:
+            entry = self._find(key)
+            return None if entry is None or entry.value != value else self._next_number()
+
     def entries(self) -> Iterator[tuple[str, Entry]]:
         self.prefix()  # raises CannotList
         with self.lock:
@@ -68,6 +73,12 @@ class LocMemStore(Store):
         # An entry without an expiry, which something else wrote, stays for ever.
         remaining = (self.expiries.get(cache_key) or math.inf) - time.time()
         return None if value is None or remaining <= 0 else Entry(value, remaining)
+
+    def _next_number(self) -> int:
+        last = self._find(FENCE)
+        number = max(int(last.value) + 1 if last else 0, time.time_ns() // 1000)
+        self._write(self.make_key(FENCE), b"%d" % number, math.inf)
+        return number
 
     def _write(self, cache_key: str, value: bytes, lease: float) -> None:
         self.values[cache_key] = value

@@ -71,6 +71,13 @@ class MemcachedStore(Store):
         value, _cas = self._gets(self.make_key(key))
         return None if value is None else Entry(value, None)
 
+    def fence(self, key: str, value: bytes) -> int | None:
+        raise NotImplementedError(
+            "memcached gives no fencing tokens: it can forget a counter at any time, and then a "
+            "later holder would get a smaller number. Keep the locks that need one in Redis or in "
+            "a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
+        )
+
     def close(self) -> None:
         self.client.disconnect_all()
 

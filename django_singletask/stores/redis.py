@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, NoScriptError, TimeoutError
 
-from django_singletask.stores.base import Entry, Outcome, Store
+from django_singletask.stores.base import FENCE, Entry, Outcome, Store
 
 __all__ = ["ADD", "CHANGE", "IDLE", "READ", "DjangoRedisStore", "RedisStore"]
 
@@ -38,6 +38,18 @@ for i, key in ipairs(KEYS) do
     entries[i] = value and {value, redis.call('PTTL', key)}
 end
 return entries
+"""
+# Lua's numbers are exact up to 2**53, and it prints 14 digits of them. So the server itself raises
+# the counter and returns it as text. It has no expiry: there is one in a cache, and no policy that
+# evicts only entries with an expiry takes it.
+FENCE_SCRIPT = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+if redis.call('INCR', KEYS[2]) < now then
+    redis.call('SET', KEYS[2], string.format('%.0f', now))
+end
+return redis.call('GET', KEYS[2])
 """
 OUTCOMES = {1: Outcome.OK, 0: Outcome.GONE, -1: Outcome.TAKEN}
 
@@ -89,6 +101,7 @@ class RedisStore(Store):
         self._add = self.client.register_script(ADD)
         self._change = self.client.register_script(CHANGE)
         self._read = self.client.register_script(READ)
+        self._fence = self.client.register_script(FENCE_SCRIPT)
 
     def _client(self) -> Any:
         return self.cache._cache.get_client(None, write=True)  # noqa: SLF001 - no public way
@@ -185,6 +198,10 @@ class RedisStore(Store):
 
     def read(self, key: str) -> Entry | None:
         return _entry(self._call(self._read, [self.make_key(key)], [])[0])
+
+    def fence(self, key: str, value: bytes) -> int | None:
+        number = self._call(self._fence, [self.make_key(key), self.make_key(FENCE)], [value])
+        return None if number is None else int(number)
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self.prefix()) + "*"
