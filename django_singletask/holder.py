@@ -6,15 +6,35 @@ import dataclasses
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from functools import cache
 from typing import Any
+from unicodedata import category
 
-__all__ = ["Holder", "boot_id", "describe_run", "read_stat", "start_time", "this_process"]
+__all__ = [
+    "Holder",
+    "boot_id",
+    "clean",
+    "describe_run",
+    "read_stat",
+    "start_time",
+    "this_process",
+]
 
+# A part of the key of a marker, which memcached must take.
+IS_TOKEN = re.compile("[!-9;-~]{1,32}")
+LONGEST = 255
+"""Characters of a text: of a column, and of the longest name or task id."""
+MOST = 2**31 - 1
+"""The largest number that a column holds."""
+MONTH = 30 * 24 * 60 * 60
+"""Seconds of the longest lease."""
+CENTURY = 2**32
+"""Seconds of the last time that is believed: the year 2106."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -91,20 +111,25 @@ class Holder(Process):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Holder:
-        """Read a record that may lack fields or hold values of a wrong type."""
+        """Read a record that may lack fields, or hold values that cannot be.
+
+        Anything can write into a cache. What stays is short, safe to show, and what a key and a
+        column of each store can hold.
+        """
+        token = str(data.get("token") or "")
         return cls(
-            host=str(data.get("host") or ""),
-            boot_id=str(data.get("boot_id") or ""),
-            pid_ns=str(data.get("pid_ns") or ""),
-            pid=int(data.get("pid") or 0),
-            start=str(data.get("start") or ""),
-            token=str(data.get("token") or ""),
-            name=str(data.get("name") or ""),
+            host=_text(data.get("host")) or "",
+            boot_id=_text(data.get("boot_id")) or "",
+            pid_ns=_text(data.get("pid_ns")) or "",
+            start=_text(data.get("start")) or "",
+            token=token if IS_TOKEN.fullmatch(token) else "",
+            name=_text(data.get("name")) or "",
             task=_text(data.get("task")),
             task_id=_text(data.get("task_id")),
-            retries=int(data.get("retries") or 0),
-            since=_finite(data.get("since")),
-            timeout=_finite(data.get("timeout")),
+            pid=int(_number(data.get("pid"), MOST)),
+            retries=int(_number(data.get("retries"), MOST)),
+            since=_number(data.get("since"), CENTURY),
+            timeout=_number(data.get("timeout"), MONTH),
         )
 
     def __str__(self) -> str:
@@ -117,13 +142,29 @@ def describe_run(task_id: str | None, host: str, pid: int) -> str:
     return f"{run} on {host or 'an unknown host'}, process {pid or 'unknown'}"
 
 
-def _finite(value: Any) -> float:
-    number = float(value or 0)
-    return number if math.isfinite(number) else 0.0
+def clean(text: str, length: int | None = None) -> str:
+    """Cut a text that anything may have written, and escape what no page and no column may have.
+
+    Control characters steer a terminal, format characters turn the direction of what follows, and
+    some databases refuse NUL and surrogates.
+    """
+    text = text[:length]
+    if not text.isprintable():
+        # The spaces of Japanese and French are among what Python does not call printable.
+        text = "".join(
+            c if c.isprintable() or category(c) == "Zs" else c.encode("unicode_escape").decode()
+            for c in text
+        )
+    return text[:length]
 
 
 def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+    return None if value is None else clean(str(value), LONGEST)
+
+
+def _number(value: Any, most: float) -> float:
+    number = float(value or 0)
+    return min(max(number, 0), most) if math.isfinite(number) else 0
 
 
 @cache

@@ -115,14 +115,14 @@ def test_dead_and_expired_are_marked_by_a_word(ended_process):
     assert {lock["state"] for lock in locks_as_json()} == {"dead", "expired"}
 
 
-@pytest.mark.parametrize("evil", ["\x00", "\ud800"], ids=ascii)
-def test_characters_that_databases_refuse_are_replaced(evil):
+@pytest.mark.parametrize("evil", ["\x00", "\ud800", "\x1b", "\u202e"], ids=ascii)
+def test_harmful_characters_are_escaped(evil):
     hold(name=f"a{evil}b")
-    assert locks().splitlines()[1].startswith("a\N{REPLACEMENT CHARACTER}b ")
+    assert locks().splitlines()[1].startswith(f"a{evil.encode('unicode_escape').decode()}b ")
 
 
 def test_json_of_a_lock(take):
-    lock = take("nightly \u202e ключ", timeout=30)
+    lock = take("nightly \u3000 ключ", timeout=30)
     [facts] = locks_as_json()
     assert 10 < facts.pop("remaining") <= 30
     assert facts == {

@@ -77,9 +77,9 @@ def test_held_lock_is_explained_in_full(monkeypatch):
 
 
 def test_sentences_fit_the_terminal_and_commands_are_never_wrapped():
-    hold(token=f"{'9ab2 ' * 20}")
+    hold(task_id="9ab2 " * 20)
     lines = explained().splitlines()
-    assert f"    manage.py locks clear --token '{'9ab2 ' * 20}'" in lines
+    assert f'    app.control.revoke("{"9ab2 " * 20}", terminate=True)' in lines
     assert all(columns(line) <= 80 for line in lines if not line.startswith("    "))
 
 

@@ -350,14 +350,15 @@ def test_foreign_entry_can_be_cleared(on_redis):
 
 
 @pytest.mark.parametrize("bad", ["\ud800", "\0"])
-def test_characters_of_a_foreign_entry_that_no_database_takes_are_replaced(on_redis, bad):
-    texts = ("token", "name", "task", "task_id", "host", "boot_id", "pid_ns", "start")
+def test_characters_of_a_foreign_entry_that_no_database_takes_are_escaped(on_redis, bad):
+    texts = ("name", "task", "task_id", "host", "boot_id", "pid_ns", "start")
     value = json.dumps({text: f"{text}{bad}" for text in texts})
     get_store("redis").add(FOREIGN, value.encode(), 30)
     [lock] = held()
-    assert lock.name == "name\N{REPLACEMENT CHARACTER}"
+    escaped = bad.encode("unicode_escape").decode()
+    assert lock.name == f"name{escaped}"
     for text in texts:
-        assert getattr(lock.holder, text) == f"{text}\N{REPLACEMENT CHARACTER}"
+        assert getattr(lock.holder, text) == f"{text}{escaped}"
     assert lock.skipped == 0
 
 

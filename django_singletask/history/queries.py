@@ -8,7 +8,6 @@ database must be told for that is said here, beside the query that needs it, and
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -40,7 +39,6 @@ __all__ = [
     "UsualHold",
     "ago",
     "reading",
-    "storable",
     "timestamp",
 ]
 
@@ -63,7 +61,6 @@ LATE = timedelta(hours=1)
 """How late a row may be written: a process keeps its events while the database is away."""
 BATCH = 500
 """Values in one condition: SQLite takes no more than 999 in older versions."""
-UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
 
 
 class NoHistory(Exception):
@@ -286,11 +283,6 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
 def ago(at: datetime | None) -> float:
     """Return how many seconds ago a time of the history was, by the clock of this host."""
     return 0.0 if at is None else max(0.0, time.time() - timestamp(at))
-
-
-def storable(text: str) -> str:
-    """Replace the characters that a text of PostgreSQL cannot have."""
-    return UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def timestamp(at: datetime) -> float:

@@ -12,7 +12,8 @@ from django.db import IntegrityError, models, router, transaction
 from django.db.models import Case, F, Value, When
 from django.utils.timezone import get_default_timezone, make_naive
 
-from django_singletask.history.queries import BATCH, TaskLockEventQuerySet, storable
+from django_singletask.history.queries import BATCH, TaskLockEventQuerySet
+from django_singletask.holder import clean
 from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.signals import LockEvent
 
@@ -99,9 +100,8 @@ def _fitted(event: LockEvent) -> LockEvent:
     changes: dict[str, Any] = {}
     for name, length in LENGTHS.items():
         text = getattr(event, name)
-        # A quick test first: a printable text has no character that cannot be stored.
         if len(text) > length or not text.isprintable():
-            changes[name] = storable(text)[:length]
+            changes[name] = clean(text, length)
     if not settings.USE_TZ:
         changes["at"] = make_naive(event.at, get_default_timezone())
     return dataclasses.replace(event, **changes) if changes else event

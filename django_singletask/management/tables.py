@@ -6,6 +6,8 @@ import shutil
 import unicodedata
 from collections.abc import Sequence
 
+from django_singletask.holder import clean
+
 __all__ = ["LEFT", "LONG", "RIGHT", "columns", "few", "printable", "table", "width"]
 
 WIDTH = 80
@@ -75,8 +77,7 @@ def printable(text: str, width: int | None = None, beginning: int = 255) -> str:
     Format characters are escaped too: they can turn the direction of what follows. What stays of
     the beginning is half of ``width``, but not more than ``beginning``.
     """
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = clean(text)
     if width is None or columns(text) <= width:
         return text
     head = tail = text

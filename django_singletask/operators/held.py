@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from django_singletask.conf import conf
 from django_singletask.history.queries import (
@@ -15,10 +14,9 @@ from django_singletask.history.queries import (
     NoHistory,
     UsualHold,
     reading,
-    storable,
     timestamp,
 )
-from django_singletask.holder import Holder
+from django_singletask.holder import Holder, clean
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.locks.liveness import proof_of_death
@@ -211,10 +209,6 @@ def _read(keys: Iterable[str]) -> list[HeldLock]:
 
 def _stored(key: str, entry: Entry) -> HeldLock:
     holder = Holder.decode(entry.value)
-    # Something else may have written the entry: no query and no page can have these characters.
-    facts = vars(holder).items()
-    texts: Any = {field: storable(text) for field, text in facts if isinstance(text, str)}
-    holder = dataclasses.replace(holder, **texts)
     state = "queued" if key.startswith(QUEUED) else "dead" if proof_of_death(holder) else "held"
     return _lock(key, holder, state, entry.remaining)
 
@@ -240,7 +234,7 @@ def _expired(tokens: Collection[str]) -> list[HeldLock]:
 
 def _lock(key: str, holder: Holder, state: str, remaining: float | None = None) -> HeldLock:
     held_for = max(0.0, time.time() - holder.since) if holder.since else 0.0
-    return HeldLock(holder.name or key, key, holder, held_for, state, remaining)
+    return HeldLock(holder.name or clean(key, 255), key, holder, held_for, state, remaining)
 
 
 def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:

@@ -1,0 +1,88 @@
+"""Records that something else wrote: whatever they hold, they are read, shown and cleared."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from django_singletask import TaskLock
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import name_key
+from django_singletask.operators import held
+from django_singletask.stores import get_store
+from tests.admin_pages import BASE, CLEAR, log_in
+from tests.command_line import locks
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("empty_history", "eighty_columns"),
+]
+
+# What could steer a terminal, or turn the direction of a page's text.
+HARMFUL = "\x1b[2J\x07\u202e\ud800\0\n"
+FOREIGN = {
+    "no JSON": b"locked",
+    "no record": b'["locked"]',
+    "no text": b"\xff\xfe",
+    "deep": b"[" * 100_000,
+    "huge numbers": b'{"token": "t", "timeout": 1e300, "since": -1e300, "pid": 1e300}',
+    "endless": b'{"token": "t", "timeout": Infinity, "since": NaN}',
+    "negative numbers": b'{"token": "t", "timeout": -1e300, "since": 1e300, "pid": -1}',
+    "overlong": json.dumps(dict.fromkeys(("token", "name", "host", "task_id"), "x" * 200_000)),
+    "harmful": json.dumps(dict.fromkeys(("token", "name", "host", "task_id"), HARMFUL)),
+    "spaces in the token": b'{"token": "a b:c"}',
+}
+FOREIGN = {kind: text.encode() if isinstance(text, str) else text for kind, text in FOREIGN.items()}
+# A column of text holds no such bytes.
+TEXTS = sorted(FOREIGN.keys() - {"no text"})
+NAME = "nightly"
+KEY = name_key(NAME).key
+
+
+def write(alias: str, kind: str) -> None:
+    assert get_store(alias).add(KEY, FOREIGN[kind], 60) is None
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_lock_clears_what_something_else_wrote(cache_alias, kind):
+    write(cache_alias, kind)
+    assert TaskLock(NAME).locked()
+    assert TaskLock(NAME).clear()
+    assert TaskLock(NAME).acquire()
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_the_command_clears_what_something_else_wrote(on_redis, kind):
+    write("redis", kind)
+    listed = locks()
+    assert max(map(len, listed.splitlines())) <= 80
+    assert "Freed 1 lock." in locks("clear", NAME, "--yes")
+    assert get_store("redis").read(KEY) is None
+    assert max(map(len, locks("history").splitlines())) <= 80
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_the_admin_clears_what_something_else_wrote(on_redis, kind):
+    write("redis", kind)
+    client = log_in("view_tasklockevent", "clear_lock")
+    page = client.get(BASE).content.decode()
+    assert len(page) < 20_000
+    assert not set(page).intersection("\x1b\x07\u202e\ud800\0")
+    [lock] = held.held()
+    answer = client.post(CLEAR, {"key": lock.key, "token": lock.holder.token}, follow=True)
+    assert "was freed" in answer.content.decode()
+    assert get_store("redis").read(KEY) is None
+
+
+def test_what_is_harmful_is_shown_escaped():
+    holder = Holder.decode(
+        json.dumps({"host": "web\x1b[2J\u202e", "name": "日本\u3000語"}).encode()
+    )
+    assert holder.host == "web\\x1b[2J\\u202e"
+    assert holder.name == "日本\u3000語"
+
+
+def test_a_record_of_this_package_is_read_as_it_was_written():
+    holder = Holder.new(NAME, 60, task="feeds.tasks.a", task_id="3f0c", retries=2)
+    assert Holder.decode(holder.encode()) == holder
