@@ -13,6 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from django_singletask.conf import HISTORY_MODES, check_seconds, conf
+from django_singletask.models import TaskLockEvent
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
 from django_singletask.stores.places import backend_is, servers_of
@@ -146,7 +147,7 @@ def _database(table: str, alias: str, named: str) -> Found:
 
 def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
     """Check the other ``SINGLETASK_…`` settings."""
-    return list(_settings())
+    return [*_settings(), *_history()]
 
 
 def _settings() -> Found:
@@ -175,6 +176,20 @@ def _settings() -> Found:
             f"SINGLETASK_RECORD_ARGUMENTS = {conf.record_arguments!r} is neither True nor False.",
             hint="Set it to False to hide the arguments: a string such as 'False' is true.",
             id="django_singletask.E014",
+        )
+
+
+def _history() -> Found:
+    alias = router.db_for_write(TaskLockEvent)
+    connection = connections[alias]
+    mode = connection.settings_dict.get("OPTIONS", {}).get("transaction_mode", "DEFERRED")
+    if conf.history != "off" and connection.vendor == "sqlite" and mode.upper() == "DEFERRED":
+        yield checks.Warning(
+            f"The history is in DATABASES[{alias!r}], an SQLite file without a transaction_mode: "
+            "where several processes write, transactions fail with 'database is locked'.",
+            hint=f"Set DATABASES[{alias!r}]['OPTIONS'] to {{'transaction_mode': 'IMMEDIATE', "
+            "'timeout': 20, 'init_command': 'PRAGMA journal_mode=WAL'}.",
+            id="django_singletask.W010",
         )
 
 

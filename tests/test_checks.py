@@ -482,6 +482,35 @@ def test_acks_late_of_all_tasks_gives_one_warning(app):
     assert message.msg.startswith("task_acks_late without task_reject_on_worker_lost:")
 
 
+@pytest.fixture
+def sqlite_options(settings, monkeypatch):
+    """Give the OPTIONS of the SQLite file that keeps the history."""
+    settings.DATABASE_ROUTERS = [SimpleNamespace(db_for_write=lambda model, **hints: "sqlite")]
+    options: dict[str, Any] = {}
+    monkeypatch.setitem(connections["sqlite"].settings_dict, "OPTIONS", options)
+    return options
+
+
+@pytest.mark.parametrize("mode", [{}, {"transaction_mode": "deferred"}])
+def test_an_sqlite_file_whose_writers_fail_gives_a_warning(sqlite_options, mode):
+    sqlite_options.update(mode)
+    message = only(checks.check_settings(), "W010")
+    assert "The history is in DATABASES['sqlite'], an SQLite file" in message.msg
+    for cure in ("transaction_mode", "timeout", "journal_mode=WAL"):
+        assert cure in message.hint
+
+
+@pytest.mark.parametrize("mode", ["IMMEDIATE", "exclusive"])
+def test_an_sqlite_file_whose_writers_wait_is_fine(sqlite_options, mode):
+    sqlite_options["transaction_mode"] = mode
+    assert checks.check_settings() == []
+
+
+def test_an_sqlite_file_is_fine_without_a_history(sqlite_options, settings):
+    settings.SINGLETASK_HISTORY = "off"
+    assert checks.check_settings() == []
+
+
 def test_the_message_begins_with_the_name_of_the_task(check_task):
     [message] = check_task(on_conflict="explode")
     assert str(message).startswith("bad.task: (django_singletask.E012) on_conflict='explode'")

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -240,7 +241,45 @@ def test_event_that_cannot_be_written_costs_no_other(caplog):
     put([*runs(2), bad, *runs(2)])
     assert recorder.flush(10)
     assert len(rows()) == 4
-    assert caplog.text.count("not recorded") >= 1
+    [line] = caplog.messages
+    assert "an event is not recorded" in line
+    assert "migrate" not in line
+
+
+@pytest.fixture
+def busy_file(settings, monkeypatch):
+    """Keep the history in an SQLite file, in which another connection has a transaction open."""
+    keep_history_in(settings, "sqlite")
+    monkeypatch.setitem(connections.databases["sqlite"]["OPTIONS"], "timeout", 0.01)
+    monkeypatch.setattr(recorder, "RETRY", 0.01)
+    other = sqlite3.connect(connections.databases["sqlite"]["NAME"], check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    yield other
+    other.close()
+    assert recorder.flush(10)
+    TaskLockEvent.objects.all().delete()
+
+
+def test_busy_sqlite_file_is_tried_again_quietly(background, busy_file, caplog):
+    put(runs(1))
+    assert not recorder.flush(0.3)
+    busy_file.rollback()
+    assert recorder.flush(10)
+    assert len(rows(outcome="released")) == 1
+    assert caplog.messages == []
+
+
+def test_sqlite_file_that_stays_busy_is_logged_once_with_its_cure(
+    background, busy_file, monkeypatch, caplog
+):
+    monkeypatch.setattr(recorder, "PATIENCE", 0.1)
+    put(runs(1))
+    wait_for(lambda: caplog.messages, "a line in the log")
+    assert not recorder.flush(0.2)
+    [line] = caplog.messages
+    assert "OperationalError: database is locked" in line
+    assert "transaction_mode" in line
+    assert "migrate" not in line
 
 
 @pytest.fixture

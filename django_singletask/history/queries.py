@@ -22,6 +22,7 @@ from django.utils.timezone import now as django_now
 from django_singletask.conf import conf
 from django_singletask.locks.keys import QUEUED
 from django_singletask.stores.base import PREFIX
+from django_singletask.stores.database import is_busy, is_missing
 
 if TYPE_CHECKING:
     from django_singletask.models import TaskLockEvent
@@ -39,6 +40,7 @@ __all__ = [
     "UsualHold",
     "ago",
     "reading",
+    "remedy",
     "timestamp",
 ]
 
@@ -79,8 +81,15 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
         yield
     except Error as error:
         reason = str(error).partition("\n")[0]
-        text = f"The history cannot be read: {reason}. Has 'manage.py migrate' run?"
-        raise NoHistory(text) from error
+        raise NoHistory(f"The history cannot be read: {reason}.{remedy(error)}") from error
+
+
+def remedy(error: Exception) -> str:
+    """Say what to do about a failed statement of the history, as far as the error tells."""
+    if is_missing(error):
+        return " Has 'manage.py migrate' run?"
+    cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL (see the README)"
+    return f" Give the SQLite file {cure}." if is_busy(error) else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from django.db import (
 )
 
 from django_singletask.conf import conf
+from django_singletask.history.queries import remedy
 from django_singletask.history.writing import write
 from django_singletask.locks.renewal import has_threads
 from django_singletask.models import TROUBLE
@@ -34,6 +35,7 @@ __all__ = [
     "BOUND",
     "IDLE",
     "LISTENER",
+    "PATIENCE",
     "RETRY",
     "Writer",
     "connect",
@@ -52,6 +54,8 @@ AT_ONCE = 1000
 """Events in one transaction at most."""
 RETRY = 1.0
 """Seconds between two attempts to write while the database is away."""
+PATIENCE = 10.0
+"""Seconds for which a database that asks to try again is asked again, and nothing is logged."""
 PAUSE = 0.005
 """Seconds for which a few events gather: many small writes take processor time from the tasks."""
 SHARE = 10
@@ -105,11 +109,12 @@ def stop() -> None:
 
 def warn(error: Exception, consequence: str) -> None:
     logger.warning(
-        "The history of the locks cannot be written, which does no harm to the tasks%s (%s: %s). "
-        "Has 'manage.py migrate' run? SINGLETASK_HISTORY = 'off' stops recording.",
+        "The history of the locks cannot be written, which does no harm to the tasks%s (%s: %s).%s "
+        "SINGLETASK_HISTORY = 'off' stops recording.",
         consequence,
         type(error).__name__,
         str(error).partition("\n")[0],
+        remedy(error),
     )
 
 
@@ -138,6 +143,7 @@ class Writer:
         self.ended = threading.Event()
         self.open_connections: list[Any] = []  # those of the thread
         self.away = False
+        self.failing_since: float | None = None
 
     def put(self, event: LockEvent) -> None:
         self.events.append(event)
@@ -222,12 +228,15 @@ class Writer:
     def lose(self, error: Exception) -> None:
         """Note that an event is not recorded; of several, the first is logged."""
         if not self.lost:
-            warn(error, ": events are not recorded")
+            warn(error, ": an event is not recorded")
         self.lost += 1
 
     def keep(self, error: Exception) -> None:
-        """Note that the database is away; an outage is logged once."""
-        if not (self.away or asks_again(error)):
+        """Note that the database is away: logged once, and if it is only busy, after 10 seconds."""
+        now = time.monotonic()
+        self.failing_since = self.failing_since or now
+        patience = PATIENCE if asks_again(error) else 0
+        if not self.away and now - self.failing_since >= patience:
             self.away = True
             consequence = f"; the last {BOUND} events of each process are kept and written when "
             warn(error, f"{consequence}it can be")
@@ -237,10 +246,10 @@ class Writer:
         """Note that events were written, and log that what kept others from it is over."""
         if self.away:
             logger.warning("The history of the locks is written again.")
-        if self.lost:
+        if self.lost > 1:  # the loss of a single one is logged already
             text = "The history of the locks is written again; %d events were not recorded."
             logger.warning(text, self.lost)
-        self.away, self.lost = False, 0
+        self.away, self.failing_since, self.lost = False, None, 0
         if self.dropped:
             dropped, self.dropped = self.dropped, 0  # other threads may raise it meanwhile
             logger.warning("%d events were dropped: more than %d had gathered.", dropped, BOUND)

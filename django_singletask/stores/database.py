@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, connectio
 
 from django_singletask.stores.base import FENCE, TRIES, Entry, Outcome, Store
 
-__all__ = ["DIALECTS", "SHIFT", "DatabaseStore", "asks_again"]
+__all__ = ["DIALECTS", "SHIFT", "DatabaseStore", "asks_again", "is_busy", "is_missing"]
 
 # Django's own DatabaseCache cannot hold locks. Its add() is a SELECT and then an UPDATE, so two
 # takers of an expired row both win; its get() deletes an expired row by the key alone:
@@ -239,15 +240,15 @@ class DatabaseStore(Store):
 
     def _raise_with_next_step(self, error: Exception) -> None:
         text = str(error)
-        if self.connection.vendor == "sqlite" and "is locked" in text:
+        if is_busy(error):
             raise OperationalError(
                 f"{text}: DATABASES[{self.alias!r}] is an SQLite file in which this or another "
                 "connection has a transaction open, and SQLite allows only one writer. Keep the "
                 "locks in an SQLite file of their own: a second entry in DATABASES and a router "
                 "for the cache table (see the README)."
             ) from error
-        reason = text.partition("\n")[0].rstrip(".")
-        if any(part in text for part in ("no such table", "does not exist", "doesn't exist")):
+        if is_missing(error):
+            reason = text.partition("\n")[0].rstrip(".")
             raise type(error)(
                 f"{reason}. Make the table of the lock cache: "
                 f"manage.py createcachetable --database {self.alias}"
@@ -256,14 +257,30 @@ class DatabaseStore(Store):
 
 # Two takers and a release of one key make a deadlock on MySQL. The loser of a race gets an error
 # on PostgreSQL if its default isolation is not READ COMMITTED.
-DEADLOCK = 1213
-SERIALIZATION_FAILURES = {"40001", "40P01"}
+RACES = {1205, 1213, "40001", "40P01"}
+# A table or a column is missing, on MySQL and on PostgreSQL.
+MISSING = {1054, 1146, "42703", "42P01"}
+# SQLite has texts alone.
+LOCKED = re.compile("database( table| schema)? is locked")
+NO_SUCH = re.compile("no such (table|column)|has no column named")
 
 
 def asks_again(error: Exception) -> bool:
-    """Say whether the database asks to try the same again: a deadlock, or a lost race."""
-    if error.args and error.args[0] == DEADLOCK:
-        return True
+    """Say whether the database asks to try the same again: a lost race, or a busy SQLite file."""
+    return _code(error) in RACES or is_busy(error)
+
+
+def is_busy(error: Exception) -> bool:
+    """Say whether another connection keeps this one from an SQLite file."""
+    return bool(LOCKED.search(str(error)))
+
+
+def is_missing(error: Exception) -> bool:
+    """Say whether a table or a column is not there."""
+    return _code(error) in MISSING or bool(NO_SUCH.search(str(error)))
+
+
+def _code(error: Exception) -> Any:
     cause = error.__cause__
     code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)  # psycopg 3, 2
-    return code in SERIALIZATION_FAILURES
+    return code or next(iter(error.args), None)
