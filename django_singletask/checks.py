@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from celery import current_app
@@ -12,12 +13,13 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import HISTORY_MODES, check_seconds, conf
+from django_singletask.conf import DEFAULTS, HISTORY_MODES, check_seconds, conf
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
 from django_singletask.stores.places import backend_is, servers_of
 from django_singletask.task.base import SingletonTask
+from django_singletask.task.definition import misspelt
 from django_singletask.task.options import LockOptions
 from django_singletask.task.registered import import_tasks, singleton_tasks
 
@@ -151,6 +153,14 @@ def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
 
 
 def _settings() -> Found:
+    for name in dir(settings):
+        if name.startswith("SINGLETASK_") and name not in DEFAULTS:
+            [nearest] = get_close_matches(name, DEFAULTS, n=1, cutoff=0)
+            yield checks.Warning(
+                f"{name} is no setting of django-singletask, and nothing reads it.",
+                hint=f"Did you mean {nearest}? Else remove it.",
+                id="django_singletask.W013",
+            )
     try:
         check_seconds("SINGLETASK_LOCK_TIMEOUT", conf.lock_timeout)
     except (TypeError, ValueError) as error:
@@ -206,6 +216,14 @@ def _task(task: SingletonTask) -> Found:
         message = checks.Error if problem.check.startswith("E") else checks.Warning
         number = f"django_singletask.{problem.check}"
         yield message(problem.text, hint=problem.hint, obj=task.name, id=number)
+    for cls in type(task).__mro__:
+        for name, similar in misspelt(cls, SingletonTask) if issubclass(cls, SingletonTask) else ():
+            yield checks.Warning(
+                f"{cls.__qualname__}.{name} is no option; did you mean {similar!r}?",
+                hint=f"Rename it to {similar!r}, or to something else if it is your own.",
+                obj=task.name,
+                id="django_singletask.W012",
+            )
     limits = {
         name: getattr(task, name) or getattr(task.app.conf, f"task_{name}")
         for name in ("time_limit", "soft_time_limit")

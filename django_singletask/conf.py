@@ -8,7 +8,7 @@ from typing import Any
 
 from django.conf import settings
 
-__all__ = ["HISTORY_MODES", "MAX_LEASE", "check_seconds", "conf"]
+__all__ = ["DEFAULTS", "HISTORY_MODES", "MAX_LEASE", "check_seconds", "conf"]
 
 MAX_LEASE = 30 * 24 * 60 * 60
 """Longest lease in seconds: memcached takes anything above as a date."""

@@ -449,6 +449,23 @@ def test_waiting_for_a_time_is_fine(check_task):
     assert check_task(on_conflict="wait", lock_wait=1) == []
 
 
+@pytest.mark.parametrize("policy", ["skip", "raise", "requeue", "rerun"])
+def test_a_wait_of_a_policy_that_does_not_wait_gives_a_warning(check_task, policy):
+    message = only(check_task(on_conflict=policy, lock_wait=5), "W011")
+    assert message.msg.startswith(f"lock_wait=5 of bad.task is not used: on_conflict={policy!r} ")
+
+
+class Misspelt(SingletonTask):
+    abstract = True
+    lock_timeot = 5
+    lock_keeper = None  # like none of them
+
+
+def test_a_misspelt_option_of_a_class_gives_a_warning(check_task):
+    message = only(check_task(base=Misspelt), "W012")
+    assert message.msg == "Misspelt.lock_timeot is no option; did you mean 'lock_timeout'?"
+
+
 @pytest.mark.parametrize("limit", ["time_limit", "soft_time_limit"])
 def test_a_time_limit_above_a_fixed_lease_gives_a_warning(check_task, limit):
     message = only(check_task(lock_renew=False, lock_timeout=30, **{limit: 31}), "W003")
@@ -480,6 +497,21 @@ def test_acks_late_of_all_tasks_gives_one_warning(app):
         app.task(two, name=f"late{number}", base=SingletonTask, shared=False)
     message = only(checks.check_tasks(), "W004")
     assert message.msg.startswith("task_acks_late without task_reject_on_worker_lost:")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("SINGLETASK_HISTORY_DAY", "SINGLETASK_HISTORY_DAYS"),
+        ("SINGLETASK_LOCK_TIMEOT", "SINGLETASK_LOCK_TIMEOUT"),
+        ("SINGLETASK_QXZ", "SINGLETASK_CACHE"),
+    ],
+)
+def test_an_unknown_setting_gives_a_warning(settings, name, nearest):
+    setattr(settings, name, 1)
+    message = only(checks.check_settings(), "W013")
+    assert message.msg.startswith(f"{name} is no setting of django-singletask")
+    assert message.hint == f"Did you mean {nearest}? Else remove it."
 
 
 @pytest.fixture

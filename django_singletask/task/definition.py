@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.task.options import NAMES, LockOptions, refuse_foreign
 
-__all__ = ["check_definition"]
+__all__ = ["check_definition", "misspelt"]
 
 
 def check_definition(cls: type, base: type) -> None:
@@ -21,7 +21,9 @@ def check_definition(cls: type, base: type) -> None:
     """
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
     if "_decorated" in cls.__dict__:
-        _refuse_misspelt(what, cls.__dict__.keys() - set(dir(base)))
+        refuse_foreign(what, cls.__dict__.keys() - set(dir(base)))
+        for name, similar in misspelt(cls, base):
+            raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
     # Only what stands in this body: a mixin may give an option as a property, for the task alone.
     options = LockOptions(**{name: getattr(cls, name) for name in NAMES & cls.__dict__.keys()})
     for problem in options.problems(f"of {what}"):
@@ -40,12 +42,11 @@ def check_definition(cls: type, base: type) -> None:
         )
 
 
-def _refuse_misspelt(what: str, names: Iterable[str]) -> None:
-    refuse_foreign(what, names)
-    for name in names:
-        similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
-        if similar:
-            raise TypeError(f"{what} has no option {name!r}; did you mean {similar[0]!r}?")
+def misspelt(cls: type, base: type) -> Iterator[tuple[str, str]]:
+    """Yield the names in the body of a class that look like an option, and the option."""
+    for name in sorted(cls.__dict__.keys() - set(dir(base))):
+        for similar in difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
+            yield name, similar
 
 
 def _mentions(code: Any, name: str) -> bool:

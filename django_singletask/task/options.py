@@ -34,6 +34,7 @@ CHECKS = {
     "fixed lease": "E011",
     "choice": "E012",
     "wait": "W009",
+    "no wait": "W011",
 }
 """Numbers of the system checks."""
 
@@ -162,6 +163,15 @@ class LockOptions:
                 hint = f"Set {option} to seconds, such as 60, or remove it."
                 early = isinstance(error, TypeError)
                 yield Problem((option,), str(error), hint, CHECKS["seconds"], type(error), early)
+            else:
+                if option == "lock_wait" and value and self.on_conflict != "wait":
+                    yield Problem(
+                        ("on_conflict", "lock_wait"),
+                        f"lock_wait={value!r} {where} is not used: on_conflict="
+                        f"{self.on_conflict!r} does not wait.",
+                        'Set on_conflict to "wait", or remove lock_wait.',
+                        CHECKS["no wait"],
+                    )
 
     def _wrong_choices(self, where: str) -> Iterator[Problem]:
         for option, choices in CHOICES.items():
