@@ -35,7 +35,7 @@ LOCK_CACHES = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", type=int, default=24, help="seconds of random load (24)")
+    parser.addoption("--soak", type=int, default=12, help="seconds of random load (12)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -109,10 +109,8 @@ def body(lock: TaskLock, task_id: str | None = None) -> Iterator[None]:
 
 def fence(lock: TaskLock) -> None:
     """Fetch the fencing token of a held lock and note it; memcached has none."""
-    fetch = getattr(lock, "fencing_token", None)
-    if fetch is not None:
-        with suppress(NotImplementedError, LockLost):
-            note_fence(lock, fetch())
+    with suppress(NotImplementedError, LockLost):
+        note_fence(lock, lock.fencing_token())
 
 
 def note_fence(lock: TaskLock, number: int) -> None:
@@ -198,6 +196,9 @@ class Recording:
     def __init__(self, folder: Path) -> None:
         lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in whole_lines(file)]
         self.lines: list[Line] = sorted(lines, key=lambda line: line["at"])
+        self._by_event: dict[str, list[Line]] = defaultdict(list)
+        for line in self.lines:
+            self._by_event[line["event"]].append(line)
         kills: dict[int, list[float]] = defaultdict(list)
         for line in self.of("killed"):
             kills[line["victim"]].append(line["at"])
@@ -222,7 +223,7 @@ class Recording:
         return cls(Path(os.environ[FOLDER]))
 
     def of(self, event: str) -> list[Line]:
-        return [line for line in self.lines if line["event"] == event]
+        return self._by_event[event]
 
     def both_trusted(self) -> list[Overlap]:
         """Return the pairs of holders that trusted one lock at the same time."""

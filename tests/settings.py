@@ -124,11 +124,15 @@ CACHES = {
     "dummy": cache(f"{DJANGO}.dummy.DummyCache"),
     "filebased": cache(f"{DJANGO}.filebased.FileBasedCache", str(FOLDER / "cache")),
 }
-# A server of a test's own, that it stops and restarts.
+# Servers of a test's own, that it stops and restarts.
 if "SINGLETASK_TEST_OWN_REDIS_URL" in os.environ:
     CACHES["own_redis"] = cache(
         f"{DJANGO}.redis.RedisCache", os.environ["SINGLETASK_TEST_OWN_REDIS_URL"]
     )
+if "SINGLETASK_TEST_OWN_MEMCACHED" in os.environ:
+    own_memcached = os.environ["SINGLETASK_TEST_OWN_MEMCACHED"]
+    CACHES["own_pylibmc"] = cache(f"{DJANGO}.memcached.PyLibMCCache", own_memcached)
+    CACHES["own_pymemcache"] = cache(f"{DJANGO}.memcached.PyMemcacheCache", own_memcached)
 # They share servers, not entries.
 for alias, configuration in CACHES.items():
     configuration["KEY_PREFIX"] = alias

@@ -41,6 +41,8 @@ def test_no_two_processes_trust_one_lock_at_a_time(cache_alias: str, tmp_path: P
     recording = record_holders(tmp_path, cache_alias, "right")
     assert recording.faults() == []
     assert any(hold.renewals for hold in recording.holds)
+    has_tokens = "memcache" not in cache_alias and cache_alias != "pylibmc"
+    assert any(hold.fence for hold in recording.holds) == has_tokens
 
 
 @pytest.mark.race

@@ -6,11 +6,14 @@ import json
 import os
 import sys
 import threading
+from typing import Any
 from urllib.parse import urlsplit
 
 from celery import Celery
+from celery.signals import task_failure, task_received
 
 from django_singletask import holder
+from tests import intervals
 from tests.testapp import log
 
 REDIS = urlsplit(os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")).netloc
@@ -31,6 +34,20 @@ class ImportsOfThreads:
 if "SINGLETASK_TEST_IMPORTS" in os.environ:
     sys.meta_path.insert(0, ImportsOfThreads())
 
+
+def note_received(request: Any, **kwargs: object) -> None:
+    intervals.note("received", task_id=request.id)
+
+
+def note_failed(task_id: str, **kwargs: object) -> None:
+    intervals.note("failed", task_id=task_id)
+
+
+if intervals.FOLDER in os.environ:
+    intervals.record()
+    task_received.connect(note_received)
+    task_failure.connect(note_failed)
+
 app = Celery("tests")
 app.conf.update(
     broker_url=os.environ.get("SINGLETASK_TEST_BROKER", f"redis://{REDIS}/1"),
@@ -39,7 +56,6 @@ app.conf.update(
     task_default_queue=os.environ.get("SINGLETASK_TEST_QUEUE", "celery"),
     worker_prefetch_multiplier=1,
     worker_hijack_root_logger=False,
-    result_expires=600,
     **json.loads(os.environ.get("SINGLETASK_TEST_CELERY", "{}")),
 )
 app.autodiscover_tasks()

@@ -11,6 +11,7 @@ from django.dispatch import receiver
 
 from django_singletask import SingletonTask, current_lock, only_one
 from django_singletask.signals import LockEvent, lock_event
+from tests import intervals
 from tests.testapp import log
 
 
@@ -87,6 +88,21 @@ def long(self, key: str, seconds: float = 0) -> str:
 )
 def late(self, key: str, seconds: float = 0) -> str:
     return body(key, seconds, self.request.id)
+
+
+@shared_task(
+    bind=True, base=SingletonTask, lock_on=["key"], acks_late=True, reject_on_worker_lost=True
+)
+def careful(self, key: str, seconds: float = 0) -> str:
+    """Ask every 10 ms whether the lock is lost, and note what there is to know of it."""
+    lock = current_lock()
+    with intervals.body(lock, self.request.id):
+        intervals.fence(lock)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            lock.check()
+            time.sleep(0.01)
+    return "ran"
 
 
 @shared_task(bind=True, base=SingletonTask, lock_on=["key"], max_retries=1000)

@@ -13,6 +13,16 @@ from tests.worker.harness import Worker
 StartWorker = Callable[..., Worker]
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table of the soak, with a column for each lock store."""
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    properties = [dict(report.user_properties) for report in reports if report.when == "call"]
+    columns = [facts["soak"] for facts in properties if "soak" in facts]
+    for label in dict.fromkeys(label for column in columns for label in column):
+        cells = "".join(f"{column.get(label, '0'):>12}" for column in columns)
+        terminalreporter.write_line(f"{label:<46}{cells}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -48,7 +58,7 @@ def start_worker(tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch) ->
     yield start
     for worker in workers:
         worker.kill_group()
-        print(worker.text())
+        print(worker.text()[-100_000:])
 
 
 @pytest.fixture

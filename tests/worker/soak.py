@@ -1,0 +1,245 @@
+"""Random load while processes and servers are killed at random, and what became of each call."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from contextlib import suppress
+
+from celery.result import AsyncResult
+from kombu import Connection, Producer
+from kombu.exceptions import OperationalError
+
+from django_singletask import LockLost, clock
+from tests import intervals
+from tests.deadline import wait_for
+from tests.intervals import Hold, Line, Recording
+from tests.servers import Server
+from tests.testapp import tasks
+from tests.testapp.celery import app
+from tests.worker.harness import Worker
+
+GAPS = {"pool process": 2, "worker": 10, "store": 8, "broker": 12}
+"""Mean seconds from one kill to the next."""
+OUTAGES = [0.2, 0.2, 0.5, 1, 4]  # seconds; the longest outlasts the short leases
+SHORT_KEYS, LONG_KEYS, LONG_SHARE = "abcdef", "xyz", 0.1
+LEASE = 3  # of the long runs, which renew it several times
+STORE_CLIENT = 1
+"""Seconds for which a client of the store can still fail when the store is back."""
+DEAD_CLIENT = 0.5
+"""Seconds for which the broker can still give messages to a client that was killed."""
+
+RAN = "ran"
+SKIPPED = "skipped: an equal call ran"
+NOT_SENT = "not sent: the broker was down"
+STORE_DOWN = "failed: the lock store was down"
+OLD_CONNECTION = "failed: first request since the store was down"
+STOPPED = "stopped: the lock was lost"
+WORKER_KILLED = "lost by the broker as a worker was killed"
+BROKER_KILLED = "lost by the broker as it was killed"
+EXPECTED = [RAN, SKIPPED, NOT_SENT, STORE_DOWN, OLD_CONNECTION, STOPPED]
+FATES = [*EXPECTED, WORKER_KILLED, BROKER_KILLED]
+
+Call = tuple[float, "AsyncResult[str]"]  # when it was sent
+
+
+class Soak:
+    """Send calls to workers, and kill what they need, for some seconds; then judge.
+
+    ``forgets`` says whether the store comes back empty.
+    """
+
+    def __init__(
+        self, workers: list[Worker], store: Server, broker: Server, *, forgets: bool, seconds: float
+    ) -> None:
+        self.workers = workers
+        self.servers = {"store": store, "broker": broker}
+        self.forgets = forgets
+        self.seconds = seconds
+        self.rng = random.Random(seconds)
+        self.calls: list[Call] = []
+        self.refused = 0
+        self.killed: Counter[str] = Counter()
+        self.down: dict[str, tuple[float, float]] = {}  # since when, and until when
+
+    # Load and kills
+
+    def run(self) -> None:
+        """Do all this, then wait for the answers."""
+        ends = clock.now() + self.seconds
+        due = {victim: clock.now() + gap / 2 for victim, gap in GAPS.items()}
+        with Connection(self.servers["broker"].url) as connection:
+            producer = app.amqp.Producer(connection)
+            while clock.now() < ends:
+                self.send(producer)
+                self.pause(self.rng.uniform(0.03, 0.1))
+                for victim, at in due.items():
+                    if clock.now() > at:
+                        due[victim] = clock.now() + GAPS[victim] * self.rng.uniform(0.5, 1.5)
+                        self.kill(victim)
+                self.start_servers(clock.now())
+        self.start_servers(float("inf"))
+        self.wait_for_answers()
+
+    def send(self, producer: Producer) -> None:
+        call = (self.rng.choice(SHORT_KEYS), self.rng.uniform(0, 0.5))
+        options: dict[str, object] = {}
+        if self.rng.random() < LONG_SHARE:
+            call = (self.rng.choice(LONG_KEYS), self.rng.uniform(1, 2 * LEASE))
+            options = {"lock_timeout": LEASE}
+        at = clock.now()
+        try:
+            result = tasks.careful.apply_async(
+                call, queue=self.workers[0].queue, producer=producer, lock_options=options
+            )
+        except OperationalError:
+            self.refused += 1
+        else:
+            app.backend.add_pending_result(result)
+            self.calls.append((at, result))
+
+    def pause(self, seconds: float) -> None:
+        """Take the answers that come meanwhile."""
+        until = clock.now() + seconds
+        while (left := until - clock.now()) > 0:
+            app.backend.result_consumer.drain_events(timeout=left)
+
+    def kill(self, victim: str) -> None:
+        if victim in self.servers:
+            if victim not in self.down:
+                now = clock.now()
+                self.servers[victim].kill()
+                self.down[victim] = now, now + self.rng.choice(OUTAGES)
+                self.killed[victim] += 1
+            return
+        worker = self.rng.choice(self.workers)
+        if victim == "pool process":
+            if children := worker.children():
+                intervals.kill(self.rng.choice(children))
+                self.killed[victim] += 1
+            return
+        # Stop it first, so that it starts no child that is not noted as killed.
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        intervals.note("worker killed")
+        intervals.kill(worker.process.pid, *worker.children())
+        worker.process.wait()
+        worker.start(ready=False)
+        self.killed[victim] += 1
+
+    def start_servers(self, now: float) -> None:
+        """Start each server that has been down for long enough."""
+        for name, (since, until) in list(self.down.items()):
+            if until <= now:
+                self.servers[name].start()
+                intervals.note(f"{name} down", since=since)
+                if name == "store" and self.forgets:
+                    intervals.note("forgot", since=since)
+                del self.down[name]
+
+    def wait_for_answers(self) -> None:
+        """Return when the broker has no message any more, so that no call can be answered."""
+        with Connection(self.servers["broker"].url) as connection:
+            redis = connection.default_channel.client
+            left = [self.workers[0].queue, "unacked"]
+            with suppress(AssertionError):  # the table says which calls are not answered
+                wait_for(lambda: not redis.exists(*left), "no message is left", deadline=90)
+        self.pause(1)
+
+    # Judgement
+
+    def table(self, recording: Recording) -> dict[str, str]:
+        """Return what happened, in the lines of a table."""
+        forgotten = sum(map(recording.is_forgotten, recording.both_trusted()))
+        return {
+            "seconds of load": f"{self.seconds:,}",
+            "killed: pool processes": f"{self.killed['pool process']:,}",
+            "killed: whole workers": f"{self.killed['worker']:,}",
+            "killed: the lock store": f"{self.killed['store']:,}",
+            "killed: the broker": f"{self.killed['broker']:,}",
+            "calls": f"{len(self.calls) + self.refused:,}",
+            **{f"- {fate}": f"{number:,}" for fate, number in self.fates(recording).items()},
+            "locks taken": f"{len(recording.holds):,}",
+            "- renewals of these": f"{sum(len(hold.renewals) for hold in recording.holds):,}",
+            "- retaken, after the store forgot them": f"{len(recording.of('retaken')):,}",
+            "- lost, or not renewed in time": f"{sum(map(is_lost, recording.holds)):,}",
+            "two holders trusted one lock": f"{len(recording.both_trusted()):,}",
+            "- because the store forgot": f"{forgotten:,}",
+            "- others beside one holder, at most": f"{recording.beside_one():,}",
+            "two bodies ran at a time": f"{len(recording.both_ran()):,}",
+            "fencing tokens": f"{sum(hold.fence is not None for hold in recording.holds):,}",
+            "- not greater than an earlier one": f"{len(recording.wrong_fences()):,}",
+            "a dead holder blocked for, at most": f"{recording.longest_block():.2f} s",
+        }
+
+    def fates(self, recording: Recording) -> dict[str, int]:
+        """Count what became of the calls; a fate in capitals must not be."""
+        fates = dict.fromkeys(FATES, 0) | {NOT_SENT: self.refused}
+        trace = Trace(recording, self.calls)
+        for number, (sent, result) in enumerate(self.calls):
+            fate = trace.fate_of(number)
+            if fate not in EXPECTED:
+                print(f"{fate}: {result.id}, sent at {sent:.3f}: {result.state} {result.result!r}")
+            fates[fate] = fates.get(fate, 0) + 1
+        return fates
+
+
+class Trace:
+    """Trace each call to what became of it, or to what lost it."""
+
+    def __init__(self, recording: Recording, calls: list[Call]) -> None:
+        self.recording, self.calls = recording, calls
+        self.received = {line["task_id"]: line["at"] for line in reversed(recording.of("received"))}
+        self.failed = {line["task_id"]: line for line in reversed(recording.of("failed"))}
+        self.lost = {hold.task_id for hold in recording.holds if is_lost(hold)}
+
+    def fate_of(self, number: int) -> str:
+        result = self.calls[number][1]
+        if not result.ready():
+            return self.why_unanswered(number)
+        if result.state == "SUCCESS":
+            return {"ran": RAN, None: SKIPPED}.get(result.result, "ANSWERED WRONGLY")
+        if isinstance(result.result, LockLost):
+            return STOPPED if result.id in self.lost else "STOPPED WITHOUT A REASON"
+        return self.why_failed(self.failed[result.id])
+
+    def why_unanswered(self, number: int) -> str:
+        """Say what lost a message that no worker received.
+
+        Redis gives a message to the client that waits for it, and forgets it; then kombu records it
+        as not acknowledged. If worker or broker is killed between the two, nobody has it. A queue
+        is first in, first out: it was lost before the next message in it was received.
+        """
+        sent, result = self.calls[number]
+        if result.id in self.received:
+            return "RECEIVED AND NOT ANSWERED"
+        later = (self.received.get(result.id) for _sent, result in self.calls[number + 1 :])
+        until = next(filter(None, later), clock.now())
+        kills = (line["at"] for line in self.recording.of("worker killed"))
+        if any(at <= until and sent <= at + DEAD_CLIENT for at in kills):
+            return WORKER_KILLED
+        return BROKER_KILLED if self.was_down("broker", sent, until) else "LOST WITHOUT A REASON"
+
+    def why_failed(self, failed: Line) -> str:
+        if self.was_down("store", failed["at"] - STORE_CLIENT, failed["at"]):
+            return STORE_DOWN
+        replies = [line["at"] for line in self.recording.lines if is_reply(line, failed["pid"])]
+        for outage in self.recording.of("store down"):
+            if not any(outage["since"] < at < failed["at"] for at in replies):
+                return OLD_CONNECTION
+        return "FAILED WITHOUT A REASON"
+
+    def was_down(self, server: str, start: float, end: float) -> bool:
+        """Say whether a server was down at some time of a period."""
+        outages = self.recording.of(f"{server} down")
+        return any(line["since"] <= end and start <= line["at"] for line in outages)
+
+
+def is_reply(line: Line, pid: int) -> bool:
+    """Say whether a line shows that a process had a reply of the store."""
+    return line["pid"] == pid and line["event"] in ("taken", "trusted", "conflict")
+
+
+def is_lost(hold: Hold) -> bool:
+    return hold.ended_by in ("lost", "its deadline")
