@@ -137,9 +137,9 @@ class Holder(Process):
 
 
 def describe_run(task_id: str | None, host: str, pid: int) -> str:
-    """Name a run and its process: ``task 3f0c on web-3, process 8121``."""
+    """Name a run and its process, if it has one: ``task 3f0c on web-3, process 8121``."""
     run = f"task {task_id}" if task_id else "code outside a task"
-    return f"{run} on {host or 'an unknown host'}, process {pid or 'unknown'}"
+    return f"{run} on {host or 'an unknown host'}{f', process {pid}' if pid else ''}"
 
 
 def clean(text: str, length: int | None = None) -> str:

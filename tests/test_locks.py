@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from django.conf import settings as django_settings
@@ -311,7 +312,7 @@ class TestFailures:
         messages = [r for r in caplog.records if r.levelno >= logging.ERROR]
         assert [lock.key in record.getMessage() for record in messages] == [True]
 
-    @pytest.mark.parametrize("use", ["acquire", "with"])
+    @pytest.mark.parametrize("use", ["acquire", "with", "hand_over"])
     def test_a_signal_at_any_line_leaves_no_lock_behind(self, use, wait_for):
         """The release or a debt frees the lock, or its lease ends since nobody renews it."""
         names = []
@@ -682,22 +683,30 @@ def take_and_give_back(name, use, line):
             if use == "acquire":
                 lock.acquire()
                 lock.release()
+            elif use == "with":
+                with lock:
+                    pass
             else:
                 with lock:
+                    handle = lock.hand_over(for_=0.5)
+                with TaskLock.receive(handle, timeout=0.5):
                     pass
     except KeyboardInterrupt:
         return True
     return False
 
 
+FILES = {"lock.py", "lease.py", "use.py", "handover.py"}
+
+
 @contextlib.contextmanager
 def interrupt_at(number):
-    """Raise KeyboardInterrupt where that line of lock.py or lease.py is about to run."""
+    """Raise KeyboardInterrupt where that line of a lock is about to run."""
     seen, before = 0, sys.gettrace()
 
     def trace(frame, event, argument):
         nonlocal seen
-        if not frame.f_code.co_filename.endswith(("/locks/lock.py", "/locks/lease.py")):
+        if Path(frame.f_code.co_filename).name not in FILES:
             return None
         if event == "line":
             seen += 1

@@ -220,7 +220,7 @@ def test_hold_gives_the_holder(dead):
         assert 86_000 < lock.remaining() <= 86_400
     assert holder.task == "users.add"
     assert holder.name == "users.add(a=1)"
-    assert str(holder) == f"task {holder.task_id} on elsewhere, process unknown"
+    assert str(holder) == f"task {holder.task_id} on elsewhere"
     assert proof_of_death(holder) is None
 
 

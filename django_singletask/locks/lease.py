@@ -131,15 +131,15 @@ class Lease:
 
     # Giving back
 
-    def hand_back(self, value: bytes, length: float) -> None:
-        """Put ``value`` in the place of this lease's bytes, for ``length`` seconds.
+    def hand_back(self, value: bytes, length: float) -> bool:
+        """Put ``value`` in the place of this lease's bytes, for ``length`` seconds; say if it is.
 
         Raises the errors of the cache's client; the entry is then deleted in the background.
         """
         renewal.keeper().drop(self)
         self.held = False
         try:
-            get_store(self.cache).replace(self.key, self.value, value, length)
+            return get_store(self.cache).replace(self.key, self.value, value, length)
         except BaseException:
             self.abandon()
             raise
@@ -160,14 +160,15 @@ class Lease:
         except BaseException as error:
             # The cache is down, or a signal struck.
             self.abandon()
-            self._tell_released(result, f"not given back at once: {type(error).__name__}: {error}")
+            self.tell_released(result, f"not given back at once: {type(error).__name__}: {error}")
             raise
         if outcome is not Outcome.OK:
             self.lose(outcome)
-        self._tell_released(result)
+        self.tell_released(result)
         return outcome is Outcome.OK
 
-    def _tell_released(self, result: str, reason: str = "") -> None:
+    def tell_released(self, result: str = "", reason: str = "") -> None:
+        """Report that this lease has ended: how its body did, or why there is no such result."""
         self.address.tell(
             "released",
             self.holder,

@@ -17,9 +17,11 @@ from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.address import lease_length
 from django_singletask.locks.fencing import fencing_token
+from django_singletask.locks.handover import Handle, hand_over, receive
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.run import Run, result_of
+from django_singletask.locks.use import Use
 from django_singletask.locks.view import LockView
 
 __all__ = ["TaskLock", "current_lock"]
@@ -81,8 +83,7 @@ class TaskLock(LockView):
         self.lease: Lease | None = None  # the last acquisition; lease.held says whether it lasts
         self.blocker: Holder | None = None
         self.blocker_remaining: float | None = None
-        self._use: dict[str, object] = {}
-        self._in_block = False
+        self._use = Use(self.name)
         self._context: Token[weakref.ref[TaskLock] | None] | None = None
 
     def __repr__(self) -> str:
@@ -109,38 +110,18 @@ class TaskLock(LockView):
         wait = self.wait if wait is None else check_seconds("wait", wait, zero=True)
         use = object()
         try:
-            self._begin_use(use)
+            self._use.begin(use)
             if not self.take(wait):
                 self.report_conflict("skip")
             return bool(self)
         except BaseException:
             # A signal struck after the take: the caller does not know that it holds the lock.
-            if self._use.get("now") is use and self.lease is not None and self.lease.held:
+            if self._use.is_by(use) and self.lease is not None and self.lease.held:
                 self.lease.give_back("raised")
             raise
         finally:
-            if self.lease is None or not self.lease.held:
-                self._end_use(use)
-
-    # One object, two threads
-    #
-    # The object is in use from before the take until after the release, and for as long as a block
-    # runs, also one that is skipped. Without that, the acquisition of one thread would let the
-    # other thread in:
-    #
-    #   thread 1: with LOCK as lock: (taken)  body ...................... exit: frees it
-    #   thread 2:     with LOCK as lock: (held by another)   if lock: True, by thread 1 -> body
-
-    def _begin_use(self, use: object) -> None:
-        if self._use.setdefault("now", use) is not use:
-            raise LockError(
-                f"This TaskLock of {self.name} is in use: one object serves one acquisition at a "
-                "time. Make one for each use: with TaskLock(…):"
-            )
-
-    def _end_use(self, use: object) -> None:
-        if self._use.get("now") is use:
-            del self._use["now"]
+            if self._use.is_by(use) and not self:
+                self._use.end()
 
     def take(self, wait: float = 0) -> bool:
         """Take the lock as :meth:`acquire` does, but report no conflict and reserve nothing."""
@@ -160,15 +141,19 @@ class TaskLock(LockView):
         return True
 
     def _take_once(self) -> bool:
-        run = self.run or Run.current()
-        holder = run.holder(self.name, lease_length(self.timeout))
-        # Known here before it is taken: whatever strikes after the take, this object can give back.
-        self.lease = lease = Lease(self.address, holder, renews=self.renew)
+        lease = self._new_lease()
         self.blocker, self.blocker_remaining = lease.take()
         if self.blocker is not None:
             return False
-        lease.address.tell("acquired", holder)
+        lease.address.tell("acquired", lease.holder)
         return True
+
+    def _new_lease(self) -> Lease:
+        run = self.run or Run.current()
+        holder = run.holder(self.name, lease_length(self.timeout))
+        # Known here before it is taken: whatever strikes after the take, this object can give back.
+        self.lease = Lease(self.address, holder, renews=self.renew)
+        return self.lease
 
     def release(self) -> bool:
         """Give the lock back; say whether it still was this object's own to give.
@@ -180,8 +165,48 @@ class TaskLock(LockView):
         try:
             return lease.release("returned")
         finally:
-            if not self._in_block:  # else the end of the block does it
-                self._use.clear()
+            self._use.end()
+
+    # A lock that outlives its process
+
+    def hand_over(self, *, for_: float) -> str:
+        """Leave the lock to another process, and return the handle with which it receives the lock.
+
+        From then on the lock belongs to no process and is not renewed: it ends after ``for_``
+        seconds, unless :meth:`receive` takes it before. This object holds it no more, so the end
+        of its ``with`` block frees nothing. The handle is a string that any serializer takes.
+
+        Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` if it is gone,
+        and the errors of the cache's client; then nobody can receive the lock, and it is freed.
+        """
+        try:
+            return hand_over(self._held_lease(), for_)
+        finally:
+            if not self:
+                self._use.end()
+
+    @classmethod
+    def receive(cls, handle: str, *, timeout: float | None = None, renew: bool = True) -> TaskLock:
+        """Take the lock that was handed over, and return it: held, and renewed from then on.
+
+        Use it in a ``with`` block, or :meth:`release` it. It can be received once; only the same
+        Celery task, delivered again, receives it again if its first run is proven dead. The
+        options are those of :class:`TaskLock`.
+
+        Raises :class:`LockLost` if the lock is gone or somebody else's, ``ValueError`` if
+        ``handle`` is none, and the errors of the cache's client.
+        """
+        waiting = Handle.decode(handle)
+        lock = cls(waiting.lock_key, timeout=timeout, renew=renew, cache=waiting.cache)
+        lease = lock._new_lease()
+        try:
+            receive(lease, waiting.token)
+            lock._use.receive(lease)
+            return lock
+        except BaseException:
+            if lease.held:  # a signal struck: the caller does not know that it holds the lock
+                lease.give_back("raised")
+            raise
 
     def _held_lease(self) -> Lease:
         if self.lease is None or not self.lease.held:
@@ -229,16 +254,14 @@ class TaskLock(LockView):
     def __enter__(self) -> TaskLock:
         use = object()
         try:
-            self._begin_use(use)
-            self._in_block = True
-            if self.take(self.wait):
+            if self._use.begin_block(use) or self.take(self.wait):
                 self._context = _current.set(weakref.ref(self))
             else:
                 self.meet_conflict()
             return self
         except BaseException as error:
             # It is a conflict, or a signal struck after the take: no __exit__ follows.
-            if self._use.get("now") is use:
+            if self._use.is_by(use):
                 self.__exit__(type(error), error, None)
             raise
 
@@ -252,9 +275,8 @@ class TaskLock(LockView):
             if self.lease is not None and self.lease.held:
                 self.lease.give_back(result_of(exc))
         finally:
-            self._use.clear()
             context, self._context = self._context, None
-            self._in_block = False
+            self._use.end_block()
             if context is not None:
                 _current.reset(context)
 

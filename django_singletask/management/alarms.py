@@ -9,7 +9,7 @@ from django.core.management.base import CommandError
 from django_singletask.history.queries import NoHistory
 from django_singletask.management.tables import few, printable
 from django_singletask.operators import names as calls
-from django_singletask.operators.explain import why
+from django_singletask.operators.explain import HOLDING, why
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import starving
 from django_singletask.operators.words import compact, in_words, plural
@@ -45,7 +45,7 @@ def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
     over = [
         f"{lock.name} ({in_words(lock.held_for)})"
         for lock in locks
-        if lock.state in {"held", "dead"} and lock.held_for > limit
+        if lock.state in HOLDING and lock.held_for > limit
     ]
     return [f"Held for over {compact(limit)}: {few(over)}."] if over else []
 

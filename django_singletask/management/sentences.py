@@ -63,6 +63,16 @@ def _arguments(name: str) -> str:
 
 def _held(why: Why, lock: HeldLock) -> Iterator[str]:
     holder = lock.holder
+    if lock.state == "handed_over":
+        yield (
+            f"Handed over {_whole(lock.held_for)} ago by {holder}: no process has it. It "
+            f"waits for its receiver for {_whole(_left(lock))} more at most."
+        )
+        yield f"{_skipped(why, lock)} {_completed(why)}".strip()
+        yield from _hungry(why, lock)
+        yield "To free it now, so that its receiver finds it lost:"
+        yield _clear(lock)
+        return
     if why.death:
         alive = f"dead: {why.death}"
     elif why.alive:
@@ -151,15 +161,18 @@ def _hungry(why: Why, lock: HeldLock | None) -> Iterator[str]:
         )
 
 
-def _queued(lock: HeldLock) -> Iterator[str]:
+def _left(lock: HeldLock) -> float:
+    """Return the seconds until an entry ends that nobody renews."""
     left = lock.remaining
-    if left is None:
-        left = max(0.0, lock.holder.timeout - lock.held_for)
+    return max(0.0, lock.holder.timeout - lock.held_for) if left is None else left
+
+
+def _queued(lock: HeldLock) -> Iterator[str]:
     stopped = _counted(lock.skipped or 0, "duplicate", "stopped") or "No duplicate was stopped"
     yield (
         f"Queued: task {lock.holder.task_id}, sent {_whole(lock.held_for)} ago from "
         f"{lock.holder.host or 'an unknown host'}. It stops equal calls until it has run, for "
-        f"{_whole(left)} more at most.{'' if lock.skipped is None else f' {stopped}.'}"
+        f"{_whole(_left(lock))} more at most.{'' if lock.skipped is None else f' {stopped}.'}"
     )
     yield "To forget it, so that an equal call can be sent beside it:"
     yield _clear(lock)

@@ -15,11 +15,11 @@ from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import hold_seconds
 from django_singletask.stores.base import PREFIX
 
-__all__ = ["UnknownLock", "Why", "why"]
+__all__ = ["HOLDING", "UnknownLock", "Why", "why"]
 
 MATCHES = 2000
 """Newest rows among whose names those like an unknown name are looked for."""
-HOLDING = frozenset({"held", "dead"})
+HOLDING = frozenset({"held", "dead", "handed_over"})
 """States of a lock that somebody has."""
 
 
@@ -50,7 +50,7 @@ class Past:
 class Why:
     """What is known of one lock now.
 
-    ``lock`` is the held lock (``held`` or ``dead``), ``queued`` the call that waits for it,
+    ``lock`` is the lock in a state of ``HOLDING``, ``queued`` the call that waits for it,
     ``expired`` are holds whose end nobody reported. ``alive`` says whether the holder's process is
     there, None if that cannot be told from this host; ``death`` is the proof that it is gone.
     ``duplicates`` counts the duplicates among the calls that ``lock`` was in the way of.

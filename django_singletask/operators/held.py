@@ -46,7 +46,8 @@ class HeldLock:
     """A lock that the store holds now, or what looks like one.
 
     ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
-    next call on that host; ``"queued"``, no lock but the entry of a call that stops its
+    next call on that host; ``"handed_over"``, left to a process that has not received it yet;
+    ``"queued"``, no lock but the entry of a call that stops its
     duplicates; or ``"expired"``, an open row of the history whose first lease is over and whose
     token the store no longer has: the lock is free, or another holder has it. A worker's sweep
     closes the row, unless its process lives and takes the lock again, as it may when the cache has
@@ -209,7 +210,12 @@ def _read(keys: Iterable[str]) -> list[HeldLock]:
 
 def _stored(key: str, entry: Entry) -> HeldLock:
     holder = Holder.decode(entry.value)
-    state = "queued" if key.startswith(QUEUED) else "dead" if proof_of_death(holder) else "held"
+    if key.startswith(QUEUED):
+        state = "queued"
+    elif holder.token and not holder.pid:
+        state = "handed_over"
+    else:
+        state = "dead" if proof_of_death(holder) else "held"
     return _lock(key, holder, state, entry.remaining)
 
 

@@ -34,6 +34,7 @@ LONGEST = 100 * 365 * 86_400
 STATES = {
     "held": _("held"),
     "dead": _("dead"),
+    "handed_over": _("handed over"),
     "expired": _("expired"),
     "queued": _("queued"),
 }

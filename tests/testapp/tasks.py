@@ -9,7 +9,7 @@ import uuid
 from celery import shared_task
 from django.dispatch import receiver
 
-from django_singletask import SingletonTask, current_lock, only_one
+from django_singletask import SingletonTask, TaskLock, current_lock, only_one
 from django_singletask.signals import LockEvent, lock_event
 from tests import intervals
 from tests.testapp import log
@@ -103,6 +103,23 @@ def careful(self, key: str, seconds: float = 0) -> str:
             lock.check()
             time.sleep(0.01)
     return "ran"
+
+
+@shared_task(
+    bind=True, base=SingletonTask, lock_on=["key"], acks_late=True, reject_on_worker_lost=True
+)
+def finish(self, handle: str, key: str, seconds: float = 0) -> str:
+    """Run under a lock of its own and the one that was handed over."""
+    with TaskLock.receive(handle):
+        return body(key, seconds, self.request.id)
+
+
+@shared_task
+def pass_on(handle: str, key: str, seconds: float = 0) -> str:
+    """Run under the lock that was handed over, and hand it over to the next link."""
+    with TaskLock.receive(handle) as lock:
+        body(key, seconds)
+        return lock.hand_over(for_=60)
 
 
 @shared_task(bind=True, base=SingletonTask, lock_on=["key"], max_retries=1000)

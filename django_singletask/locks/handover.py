@@ -1,0 +1,129 @@
+"""Let a lock outlive its process: hand it over to nobody, and receive it in another process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import time
+from typing import NamedTuple
+
+from django_singletask.conf import check_seconds
+from django_singletask.exceptions import LockLost
+from django_singletask.holder import Holder
+from django_singletask.locks import renewal
+from django_singletask.locks.keys import MAX_NAME, LockKey
+from django_singletask.locks.lease import Lease
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.stores import Outcome
+from django_singletask.stores.base import PREFIX
+
+__all__ = ["Handle", "hand_over", "receive"]
+
+logger = logging.getLogger("django_singletask")
+
+IS_KEY = re.compile(rf"{PREFIX}[A-Za-z0-9_.:()=-]{{0,100}}:[0-9a-f]{{32}}")
+IS_TOKEN = re.compile("[0-9a-f]{32}")
+
+# Who has the lock
+#
+# The entry of a lock that was handed over names no process, so nobody can prove that its holder is
+# dead, and nobody renews it: it ends after the seconds that hand_over() was given. Each hand has a
+# token of its own, and takes the lock from the hand before by one comparison in the store:
+#
+#   command:   bytes A -> token H, no process     exits
+#   receiver:                                             bytes with H -> its own, renewed
+#   twice:                                                         bytes with H? gone: LockLost
+
+
+class Handle(NamedTuple):
+    """A lock that was handed over: where it is, and the token that its receiver finds there."""
+
+    name: str
+    key: str
+    cache: str
+    token: str
+
+    @classmethod
+    def decode(cls, text: str) -> Handle:
+        """Read what :meth:`encode` wrote; raises ``ValueError`` for anything else."""
+        try:
+            handle = cls(**json.loads(text))
+            if (
+                isinstance(handle.cache, str)
+                and isinstance(handle.name, str)
+                and len(handle.name) <= MAX_NAME
+                and IS_KEY.fullmatch(handle.key)
+                and IS_TOKEN.fullmatch(handle.token)
+            ):
+                return handle
+        except (TypeError, ValueError, RecursionError):
+            pass
+        raise ValueError(f"handle must be what hand_over() returned, not {repr(text)[:200]}.")
+
+    def encode(self) -> str:
+        """Return the handle as a string, which any serializer takes."""
+        return json.dumps(self._asdict(), separators=(",", ":"))
+
+    @property
+    def lock_key(self) -> LockKey:
+        """Name and key of the lock."""
+        return LockKey(self.name, self.key)
+
+
+def hand_over(lease: Lease, seconds: float) -> str:
+    """Leave the entry to whoever receives it within ``seconds``; return the handle.
+
+    See :meth:`TaskLock.hand_over`.
+    """
+    check_seconds("for_", seconds)
+    if lease.lost:
+        raise LockLost(f"{lease.address} is no longer held by this run: nothing to hand over.")
+    holder = dataclasses.replace(
+        lease.holder,
+        pid=0,
+        start="",
+        token=os.urandom(16).hex(),
+        since=time.time(),
+        timeout=seconds,
+    )
+    value = holder.encode()
+    try:
+        if lease.hand_back(value, seconds):
+            lease.tell_released(reason=f"handed over for {seconds:g} s")
+            lease.address.tell("acquired", holder)
+            return Handle(*lease.address.lock_key, lease.cache, holder.token).encode()
+    except BaseException:
+        # Whether or not the store has handed it over, nobody got the handle.
+        renewal.keeper().owe(lease.cache, lease.key, value, seconds)
+        raise
+    lease.lose(Outcome.TAKEN)  # by whom, if by anybody, is looked up
+    raise LockLost(f"{lease.address} is no longer held by this run: nothing to hand over.")
+
+
+def receive(lease: Lease, token: str) -> None:
+    """Take the entry that was handed over with this token; see :meth:`TaskLock.receive`."""
+    address = lease.address
+    entry = address.read()
+    if entry is None:
+        raise LockLost(
+            f"{address} waits for no receiver any more: the time of its hand_over() is over, it "
+            "was given back or cleared, or the cache forgot it."
+        )
+    holder = Holder.decode(entry.value)
+    how = None
+    if holder.token != token:
+        # A message that is delivered again finds the bytes of its own first run, which received.
+        is_first_run = holder.task_id is not None and holder.task_id == lease.holder.task_id
+        how = proof_of_death(holder) if is_first_run else None
+    if (holder.token != token and how is None) or not lease.replace(entry.value):
+        raise LockLost(f"{address} was received already, or is another's: {holder} has it.")
+    if how:
+        logger.warning("%s was received by %s: received again, since %s.", address, holder, how)
+        address.tell("expired", holder, outcome="dead", reason=how)
+    else:
+        reason = f"received by {lease.holder}"
+        address.tell("released", holder, outcome="released", reason=reason)
+    address.tell("acquired", lease.holder)

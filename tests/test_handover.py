@@ -1,0 +1,299 @@
+"""A lock that outlives its process: handed over by one, received by another."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from django_singletask import LockError, LockLost, TaskLock, current_lock
+from django_singletask.models import TaskLockEvent
+from django_singletask.stores import Outcome, get_store
+from tests.command_line import alarm, hold, locks, locks_as_json
+from tests.deadline import wait_for
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
+
+
+def handed_over(name: str = "nightly", *, for_: float = 60, **options: Any) -> str:
+    with TaskLock(name, **options) as lock:
+        return lock.hand_over(for_=for_)
+
+
+class TestHandingOver:
+    def test_the_lock_stays_held_after_the_block(self, cache_alias):
+        with TaskLock("nightly") as lock:
+            lock.hand_over(for_=60)
+            assert not lock
+            assert lock.token is None
+        assert lock.locked()
+        assert not TaskLock("nightly").acquire()
+
+    def test_the_entry_has_no_process_and_a_token_of_its_own(self):
+        with TaskLock("nightly") as lock:
+            before = lock.token
+            lock.hand_over(for_=60)
+        holder = lock.holder()
+        assert (holder.pid, holder.start, holder.timeout) == (0, "", 60)
+        assert holder.token != before
+
+    def test_it_ends_after_its_seconds(self):
+        handed_over(for_=0.2)
+        wait_for(lambda: not TaskLock("nightly").locked(), "it ends, since nobody renews it")
+
+    def test_the_handle_is_a_string(self, cache_alias):
+        handle = handed_over()
+        assert isinstance(handle, str)
+        assert json.loads(json.dumps(handle)) == handle
+
+    def test_a_lock_that_is_not_held_cannot_be_handed_over(self):
+        with pytest.raises(LockError, match="acquire"):
+            TaskLock("nightly").hand_over(for_=60)
+
+    @pytest.mark.parametrize("seconds", [0, -1, float("inf"), 30 * 86400 + 1])
+    def test_seconds_that_cannot_work(self, seconds):
+        with TaskLock("nightly") as lock:
+            with pytest.raises(ValueError, match="for_"):
+                lock.hand_over(for_=seconds)
+            assert lock.owned()
+
+    def test_a_lost_lock_cannot_be_handed_over(self, cache_alias, take):
+        with TaskLock("nightly") as lock:
+            lock.clear()
+            newer = take()
+            with pytest.raises(LockLost):
+                lock.hand_over(for_=60)
+            assert lock.lost
+        assert newer.owned()
+
+    def test_the_object_can_be_used_again(self):
+        lock = TaskLock("nightly")
+        assert lock.acquire()
+        TaskLock.receive(lock.hand_over(for_=60)).release()
+        assert lock.acquire()
+        assert lock.release()
+
+    @pytest.mark.parametrize("carried_out", [True, False])
+    def test_a_lost_reply_raises_and_frees_the_lock(self, carried_out, monkeypatch):
+        """Nobody has the handle, so nobody could receive the lock."""
+        change = get_store("redis").change
+
+        def lose_reply(*arguments: Any) -> Outcome:
+            if carried_out:
+                change(*arguments)
+            raise ConnectionError
+
+        with TaskLock("nightly") as lock:
+            with monkeypatch.context() as patch:
+                patch.setattr(get_store("redis"), "change", lose_reply)
+                with pytest.raises(ConnectionError):
+                    lock.hand_over(for_=60)
+        wait_for(lambda: not lock.locked(), "both values are released")
+
+
+class TestReceiving:
+    def test_the_receiver_holds_the_lock_and_frees_it(self, cache_alias):
+        with TaskLock.receive(handed_over()) as lock:
+            assert lock.owned()
+            assert current_lock() is lock
+            assert not TaskLock("nightly").acquire()
+        assert not lock.locked()
+
+    def test_it_is_renewed_from_then_on(self):
+        handle = handed_over(for_=0.5)
+        first_lease = handed_over("not received", for_=0.5)
+        with TaskLock.receive(handle, timeout=0.3) as lock:
+            wait_for(lambda: not TaskLock("not received").locked(), "the first lease is over")
+            renewed_at = lock.lease.renewed_at
+            wait_for(lambda: lock.lease.renewed_at > renewed_at, "it is renewed")
+            assert lock.owned()
+        with pytest.raises(LockLost):
+            TaskLock.receive(first_lease)
+
+    def test_it_can_be_released_without_a_block(self):
+        lock = TaskLock.receive(handed_over())
+        assert lock.release()
+        assert not lock.locked()
+
+    def test_it_cannot_be_acquired_again(self):
+        lock = TaskLock.receive(handed_over())
+        with pytest.raises(LockError, match="in use"):
+            lock.acquire()
+        lock.release()
+
+    def test_it_can_be_entered_once(self):
+        with TaskLock.receive(handed_over()) as lock, pytest.raises(LockError, match="in use"):
+            with lock:
+                pass
+        with lock:  # as with any other object after its use
+            assert lock.owned()
+
+    def test_it_can_be_handed_over_again(self, cache_alias):
+        first = handed_over()
+        with TaskLock.receive(first) as lock:
+            second = lock.hand_over(for_=60)
+        with pytest.raises(LockLost):
+            TaskLock.receive(first)
+        with TaskLock.receive(second) as lock:
+            assert lock.owned()
+
+    def test_a_second_receiver_has_lost_it(self, cache_alias):
+        handle = handed_over()
+        with TaskLock.receive(handle) as lock:
+            with pytest.raises(LockLost, match="was received already"):
+                TaskLock.receive(handle)
+            assert lock.owned()
+        with pytest.raises(LockLost, match="waits for no receiver"):
+            TaskLock.receive(handle)
+
+    def test_of_two_receivers_at_once_one_holds_it(self, monkeypatch):
+        handle, receivers = handed_over(), []
+        read = get_store("redis").read
+
+        def let_another_receive(key: str) -> Any:
+            entry = read(key)
+            if not receivers:
+                monkeypatch.undo()
+                receivers.append(TaskLock.receive(handle))
+            return entry
+
+        monkeypatch.setattr(get_store("redis"), "read", let_another_receive)
+        with pytest.raises(LockLost):
+            TaskLock.receive(handle)
+        assert receivers[0].owned()
+        receivers[0].release()
+
+    def test_a_cleared_lock_cannot_be_received(self):
+        handle = handed_over()
+        assert TaskLock("nightly").clear()
+        with pytest.raises(LockLost, match="cleared"):
+            TaskLock.receive(handle)
+
+    def test_the_lock_of_another_is_left_alone(self, take):
+        handle = handed_over()
+        TaskLock("nightly").clear()
+        newer = take()
+        with pytest.raises(LockLost):
+            TaskLock.receive(handle)
+        assert newer.owned()
+
+    def test_a_lost_reply_raises_and_frees_the_lock(self, monkeypatch):
+        handle = handed_over()
+        change = get_store("redis").change
+
+        def lose_reply(*arguments: Any) -> Outcome:
+            change(*arguments)
+            raise ConnectionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(get_store("redis"), "change", lose_reply)
+            with pytest.raises(ConnectionError):
+                TaskLock.receive(handle)
+        wait_for(lambda: not TaskLock("nightly").locked(), "it is released")
+
+    def test_the_cache_travels(self, empty_cache):
+        empty_cache("db_sqlite")
+        handle = handed_over(cache="db_sqlite")
+        assert not TaskLock("nightly").locked()
+        with TaskLock.receive(handle) as lock:
+            assert lock.cache == "db_sqlite"
+            assert lock.owned()
+
+
+VALID = {"name": "x", "key": f"singletask:x:{'0' * 32}", "cache": "redis", "token": "0" * 32}
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        "",
+        "nightly",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        None,
+        7,
+        json.dumps({**VALID, "token": "t"}),
+        json.dumps({**VALID, "key": "singletask:@fence"}),
+        json.dumps({**VALID, "key": ["singletask"]}),
+        json.dumps({**VALID, "name": None}),
+        json.dumps({**VALID, "name": "x" * 256}),
+        json.dumps({**VALID, "cache": 1}),
+        json.dumps({**VALID, "more": 1}),
+    ],
+    ids=lambda handle: repr(handle)[:40],
+)
+def test_a_string_that_is_no_handle_is_refused(handle):
+    with pytest.raises(ValueError, match="handle must be what hand_over"):
+        TaskLock.receive(handle)
+
+
+def test_control_the_fields_of_a_handle_are_accepted():
+    with pytest.raises(LockLost):
+        TaskLock.receive(json.dumps(VALID))
+
+
+class TestHistory:
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        rows = TaskLockEvent.objects.order_by("pk")
+        return [
+            (row.kind, row.outcome, row.result, row.reason.partition(" on ")[0]) for row in rows
+        ]
+
+    def test_each_hand_has_a_row(self):
+        handle = handed_over()
+        assert self.rows() == [
+            ("acquired", "released", "", "handed over for 60 s"),
+            ("acquired", "", "", ""),
+        ]
+        with TaskLock.receive(handle):
+            assert self.rows()[1:] == [
+                ("acquired", "released", "", "received by code outside a task"),
+                ("acquired", "", "", ""),
+            ]
+        assert self.rows()[2] == ("acquired", "released", "returned", "")
+
+
+class TestOperators:
+    def test_list_says_that_it_is_handed_over(self):
+        handed_over()
+        assert "handed over" in locks("list")
+        (lock,) = locks_as_json("list")
+        assert (lock["state"], lock["pid"]) == ("handed_over", 0)
+
+    def test_why_says_who_handed_it_over_and_for_how_long_it_waits(self):
+        handed_over(for_=600)
+        text = " ".join(locks("why", "nightly").split())
+        assert "Handed over 0 s ago by code outside a task on " in text
+        assert "no process has it. It waits for its receiver for 9m 59s more at most." in text
+        assert "process dies" not in text
+
+    def test_why_knows_it_where_the_cache_cannot_list(self, settings, empty_cache):
+        settings.SINGLETASK_CACHE = "pymemcache"
+        empty_cache("pymemcache")
+        handed_over(for_=600)
+        assert "Handed over" in locks("why", "nightly")
+        assert "handed over" in locks("list")
+
+    def test_clear_frees_it(self):
+        handle = handed_over()
+        locks("clear", "nightly", "--yes")
+        with pytest.raises(LockLost):
+            TaskLock.receive(handle)
+
+    def test_an_alarm_counts_it(self):
+        hold(pid=0, since=time.time() - 3700)
+        assert "nightly" in alarm("--fail-if-held-over", "1h")[1]
+
+
+def test_a_conflict_names_who_handed_it_over(take: Callable[..., TaskLock]):
+    handed_over()
+    lock = TaskLock("nightly")
+    assert not lock.acquire()
+    assert "process" not in str(lock.blocker)
