@@ -132,6 +132,10 @@ class Holder(Process):
             timeout=_number(data.get("timeout"), MONTH),
         )
 
+    def is_run_of(self, task_id: str | None) -> bool:
+        """Say whether the task of this id has the lock; the record may have its id cleaned."""
+        return task_id is not None and self.task_id == _text(task_id)
+
     def __str__(self) -> str:
         return describe_run(self.task_id, self.host, self.pid)
 

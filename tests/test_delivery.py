@@ -64,6 +64,13 @@ def test_a_redelivery_is_postponed_not_skipped(sent):
     assert TaskLockEvent.objects.get(kind="skipped").reason == "redelivery"
 
 
+@pytest.mark.parametrize("task_id", ["m" * 300, "mi\tne"])
+def test_a_redelivery_is_known_by_an_id_that_its_record_cannot_hold(sent, task_id):
+    with held_by(task_id), pytest.raises(Postponed):
+        receive(tasks.hold, "a", task_id=task_id)
+    assert sent[0]["task_id"] == task_id
+
+
 def test_a_message_of_another_call_is_skipped(sent):
     """Negative control."""
     with held_by("another"):

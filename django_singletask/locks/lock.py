@@ -130,7 +130,7 @@ class TaskLock(LockView):
         while not self._take_once():
             left = until - clock.now()
             blocker = self.blocker
-            if self.run and blocker and blocker.task_id == self.run.task_id is not None:
+            if self.run and blocker and blocker.is_run_of(self.run.task_id):
                 return False  # an earlier run of the same message: not to be waited for here
             if wait and blocker and renewal.keeper().holds_in_this_thread(blocker.token, self.key):
                 self.refuse("wait")

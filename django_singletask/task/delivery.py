@@ -113,10 +113,11 @@ class Delivery:
         if blocker is None:
             return
         # The first link of a chain that replaces a task has a new id; the task is its parent.
-        replaces = request.replaced_task_nesting > 0 and blocker.task_id == request.parent_id
-        if replaces or (blocker.task_id == request.id and blocker.retries < request.retries):
+        replaces = request.replaced_task_nesting > 0 and blocker.is_run_of(request.parent_id)
+        itself = blocker.is_run_of(request.id)
+        if replaces or (itself and blocker.retries < request.retries):
             self.postpone("redelivery", SHORT_HOP)
-        if blocker.task_id == request.id:
+        if itself:
             self.postpone("redelivery", redelivered=WAITS)
         if self.header.redelivered:
             # Somebody else has the lock by now. The result of the first run may be on its way.
