@@ -391,3 +391,13 @@ def test_control_the_cache_calls_a_lost_reply_held(redis, settings) -> None:
             proxy.lose_reply_to(b"nightly")
             assert not caches["redis"].add("nightly", "mine")
             assert caches["redis"].get("nightly") == "mine"
+
+
+def test_what_is_no_lock_below_the_prefix_keeps_none_from_being_listed(on_redis) -> None:
+    store = get_store("redis")
+    prefix = store.prefix().encode()
+    store.client.set(prefix + b"\xff", b"binary key")
+    store.client.hset(prefix + b"hash", "field", "value")
+    store.add(KEY, A, 60)
+    assert [entry.value for key, entry in store.entries() if key == KEY] == [A]
+    store.client.delete(prefix + b"\xff", prefix + b"hash")

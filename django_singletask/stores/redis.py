@@ -34,8 +34,8 @@ return 1
 READ = """
 local entries = {}
 for i, key in ipairs(KEYS) do
-    local value = redis.call('GET', key)
-    entries[i] = value and {value, redis.call('PTTL', key)}
+    local value = redis.pcall('GET', key)
+    entries[i] = type(value) == 'string' and {value, redis.call('PTTL', key)}
 end
 return entries
 """
@@ -207,7 +207,8 @@ class RedisStore(Store):
         pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self.prefix()) + "*"
         # A set, because SCAN may name an entry twice.
         scanned = {_bytes(name) for name in self.client.scan_iter(match=pattern, count=BATCH)}
-        keys = {name: key for name in scanned if (key := self.lock_key(name.decode())) is not None}
+        decoded = ((name, name.decode(errors="replace")) for name in scanned)
+        keys = {name: key for name, text in decoded if (key := self.lock_key(text)) is not None}
         names = list(keys)
         for start in range(0, len(names), BATCH):
             batch = names[start : start + BATCH]
