@@ -33,8 +33,9 @@ return 1
 """
 READ = """
 local entries = {}
+local get = ARGV[1] == 'what can be read' and redis.pcall or redis.call
 for i, key in ipairs(KEYS) do
-    local value = redis.pcall('GET', key)
+    local value = get('GET', key)
     entries[i] = type(value) == 'string' and {value, redis.call('PTTL', key)}
 end
 return entries
@@ -212,7 +213,8 @@ class RedisStore(Store):
         names = list(keys)
         for start in range(0, len(names), BATCH):
             batch = names[start : start + BATCH]
-            for name, reply in zip(batch, self._call(self._read, batch, []), strict=True):
+            replies = self._call(self._read, batch, ["what can be read"])
+            for name, reply in zip(batch, replies, strict=True):
                 if (entry := _entry(reply)) is not None:
                     yield keys[name], entry
 
