@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from django.db import connections
 from kombu import Queue
 
-from django_singletask import LockConflict
-from django_singletask.exceptions import Postponed
-from django_singletask.locks.keys import LATEST, LockKey
+from django_singletask import LockConflict, SingletonTask
+from django_singletask.exceptions import Dropped, Postponed
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.task import delivery, postpone, rerun
+from django_singletask.task import delivery, postpone, rerun, unique
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import HEADER, LOOKS, WAITS
 from django_singletask.task.postpone import hop
@@ -44,8 +47,8 @@ def sent(monkeypatch):
 @pytest.fixture
 def result(monkeypatch):
     """Let the result backend return this result for every task."""
-    stored = SimpleNamespace(state="PENDING")
-    monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", lambda self, task_id: stored)
+    stored = SimpleNamespace(state="PENDING", date_done=None)
+    monkeypatch.setattr(SingletonTask, "AsyncResult", lambda self, task_id: stored)
     return stored
 
 
@@ -245,6 +248,127 @@ def test_hops_on_quorum_queues_take_a_second_at_least():
     assert hop(app, 60, 0.05, 0) == 1
     queue.queue_arguments = {}
     assert hop(app, 60, 0.05, 0) <= 0.05
+
+
+NOW = datetime(2030, 6, 1, 12, tzinfo=timezone.utc)
+DUE = {"due": NOW.timestamp()}
+MARKED = {"delivery_info": {"redelivered": True}}
+
+
+class TestMarkedByTheBroker:
+    """The broker says that it has delivered the message before."""
+
+    @pytest.fixture(autouse=True)
+    def runs(self, monkeypatch):
+        monkeypatch.setattr(tasks, "body", lambda *args, **facts: "ran")
+
+    @pytest.fixture
+    def succeeded(self, result):
+        """Let the call have succeeded two seconds after its message was due."""
+        result.state, result.date_done = "SUCCESS", NOW + timedelta(seconds=2)
+        return result
+
+    def test_a_call_that_has_succeeded_is_dropped(self, succeeded, caplog):
+        caplog.set_level("INFO", "django_singletask")
+        with pytest.raises(Dropped):
+            receive(tasks.hold, "a", header=DUE, **MARKED)
+        assert not TaskLockEvent.objects.exists()
+        assert "mine was delivered again, and its work is done: dropped." in caplog.text
+
+    def test_it_is_dropped_while_another_call_has_the_lock(self, succeeded):
+        with held_by("another"), pytest.raises(Dropped):
+            receive(tasks.hold, "a", header=DUE, **MARKED)
+        assert not TaskLockEvent.objects.exists()
+
+    def test_it_is_dropped_before_it_is_superseded(self, succeeded, sent):
+        """A result of "superseded" would replace the one of the run."""
+        with held_by("holder", task=tasks.rerun):
+            for task_id in ("B", "C"):
+                with pytest.raises(Postponed):
+                    receive(tasks.rerun, "a", task_id=task_id)
+        with pytest.raises(Dropped):
+            receive(tasks.rerun, "a", task_id="B", header={**header_of(sent[0]), **DUE}, **MARKED)
+
+    @pytest.mark.parametrize("info", [None, {}, {"redelivered": False}], ids=str)
+    def test_a_message_without_the_mark_asks_for_no_result(self, monkeypatch, info):
+        monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", lambda *args: 1 / 0)
+        assert receive(tasks.hold, "a", header=DUE, delivery_info=info) == "ran"
+
+    @pytest.mark.parametrize("state", ["PENDING", "STARTED", "FAILURE", "RETRY"])
+    def test_a_call_that_has_not_succeeded_runs(self, succeeded, state):
+        """RETRY has no time, so it may be that of an earlier use of the id."""
+        succeeded.state = state
+        assert receive(tasks.hold, "a", header=DUE, **MARKED) == "ran"
+
+    @pytest.mark.parametrize(
+        ("done", "newer"),
+        [
+            (NOW - timedelta(days=1), "no"),
+            (NOW + timedelta(seconds=0.9), "not certain"),
+            (NOW - timedelta(seconds=0.9), "not certain"),
+            (NOW.replace(tzinfo=None) + timedelta(hours=1), "not certain"),
+            (None, "not certain"),
+            (NOW.astimezone(timezone(timedelta(hours=2))) + timedelta(seconds=2), "yes"),
+        ],
+        ids=["yesterday", "1 s after", "1 s before", "no zone", "no time", "another zone"],
+    )
+    def test_only_a_newer_result_says_something(self, succeeded, sent, done, newer):
+        """An id that is used again each day still runs; one that met its first run is known."""
+        succeeded.date_done = done
+        for facts, drops in (
+            ({"header": DUE, **MARKED}, newer == "yes"),
+            ({"header": {**DUE, "redelivered": LOOKS}}, newer != "no"),
+        ):
+            if drops:
+                with pytest.raises(Dropped):
+                    receive(tasks.hold, "a", **facts)
+            else:
+                assert receive(tasks.hold, "a", **facts) == "ran"
+
+    def test_a_message_that_does_not_say_when_it_was_due_runs(self, succeeded):
+        """It is of an older version, or was sent by ``send_task``."""
+        assert receive(tasks.hold, "a", **MARKED) == "ran"
+
+    def test_the_entry_of_a_queued_call_stays(self, succeeded):
+        """The first run gave its own back. A later call may have one by now."""
+        key = tasks.unique.lock_key("a", {}).beside(QUEUED, tasks.unique.name).key
+        entry = Holder.new("a", 60, task=tasks.unique.name, task_id="mine", retries=0).encode()
+        assert get_store("redis").add(key, entry, 60) is None
+        with pytest.raises(Dropped):
+            receive(tasks.unique, "a", header={**DUE, "queued": entry.decode()}, **MARKED)
+        assert get_store("redis").read(key).value == entry
+
+
+class TestWhenAMessageIsDue:
+    @pytest.mark.parametrize(
+        ("options", "seconds"),
+        [({}, 0), ({"countdown": 60}, 60), ({"eta": NOW + timedelta(seconds=60)}, 60)],
+        ids=["now", "countdown", "eta"],
+    )
+    def test_the_sender_says_when(self, sent, monkeypatch, options, seconds):
+        monkeypatch.setattr("time.time", NOW.timestamp)
+        monkeypatch.setattr(unique, "datetime", SimpleNamespace(now=lambda zone: NOW))
+        tasks.hold.apply_async(("a",), **options)
+        assert header_of(sent[0])["due"] == NOW.timestamp() + seconds
+
+    def test_a_postponed_message_keeps_it(self, sent):
+        with held_by("mine"), pytest.raises(Postponed):
+            receive(tasks.hold, "a", header=DUE)
+        assert header_of(sent[0])["due"] == DUE["due"]
+
+    def test_the_next_message_of_a_retry_has_its_own(self, sent):
+        """A success before that is not of its run."""
+        before = time.time()
+        headers = {HEADER: {"id": "mine", "task": tasks.hold.name, "due": before - 60}}
+        tasks.hold.push_request(
+            id="mine", headers=headers, args=("a",), kwargs={}, called_directly=False
+        )
+        try:
+            with pytest.raises(Retry):
+                tasks.hold.retry(countdown=30)
+        finally:
+            tasks.hold.pop_request()
+        assert header_of(sent[0])["due"] >= before + 29.9
 
 
 class TestRequeue:

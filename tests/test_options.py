@@ -266,6 +266,7 @@ FULL = Header(
     overrides={"lock_wait": 5},
     queued=b"the entry",
     token="a token",
+    due=1_700_000_000.5,
     hops=3,
     redelivered=WAITS,
     ticket=Ticket("epoch", 7),
@@ -300,8 +301,9 @@ class TestHeader:
     def test_the_next_message_drops_what_is_of_this_one(self):
         header = FULL.next()
         assert (header.token, header.hops, header.redelivered, header.ticket) == (None, 0, 0, None)
+        assert header.due == 0
         fields = {"token": FULL.token, "hops": 3, "redelivered": WAITS, "ticket": FULL.ticket}
-        assert header.next(**fields) == FULL
+        assert header.next(due=FULL.due, **fields) == FULL
 
     def test_a_change_goes_before_what_is_dropped(self):
         assert FULL.next(ticket=FULL.ticket).ticket == FULL.ticket

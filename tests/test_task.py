@@ -6,6 +6,7 @@ import pickle
 import time
 import uuid
 from decimal import Decimal
+from unittest.mock import ANY
 
 import pytest
 from celery import Celery, shared_task
@@ -292,6 +293,7 @@ class TestSending:
         assert header == {
             "id": result.id,
             "task": task.name,
+            "due": ANY,
             "key": task.lock(1).key,
             "name": f"{task.name}(a=1)",
         }

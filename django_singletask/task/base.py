@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -147,7 +148,8 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
                 header = header.next(queued=queued_call.value)
                 if holder is not None and not awaited:
                     return self.AsyncResult(queued_call.duplicate_of(holder))
-            options["headers"] = header.into(options.get("headers"))
+            due = header.due or round(time.time() + delay_of(when), 3)
+            options["headers"] = header._replace(due=due).into(options.get("headers"))
             result = super().apply_async(
                 args, kwargs, header.task_id, producer, link, link_error, shadow, **options
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,6 +26,9 @@ from django_singletask.task.unique import QueuedCall
 __all__ = ["QUEUED_AGAIN", "Delivery", "Policy", "deliver"]
 
 logger = logging.getLogger("django_singletask")
+
+CLOCK_SKEW = 1.0
+"""Seconds by which the clocks of two hosts may differ; see the last timeline in header.py."""
 
 QUEUED_AGAIN = "singletask_queued_again"
 """Attribute of a request whose body has sent its message again: seconds until that starts."""
@@ -71,6 +75,8 @@ class Delivery:
         return result
 
     def _run(self) -> Any:
+        if self.request is not None and (self.request.delivery_info or {}).get("redelivered"):
+            self._drop_if_done(marked=True)
         if self.header.ticket is not None and self.gives_way(self.header.ticket):
             return self.options.skip_result
         # The lock is given back here, so before Celery stores the result and publishes the next
@@ -121,33 +127,48 @@ class Delivery:
             self.postpone("redelivery", redelivered=WAITS)
         if self.header.redelivered:
             # Somebody else has the lock by now. The result of the first run may be on its way.
-            if self.header.redelivered == LOOKS and self._is_done():
-                raise Dropped
+            if self.header.redelivered == LOOKS:
+                self._drop_if_done()
             self.postpone("redelivery", redelivered=LOOKS)
 
     def _leave_to_first_run(self) -> None:
         if self.header.redelivered == WAITS:
             self.postpone(None, hops=0, redelivered=LOOKS)
-        if self._is_done():
-            raise Dropped
+        self._drop_if_done()
 
-    def _is_done(self) -> bool:
-        """Say whether the result backend knows that the work is done, or goes on as a retry."""
+    def _drop_if_done(self, *, marked: bool = False) -> None:
+        """Drop the message if the result backend knows that its work is done, or goes on.
+
+        ``marked``: only the broker says that it was delivered before, so the result must be newer
+        than the message. One that has met its first run is dropped unless the result is older.
+        """
         ignored = vars(self.request).get("ignore_result")
         if self.task.ignore_result if ignored is None else ignored:
-            return False
+            return
         try:
-            state = self.task.AsyncResult(self.request.id).state
+            result = self.task.AsyncResult(self.request.id)
+            state = result.state
+            newer = self._seconds_until(result.date_done) if state == "SUCCESS" else 0
         except NotImplementedError:
             # Celery's answer where no result backend is configured: nothing is known, so it runs.
-            return False
+            return
         except SoftTimeLimitExceeded:
             raise
         except Exception:
             logger.exception("The result of %s cannot be read: it runs again.", self.request.id)
-            return False
+            return
         # After RETRY the next message is published already.
-        return state == "SUCCESS" or (state == "RETRY" and not self.request.retries)
+        goes_on = state == "RETRY" and not self.request.retries and not marked
+        done = state == "SUCCESS" and newer > (CLOCK_SKEW if marked else -CLOCK_SKEW)
+        if done or goes_on:
+            logger.info("%s was delivered again, and its work is done: dropped.", self.request.id)
+            raise Dropped
+
+    def _seconds_until(self, moment: datetime | None) -> float:
+        """Return the seconds from when the message was due until then; 0 if that is not known."""
+        # What a time without a zone means depends on the backend and its settings.
+        known = self.header.due and moment is not None and moment.tzinfo is not None
+        return moment.timestamp() - self.header.due if moment and known else 0.0
 
     # Postponing
 

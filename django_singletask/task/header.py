@@ -29,6 +29,22 @@ HEADER = "singletask"
 #
 # The lock comes back before the result is stored, hence one more hop after it is free. If the
 # first run was killed, there is no result, and the message runs: at least once.
+#
+# A redelivery can also arrive after its first run: the broker died before the acknowledgement.
+# The broker marks it. If it did not ask for the result first, it would take the free lock:
+#
+#   first run: takes the lock ... gives back ... result SUCCESS   acknowledges: broker gone
+#   message:                                                      redelivered: SUCCESS -> drop
+#
+# A caller may use an id again each day, and today's message must not be dropped for the result of
+# yesterday. So the message carries the time from which it may run, as its sender's clock says, and
+# a result says something only if it is newer, as the clock of the host that stored it says:
+#
+#   yesterday: message  result SUCCESS        today: message (redelivered)   older -> runs
+#
+# Hosts that keep their clocks by NTP differ by far less than a second. If it is not certain which
+# is newer, the message runs. One is dropped wrongly only if its id was used before, and the clocks
+# differ by more than the time from the end of that use to the next message.
 
 WAITS = 1
 """``redelivered`` of a message that waits for the end of its first run."""
@@ -54,6 +70,9 @@ class Header(NamedTuple):
     queued: bytes | None = None
     # Chosen by a worker's main process for one delivery, read by the delivery; never sent on.
     token: str | None = None
+    # When it may run at the earliest, in seconds since 1970: written by apply_async, kept while the
+    # message is postponed, read by the delivery. 0: not known.
+    due: float = 0.0
     hops: int = 0  # how often it was postponed; written and read by the delivery
     redelivered: int = 0  # WAITS or LOOKS; written and read by the delivery
     ticket: Ticket | None = None  # its place among those that "rerun"; written and read likewise
@@ -78,6 +97,7 @@ class Header(NamedTuple):
             overrides={name: options[name] for name in options if name in NAMES},
             queued=queued.encode() if queued else None,
             token=wire.get("token"),
+            due=wire.get("due") or 0.0,
             hops=wire.get("hops") or 0,
             redelivered=wire.get("redelivered") or 0,
             ticket=Ticket(*ticket) if ticket else None,
@@ -95,6 +115,7 @@ class Header(NamedTuple):
             "options": self.overrides,
             "queued": self.queued and self.queued.decode(),
             "token": self.token,
+            "due": self.due,
             "hops": self.hops,
             "redelivered": self.redelivered,
             "ticket": self.ticket and list(self.ticket),
@@ -105,10 +126,10 @@ class Header(NamedTuple):
     def next(self, **changes: Any) -> Header:
         """Return the header of another message of the same call.
 
-        How often this message was postponed says nothing about the next one, and the token is for
-        one delivery.
+        How often this message was postponed and when it was due say nothing about the next one, and
+        the token is for one delivery.
         """
-        fresh = {"token": None, "hops": 0, "redelivered": 0, "ticket": None}
+        fresh = {"token": None, "due": 0.0, "hops": 0, "redelivered": 0, "ticket": None}
         return self._replace(**{**fresh, **changes})
 
 
