@@ -12,8 +12,10 @@ import pytest
 from django_singletask import LockError, LockLost, TaskLock, current_lock
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import Outcome, get_store
+from django_singletask.testing import no_locks
 from tests.command_line import alarm, hold, locks, locks_as_json
 from tests.deadline import wait_for
+from tests.testapp import tasks
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -71,6 +73,13 @@ class TestHandingOver:
                 lock.hand_over(for_=60)
             assert lock.lost
         assert newer.owned()
+
+    def test_a_task_can_hand_over_its_own_lock(self, monkeypatch):
+        monkeypatch.setattr(tasks, "body", lambda *args: current_lock().hand_over(for_=60))
+        handle = tasks.hold("a")
+        assert tasks.hold.lock("a").locked()
+        TaskLock.receive(handle).release()
+        assert not tasks.hold.lock("a").locked()
 
     def test_the_object_can_be_used_again(self):
         lock = TaskLock("nightly")
@@ -204,6 +213,12 @@ class TestReceiving:
         with TaskLock.receive(handle) as lock:
             assert lock.cache == "db_sqlite"
             assert lock.owned()
+
+
+@no_locks()
+def test_where_every_lock_is_granted_it_is_handed_over_too():
+    with TaskLock.receive(handed_over()) as lock:
+        assert lock
 
 
 VALID = {"name": "x", "key": f"singletask:x:{'0' * 32}", "cache": "redis", "token": "0" * 32}

@@ -107,23 +107,24 @@ def receive(lease: Lease, token: str) -> None:
     """Take the entry that was handed over with this token; see :meth:`TaskLock.receive`."""
     address = lease.address
     entry = address.read()
-    if entry is None:
-        raise LockLost(
-            f"{address} waits for no receiver any more: the time of its hand_over() is over, it "
-            "was given back or cleared, or the cache forgot it."
-        )
-    holder = Holder.decode(entry.value)
+    value = b"" if entry is None else entry.value
+    holder = Holder.decode(value)
     how = None
-    if holder.token != token:
+    if entry is not None and holder.token != token:
         # A message that is delivered again finds the bytes of its own first run, which received.
         is_first_run = holder.task_id is not None and holder.task_id == lease.holder.task_id
         how = proof_of_death(holder) if is_first_run else None
-    if (holder.token != token and how is None) or not lease.replace(entry.value):
-        raise LockLost(f"{address} was received already, or is another's: {holder} has it.")
+        if how is None:
+            raise LockLost(f"{address} was received already, or is another's: {holder} has it.")
+    if not lease.replace(value):  # also without an entry: no_locks() grants what it does not store
+        raise LockLost(
+            f"{address} waits for no receiver any more: the time of its hand_over() is over, it "
+            "was received or cleared, or the cache forgot it."
+        )
     if how:
         logger.warning("%s was received by %s: received again, since %s.", address, holder, how)
         address.tell("expired", holder, outcome="dead", reason=how)
-    else:
+    elif entry is not None:
         reason = f"received by {lease.holder}"
         address.tell("released", holder, outcome="released", reason=reason)
     address.tell("acquired", lease.holder)

@@ -28,8 +28,9 @@ def test_the_last_link_of_a_chain_frees_the_lock_of_the_command_that_sent_it(
 ):
     worker = start_worker(concurrency=1)
     result = send(worker, way)
-    wait_for(lambda: len(worker.events("start")) == 2, "the last link runs")
-    assert not TaskLock("chain").acquire()
+    for link in (1, 2):
+        wait_for(lambda link=link: len(worker.events("start")) == link, f"link {link} runs")
+        assert not TaskLock("chain").acquire()
     assert result.get(timeout=20) == "ran"
     assert not TaskLock("chain").locked()
 
@@ -72,3 +73,21 @@ def test_another_task_does_not_receive_the_lock_of_a_killed_receiver(start_worke
         tasks.finish.apply_async((handle, "last"), queue=queue).get(timeout=20)
     assert TaskLock("chain").acquire()  # as a dead holder's, for whoever wants it
     TaskLock("chain").clear()
+
+
+def start_import(queue):
+    """Answer a request as the view in docs/handing-over.rst does."""
+    with TaskLock("import", on_conflict="skip") as lock:
+        if not lock:
+            return 409
+        handle = lock.hand_over(for_=60)
+    tasks.finish.apply_async((handle, "import", 1), queue=queue)
+    return 202
+
+
+def test_a_web_view_answers_409_until_the_task_that_it_started_has_ended(start_worker, queue):
+    assert [start_import(queue), start_import(queue)] == [202, 409]
+    worker = start_worker(concurrency=1)
+    wait_for(lambda: worker.events("start"), "the task runs")
+    assert start_import(queue) == 409
+    wait_for(lambda: start_import(queue) == 202, "the task has ended")
