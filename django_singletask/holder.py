@@ -153,13 +153,13 @@ def clean(text: str, length: int | None = None) -> str:
     some databases refuse NUL and surrogates.
     """
     text = text[:length]
-    if not text.isprintable():
-        # The spaces of Japanese and French are among what Python does not call printable.
-        text = "".join(
-            c if c.isprintable() or category(c) == "Zs" else c.encode("unicode_escape").decode()
-            for c in text
-        )
-    return text[:length]
+    if text.isprintable():
+        return text
+    # The spaces of Japanese and French are among what Python does not call printable.
+    return "".join(
+        c if c.isprintable() or category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in text
+    )[:length]
 
 
 def _text(value: object) -> str | None:
