@@ -112,8 +112,8 @@ def receive(lease: Lease, token: str) -> None:
     how = None
     if entry is not None and holder.token != token:
         # A message that is delivered again finds the bytes of its own first run, which received.
-        is_first_run = holder.task_id is not None and holder.task_id == lease.holder.task_id
-        how = proof_of_death(holder) if is_first_run else None
+        if holder.is_run_of(lease.holder.task_id):
+            how = proof_of_death(holder)
         if how is None:
             raise LockLost(f"{address} was received already, or is another's: {holder} has it.")
     if not lease.replace(value):  # also without an entry: no_locks() grants what it does not store
