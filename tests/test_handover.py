@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,18 @@ class TestHandingOver:
         assert tasks.hold.lock("a").locked()
         TaskLock.receive(handle).release()
         assert not tasks.hold.lock("a").locked()
+
+    def test_a_fork_does_not_hand_over_the_lock_of_its_parent(self):
+        with TaskLock("nightly") as lock:
+            pid = os.fork()
+            if not pid:
+                try:
+                    lock.hand_over(for_=60)
+                except LockLost:
+                    os._exit(7)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            assert lock.owned()
 
     def test_the_object_can_be_used_again(self):
         lock = TaskLock("nightly")

@@ -169,6 +169,15 @@ def test_expired_hold_is_shown_without_a_button(operator):
     assert "Clear" not in row
 
 
+def test_lock_that_is_handed_over_waits_for_its_receiver(operator):
+    holder = put(pid=0, start="")
+    [row] = rows(operator)
+    assert row.startswith("nightly handed over ")
+    text = clear_page(operator, holder)
+    assert "it was handed over, and waits for its receiver, which then finds it lost" in text
+    assert "The run that holds it" not in text
+
+
 def test_queued_call_is_shown_without_a_process(operator):
     holder = put(key=QUEUED_KEY, pid=0, task_id="5d1cb1f6-9f3c")
     [row] = rows(operator)

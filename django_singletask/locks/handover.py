@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockLost
-from django_singletask.holder import Holder
+from django_singletask.holder import Holder, this_process
 from django_singletask.locks import renewal
 from django_singletask.locks.keys import MAX_NAME, LockKey
 from django_singletask.locks.lease import Lease
@@ -79,8 +79,8 @@ def hand_over(lease: Lease, seconds: float) -> str:
     See :meth:`TaskLock.hand_over`.
     """
     check_seconds("for_", seconds)
-    if lease.lost:
-        raise LockLost(f"{lease.address} is no longer held by this run: nothing to hand over.")
+    if lease.lost or lease.holder.pid != this_process().pid:  # in a fork, it is the parent's
+        raise LockLost(f"{lease.address} is not held by this process: nothing to hand over.")
     holder = dataclasses.replace(
         lease.holder,
         pid=0,
@@ -100,7 +100,7 @@ def hand_over(lease: Lease, seconds: float) -> str:
         renewal.keeper().owe(lease.cache, lease.key, value, seconds)
         raise
     lease.lose(Outcome.TAKEN)  # by whom, if by anybody, is looked up
-    raise LockLost(f"{lease.address} is no longer held by this run: nothing to hand over.")
+    raise LockLost(f"{lease.address} is no longer held: nothing to hand over.")
 
 
 def receive(lease: Lease, token: str) -> None:
