@@ -40,6 +40,7 @@ MODULES += ["django_redis", "psycopg", "pydantic", "pymemcache", "redis"]
 FIRST_WORKER_TESTS = [
     "tests/worker/test_soak.py",
     "tests/worker/test_killed.py",
+    "tests/worker/test_rabbitmq.py",
     "tests/worker/test_store_trouble.py",
     "tests/worker/test_unique.py",
 ]
