@@ -28,8 +28,8 @@ SHORT_KEYS, LONG_KEYS, LONG_SHARE = "abcdef", "xyz", 0.1
 LEASE = 3  # of the long runs, which renew it several times
 STORE_CLIENT = 1
 """Seconds for which a client of the store can still fail when the store is back."""
-DEAD_CLIENT = 0.5
-"""Seconds for which the broker can still give messages to a client that was killed."""
+DELAY = 0.5
+"""Seconds until a worker handles a message, or until the broker sees that a worker is dead."""
 
 RAN = "ran"
 SKIPPED = "skipped: an equal call ran"
@@ -62,6 +62,7 @@ class Soak:
         self.calls: list[Call] = []
         self.refused = 0
         self.killed: Counter[str] = Counter()
+        self.ended_by_themselves = 0
         self.down: dict[str, tuple[float, float]] = {}  # since when, and until when
 
     # Load and kills
@@ -80,6 +81,7 @@ class Soak:
                         due[victim] = clock.now() + GAPS[victim] * self.rng.uniform(0.5, 1.5)
                         self.kill(victim)
                 self.start_servers(clock.now())
+                self.start_workers()
         self.start_servers(float("inf"))
         self.wait_for_answers()
 
@@ -120,13 +122,13 @@ class Soak:
                 intervals.kill(self.rng.choice(children))
                 self.killed[victim] += 1
             return
-        # Stop it first, so that it starts no child that is not noted as killed.
-        os.kill(worker.process.pid, signal.SIGSTOP)
-        intervals.note("worker killed")
-        intervals.kill(worker.process.pid, *worker.children())
-        worker.process.wait()
-        worker.start(ready=False)
-        self.killed[victim] += 1
+        if worker.process.poll() is None:
+            # Stop it first, so that it starts no child that is not noted as killed.
+            os.kill(worker.process.pid, signal.SIGSTOP)
+            intervals.kill(worker.process.pid, *worker.children())
+            worker.process.wait()
+            self.killed[victim] += 1
+            self.start_again(worker)
 
     def start_servers(self, now: float) -> None:
         """Start each server that has been down for long enough."""
@@ -138,13 +140,28 @@ class Soak:
                     intervals.note("forgot", since=since)
                 del self.down[name]
 
+    def start_workers(self) -> None:
+        """Start the workers again that ended by themselves."""
+        for worker in self.workers:
+            if worker.process.poll() is not None:
+                self.ended_by_themselves += 1
+                self.start_again(worker)
+
+    def start_again(self, worker: Worker) -> None:
+        intervals.note("worker ended")
+        worker.start(ready=False)
+
     def wait_for_answers(self) -> None:
         """Return when the broker has no message any more, so that no call can be answered."""
         with Connection(self.servers["broker"].url) as connection:
             redis = connection.default_channel.client
-            left = [self.workers[0].queue, "unacked"]
+
+            def is_drained() -> bool:
+                self.start_workers()
+                return not redis.exists(self.workers[0].queue, "unacked")
+
             with suppress(AssertionError):  # the table says which calls are not answered
-                wait_for(lambda: not redis.exists(*left), "no message is left", deadline=90)
+                wait_for(is_drained, "the broker has no message", deadline=60)
         self.pause(1)
 
     # Judgement
@@ -158,6 +175,7 @@ class Soak:
             "killed: whole workers": f"{self.killed['worker']:,}",
             "killed: the lock store": f"{self.killed['store']:,}",
             "killed: the broker": f"{self.killed['broker']:,}",
+            "workers that ended by themselves": f"{self.ended_by_themselves:,}",
             "calls": f"{len(self.calls) + self.refused:,}",
             **{f"- {fate}": f"{number:,}" for fate, number in self.fates(recording).items()},
             "locks taken": f"{len(recording.holds):,}",
@@ -216,8 +234,8 @@ class Trace:
             return "RECEIVED AND NOT ANSWERED"
         later = (self.received.get(result.id) for _sent, result in self.calls[number + 1 :])
         until = next(filter(None, later), clock.now())
-        kills = (line["at"] for line in self.recording.of("worker killed"))
-        if any(at <= until and sent <= at + DEAD_CLIENT for at in kills):
+        ends = (line["at"] for line in self.recording.of("worker ended"))
+        if any(sent - DELAY <= at <= until + DELAY for at in ends):
             return WORKER_KILLED
         return BROKER_KILLED if self.was_down("broker", sent, until) else "LOST WITHOUT A REASON"
 

@@ -16,6 +16,8 @@ CONF = {
         "visibility_timeout": 3,
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
+        # A worker that is killed while it restores messages keeps others from it for so long.
+        "unacked_mutex_expire": 5,
     }
 }
 # What was acknowledged is on the disk. With everysec, Redis answers before it has written if the
