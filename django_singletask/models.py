@@ -19,14 +19,15 @@ class Kind(models.TextChoices):
     DUPLICATE = "duplicate", _("duplicate")
     EXPIRED = "expired", _("expired")
     LOST = "lost", _("lost")
+    RETAKEN = "retaken", _("retaken")
     CLEARED = "cleared", _("cleared")
 
 
 COUNTED = frozenset({"skipped", "duplicate"})
 """Calls that came to nothing: their repeats against one holder are counted in one row."""
 
-TROUBLE = frozenset({"expired", "lost", "cleared"})
-"""Ways in which a run loses its lock: they are recorded for quiet tasks, too."""
+TROUBLE = frozenset({"expired", "lost", "retaken", "cleared"})
+"""What can let two runs go at once: it is recorded for quiet tasks, too."""
 
 
 class HoldOutcome(models.TextChoices):

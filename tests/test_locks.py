@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import dataclasses
@@ -32,6 +33,7 @@ from django_singletask import (
 from django_singletask.holder import Holder
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
+from django_singletask.stores.base import marker_key
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -149,12 +151,104 @@ class TestAcquireAndRelease:
             assert not TaskLock("nightly").acquire(wait=0.2)
             assert 0.2 <= time.monotonic() - began < 2
 
-    def test_a_lock_that_would_wait_for_its_own_thread_raises_at_once(self):
-        with TaskLock("nightly"):
-            began = time.monotonic()
+    def test_a_lock_that_would_wait_for_its_own_block_raises_at_once(self):
+        began = time.monotonic()
+        with TaskLock("nightly"), TaskLock("another"):
             with pytest.raises(LockConflict), TaskLock("nightly", wait=30):
                 pytest.fail("entered")
-            assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 5
+
+    def test_a_thread_of_a_pool_waits_for_what_its_earlier_job_acquired(self, settings):
+        settings.SINGLETASK_HISTORY = "off"
+        first, second = TaskLock("nightly"), TaskLock("nightly")
+        release = threading.Timer(0.2, first.release)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(first.acquire).result()
+            release.start()
+            assert pool.submit(second.acquire, wait=30).result()
+            assert pool.submit(second.release).result()
+        release.join()
+
+    def test_coroutines_that_share_threads_wait_for_each_other(self, settings):
+        """Five of twelve were refused at once when the number of the thread decided."""
+        settings.SINGLETASK_HISTORY = "off"
+
+        async def work():
+            for _ in range(2):
+                lock = TaskLock("nightly")
+                assert await asyncio.to_thread(lock.acquire, wait=30)
+                await asyncio.sleep(0.01)
+                assert await asyncio.to_thread(lock.release)
+
+        async def work_at_once():
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor(13))
+            await asyncio.gather(*(work() for _ in range(12)))
+
+        asyncio.run(work_at_once())
+
+    def test_a_job_in_another_thread_waits_for_the_block_around_it(self, settings):
+        """It has the context of the block, which another thread can end."""
+        settings.SINGLETASK_HISTORY = "off"
+        opened, ended = threading.Event(), []
+
+        def wait():
+            opened.set()
+            ended.append(TaskLock("nightly").acquire(wait=30))
+
+        with TaskLock("nightly"):
+            context = contextvars.copy_context()
+            thread = threading.Thread(target=context.run, args=(wait,))
+            thread.start()
+            assert opened.wait(5)
+        thread.join()
+        assert ended == [True]
+        TaskLock("nightly").clear()
+
+    def test_a_fixed_lease_of_its_own_block_is_waited_for_if_it_ends_in_time(self):
+        with TaskLock("nightly", timeout=0.3, renew=False):
+            with pytest.raises(LockConflict), TaskLock("nightly", wait=0.1):
+                pytest.fail("entered")
+            with TaskLock("nightly", wait=30) as second:
+                assert second.owned()
+
+
+class TestLateReply:
+    """The lease is counted from before the request, so it can end before the reply comes."""
+
+    @pytest.fixture
+    def answer_late(self, monkeypatch, cache_alias):
+        """Give the function that lets a store answer late: each take by 40 seconds at first."""
+        store, seconds, trips = get_store(cache_alias), [0.0], []
+        take, real_now = store.take, clock.now
+
+        def answer(times):
+            def late(*arguments):
+                entry = take(*arguments)
+                trips.append(arguments)
+                seconds[0] += 40 if len(trips) <= times else 0
+                return entry
+
+            monkeypatch.setattr(store, "take", late)
+            monkeypatch.setattr(clock, "now", lambda: real_now() + seconds[0])
+            return trips
+
+        return answer
+
+    def test_a_lease_that_ended_before_the_reply_is_given_back_and_taken_anew(self, answer_late):
+        trips = answer_late(1)
+        with TaskLock("nightly", timeout=30) as lock:
+            assert not lock.lost
+            assert lock.owned()
+        assert len(trips) == 2
+        assert not TaskLock("nightly").locked()
+
+    def test_a_cache_that_always_answers_late_is_an_error(self, answer_late, wait_for):
+        trips = answer_late(100)
+        with pytest.raises(LockError, match="Give the lock a longer timeout"):
+            TaskLock("nightly", timeout=30).acquire()
+        assert len(trips) == 3
+        wait_for(lambda: not TaskLock("nightly").locked(), "nothing is left behind")
 
 
 class TestOneObjectServesOneAcquisition:
@@ -241,20 +335,20 @@ class TestHolding:
 
     def test_trust_is_counted_from_before_the_request(self, monkeypatch):
         """Negative control: a deadline from the reply would be ten seconds later."""
-        now = 1000.0
+        began = now = clock.now()
         store = get_store("redis")
-        add = store.add
+        take = store.take
 
         def slow(*arguments):
             nonlocal now
             now += 10
-            return add(*arguments)
+            return take(*arguments)
 
         monkeypatch.setattr(clock, "now", lambda: now)
-        monkeypatch.setattr(store, "add", slow)
+        monkeypatch.setattr(store, "take", slow)
         lock = TaskLock("nightly", timeout=30, renew=False)
         lock.acquire()
-        assert 1029 < lock.lease.deadline < 1030
+        assert 29 < lock.lease.deadline - began < 30
         lock.release()
 
     def test_holder_and_remaining_of_a_free_lock(self, cache_alias):
@@ -329,13 +423,13 @@ class TestFailures:
 
     def test_a_lock_that_a_lost_request_took_is_acquired(self, monkeypatch, cache_alias):
         store = get_store(cache_alias)
-        add = store.add
+        take = store.take
 
         def twice(*arguments):
-            add(*arguments)
-            return add(*arguments)
+            take(*arguments)
+            return take(*arguments)
 
-        monkeypatch.setattr(store, "add", twice)
+        monkeypatch.setattr(store, "take", twice)
         lock = TaskLock("nightly")
         assert lock.acquire()
         assert lock.owned()
@@ -347,13 +441,59 @@ class TestFailures:
         assert not lock.acquire()
         assert lock.blocker == Holder.decode(b"")
 
-    def test_a_fork_does_not_free_the_lock_of_its_parent(self):
+
+class TestForkedChild:
+    """The lock is the parent's, who renews it and gives it back."""
+
+    def in_child(self, work):
+        """Say whether ``work()`` was true in a forked child."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os._exit(0 if work() else 1)
+            finally:
+                os._exit(2)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def test_it_does_not_free_the_lock(self):
         with TaskLock("nightly") as lock:
-            pid = os.fork()
-            if pid == 0:
-                os._exit(0 if lock.release() is False else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            assert self.in_child(lambda: lock.release() is False)
             assert lock.owned()
+
+    def test_it_does_not_extend_the_lock(self):
+        def extend():
+            with pytest.raises(LockError, match="parent process"):
+                lock.extend()
+            return True
+
+        with TaskLock("nightly") as lock:
+            assert self.in_child(extend)
+
+    def test_it_asks_the_store_whether_the_parent_still_has_it(self, cache_alias):
+        def is_lost():
+            with pytest.raises(LockLost):
+                lock.check()
+            return True
+
+        with TaskLock("nightly", timeout=30) as lock:
+            assert self.in_child(lambda: lock.check() is None)
+            TaskLock("nightly").clear()
+            assert self.in_child(is_lost)
+
+    def test_it_asks_once_a_second(self, monkeypatch):
+        def ask_often():
+            reads = []
+            store = get_store("redis")
+            read = store.read
+            monkeypatch.setattr(store, "read", lambda key: reads.append(key) or read(key))
+            now = clock.now()
+            for seconds in (0, 0.5, 0.9, 1, 1.5, 2.1):
+                monkeypatch.setattr(clock, "now", lambda later=now + seconds: later)
+                lock.check()
+            return len(reads) == 3
+
+        with TaskLock("nightly", timeout=1.5) as lock:
+            assert self.in_child(ask_often)
 
 
 class TestRenewalMeetsRelease:
@@ -407,26 +547,79 @@ class TestLoss:
     def reasons(self, events):
         return lambda: [event.reason for event in events if event.kind == "lost"]
 
-    def test_a_lock_that_the_store_forgot_is_taken_again(self, reasons, empty_cache, caplog):
+    @pytest.fixture
+    def let_pass(self, monkeypatch):
+        """Give the function that lets seconds pass for the locks of this process alone."""
+
+        def pass_by(seconds):
+            later = clock.now() + seconds
+            monkeypatch.setattr(clock, "now", lambda: later)
+
+        return pass_by
+
+    def test_a_lock_that_the_store_forgot_is_retaken(self, events, empty_cache, caplog):
         with TaskLock("nightly") as lock:
             empty_cache("redis")
             lock.extend()
             assert lock.owned()
-            assert not lock.lost
+            lock.check()
         assert "taken again" in caplog.text
-        assert reasons() == []
+        kinds = [(event.kind, event.reason) for event in events[1:]]
+        why = "forgotten by the cache and taken again"
+        assert kinds == [("retaken", why), ("released", why)]
 
-    def test_a_lock_that_is_taken_again_after_its_lease_is_lost(
-        self, reasons, empty_cache, monkeypatch
-    ):
+    def test_a_lock_that_is_gone_after_its_deadline_is_lost(self, reasons, empty_cache, let_pass):
         """Another run may have held it, and ended, in between."""
-        with TaskLock("nightly", renew=False, timeout=30) as lock:
+        with TaskLock("nightly", timeout=30) as lock:
             empty_cache("redis")
-            later = clock.now() + 31
-            monkeypatch.setattr(clock, "now", lambda: later)
+            let_pass(31)
             with pytest.raises(LockLost):
                 lock.extend()
-        assert reasons() == ["gone from the cache (evicted, flushed or expired)"]
+            assert not lock.locked()
+        assert reasons() == ["its lease of 30 s ended before it could be renewed"]
+
+    def test_what_is_lost_stays_lost(self, reasons, let_pass):
+        """The entry is still there, but a check has said that it is not to be trusted."""
+        with TaskLock("nightly", timeout=30) as lock:
+            let_pass(31)
+            with pytest.raises(LockLost):
+                lock.check()
+            for ask in (lock.extend, lock.check, lock.fencing_token):
+                with pytest.raises(LockLost):
+                    ask()
+        assert len(reasons()) == 1
+
+    def test_a_lock_that_was_cleared_is_never_taken_again(self, reasons):
+        """Also when the one who cleared it, and the next holder, have long ended."""
+        with TaskLock("nightly", timeout=0.5) as lock:
+            lock.extend(60)
+            TaskLock("nightly").clear()
+            marker = get_store("redis").read(marker_key(lock.key, lock.lease.value))
+            assert marker.remaining > 50
+            with TaskLock("nightly"):
+                pass
+            with pytest.raises(LockLost):
+                lock.extend()
+            assert not lock.locked()
+        assert reasons() == ["cleared"]
+
+    def test_a_fixed_lease_is_not_taken_again(self, reasons, empty_cache):
+        with TaskLock("nightly", renew=False, timeout=30) as lock:
+            empty_cache("redis")
+            with pytest.raises(LockLost):
+                lock.extend()
+            assert not lock.locked()
+        assert reasons() == ["gone from the cache (evicted, flushed or restarted empty)"]
+
+    def test_a_fixed_lease_that_ends_first_is_no_error(self, events, let_pass, caplog):
+        caplog.set_level("INFO", logger="django_singletask")
+        with TaskLock("nightly", renew=False, timeout=30) as lock:
+            get_store("redis").release(lock.key, lock.lease.value)
+            let_pass(31)
+        assert {record.levelname for record in caplog.records} == {"INFO"}
+        [released] = events[1:]
+        assert (released.kind, released.outcome) == ("released", "lost")
+        assert released.reason == "its fixed lease of 30 s ended first"
 
     def test_a_lock_that_another_has_names_the_other(self, reasons, empty_cache, take):
         with TaskLock("nightly") as lock:

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from django_singletask import TaskLock, clock
+from django_singletask import LockError, TaskLock, clock
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
 from django_singletask.locks.lease import Lease
@@ -39,6 +39,8 @@ LOSS = st.sampled_from([None, None, None, "request", "reply"])
 
 class SimulatedStore:
     """A store that keeps its promises, behind a network that delays and loses messages."""
+
+    forgets = False  # the epoch is no part of this model
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -69,6 +71,8 @@ class SimulatedStore:
             return Entry(there, self.entries[key][1] - self.world.now)
 
         return self.over_the_network(act)
+
+    take = add
 
     def release(self, key, value):
         def act():
@@ -135,6 +139,7 @@ class World(RuleBasedStateMachine):
         # Tokens whose entry the store forgot or an operator cleared: their holders cannot know it
         # before their next renewal.
         self.uninformed: set[str] = set()
+        self.lost: set[str] = set()
         self.locks = [self.new_lock() for _ in range(HOSTS)]
 
     def broken(self, fault):
@@ -156,11 +161,14 @@ class World(RuleBasedStateMachine):
             owe=lambda cache, key, value, length: self.debts.append(
                 (key, value, self.now + length)
             ),
-            holds_in_this_thread=lambda token, key: False,
             renewing=nullcontext(),
         )
         self.patches.enter_context(mock.patch.object(renewal, "keeper", return_value=keeper))
         self.patches.enter_context(mock.patch.object(liveness, "proof_of_death", self.proof))
+        if self.fault == "a loss that a renewal undoes":
+            lost = property(lambda lease: lease.held and clock.now() >= lease.deadline)
+            self.patches.enter_context(mock.patch.object(Lease, "lost", lost))
+            self.patches.enter_context(mock.patch.object(Lease, "has_ended", return_value=False))
         if self.fault == "renewal anchored at the reply":
             self.patches.enter_context(mock.patch.object(Lease, "settle", settle_at_the_reply))
 
@@ -183,7 +191,8 @@ class World(RuleBasedStateMachine):
                 (
                     (max(lock.lease.due_at, self.now), who)
                     for who, lock in enumerate(self.locks)
-                    if lock.token and who not in self.asleep and who not in self.busy
+                    if lock.token and not lock.lost
+                    if who not in self.asleep and who not in self.busy
                 ),
                 default=(until + 1, None),
             )
@@ -228,7 +237,7 @@ class World(RuleBasedStateMachine):
     def take(self, data, before, after, loss):
         who = self.awake(data, lambda lock: lock.token is None)
         if who is not None:
-            with self.over(who, (before, after, loss)), suppress(ConnectionError):
+            with self.over(who, (before, after, loss)), suppress(ConnectionError, LockError):
                 self.locks[who].acquire()
 
     @rule(data=st.data(), before=DELAYS, after=DELAYS, loss=LOSS)
@@ -315,6 +324,14 @@ class World(RuleBasedStateMachine):
             if lock.token is not None and self.now >= lock.lease.deadline:
                 assert lock.lost
 
+    @invariant()
+    def what_is_lost_stays_lost(self):
+        for lock in self.locks:
+            if lock.token in self.lost:
+                assert lock.lost
+            elif lock.token is not None and lock.lost:
+                self.lost.add(lock.token)
+
 
 OPTIONS = {
     "deadline": None,
@@ -336,7 +353,12 @@ def test_the_protocol(settings):
 
 @pytest.mark.parametrize(
     "fault",
-    ["renewal anchored at the reply", "renewal without compare", "release without compare"],
+    [
+        "renewal anchored at the reply",
+        "renewal without compare",
+        "release without compare",
+        "a loss that a renewal undoes",
+    ],
 )
 def test_a_broken_protocol_is_found(fault, settings):
     """Negative controls: the same test, with one thing broken on purpose."""

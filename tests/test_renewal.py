@@ -44,7 +44,7 @@ def test_locks_that_are_due_together_are_renewed_in_one_go(monkeypatch):
     began = [lock.lease.renewed_at for lock in locks]
     keeper = renewal.Keeper()
     for lock in locks:
-        keeper.leases[lock.token, lock.key] = lock.lease
+        keeper.keep(lock.lease)
     now = clock.now()
     monkeypatch.setattr(clock, "now", lambda: now + 21)
     keeper.tick()
@@ -140,7 +140,7 @@ def test_the_thread_can_list_leases_while_another_one_takes_locks():
     try:
         until = time.monotonic() + 0.3
         while time.monotonic() < until:
-            keeper.renewed()
+            keeper.held()
     finally:
         ended.set()
         thread.join()

@@ -211,7 +211,7 @@ def test_lost_lock_has_a_row_that_says_how():
     assert (acquired.outcome, acquired.result) == ("lost", "returned")
     assert (lost.kind, lost.reason, lost.token) == (
         "lost",
-        "gone from the cache (evicted, flushed or expired)",
+        "gone from the cache (evicted, flushed or restarted empty)",
         acquired.token,
     )
 

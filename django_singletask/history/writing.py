@@ -120,9 +120,12 @@ def _insert(event: LockEvent, again: bool) -> None:
     _row(event, outcome="").save(force_insert=True)
     # A row that the run has closed itself stays as it is.
     open_rows = [row.pk for row in rows if row.kind == "acquired" and not row.outcome]
-    if open_rows:
-        outcome = event.outcome or event.kind
-        _rows().filter(pk__in=open_rows, outcome="").update(outcome=outcome, ended_at=event.at)
+    if not open_rows:
+        return
+    changes: dict[str, Any] = {"outcome": event.outcome or event.kind, "ended_at": event.at}
+    if event.kind == "retaken":  # the run goes on
+        changes = {"reason": event.reason}
+    _rows().filter(pk__in=open_rows, outcome="").update(**changes)
 
 
 def _close(released: dict[str, LockEvent]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
 
-from django_singletask.conf import check_seconds, conf
+from django_singletask.conf import MAX_LEASE, check_seconds, conf
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.run import Run
@@ -111,7 +111,7 @@ class Address(NamedTuple):
         """Free the entry, whoever holds it; with a ``token``, only if that holder has it.
 
         ``timeout`` is the length of the lease in seconds if the holder's record does not say it;
-        the marker of the clearing stays for that long. Say whether the entry was freed.
+        the marker of the clearing stays for at least that long. Say whether the entry was freed.
         """
         entry = self.read()
         if entry is None:
@@ -119,7 +119,10 @@ class Address(NamedTuple):
         holder = Holder.decode(entry.value)
         if token is not None and holder.token != token:
             return False
+        # The marker must still be there at the holder's next renewal. extend() may have given the
+        # lease another length than the record says.
         lease = holder.timeout or lease_length(timeout)
+        lease = max(lease, MAX_LEASE if entry.remaining is None else entry.remaining)
         if not get_store(self.cache).clear(self.key, entry.value, lease):
             return False
         logger.warning("%s, held by %s, was cleared by %s.", self, holder, actor or "code")

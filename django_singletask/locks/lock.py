@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import random
 import time
-import weakref
-from contextvars import ContextVar, Token
+from contextvars import Token
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from django_singletask import clock
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
-from django_singletask.locks import renewal
+from django_singletask.locks import blocks
 from django_singletask.locks.address import lease_length
 from django_singletask.locks.fencing import fencing_token
 from django_singletask.locks.handover import Handle, hand_over, receive
@@ -31,15 +30,11 @@ logger = logging.getLogger("django_singletask")
 POLL = 0.05
 MAX_POLL = 0.5
 
-# A weak reference: after a signal that strikes between a body and its __exit__, the context would
-# keep the lock, and so its renewal, for ever.
-_current: ContextVar[weakref.ref[TaskLock] | None] = ContextVar("current_lock", default=None)
-
 
 def current_lock() -> TaskLock | None:
     """Return the innermost lock whose ``with`` block, function or task body is running here."""
-    reference = _current.get()
-    return None if reference is None else reference()
+    lock: TaskLock | None = blocks.innermost()
+    return lock
 
 
 class TaskLock(LockView):
@@ -84,7 +79,7 @@ class TaskLock(LockView):
         self.blocker: Holder | None = None
         self.blocker_remaining: float | None = None
         self._use = Use(self.name)
-        self._context: Token[weakref.ref[TaskLock] | None] | None = None
+        self._block: Token[Any] | None = None
 
     def __repr__(self) -> str:
         state = f"held, token {self.token}" if self.token else "not held"
@@ -104,8 +99,9 @@ class TaskLock(LockView):
         """Take the lock, waiting up to ``wait`` seconds for it, and say whether it was taken.
 
         When it was not, ``blocker`` is the holder that was in the way. Raises
-        :class:`LockConflict` instead of waiting for a lock that this very thread holds,
-        :class:`LockError` if this object is in use already, and the errors of the cache's client.
+        :class:`LockConflict` instead of waiting for the lock of a ``with`` block around this call,
+        :class:`LockError` if this object is in use already or the cache answers later than the
+        lease lasts, and the errors of the cache's client.
         """
         wait = self.wait if wait is None else check_seconds("wait", wait, zero=True)
         use = object()
@@ -132,7 +128,7 @@ class TaskLock(LockView):
             blocker = self.blocker
             if self.run and blocker and blocker.is_run_of(self.run.task_id):
                 return False  # an earlier run of the same message: not to be waited for here
-            if wait and blocker and renewal.keeper().holds_in_this_thread(blocker.token, self.key):
+            if wait and blocker and blocks.outlast(blocker.token, self.key, until):
                 self.refuse("wait")
             if left <= 0:
                 return False
@@ -221,14 +217,20 @@ class TaskLock(LockView):
         return self.lease is not None and self.lease.lost
 
     def check(self) -> None:
-        """Raise :class:`LockLost` if :attr:`lost`; for the loops of long bodies."""
+        """Raise :class:`LockLost` if :attr:`lost`; for the loops of long bodies.
+
+        This costs no request, but for a forked child of the holder: the child asks the cache, at
+        most once a second.
+        """
         if self.lost:
             raise LockLost(f"{self.name} is no longer held by this run.")
 
     def extend(self, timeout: float | None = None) -> None:
         """Let the lease end ``timeout`` seconds from now (default: its own length).
 
-        Raises :class:`LockError` if the lock was not acquired and :class:`LockLost` if it is gone.
+        A lease that is renewed has that length from now on. Raises :class:`LockLost` if the lock is
+        lost, :class:`LockError` if it was not acquired or is that of the process which forked this
+        one, and the errors of the cache's client.
         """
         lease = self._held_lease()
         lease.extend(lease.length if timeout is None else check_seconds("timeout", timeout))
@@ -255,7 +257,7 @@ class TaskLock(LockView):
         use = object()
         try:
             if self._use.begin_block(use) or self.take(self.wait):
-                self._context = _current.set(weakref.ref(self))
+                self._block = blocks.enter(self)
             else:
                 self.meet_conflict()
             return self
@@ -275,10 +277,10 @@ class TaskLock(LockView):
             if self.lease is not None and self.lease.held:
                 self.lease.give_back(result_of(exc))
         finally:
-            context, self._context = self._context, None
+            block, self._block = self._block, None
             self._use.end_block()
-            if context is not None:
-                _current.reset(context)
+            if block is not None:
+                blocks.leave(block)
 
     def meet_conflict(self) -> None:
         """Do what ``on_conflict`` says in a ``with`` that finds the lock held."""

@@ -17,13 +17,18 @@ from django.db import connections
 from django_singletask import clock
 from django_singletask.locks.debts import Debt, Debts
 from django_singletask.stores import Outcome, close_stores, get_store
+from django_singletask.stores.epoch import LOOK, epoch_of
 
-__all__ = ["Keeper", "has_threads", "keeper"]
+__all__ = ["Keeper", "Watch", "has_threads", "keeper"]
 
 logger = logging.getLogger("django_singletask")
 
 RETRY = 1.0
 """Seconds at most until a renewal that failed is tried again."""
+LOOK_AGAIN = 0.2
+"""Seconds until a cache that does not answer is asked for its epoch again."""
+CONNECT_WITHIN = 1.0
+"""Seconds for which that question waits for a connection."""
 
 
 class Renewable(Protocol):
@@ -36,12 +41,41 @@ class Renewable(Protocol):
     length: float
     renews: bool
     retry_at: float
-    thread: int
+    taken_at: float
+    watched: bool
 
     @property
     def due_at(self) -> float: ...
 
+    def has_ended(self) -> bool: ...
+
+    def look(self) -> None: ...
+
     def settle(self, sent: float, length: float, outcome: Outcome) -> None: ...
+
+
+class Watch:
+    """Look at the epoch of a cache in which this process holds locks."""
+
+    def __init__(self, cache: str) -> None:
+        self.cache = cache
+        self.look_at = 0.0
+        self.renewed_under = epoch_of(cache).value
+        """The epoch in which all locks of this process are known to be there."""
+
+    def forgotten(self) -> bool:
+        """Ask for the epoch; say whether the cache has forgotten locks of this process."""
+        try:
+            store = get_store(self.cache)
+            store.connect_within(CONNECT_WITHIN)
+            store.look()
+        except Exception as error:
+            # It is not logged: if the outage lasts, the renewals report it.
+            logger.debug("The cache %r cannot be asked for its epoch: %s", self.cache, error)
+            self.look_at = clock.now() + LOOK_AGAIN
+            return False
+        self.look_at = clock.now() + LOOK
+        return store.epoch.value != self.renewed_under
 
 
 class Keeper:
@@ -58,6 +92,7 @@ class Keeper:
         # By token and key: a run has one token for its lock and for the entry of its queued call.
         self.leases: weakref.WeakValueDictionary[tuple[str, str], Renewable]
         self.leases = weakref.WeakValueDictionary()
+        self.watches: dict[str, Watch] = {}
         self.debts: dict[str, Debts] = {}
         """The releases that are owed, by cache: one that is down holds up no other."""
         self.wakes_at = math.inf
@@ -71,18 +106,13 @@ class Keeper:
         self.thread: threading.Thread | None = None
 
     def keep(self, lease: Renewable) -> None:
-        """Renew a lease from now on, if it is one that renews."""
+        """Renew a lease from now on, if it is one that renews, and watch the cache of any."""
         self.leases[lease.token, lease.key] = lease
         self.wake_for(lease)
 
     def drop(self, lease: Renewable) -> None:
         """Renew a lease no longer."""
         self.leases.pop((lease.token, lease.key), None)
-
-    def holds_in_this_thread(self, token: str, key: str) -> bool:
-        """Say whether the running thread itself has taken the lease of this token and key."""
-        lease = self.leases.get((token, key))
-        return lease is not None and lease.thread == threading.get_ident()
 
     def kept(self) -> set[tuple[str, str]]:
         """Return token and key of each lease that is kept."""
@@ -103,8 +133,22 @@ class Keeper:
 
         Otherwise let it sleep: to wake it would cost each short run a switch of threads.
         """
-        if lease.renews and lease.due_at < self.wakes_at:
-            self.wake(lease.due_at)
+        due = self.due(lease)
+        if due < self.wakes_at:
+            self.wake(due)
+
+    def due(self, lease: Renewable) -> float:
+        """Return when a lease is due for its renewal, or its cache for a look at the epoch."""
+        renewal = lease.due_at if lease.renews else math.inf
+        if not lease.watched:
+            return renewal
+        return min(renewal, max(lease.taken_at + LOOK, self.watch(lease.cache).look_at))
+
+    def watch(self, cache: str) -> Watch:
+        """Return the watch over a cache."""
+        if cache not in self.watches:
+            self.watches[cache] = Watch(cache)
+        return self.watches[cache]
 
     def wake(self, at: float) -> None:
         """Let the thread look again, and start it if it does not run."""
@@ -153,33 +197,59 @@ class Keeper:
     def next_due(self) -> float:
         """Return when the next lease or debt is due."""
         times = [debts.due_at for debts in list(self.debts.values())]
-        return min([math.inf, *times, *(lease.due_at for lease in self.renewed())])
+        return min([math.inf, *times, *map(self.due, self.held())])
 
     def tick(self) -> None:
-        """Renew the leases that are due now or soon, then pay debts.
+        """Look at epochs, renew the leases that are due now or soon, then pay debts.
 
         To renew early keeps leases that were taken together in one request.
         """
         now = clock.now()
         by_cache: dict[str, list[Renewable]] = {}
-        for lease in self.renewed():
-            if lease.due_at <= now + lease.length / 10:
-                by_cache.setdefault(lease.cache, []).append(lease)
+        for lease in self.held():
+            by_cache.setdefault(lease.cache, []).append(lease)
         for alias, leases in by_cache.items():
-            self.renew_all(alias, leases)
+            if not self.look(alias, leases):
+                self.renew_all(
+                    alias,
+                    [x for x in leases if x.renews and x.due_at <= now + x.length / 10],
+                )
         for debts in list(self.debts.values()):
             if debts.due_at <= now:
                 debts.pay()
 
-    def renewed(self) -> list[Renewable]:
-        """Return the leases that renew."""
+    def held(self) -> list[Renewable]:
+        """Return the leases that are kept."""
         # valuerefs() is one step: another thread that takes a lock meanwhile cannot disturb it.
         leases = (reference() for reference in self.leases.valuerefs())
-        return [lease for lease in leases if lease is not None and lease.renews]
+        return [lease for lease in leases if lease is not None]
 
-    def renew_all(self, alias: str, leases: list[Renewable]) -> None:
-        """Renew leases of one cache in as few trips as its store can."""
+    def look(self, alias: str, leases: list[Renewable]) -> bool:
+        """Ask a cache for its epoch if it is time; if it has forgotten its locks, renew all leases.
+
+        Say whether all were renewed. A lease that is not renewed may be lost: its entry is read.
+        """
+        now = clock.now()
+        if not any(lease.watched and lease.taken_at + LOOK <= now for lease in leases):
+            return False
+        watch = self.watch(alias)
+        if now < watch.look_at or not watch.forgotten():
+            return False
+        epoch = epoch_of(alias).value
+        if not self.renew_all(alias, [lease for lease in leases if lease.renews]):
+            return False
+        for lease in leases:
+            if not lease.renews:
+                lease.look()
+        watch.renewed_under = epoch
+        return True
+
+    def renew_all(self, alias: str, leases: list[Renewable]) -> bool:
+        """Renew leases of one cache in as few trips as its store can; say whether it answered."""
         with self.renewing:
+            leases = [lease for lease in leases if not lease.has_ended()]
+            if not leases:
+                return True
             requests = [(lease.key, lease.value, lease.length) for lease in leases]
             sent = clock.now()
             try:
@@ -189,11 +259,12 @@ class Keeper:
                 for lease in leases:
                     lease.retry_at = clock.now() + min(RETRY, lease.length / 10)
                 logger.warning("%d locks could not be renewed: %s", len(leases), error)
-                return
+                return False
             for lease, (_key, _value, length), outcome in zip(
                 leases, requests, outcomes, strict=True
             ):
                 lease.settle(sent, length, outcome)
+            return True
 
 
 @cache

@@ -24,6 +24,7 @@ class Migration(migrations.Migration):
                             ("duplicate", "duplicate"),
                             ("expired", "expired"),
                             ("lost", "lost"),
+                            ("retaken", "retaken"),
                             ("cleared", "cleared"),
                         ],
                         max_length=10,

@@ -39,9 +39,10 @@ TROUBLES = 100
 SIGNS = {
     "expired": "M0-6 6 5H-6Z",
     "lost": "M0-7 6 0 0 7-6 0Z",
+    "retaken": "M-5-5H5V5H-5Z",
     "cleared": "M-5-5 5 5M5-5-5 5",
 }
-"""Paths around (0, 0): a triangle, a diamond and a cross differ in form, not only in colour."""
+"""Paths around (0, 0): triangle, diamond, square and cross differ in form, not only in colour."""
 NEAR = 0.3
 """Percent of the width: marks of one kind that are nearer to each other become one mark."""
 

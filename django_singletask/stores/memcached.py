@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from django_singletask.stores.base import TRIES, Entry, Outcome, Store
+from django_singletask.stores.base import EPOCH, TRIES, Entry, Outcome, Store
 
 __all__ = ["PyLibMCStore", "PyMemcacheStore"]
 
@@ -32,6 +32,7 @@ class MemcachedStore(Store):
     """
 
     family = "memcached"
+    forgets = True
 
     client: Any
     not_found: Any = ()
@@ -77,6 +78,13 @@ class MemcachedStore(Store):
             "later holder would get a smaller number. Keep the locks that need one in Redis or in "
             "a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
         )
+
+    def read_epoch(self) -> bytes | None:
+        value, _cas = self._gets(self.make_key(EPOCH))
+        return value
+
+    def add_epoch(self, value: bytes) -> None:
+        self._send(self.client.add, self.make_key(EPOCH), value, 0)
 
     def close(self) -> None:
         self.client.disconnect_all()
@@ -130,6 +138,9 @@ class PyLibMCStore(MemcachedStore):
         )
         self.not_found = cache.LibraryValueNotFoundException
 
+    def connect_within(self, seconds: float) -> None:
+        self.client.behaviors["connect_timeout"] = int(seconds * 1000)
+
     def _send(self, request: Any, cache_key: Any, *args: Any) -> Any:
         # The key goes to the client as bytes. From a str, gets() of pylibmc 1.6.3 makes bytes of
         # its own and frees them before it sends them, without the GIL. By then another thread may
@@ -167,3 +178,7 @@ class PyMemcacheStore(MemcachedStore):
             "dead_timeout": -1,
         }
         self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
+
+    def connect_within(self, seconds: float) -> None:
+        for client in self.client.clients.values():
+            client.connect_timeout = seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, NoScriptError, TimeoutError
 
-from django_singletask.stores.base import FENCE, Entry, Outcome, Store
+from django_singletask.stores.base import EPOCH, FENCE, Entry, Outcome, Store
 
 __all__ = ["ADD", "CHANGE", "IDLE", "READ", "DjangoRedisStore", "RedisStore"]
 
@@ -19,6 +19,12 @@ __all__ = ["ADD", "CHANGE", "IDLE", "READ", "DjangoRedisStore", "RedisStore"]
 ADD = """
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return false end
 return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
+"""
+# A process takes a lock only in the epoch that it knows. It learns of another one in the same trip,
+# so no take comes between.
+TAKE = f"""
+if redis.call('GET', KEYS[2]) ~= ARGV[3] then return {{}} end
+{ADD}
 """
 CHANGE = """
 local old, lease, new = ARGV[1], ARGV[2], ARGV[3] or ARGV[1]
@@ -85,6 +91,7 @@ class RedisStore(Store):
     """
 
     family = "redis"
+    forgets = True
 
     shared_calls = 0
     """Calls through the client's pool before the store opens a connection of its own."""
@@ -100,6 +107,7 @@ class RedisStore(Store):
         self._used_at = 0.0
         self._calls = 0
         self._add = self.client.register_script(ADD)
+        self._take = self.client.register_script(TAKE)
         self._change = self.client.register_script(CHANGE)
         self._read = self.client.register_script(READ)
         self._fence = self.client.register_script(FENCE_SCRIPT)
@@ -169,6 +177,25 @@ class RedisStore(Store):
             return bool(self.connection.can_read())
         except (ConnectionError, TimeoutError, OSError):
             return True
+
+    def take(self, key: str, value: bytes, lease: float) -> Entry | None:
+        keys, milliseconds = [self.make_key(key), self.make_key(EPOCH)], _milliseconds(lease)
+        while True:
+            self.epoch.check()
+            reply = self._call(self._take, keys, [value, milliseconds, self.epoch.value or b""])
+            if reply != []:
+                return _entry(reply)
+            self.look()  # and be held back if the epoch that was known is over
+
+    def read_epoch(self) -> bytes | None:
+        entry = self.read(EPOCH)
+        return None if entry is None else entry.value
+
+    def add_epoch(self, value: bytes) -> None:
+        self.client.set(self.make_key(EPOCH), value, nx=True)
+
+    def connect_within(self, seconds: float) -> None:
+        self.connection.socket_connect_timeout = seconds
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         return _entry(self._call(self._add, [self.make_key(key)], [value, _milliseconds(lease)]))

@@ -1,0 +1,91 @@
+"""Notice that a cache has forgotten its locks: it was restarted empty, or flushed."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from django_singletask import clock
+
+__all__ = ["LOOK", "Epoch", "Forgotten", "epoch_of", "forget_epochs"]
+
+logger = logging.getLogger("django_singletask")
+
+LOOK = 0.4
+"""Seconds between two looks of a process that holds locks."""
+TAKER_LOOK = 0.05
+"""Seconds after which a process that takes locks in memcached looks again."""
+HOLD_BACK = 1.0
+"""Seconds for which a process takes no lock in a cache that has forgotten all locks."""
+
+# The epoch is a random value that the cache keeps without a lease. The first process adds it. A
+# cache that has another epoch than before has forgotten the locks of runs that go on. Whoever holds
+# a lock looks at the epoch often, and whoever takes one waits until the holders have looked:
+#
+#   holder:  holds .................... looks: another epoch, takes its lock again
+#   cache:           restarts empty
+#   taker:                              takes: another epoch     waits 1 s       takes -> held
+#
+# A process that starts after the restart knows no epoch, and takes at once.
+
+
+class Forgotten(Exception):
+    """The cache has just forgotten its locks; after ``pause`` seconds one may be taken there."""
+
+    def __init__(self, pause: float) -> None:
+        super().__init__(pause)
+        self.pause = pause
+
+
+class Epoch:
+    """The epoch of one cache, as this process knows it; a forked child goes on with it."""
+
+    def __init__(self, cache: str) -> None:
+        self.cache = cache
+        self.value: bytes | None = None
+        self.seen_at = -math.inf
+        self.takes_from = -math.inf
+
+    def is_due(self) -> bool:
+        """Say whether it is time for a taker to ask the cache for its epoch."""
+        return clock.now() >= self.seen_at + TAKER_LOOK
+
+    def see(self, value: bytes) -> None:
+        """Note the epoch that the cache has now."""
+        self.seen_at = clock.now()
+        if value == self.value:
+            return
+        if self.value is not None:
+            # Hold takes back before the new epoch is known. In the other order another thread
+            # would find the epoch that it knows, and take a lock at once:
+            #
+            #   this thread:   value = new                               takes_from = in 1 s
+            #   other thread:                see(new): as before   take
+            self.takes_from = self.seen_at + HOLD_BACK
+            logger.warning(
+                "The cache %r has forgotten its locks: it was restarted empty, or flushed. Runs "
+                "that hold a lock there take it again, and others wait for %g s.",
+                self.cache,
+                HOLD_BACK,
+            )
+        self.value = value
+
+    def check(self) -> None:
+        """Raise :class:`Forgotten` while no lock may be taken."""
+        pause = self.takes_from - clock.now()
+        if pause > 0:
+            raise Forgotten(pause)
+
+
+_epochs: dict[str, Epoch] = {}
+
+
+def epoch_of(alias: str) -> Epoch:
+    """Return what this process knows of the epoch of a cache."""
+    return _epochs.setdefault(alias, Epoch(alias))
+
+
+def forget_epochs() -> None:
+    """Know no epoch, like a new process: for tests, which change and empty caches."""
+    for epoch in _epochs.values():
+        vars(epoch).update(vars(Epoch(epoch.cache)))

@@ -1,0 +1,72 @@
+"""A run that holds a lock while its cache forgets it, and processes that want the same lock.
+
+    python -m tests.beside <alias> <seconds> [<fault>]
+
+It prints "held" when all have met, and in the end, as JSON, how many runs went beside the holder
+and what the holder knew. With a fault it is broken on purpose: "nobody is held back" or
+"nobody looks".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import django
+from django.conf import settings
+
+from tests.racers import GIVE_UP, fork, run
+
+TAKERS = 5
+LEASE = 12.0
+RUN = 0.5  # seconds
+
+
+def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
+    """Let one process hold the lock for some seconds while others want it."""
+    from django_singletask import TaskLock
+    from django_singletask.locks import renewal
+    from django_singletask.stores.epoch import Epoch
+
+    if fault == "nobody is held back":
+        Epoch.check = lambda epoch: None
+    if fault == "nobody looks":
+        renewal.Watch.forgotten = lambda watch: False
+    ended = fork.Event()
+
+    def work(number: int, barrier: Any) -> tuple[Any, ...]:
+        if number == 0:
+            with TaskLock("nightly", cache=alias, timeout=LEASE) as lock:
+                barrier.wait(GIVE_UP)
+                barrier.wait(GIVE_UP)
+                print("held", flush=True)
+                began = time.monotonic()
+                time.sleep(seconds)
+                ended.set()
+                return "holder", lock.lease.retaken, lock.lost, began, time.monotonic()
+        barrier.wait(GIVE_UP)
+        runs = []
+        with TaskLock("nightly", cache=alias, on_conflict="skip") as lock:
+            assert not lock
+        barrier.wait(GIVE_UP)
+        while not ended.wait(0.05):
+            with suppress(Exception):  # the cache is down
+                with TaskLock("nightly", cache=alias, on_conflict="skip") as lock:
+                    if lock:
+                        runs.append(time.monotonic())
+                        ended.wait(RUN)
+        return tuple(runs)
+
+    (_, retaken, lost, began, stopped), *takers = run(work, TAKERS + 1)
+    runs = [at for taker in takers for at in taker if began < at < stopped]
+    return {"beside": len(runs), "retaken": retaken, "lost": lost}
+
+
+if __name__ == "__main__":
+    django.setup()
+    settings.SINGLETASK_HISTORY = "off"
+    alias, seconds, *fault = sys.argv[1:]
+    print(json.dumps(beside(alias, float(seconds), *(fault or [""]))))
