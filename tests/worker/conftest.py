@@ -18,6 +18,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
     properties = [dict(report.user_properties) for report in reports if report.when == "call"]
     columns = [facts["soak"] for facts in properties if "soak" in facts]
+    columns.sort(key=lambda column: column["store"])
     for label in dict.fromkeys(label for column in columns for label in column):
         cells = "".join(f"{column.get(label, '0'):>12}" for column in columns)
         terminalreporter.write_line(f"{label:<46}{cells}")

@@ -208,7 +208,7 @@ class Trace:
 
     def __init__(self, recording: Recording, calls: list[Call]) -> None:
         self.recording, self.calls = recording, calls
-        self.received = {line["task_id"]: line["at"] for line in reversed(recording.of("received"))}
+        self.received = {line["task_id"]: line for line in reversed(recording.of("received"))}
         self.failed = {line["task_id"]: line for line in reversed(recording.of("failed"))}
         self.lost = {hold.task_id for hold in recording.holds if is_lost(hold)}
 
@@ -220,7 +220,8 @@ class Trace:
             return {"ran": RAN, None: SKIPPED}.get(result.result, "ANSWERED WRONGLY")
         if isinstance(result.result, LockLost):
             return STOPPED if result.id in self.lost else "STOPPED WITHOUT A REASON"
-        return self.why_failed(self.failed[result.id])
+        # A process that was killed between its answer and its note has only the first of the two.
+        return self.why_failed(self.failed.get(result.id, self.received[result.id]))
 
     def why_unanswered(self, number: int) -> str:
         """Say what lost a message that no worker received.
@@ -233,7 +234,7 @@ class Trace:
         if result.id in self.received:
             return "RECEIVED AND NOT ANSWERED"
         later = (self.received.get(result.id) for _sent, result in self.calls[number + 1 :])
-        until = next(filter(None, later), clock.now())
+        until = next((line["at"] for line in later if line), clock.now())
         ends = (line["at"] for line in self.recording.of("worker ended"))
         if any(sent - DELAY <= at <= until + DELAY for at in ends):
             return WORKER_KILLED
