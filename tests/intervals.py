@@ -62,31 +62,36 @@ def note(event: str, **facts: Any) -> None:
 def record() -> None:
     """Note from now on what happens to the leases of this process and of its forks."""
     Lease.__setattr__ = set_and_note  # type: ignore[assignment, method-assign]
+    Lease.lose = note_and_lose  # type: ignore[assignment, method-assign]
     lock_event.connect(note_event)
 
 
 def set_and_note(lease: Lease, name: str, value: Any) -> None:
-    """Set an attribute of a lease; note it if the holder's trust in the lease is another now.
+    """Set an attribute of a lease; note it if the holder trusts the lease for another time now.
 
-    The time is taken before the attribute is set, so before a request that gives the lock back.
+    Do not read ``lost``, which itself can change the lease. The time is taken before the attribute
+    is set, so before a request that gives the lock back.
     """
-    at, before = clock.now(), trust(lease)
+    at, before = clock.now(), lease.deadline if lease.held else None
     object.__setattr__(lease, name, value)
-    after = trust(lease)
-    if after == before or lease.address.silent or lease.holder.pid != os.getpid():
-        return
-    if after is None:
-        event = "released"
-    elif before is None:
-        event = "taken"
-    else:
-        event = "lost" if lease.lost else "trusted"
-    name, facts = lease.address.lock_key.name, {"sent": lease.renewed_at, "until": lease.deadline}
-    note(event, lock=name, token=lease.token, **facts, **{"at": at})
+    after = lease.deadline if lease.held else None
+    if after != before:
+        note_lease(lease, "released" if after is None else "trusted" if before else "taken", at)
 
 
-def trust(lease: Lease) -> tuple[float, bool] | None:
-    return (lease.deadline, lease.lost) if lease.held else None
+def note_and_lose(lease: Lease, *args: Any, **kwargs: Any) -> None:
+    if lease.held:
+        note_lease(lease, "lost", clock.now())
+    lose(lease, *args, **kwargs)
+
+
+lose = Lease.lose
+
+
+def note_lease(lease: Lease, event: str, at: float) -> None:
+    if not lease.address.silent and lease.holder.pid == os.getpid():
+        name, token, until = lease.address.lock_key.name, lease.token, lease.deadline
+        note(event, lock=name, token=token, sent=lease.renewed_at, until=until, **{"at": at})
 
 
 def note_event(event: LockEvent, **kwargs: Any) -> None:
@@ -160,7 +165,7 @@ class Hold:
         spans: list[Span] = []
         for step, then in pairwise([*self.steps, {"event": "killed", "at": math.inf}]):
             if step["event"] not in ("taken", "trusted"):
-                continue
+                break  # it is lost or released, for good
             ends = {"its deadline": step["until"], then["event"]: then["at"]}
             ends["killed"] = min(self.killed, ends.get("killed", math.inf))
             self.ended_by = min(ends, key=ends.__getitem__)
