@@ -12,6 +12,7 @@ import time
 import types
 
 import pytest
+from django.core.cache import caches
 
 from django_singletask import TaskLock, clock
 from django_singletask.locks import renewal
@@ -71,6 +72,90 @@ def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch):
             pass
     # Until the thread has come to its sleep, some may wake it.
     assert 1 <= len(woken) <= 5
+
+
+class TestEpoch:
+    """When a process that holds locks asks for the epoch; clock and thread are simulated."""
+
+    @pytest.fixture
+    def keeper(self, monkeypatch):
+        keeper = new_keeper(monkeypatch)
+        monkeypatch.setattr(keeper, "wake", lambda at: None)
+        return keeper
+
+    @pytest.fixture
+    def looks(self, keeper, monkeypatch):
+        """Give the function that lets seconds pass; it returns the times of the looks."""
+
+        def pass_by(seconds, look=None):
+            began = now = min(lease.taken_at for lease in keeper.held())
+            store, times = get_store("redis"), []
+            real_look = look or store.look
+
+            def note():
+                times.append(round(now - began, 2))
+                real_look()
+
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "look", note)
+                patch.setattr(clock, "now", lambda: now)
+                while (due := keeper.next_due()) <= began + seconds:
+                    now = max(due, now)
+                    keeper.tick()
+            return times
+
+        return pass_by
+
+    def test_it_looks_each_0_4_seconds_whatever_the_number_of_locks(self, looks, take):
+        for number in range(20):
+            take(f"lock {number}")
+        assert looks(2.1) == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0], abs=0.05)
+
+    def test_a_look_is_one_small_request(self, keeper, take):
+        take()
+        store = get_store("redis")
+        store.look()
+        before = trips()
+        store.look()
+        assert trips() - before == 2  # with that of trips() itself
+
+    def test_a_run_of_less_than_0_4_seconds_costs_no_look(self, looks, monkeypatch):
+        with TaskLock("nightly"):
+            assert looks(0.3) == []
+
+    def test_while_the_cache_is_down_it_looks_each_0_2_seconds(self, looks, take):
+        def fail():
+            raise ConnectionError
+
+        take()
+        assert looks(1.1, fail) == pytest.approx([0.4, 0.6, 0.8, 1.0], abs=0.05)
+
+    def test_another_epoch_renews_all_leases_at_once(self, keeper, take, empty_cache, looks):
+        locks = [take(f"lock {number}") for number in range(3)]
+        caches["redis"].clear()
+        looks(0.5)
+        assert [lock.lease.retaken for lock in locks] == [1, 1, 1]
+        looks(1)
+        assert [lock.lease.retaken for lock in locks] == [1, 1, 1]
+
+    def test_another_epoch_finds_a_fixed_lease_lost(self, take, keeper, looks):
+        lock = take(timeout=60, renew=False)
+        caches["redis"].clear()
+        looks(0.5)
+        assert lock.lost
+        assert not lock.locked()
+
+    def test_if_the_cache_fails_again_before_the_renewal_all_are_renewed_later(
+        self, keeper, take, looks, monkeypatch
+    ):
+        lock = take()
+        caches["redis"].clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(keeper, "renew_all", lambda alias, leases: False)
+            looks(0.5)
+        assert not lock.lease.retaken
+        looks(0.9)
+        assert lock.lease.retaken == 1
 
 
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(monkeypatch, wait_for):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from celery.signals import worker_process_shutdown, worker_shutdown
 
+from django_singletask.stores.epoch import epoch_of
 from django_singletask.worker import startup
 
 
@@ -43,3 +44,15 @@ def test_the_history_is_written_at_the_end_of_a_process(signal, monkeypatch):
     monkeypatch.setattr(startup, "flush", deadlines.append)
     signal.send(None)
     assert deadlines == [2.0]
+
+
+def test_the_processes_of_the_pool_inherit_the_epoch(cache_alias):
+    startup.load()
+    forgets = not cache_alias.startswith(("db_", "locmem"))
+    assert (epoch_of(cache_alias).value is not None) is forgets
+
+
+def test_a_cache_that_is_down_does_not_keep_a_worker_from_its_start(settings, dead_redis):
+    settings.SINGLETASK_CACHE = dead_redis
+    startup.load()
+    assert epoch_of(dead_redis).value is None

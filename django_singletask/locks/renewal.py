@@ -19,7 +19,7 @@ from django_singletask.locks.debts import Debt, Debts
 from django_singletask.stores import Outcome, close_stores, get_store
 from django_singletask.stores.epoch import LOOK, epoch_of
 
-__all__ = ["Keeper", "Watch", "has_threads", "keeper"]
+__all__ = ["CONNECT_WITHIN", "Keeper", "Watch", "has_threads", "keeper"]
 
 logger = logging.getLogger("django_singletask")
 

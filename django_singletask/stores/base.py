@@ -116,14 +116,14 @@ class Store(ABC):
         Raises :class:`~django_singletask.stores.epoch.Forgotten` while holders may still have to
         take their locks again.
         """
-        if self.forgets and self.epoch.is_due():
+        if self.epoch.is_due():
             self.look()
         self.epoch.check()
         return self.add(key, value, lease)
 
     def look(self) -> None:
-        """Ask the cache for its epoch, which is added if there is none."""
-        while True:
+        """Ask a cache that can forget for its epoch, which is added if there is none."""
+        while self.forgets:
             value = self.read_epoch()
             if value is not None:
                 return self.epoch.see(value)

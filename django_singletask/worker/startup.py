@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from celery.signals import (
@@ -21,12 +22,13 @@ from django.db import router
 from django_singletask.checks import run
 from django_singletask.conf import conf
 from django_singletask.history.recorder import flush
+from django_singletask.locks.renewal import CONNECT_WITHIN
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.worker.tokens import free_revoked, free_unreadable, hand_out_token
 from django_singletask.worker.watcher import watch
 
-__all__ = ["connect", "refuse"]
+__all__ = ["connect", "load", "refuse"]
 
 
 def connect() -> None:
@@ -63,16 +65,23 @@ def refuse(**kwargs: Any) -> None:
 
 
 def load(**kwargs: Any) -> None:
-    """Import what the threads of the main process need, before it has any; connect to nothing.
+    """Do once what would otherwise be done in each process of the pool, or at a bad time.
 
-    A process that is forked while a thread imports a module inherits the lock of that module, and
-    not the thread that would free it. Its first task would wait for ever:
+    Ask the cache for its epoch: the processes of the pool inherit it, so they notice if the cache
+    is restarted before their first task. A cache that is down is reported by the first lock.
+
+    Import what the threads of the main process need, before it has any. A process that is forked
+    while a thread imports a module inherits the lock of that module, and not the thread that would
+    free it. Its first task would wait for ever:
 
       watcher:      a process is gone    imports the store ......... frees its lock
       hub:                                     forks the next process
       next process:                                      imports the store: waits
     """
-    get_store(conf.cache)
+    store = get_store(conf.cache)
+    store.connect_within(CONNECT_WITHIN)
+    with suppress(Exception):
+        store.look()
     close_stores()
     router.db_for_write(TaskLockEvent)
 
