@@ -28,13 +28,13 @@ RUN = 0.5  # seconds
 def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
     """Let one process hold the lock for some seconds while others want it."""
     from django_singletask import TaskLock
-    from django_singletask.locks import renewal
+    from django_singletask.locks.watch import Watch
     from django_singletask.stores.epoch import Epoch
 
     if fault == "nobody is held back":
         Epoch.check = lambda epoch: None
     if fault == "nobody looks":
-        renewal.Watch.forgotten = lambda watch: False
+        Watch.forgotten = lambda watch: False
     ended = fork.Event()
 
     def work(number: int, barrier: Any) -> tuple[Any, ...]:

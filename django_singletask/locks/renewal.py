@@ -9,73 +9,24 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Iterator
 from functools import cache
-from typing import Protocol
 
 from django.db import connections
 
 from django_singletask import clock
 from django_singletask.locks.debts import Debt, Debts
-from django_singletask.stores import Outcome, close_stores, get_store
+from django_singletask.locks.watch import Renewable, Watch
+from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.epoch import LOOK, epoch_of
 
-__all__ = ["CONNECT_WITHIN", "Keeper", "Watch", "has_threads", "keeper"]
+__all__ = ["Keeper", "has_threads", "keeper"]
 
 logger = logging.getLogger("django_singletask")
 
 RETRY = 1.0
 """Seconds at most until a renewal that failed is tried again."""
-LOOK_AGAIN = 0.2
-"""Seconds until a cache that does not answer is asked for its epoch again."""
-CONNECT_WITHIN = 1.0
-"""Seconds for which that question waits for a connection."""
-
-
-class Renewable(Protocol):
-    """What the thread must know of a lease; see :class:`django_singletask.locks.lease.Lease`."""
-
-    cache: str
-    key: str
-    token: str
-    value: bytes
-    length: float
-    renews: bool
-    retry_at: float
-    taken_at: float
-    watched: bool
-
-    @property
-    def due_at(self) -> float: ...
-
-    def has_ended(self) -> bool: ...
-
-    def look(self) -> None: ...
-
-    def settle(self, sent: float, length: float, outcome: Outcome) -> None: ...
-
-
-class Watch:
-    """Look at the epoch of a cache in which this process holds locks."""
-
-    def __init__(self, cache: str) -> None:
-        self.cache = cache
-        self.look_at = 0.0
-        self.renewed_under = epoch_of(cache).value
-        """The epoch in which all locks of this process are known to be there."""
-
-    def forgotten(self) -> bool:
-        """Ask for the epoch; say whether the cache has forgotten locks of this process."""
-        try:
-            store = get_store(self.cache)
-            store.connect_within(CONNECT_WITHIN)
-            store.look()
-        except Exception as error:
-            # It is not logged: if the outage lasts, the renewals report it.
-            logger.debug("The cache %r cannot be asked for its epoch: %s", self.cache, error)
-            self.look_at = clock.now() + LOOK_AGAIN
-            return False
-        self.look_at = clock.now() + LOOK
-        return store.epoch.value != self.renewed_under
 
 
 class Keeper:
@@ -96,6 +47,10 @@ class Keeper:
         self.debts: dict[str, Debts] = {}
         """The releases that are owed, by cache: one that is down holds up no other."""
         self.wakes_at = math.inf
+        self.renew_at = math.inf
+        """When the first renewal is due, as far as the thread has looked at the leases."""
+        self.new_dues: deque[float] = deque()
+        """When renewals are due that the thread does not know of yet."""
         self.changed = threading.Condition()
         self.sleeps = False
         # Two renewals of one lease at a time could settle in another order than the store saw them:
@@ -133,22 +88,20 @@ class Keeper:
 
         Otherwise let it sleep: to wake it would cost each short run a switch of threads.
         """
-        due = self.due(lease)
+        due = math.inf
+        if lease.renews:
+            due = lease.due_at
+            self.new_dues.append(due)
+        if lease.watched:
+            self.watch(lease.cache)
+            due = min(due, lease.taken_at + LOOK)
         if due < self.wakes_at:
             self.wake(due)
 
-    def due(self, lease: Renewable) -> float:
-        """Return when a lease is due for its renewal, or its cache for a look at the epoch."""
-        renewal = lease.due_at if lease.renews else math.inf
-        if not lease.watched:
-            return renewal
-        return min(renewal, max(lease.taken_at + LOOK, self.watch(lease.cache).look_at))
-
-    def watch(self, cache: str) -> Watch:
-        """Return the watch over a cache."""
+    def watch(self, cache: str) -> None:
+        """Watch a cache from now on."""
         if cache not in self.watches:
             self.watches[cache] = Watch(cache)
-        return self.watches[cache]
 
     def wake(self, at: float) -> None:
         """Let the thread look again, and start it if it does not run."""
@@ -195,9 +148,23 @@ class Keeper:
             self.sleeps = False
 
     def next_due(self) -> float:
-        """Return when the next lease or debt is due."""
+        """Return when the next lease, look or debt is due."""
         times = [debts.due_at for debts in list(self.debts.values())]
-        return min([math.inf, *times, *map(self.due, self.held())])
+        times += [watch.due_at(self.held()) for watch in list(self.watches.values())]
+        return min([self.next_renewal(), *times])
+
+    def next_renewal(self) -> float:
+        """Return when the next renewal is due.
+
+        Look at all leases only if the time is over that the last such look gave. The thread wakes
+        each 0.4 s to look at epochs, and there may be very many leases.
+        """
+        while self.new_dues:
+            self.renew_at = min(self.renew_at, self.new_dues.popleft())
+        if self.renew_at <= clock.now():
+            renewals = (lease.due_at for lease in self.held() if lease.renews)
+            self.renew_at = min(renewals, default=math.inf)
+        return self.renew_at
 
     def tick(self) -> None:
         """Look at epochs, renew the leases that are due now or soon, then pay debts.
@@ -205,44 +172,37 @@ class Keeper:
         To renew early keeps leases that were taken together in one request.
         """
         now = clock.now()
-        by_cache: dict[str, list[Renewable]] = {}
-        for lease in self.held():
-            by_cache.setdefault(lease.cache, []).append(lease)
-        for alias, leases in by_cache.items():
-            if not self.look(alias, leases):
-                self.renew_all(
-                    alias,
-                    [x for x in leases if x.renews and x.due_at <= now + x.length / 10],
-                )
+        for watch in list(self.watches.values()):
+            if watch.due_at(self.held()) <= now and watch.forgotten():
+                self.renew_forgotten(watch)
+        if self.next_renewal() <= now:
+            by_cache: dict[str, list[Renewable]] = {}
+            for lease in self.held():
+                if lease.renews and lease.due_at <= now + lease.length / 10:
+                    by_cache.setdefault(lease.cache, []).append(lease)
+            for alias, leases in by_cache.items():
+                self.renew_all(alias, leases)
         for debts in list(self.debts.values()):
             if debts.due_at <= now:
                 debts.pay()
 
-    def held(self) -> list[Renewable]:
-        """Return the leases that are kept."""
+    def held(self) -> Iterator[Renewable]:
+        """Yield the leases that are kept, the oldest first."""
         # valuerefs() is one step: another thread that takes a lock meanwhile cannot disturb it.
-        leases = (reference() for reference in self.leases.valuerefs())
-        return [lease for lease in leases if lease is not None]
+        for reference in self.leases.valuerefs():
+            lease = reference()
+            if lease is not None:
+                yield lease
 
-    def look(self, alias: str, leases: list[Renewable]) -> bool:
-        """Ask a cache for its epoch if it is time; if it has forgotten its locks, renew all leases.
-
-        Say whether all were renewed. A lease that is not renewed may be lost: its entry is read.
-        """
-        now = clock.now()
-        if not any(lease.watched and lease.taken_at + LOOK <= now for lease in leases):
-            return False
-        watch = self.watch(alias)
-        if now < watch.look_at or not watch.forgotten():
-            return False
-        epoch = epoch_of(alias).value
-        if not self.renew_all(alias, [lease for lease in leases if lease.renews]):
-            return False
-        for lease in leases:
-            if not lease.renews:
-                lease.look()
-        watch.renewed_under = epoch
-        return True
+    def renew_forgotten(self, watch: Watch) -> None:
+        """Renew all leases of a cache. A lease that is not renewed may be lost: look at it."""
+        epoch = epoch_of(watch.cache).value
+        leases = [lease for lease in self.held() if lease.cache == watch.cache]
+        if self.renew_all(watch.cache, [lease for lease in leases if lease.renews]):
+            for lease in leases:
+                if not lease.renews:
+                    lease.look()
+            watch.renewed_under = epoch
 
     def renew_all(self, alias: str, leases: list[Renewable]) -> bool:
         """Renew leases of one cache in as few trips as its store can; say whether it answered."""

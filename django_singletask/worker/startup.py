@@ -22,7 +22,7 @@ from django.db import router
 from django_singletask.checks import run
 from django_singletask.conf import conf
 from django_singletask.history.recorder import flush
-from django_singletask.locks.renewal import CONNECT_WITHIN
+from django_singletask.locks.watch import CONNECT_WITHIN
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.worker.tokens import free_revoked, free_unreadable, hand_out_token
