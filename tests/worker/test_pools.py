@@ -40,4 +40,4 @@ def test_without_renewal_the_lease_ends_under_the_task(start_worker, queue):
     wait_for(lambda: not lock.locked(), "the lease ends", deadline=2)
     assert not worker.events("end")
     assert result.get(timeout=10) == "ran"
-    assert "was lost by the run that held it" in worker.text()
+    assert "its fixed lease of 1 s ended first" in worker.text()

@@ -25,13 +25,21 @@ def test_exactly_one_run_a_window(start_worker, queue, runs_log):
     """8 processes send 200 calls while the worker takes no messages, three times."""
     worker = start_worker(concurrency=4)
     control = tasks.unique.app.control
+
+    def obey(order):
+        # A broadcast can come before a worker that has just started listens to it.
+        def replies():
+            return order(queue, reply=True, limit=1, timeout=2)
+
+        wait_for(replies, f"the worker's reply to {order.__name__}")
+
     ids = []
     for _ in range(3):
-        assert control.cancel_consumer(queue, reply=True, limit=1, timeout=5)
+        obey(control.cancel_consumer)
         sent = burst(tasks.unique, [("a", 0)] * 25, queue=queue)
         assert (len(sent), len(set(sent))) == (200, 1)
         ids.append(sent[0])
-        assert control.add_consumer(queue, reply=True, limit=1, timeout=5)
+        obey(control.add_consumer)
         assert tasks.unique.AsyncResult(sent[0]).get(timeout=20) == "ran"
         assert [line["task_id"] for line in worker.events("start")] == ids
     assert len(set(ids)) == 3
