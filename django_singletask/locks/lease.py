@@ -42,6 +42,7 @@ class Lease(Holding):
         store = get_store(self.cache)
         # The entry of a queued call protects nothing that runs: it need not wait for holders.
         add = store.take if self.holder.pid else store.add
+        self.watched = store.forgets
         freed = late = 0
         try:
             while True:
@@ -84,6 +85,7 @@ class Lease(Holding):
         sent = clock.now()
         try:
             store = get_store(self.cache)
+            self.watched = store.forgets
             if not store.replace(self.key, value, self.value, self.length):
                 return False
             if self.begin(sent):
@@ -110,7 +112,6 @@ class Lease(Holding):
         self.renewed_at = self.taken_at = sent
         self.deadline = deadline
         self.held = True
-        self.watched = get_store(self.cache).forgets
         renewal.keeper().keep(self)
         return True
 

@@ -99,6 +99,7 @@ class RedisStore(Store):
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
         self.client = self._client()
+        self.epoch_key = self.make_key(EPOCH)
         pool = self.client.connection_pool
         self.connection = pool.connection_class(**pool.connection_kwargs)
         self.in_step = False
@@ -179,7 +180,7 @@ class RedisStore(Store):
             return True
 
     def take(self, key: str, value: bytes, lease: float) -> Entry | None:
-        keys, milliseconds = [self.make_key(key), self.make_key(EPOCH)], _milliseconds(lease)
+        keys, milliseconds = [self.make_key(key), self.epoch_key], _milliseconds(lease)
         while True:
             self.epoch.check()
             reply = self._call(self._take, keys, [value, milliseconds, self.epoch.value or b""])
@@ -192,7 +193,7 @@ class RedisStore(Store):
         return None if entry is None else entry.value
 
     def add_epoch(self, value: bytes) -> None:
-        self.client.set(self.make_key(EPOCH), value, nx=True)
+        self.client.set(self.epoch_key, value, nx=True)
 
     def connect_within(self, seconds: float) -> None:
         self.connection.socket_connect_timeout = seconds
