@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "what-happens-when.rst").read_text()
+PAGES = ["what-happens-when.rst", "evidence.rst"]
+PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in PAGES)
 DEFINED = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")

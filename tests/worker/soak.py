@@ -194,7 +194,7 @@ class Soak:
     def fates(self, recording: Recording) -> dict[str, int]:
         """Count what became of the calls; a fate in capitals must not be."""
         fates = dict.fromkeys(FATES, 0) | {NOT_SENT: self.refused}
-        trace = Trace(recording, self.calls)
+        trace = Trace(recording, self.calls, len(self.workers))
         for number, (sent, result) in enumerate(self.calls):
             fate = trace.fate_of(number)
             if fate not in EXPECTED:
@@ -206,8 +206,8 @@ class Soak:
 class Trace:
     """Trace each call to what became of it, or to what lost it."""
 
-    def __init__(self, recording: Recording, calls: list[Call]) -> None:
-        self.recording, self.calls = recording, calls
+    def __init__(self, recording: Recording, calls: list[Call], workers: int) -> None:
+        self.recording, self.calls, self.workers = recording, calls, workers
         self.received = {line["task_id"]: line for line in reversed(recording.of("received"))}
         self.failed = {line["task_id"]: line for line in reversed(recording.of("failed"))}
         self.lost = {hold.task_id for hold in recording.holds if is_lost(hold)}
@@ -227,14 +227,22 @@ class Trace:
         """Say what lost a message that no worker received.
 
         Redis gives a message to the client that waits for it, and forgets it; then kombu records it
-        as not acknowledged. If worker or broker is killed between the two, nobody has it. A queue
-        is first in, first out: it was lost before the next message in it was received.
+        as not acknowledged. While all processes of a worker are busy, kombu does not even read what
+        Redis has given. If worker or broker is killed meanwhile, nobody has the message. It was
+        given before those that were sent later, so when each worker has received one of these, the
+        message was lost already.
         """
         sent, result = self.calls[number]
         if result.id in self.received:
             return "RECEIVED AND NOT ANSWERED"
-        later = (self.received.get(result.id) for _sent, result in self.calls[number + 1 :])
-        until = next((line["at"] for line in later if line), clock.now())
+        first_later: dict[int, float] = {}  # of each worker
+        for _sent, later in self.calls[number + 1 :]:
+            if len(first_later) < self.workers and later.id in self.received:
+                line = self.received[later.id]
+                first_later.setdefault(line["pid"], line["at"])
+        until = clock.now()
+        if len(first_later) == self.workers:
+            until = max(first_later.values())
         ends = (line["at"] for line in self.recording.of("worker ended"))
         if any(sent - DELAY <= at <= until + DELAY for at in ends):
             return WORKER_KILLED

@@ -66,6 +66,7 @@ def test_soak(start_worker, store, tmp_path, monkeypatch, request, record_proper
     assert min(soak.killed[victim] for victim in GAPS) > 0
     for pair in recording.both_ran():  # that it was lost is no reason for a body to end at once
         assert is_lost(pair.first) or recording.is_forgotten(pair), recording.words(pair)
+    assert recording.beside_one() <= 1
     assert recording.longest_block() < 2
     alive = {hold.token for hold in recording.holds if hold.killed == math.inf}
     buried = TaskLockEvent.objects.filter(kind="expired", outcome="dead")
