@@ -268,7 +268,7 @@ def test_a_takeover_whose_reply_was_lost_is_an_acquisition(alias, server, open_s
         assert store.read(KEY).value == B
 
 
-@on_databases
+@on_all_clients
 def test_a_server_that_restarted_causes_no_error(alias, server, open_store) -> None:
     with open_store(alias, server.port) as store:
         store.read(KEY)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from django_singletask.stores.base import EPOCH, TRIES, Entry, Outcome, Store
 
 __all__ = ["PyLibMCStore", "PyMemcacheStore"]
+
+T = TypeVar("T")
 
 # memcached reads an expiry above 30 days as a date: this one lies in January 1970. It deletes the
 # entry at once, with every client and protocol. A negative expiry does not: with pylibmc's binary
@@ -37,6 +40,9 @@ class MemcachedStore(Store):
     client: Any
     not_found: Any = ()
     """What the client raises if there is no entry."""
+    hung_up: Any = ConnectionError
+    """What the client raises if the server has closed the connection."""
+    is_open = False
 
     def make_key(self, key: str) -> str:
         """Make the cache key; raise ``InvalidCacheKey`` for one that the server would refuse."""
@@ -46,9 +52,9 @@ class MemcachedStore(Store):
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         cache_key = self.make_key(key)
         for _ in range(TRIES):
-            if self._send(self.client.add, cache_key, value, _expiry(lease)):
+            if self._repeat(lambda: self._send(self.client.add, cache_key, value, _expiry(lease))):
                 return None
-            present, _cas = self._gets(cache_key)
+            present, _cas = self._look_up(cache_key)
             if present is not None:
                 return Entry(present, None)
             # The lock was released between the two requests: try again.
@@ -58,7 +64,7 @@ class MemcachedStore(Store):
         cache_key = self.make_key(key)
         expiry = PAST if lease is None else _expiry(lease)
         for _ in range(TRIES):
-            present, cas = self._gets(cache_key)
+            present, cas = self._look_up(cache_key)
             if present is None:
                 return Outcome.GONE
             if present not in (old, new):
@@ -69,7 +75,7 @@ class MemcachedStore(Store):
         return Outcome.TAKEN
 
     def read(self, key: str) -> Entry | None:
-        value, _cas = self._gets(self.make_key(key))
+        value, _cas = self._look_up(self.make_key(key))
         return None if value is None else Entry(value, None)
 
     def fence(self, key: str, value: bytes) -> int | None:
@@ -80,7 +86,7 @@ class MemcachedStore(Store):
         )
 
     def read_epoch(self) -> bytes | None:
-        value, _cas = self._gets(self.make_key(EPOCH))
+        value, _cas = self._look_up(self.make_key(EPOCH))
         return value
 
     def add_epoch(self, value: bytes) -> None:
@@ -89,10 +95,27 @@ class MemcachedStore(Store):
     def close(self) -> None:
         self.client.disconnect_all()
 
+    def _look_up(self, cache_key: str) -> tuple[bytes | None, Any]:
+        return self._repeat(lambda: self._gets(cache_key))
+
     def _gets(self, cache_key: str) -> tuple[bytes | None, Any]:
         """Return the value, None if there is no entry, and its cas number."""
         value, cas = self._send(self.client.gets, cache_key) or (None, None)
         return value, cas
+
+    def _repeat(self, ask: Callable[[], T]) -> T:
+        """Ask once more if the server has closed the connection; for what can be asked twice.
+
+        A server that was restarted has closed it, however long ago that was, and the client learns
+        it by this request.
+        """
+        was_open = self.is_open
+        try:
+            return ask()
+        except self.hung_up:
+            if not was_open:
+                raise
+            return ask()
 
     def _send(self, request: Any, cache_key: Any, *args: Any) -> Any:
         """Send a request; after any error, also one that a signal raises, close the connection.
@@ -107,13 +130,20 @@ class MemcachedStore(Store):
         After an outage libmemcached would ask the server for nothing for two seconds, and with
         the binary protocol never again.
         """
+        self.is_open = False
         try:
-            return request(cache_key, *args)
+            reply = request(self.client_key(cache_key), *args)
         except self.not_found:
-            return None
+            reply = None
         except BaseException:
             self.client.disconnect_all()
             raise
+        self.is_open = True
+        return reply
+
+    def client_key(self, cache_key: str) -> Any:
+        """Return a cache key as the client wants it."""
+        return cache_key
 
 
 class PyLibMCStore(MemcachedStore):
@@ -137,18 +167,19 @@ class PyLibMCStore(MemcachedStore):
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
         )
         self.not_found = cache.LibraryValueNotFoundException
+        errors = ("ConnectionError", "ReadError", "ServerDown", "SomeErrors", "UnknownReadFailure")
+        self.hung_up = tuple(getattr(cache._lib, name) for name in errors)  # noqa: SLF001
 
     def connect_within(self, seconds: float) -> None:
         self.client.behaviors["connect_timeout"] = int(seconds * 1000)
 
-    def _send(self, request: Any, cache_key: Any, *args: Any) -> Any:
-        # The key goes to the client as bytes. From a str, gets() of pylibmc 1.6.3 makes bytes of
-        # its own and frees them before it sends them, without the GIL. By then another thread may
-        # have put its own key at that address:
+    def client_key(self, cache_key: str) -> bytes:
+        # From a str, gets() of pylibmc 1.6.3 makes bytes of its own and frees them before it sends
+        # them, without the GIL. By then another thread may have put its own key at that address:
         #
         #   thread 1: gets("a") -> frees b"a" .............. sends b"b" -> reads the entry of b
         #   thread 2:                          b"b" ...
-        return super()._send(request, cache_key.encode(), *args)
+        return cache_key.encode()
 
     def _gets(self, cache_key: str) -> tuple[bytes | None, Any]:
         # gets says "no entry" too if the server does not answer or has closed the connection. get
@@ -164,6 +195,7 @@ class PyMemcacheStore(MemcachedStore):
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
+        self.hung_up = (ConnectionError, cache._lib.MemcacheUnexpectedCloseError)  # noqa: SLF001
         # Without a serializer bytes stay as they are: a lock is never unpickled. ignore_exc would
         # turn an outage into a miss, noreply an outage into a success. After an error the client
         # would answer "not stored" for a second without asking the server, and then for a minute
