@@ -8,7 +8,7 @@ from typing import Any
 
 from django.conf import settings
 
-__all__ = ["DEFAULTS", "HISTORY_MODES", "MAX_LEASE", "check_seconds", "conf"]
+__all__ = ["DEFAULTS", "HISTORY_MODES", "MAX_LEASE", "check_seconds", "conf", "is_test"]
 
 MAX_LEASE = 30 * 24 * 60 * 60
 """Longest lease in seconds: memcached takes anything above as a date."""
@@ -62,13 +62,14 @@ class Conf:
             value = self._inherited[setting]
         if value is not _ABSENT:
             return value
-        if name == "history" and _is_test():
+        if name == "history" and is_test():
             # A thread would write outside the test's transaction, and keep its database open.
             return "inline"
         return DEFAULTS[setting]
 
 
-def _is_test() -> bool:
+def is_test() -> bool:
+    """Say whether the tests of a project run here."""
     # Django's test runner and pytest-django both call setup_test_environment(), which leaves this.
     utils = sys.modules.get("django.test.utils")
     return utils is not None and hasattr(utils._TestState, "saved_data")  # noqa: SLF001

@@ -15,7 +15,6 @@ from django.test.utils import setup_databases
 from django_singletask import TaskLock
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores
-from django_singletask.stores.epoch import forget_epochs
 from tests import deadline, servers
 from tests.routers import LOCK_TABLES
 
@@ -148,7 +147,6 @@ def empty(alias: str) -> None:
     table = caches.settings[alias]["LOCATION"]
     if not isinstance(table, str) or table not in LOCK_TABLES:
         caches[alias].clear()
-        forget_epochs()
         return
     # Not inside the transaction of the test, because others would not see the deletion.
     connection = connections.create_connection(LOCK_TABLES[table])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from django.core.cache import caches
 
+from django_singletask import TaskLock
+from django_singletask.stores import epoch, get_store
+from tests.entries import holder, key_of
 from tests.servers import Memcached, Redis, ask
 
 ROOT = Path(__file__).parent.parent
@@ -57,3 +63,64 @@ def test_a_live_holder_has_its_lock_back_before_others_take_it(alias, way):
 @pytest.mark.parametrize("fault", ["nobody is held back", "nobody looks"])
 def test_control_without_it_many_runs_go_beside_the_holder(fault):
     assert beside("redis", "restart", fault)["beside"] > 1
+
+
+@pytest.fixture
+def outside_of_tests(monkeypatch, cache_alias):
+    get_store(cache_alias).look()  # an earlier test has left another epoch
+    monkeypatch.setattr(epoch, "is_test", lambda: False)
+
+
+on_each_client = pytest.mark.parametrize(
+    "cache_alias", ["redis", "django_redis", "pylibmc", "pymemcache"], indirect=True
+)
+
+
+def forget(alias):
+    """Empty a cache, when the last look of this process was long ago."""
+    caches[alias].clear()
+    get_store(alias).epoch.seen_at = -math.inf
+
+
+def seconds_to_take(name):
+    began = time.monotonic()
+    with TaskLock(name, wait=10) as lock:
+        assert lock.owned()
+    return time.monotonic() - began
+
+
+@on_each_client
+@pytest.mark.usefixtures("outside_of_tests", "db")
+def test_a_process_that_knew_another_epoch_takes_nothing_for_a_second(cache_alias, caplog):
+    assert seconds_to_take("first") < 0.9
+    forget(cache_alias)
+    assert 0.9 < seconds_to_take("second") < 5
+    assert caplog.text.count("has forgotten its locks") == 1
+    assert seconds_to_take("third") < 0.9
+
+
+@on_each_client
+@pytest.mark.usefixtures("outside_of_tests")
+def test_the_entry_of_a_queued_call_is_not_held_back(cache_alias):
+    forget(cache_alias)
+    began = time.monotonic()
+    assert get_store(cache_alias).add(key_of("queued"), holder("a"), 60) is None
+    assert time.monotonic() - began < 0.9
+
+
+@on_each_client
+@pytest.mark.django_db
+def test_tests_that_empty_their_cache_are_not_held_back(cache_alias, caplog):
+    for name in ("first", "second"):
+        assert seconds_to_take(name) < 0.9
+        forget(cache_alias)
+    assert "has forgotten" not in caplog.text
+
+
+@on_each_client
+def test_the_epoch_is_no_lock(cache_alias):
+    store = get_store(cache_alias)
+    store.look()
+    assert store.epoch.value
+    if store.family == "redis":
+        assert list(store.entries()) == []

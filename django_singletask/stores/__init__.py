@@ -15,7 +15,7 @@ from django.core.signals import setting_changed
 
 from django_singletask.conf import conf
 from django_singletask.stores.base import CannotList, Entry, Outcome, Store
-from django_singletask.stores.epoch import Forgotten, epoch_of, forget_epochs
+from django_singletask.stores.epoch import Forgotten, epoch_of
 
 __all__ = [
     "CannotList",
@@ -185,7 +185,6 @@ def open_with(opener: Callable[[str], Store] | None) -> None:
     # The opener first: a thread that opens a store between the two lines opens it once more than
     # necessary, and not with the old opener for good.
     _opener = opener or _open_store
-    forget_epochs()
     # Another thread may be using its stores now: it closes them itself at its next get_store().
     _generation += 1
     close_stores()
