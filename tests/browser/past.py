@@ -59,7 +59,7 @@ def fill() -> None:
     cleared = hold(CUSTOMER, 40, 11 * 60, outcome="cleared", result="returned")
     add(CUSTOMER, 29, kind="cleared", actor="grace", token=cleared.token, task_id=cleared.task_id)
     lost = hold(CUSTOMER, 20, 6 * 60, outcome="lost", result="returned")
-    gone = "gone from the cache (evicted, flushed or expired)"
+    gone = "gone from the cache (evicted, flushed or restarted empty)"
     add(CUSTOMER, 15, kind="lost", reason=gone, token=lost.token, task_id=lost.task_id)
     hold(CUSTOMER, 13, 95, result="retried")
     rows.sort(key=lambda row: row.at)
