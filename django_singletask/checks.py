@@ -192,8 +192,10 @@ def _settings() -> Found:
 def _history() -> Found:
     alias = router.db_for_write(TaskLockEvent)
     connection = connections[alias]
-    mode = connection.settings_dict.get("OPTIONS", {}).get("transaction_mode", "DEFERRED")
-    if conf.history != "off" and connection.vendor == "sqlite" and mode.upper() == "DEFERRED":
+    if conf.history == "off" or connection.vendor != "sqlite":
+        return
+    mode = connection.settings_dict.get("OPTIONS", {}).get("transaction_mode") or "DEFERRED"
+    if str(mode).upper() == "DEFERRED":
         yield checks.Warning(
             f"The history is in DATABASES[{alias!r}], an SQLite file without a transaction_mode: "
             "where several processes write, transactions fail with 'database is locked'.",

@@ -51,7 +51,10 @@ class LockConflict(LockError):
 
 
 class LockLost(LockError):
-    """The running body no longer has its lock: the lease ended, or an operator cleared it."""
+    """The running body no longer has its lock: the lease ended, or an operator cleared it.
+
+    Or somebody else took it after the cache had forgotten it.
+    """
 
 
 class DuplicateTask(LockError):

@@ -27,7 +27,7 @@ COUNTED = frozenset({"skipped", "duplicate"})
 """Calls that came to nothing: their repeats against one holder are counted in one row."""
 
 TROUBLE = frozenset({"expired", "lost", "retaken", "cleared"})
-"""What can let two runs go at once: it is recorded for quiet tasks, too."""
+"""What can let two runs go on at the same time: it is recorded for quiet tasks, too."""
 
 
 class HoldOutcome(models.TextChoices):

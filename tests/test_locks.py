@@ -469,8 +469,16 @@ class TestForkedChild:
         with TaskLock("nightly") as lock:
             assert self.in_child(extend)
 
-    def test_it_asks_the_store_whether_the_parent_still_has_it(self, cache_alias):
+    def test_it_asks_the_store_whether_the_parent_still_has_it(self, cache_alias, monkeypatch):
         def is_lost():
+            lock.check()  # the parent may be about to take again what the cache forgot
+            later = clock.now() + 1
+            monkeypatch.setattr(clock, "now", lambda: later)
+            with pytest.raises(LockLost):
+                lock.check()
+            return True
+
+        def is_lost_at_once():
             with pytest.raises(LockLost):
                 lock.check()
             return True
@@ -479,6 +487,36 @@ class TestForkedChild:
             assert self.in_child(lambda: lock.check() is None)
             TaskLock("nightly").clear()
             assert self.in_child(is_lost)
+            with TaskLock("nightly"):
+                assert self.in_child(is_lost_at_once)
+
+    def test_it_finds_a_retaken_lock_held(self, empty_cache, monkeypatch):
+        empty, taken_again = os.pipe(), os.pipe()
+
+        def is_held():
+            lock.check()
+            os.write(empty[1], b"x")
+            assert os.read(taken_again[0], 1)
+            later = clock.now() + 1
+            monkeypatch.setattr(clock, "now", lambda: later)
+            lock.check()
+            return True
+
+        def take_again():
+            assert os.read(empty[0], 1)
+            lock.extend()
+            os.write(taken_again[1], b"x")
+
+        with TaskLock("nightly", timeout=30) as lock:
+            empty_cache("redis")
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    os._exit(0 if is_held() else 1)
+                finally:
+                    os._exit(2)
+            take_again()
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
     def test_it_asks_once_a_second(self, monkeypatch):
         def ask_often():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from django.core.cache import caches
 from django.db import connections
 
-from django_singletask import TaskLock
+from django_singletask import TaskLock, clock
 from django_singletask.locks.run import Run
+from django_singletask.stores.epoch import epoch_of
 from django_singletask.task.header import Header
 from django_singletask.worker import watcher
 from django_singletask.worker.watcher import Accepted, Killed, Watcher
@@ -28,6 +31,27 @@ def test_a_run_whose_arguments_give_no_lock_has_nothing_to_free(monkeypatch):
     pool.look()
     assert pool.deliveries == {}
     assert pool.killed == []
+
+
+def test_the_main_process_learns_a_new_epoch_within_a_second(on_redis, monkeypatch):
+    """Otherwise each process that it forks would wait for a second before its first lock."""
+    pool, epoch, now = Watcher(), epoch_of("redis"), clock.now()
+    monkeypatch.setattr(clock, "now", lambda: now)
+    epoch.seen_at = -math.inf
+    pool.learn_epoch()
+    before = epoch.value
+    caches["redis"].clear()
+    now += 0.9
+    pool.learn_epoch()
+    assert epoch.value == before
+    now += 0.2
+    pool.learn_epoch()
+    assert epoch.value != before
+
+
+def test_a_cache_that_is_down_does_not_stop_the_watcher(settings, dead_redis):
+    settings.SINGLETASK_CACHE = dead_redis
+    Watcher().learn_epoch()
 
 
 def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(

@@ -24,6 +24,11 @@ def fencing_token(lease: Lease) -> int:
             lease.fence = get_store(lease.cache).fence(lease.key, lease.value)
     if trusted and lease.fence is not None:
         return lease.fence
-    if trusted:
+    if trusted and not lease.is_inherited():
         lease.extend(lease.length)  # this finds out what became of the entry, and reports it
+    if lease.retaken and not lease.lost:
+        raise LockLost(
+            f"The cache forgot {lease.address} meanwhile, and another run may have had it: it has "
+            "no fencing token."
+        )
     raise LockLost(f"{lease.address} is no longer held by this run, so it has no fencing token.")

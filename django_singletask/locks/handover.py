@@ -17,7 +17,6 @@ from django_singletask.locks import renewal
 from django_singletask.locks.keys import MAX_NAME, LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.stores import Outcome
 from django_singletask.stores.base import PREFIX
 
 __all__ = ["Handle", "hand_over", "receive"]
@@ -30,8 +29,8 @@ IS_TOKEN = re.compile("[0-9a-f]{32}")
 # Who has the lock
 #
 # The entry of a lock that was handed over names no process, so nobody can prove that its holder is
-# dead, and nobody renews it: it ends after the seconds that hand_over() was given. Each hand has a
-# token of its own, and takes the lock from the hand before by one comparison in the store:
+# dead, and nobody renews it: it ends after the seconds that hand_over() was given. Each holder has
+# a token of its own, and replaces the bytes of the holder before it by one comparison in the store:
 #
 #   command:   bytes A -> token H, no process     exits
 #   receiver:                                             bytes with H -> its own, renewed
@@ -95,11 +94,13 @@ def hand_over(lease: Lease, seconds: float) -> str:
             lease.tell_released(reason=f"handed over for {seconds:g} s")
             lease.address.tell("acquired", holder)
             return Handle(*lease.address.lock_key, lease.cache, holder.token).encode()
-    except BaseException:
+    except BaseException as error:
         # Whether or not the store has handed it over, nobody got the handle.
         renewal.keeper().owe(lease.cache, lease.key, value, seconds)
+        lease.tell_released(reason=f"not handed over: {type(error).__name__}: {error}")
         raise
-    lease.lose(Outcome.TAKEN)  # by whom, if by anybody, is looked up
+    lease.lose()
+    lease.tell_released(reason=lease.reason)
     raise LockLost(f"{lease.address} is no longer held: nothing to hand over.")
 
 

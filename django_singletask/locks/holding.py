@@ -52,7 +52,7 @@ class Holding:
     """The fencing token, once it was fetched."""
     reason = ""
     """What the history says of a run that lost its lock or took it again."""
-    _lost = _reported = False
+    _lost = _reported = _is_missing = False
     _child_asked_at = 0.0
 
     def __init__(self, address: Address, holder: Holder, *, renews: bool = True) -> None:
@@ -91,15 +91,17 @@ class Holding:
     def _ask_for_parent(self) -> None:
         now = clock.now()
         if now - self._child_asked_at >= CHILD_ASKS:
-            entry = self.address.read()
-            self._lost = entry is None or entry.value != self.value
             self._child_asked_at = now
+            entry, was_missing = self.address.read(), self._is_missing
+            # The parent may be about to take a forgotten entry again.
+            self._is_missing = entry is None
+            self._lost = was_missing if entry is None else entry.value != self.value
 
     def has_ended(self) -> bool:
         """Say whether the lease is lost; report the loss, if that is news, and renew it no more."""
         if self.lost:
             renewal.keeper().drop(self)
-            self.lose(Outcome.GONE)
+            self.lose()
         return self.lost
 
     def extend(self, length: float) -> None:
@@ -132,7 +134,7 @@ class Holding:
     def settle(self, sent: float, length: float, outcome: Outcome) -> None:
         """Note what a renewal found that was sent at ``sent`` for ``length`` seconds."""
         if outcome is Outcome.RETAKEN and not (self.held and clock.now() < self.deadline):
-            # The renewal set the entry for nobody. Either the lock was released meanwhile:
+            # The renewal set an entry that nobody may have now. Either the lock was released:
             #
             #   renewal: request on its way                    -> taken again -> given back
             #   body:                          release -> freed
@@ -149,7 +151,7 @@ class Holding:
         self.renewed_at = sent
         if self._lost or outcome in {Outcome.GONE, Outcome.TAKEN}:
             renewal.keeper().drop(self)
-            self.lose(outcome)
+            self.lose()
             return
         if outcome is Outcome.RETAKEN:
             self._tell_retaken()
@@ -162,7 +164,7 @@ class Holding:
         entry = self.address.read()
         if self.held and (entry is None or entry.value != self.value):
             renewal.keeper().drop(self)
-            self.lose(Outcome.GONE if entry is None else Outcome.TAKEN)
+            self.lose()
 
     def _tell_retaken(self) -> None:
         self.retaken += 1
@@ -176,7 +178,7 @@ class Holding:
         )
         self.address.tell("retaken", self.holder, reason=self.reason)
 
-    def lose(self, outcome: Outcome) -> None:
+    def lose(self) -> None:
         """Note for good that the entry is gone, or somebody else's, and report it once."""
         ended = clock.now() >= self.deadline
         self._lost = True
@@ -186,7 +188,7 @@ class Holding:
         if self.address.silent:
             logger.warning("%s: the entry of a running call is gone from the cache.", self.address)
             return
-        self.reason, blocker = self._why_lost(outcome, ended)
+        self.reason, blocker = self._why_lost(ended)
         if ended and not self.renews:
             # Its length was chosen, and the body took longer.
             logger.info("%s ended under the run that held it: %s.", self.address, self.reason)
@@ -194,11 +196,11 @@ class Holding:
         logger.error("%s was lost by the run that held it: %s.", self.address, self.reason)
         self.address.tell("lost", self.holder, reason=self.reason, **blocker_facts(blocker))
 
-    def _why_lost(self, outcome: Outcome, ended: bool) -> tuple[str, Holder | None]:
+    def _why_lost(self, ended: bool) -> tuple[str, Holder | None]:
         """Return the reason of a loss, and who has the lock now if that can be read."""
         try:
-            entry = self.address.read() if outcome is Outcome.TAKEN else None
-            if entry is not None:
+            entry = self.address.read()
+            if entry is not None and entry.value != self.value:
                 blocker = Holder.decode(entry.value)
                 return f"taken by {blocker}", blocker
             if get_store(self.cache).read(marker_key(self.key, self.value)) is not None:

@@ -18,6 +18,8 @@ logger = logging.getLogger("django_singletask")
 
 MAX_DEAD = 3
 """Entries of dead holders that one take frees."""
+MAX_HELD_BACK = 3
+"""Times that one take waits since the cache has forgotten its locks."""
 MAX_LATE = 3
 """Leases that one take gives back because they ended before the reply came."""
 
@@ -43,7 +45,7 @@ class Lease(Holding):
         # The entry of a queued call protects nothing that runs: it need not wait for holders.
         add = store.take if self.holder.pid else store.add
         self.watched = store.forgets
-        freed = late = 0
+        freed = late = held_back = 0
         try:
             while True:
                 sent = clock.now()
@@ -51,6 +53,9 @@ class Lease(Holding):
                     entry = add(self.key, self.value, self.length)
                 except Forgotten as forgotten:
                     time.sleep(forgotten.pause)
+                    held_back += 1
+                    if held_back == MAX_HELD_BACK:
+                        add = store.add  # a cache that is emptied all the time protects nothing
                     continue
                 if entry is None or entry.value == self.value:
                     if self.begin(sent):
@@ -162,7 +167,7 @@ class Lease(Holding):
             self.tell_released(result, f"not given back at once: {type(error).__name__}: {error}")
             raise
         if outcome is not Outcome.OK or self._lost:
-            self.lose(outcome)
+            self.lose()
         self.tell_released(result, self.reason)
         return outcome is Outcome.OK
 

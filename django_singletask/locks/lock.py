@@ -189,8 +189,8 @@ class TaskLock(LockView):
         Celery task, delivered again, receives it again if its first run is proven dead. The
         options are those of :class:`TaskLock`.
 
-        Raises :class:`LockLost` if the lock is gone or somebody else's, ``ValueError`` if
-        ``handle`` is none, and the errors of the cache's client.
+        Raises :class:`LockLost` if the lock is gone or somebody else's, ``ValueError`` for what
+        :meth:`hand_over` did not return, and the errors of the cache's client.
         """
         waiting = Handle.decode(handle)
         lock = cls(waiting.lock_key, timeout=timeout, renew=renew, cache=waiting.cache)

@@ -50,14 +50,15 @@ class Keeper:
         self.renew_at = math.inf
         """When the first renewal is due, as far as the thread has looked at the leases."""
         self.new_dues: deque[float] = deque()
-        """When renewals are due that the thread does not know of yet."""
+        """Due times that the thread has not read yet."""
         self.changed = threading.Condition()
         self.sleeps = False
         # Two renewals of one lease at a time could settle in another order than the store saw them:
         #
         #   thread: asks for 9 s -> granted second                      settles first: trusts 9 s
         #   extend: asks for 600 s -> granted first, cut to 9 s          settles last: trusts 600 s
-        self.renewing = threading.Lock()
+        # Re-entrant: a receiver of the event of a renewal may itself extend the lock.
+        self.renewing = threading.RLock()
         self.thread: threading.Thread | None = None
 
     def keep(self, lease: Renewable) -> None:
@@ -91,7 +92,9 @@ class Keeper:
         due = math.inf
         if lease.renews:
             due = lease.due_at
-            self.new_dues.append(due)
+            # The thread looks at all leases at the earliest of these times.
+            if not (self.new_dues and self.new_dues[-1] <= due):
+                self.new_dues.append(due)
         if lease.watched:
             self.watch(lease.cache)
             due = min(due, lease.taken_at + LOOK)
@@ -156,8 +159,8 @@ class Keeper:
     def next_renewal(self) -> float:
         """Return when the next renewal is due.
 
-        Look at all leases only if the time is over that the last such look gave. The thread wakes
-        each 0.4 s to look at epochs, and there may be very many leases.
+        Look at all leases only when ``renew_at`` has come; the last look at all leases computed it.
+        The thread wakes each 0.4 s to look at epochs, and there may be very many leases.
         """
         while self.new_dues:
             self.renew_at = min(self.renew_at, self.new_dues.popleft())
@@ -196,13 +199,13 @@ class Keeper:
 
     def renew_forgotten(self, watch: Watch) -> None:
         """Renew all leases of a cache. A lease that is not renewed may be lost: look at it."""
-        epoch = epoch_of(watch.cache).value
+        changes = epoch_of(watch.cache).changes
         leases = [lease for lease in self.held() if lease.cache == watch.cache]
         if self.renew_all(watch.cache, [lease for lease in leases if lease.renews]):
             for lease in leases:
                 if not lease.renews:
                     lease.look()
-            watch.renewed_under = epoch
+            watch.renewed(changes)
 
     def renew_all(self, alias: str, leases: list[Renewable]) -> bool:
         """Renew leases of one cache in as few trips as its store can; say whether it answered."""

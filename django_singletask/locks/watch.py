@@ -17,7 +17,7 @@ logger = logging.getLogger("django_singletask")
 
 LOOK_AGAIN = 0.2
 """Seconds until a cache that does not answer is asked for its epoch again."""
-CONNECT_WITHIN = 1.0
+CONNECT_WITHIN = 0.4
 """Seconds for which that question waits for a connection."""
 
 
@@ -30,6 +30,7 @@ class Renewable(Protocol):
     value: bytes
     length: float
     renews: bool
+    deadline: float
     retry_at: float
     taken_at: float
     watched: bool
@@ -50,29 +51,47 @@ class Watch:
     def __init__(self, cache: str) -> None:
         self.cache = cache
         self.look_at = 0.0
-        self.renewed_under = epoch_of(cache).value
-        """The epoch in which all locks of this process are known to be there."""
+        self.renewed_at_change = epoch_of(cache).changes
+        """The change of the epoch after which all locks of this process were renewed."""
+        self.was_down = False
 
     def due_at(self, leases: Iterable[Renewable]) -> float:
         """Return when the next look is due, given the leases of this process, the oldest first.
 
-        The oldest lease of this cache says it: a run that is short costs no look.
+        The oldest lease that lasts decides. So a short run costs no request.
         """
+        now = clock.now()
         for lease in leases:
-            if lease.watched and lease.cache == self.cache:
+            lasts = lease.renews or now < lease.deadline
+            if lease.watched and lasts and lease.cache == self.cache:
                 return max(lease.taken_at + LOOK, self.look_at)
         return math.inf
 
     def forgotten(self) -> bool:
-        """Ask for the epoch; say whether the cache has forgotten locks of this process."""
+        """Ask for the epoch; say whether the cache may have forgotten locks of this process.
+
+        A server that was away may have come back with an old snapshot, in which the epoch is the
+        same. So the locks are renewed after each outage.
+        """
         try:
             store = get_store(self.cache)
             store.connect_within(CONNECT_WITHIN)
             store.look()
         except Exception as error:
-            # It is not logged: if the outage lasts, the renewals report it.
-            logger.debug("The cache %r cannot be asked for its epoch: %s", self.cache, error)
             self.look_at = clock.now() + LOOK_AGAIN
+            if not self.was_down:  # logged once an outage
+                self.was_down = True
+                logger.warning(
+                    "The cache %r cannot be asked whether it has forgotten its locks. Until it "
+                    "can, only the renewals of held locks notice that: %s",
+                    self.cache,
+                    error,
+                )
             return False
         self.look_at = clock.now() + LOOK
-        return store.epoch.value != self.renewed_under
+        return self.was_down or epoch_of(self.cache).changes != self.renewed_at_change
+
+    def renewed(self, changes: int) -> None:
+        """Note that all locks were renewed after that many changes of the epoch."""
+        self.renewed_at_change = changes
+        self.was_down = False

@@ -142,12 +142,21 @@ def _settings(client: Any, server: str) -> dict[str, str]:
         clients = {str(name): each for name, each in client.clients.items()}
         return _texts(clients[server].stats("settings"))
     # libmemcached knows no such question.
-    host, _colon, port = server.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT) as connection:
+    with _connect(server) as connection:
         connection.sendall(b"stats settings\r\n")
         with connection.makefile("r") as lines:
             answer = takewhile(lambda line: line.startswith("STAT "), lines)
             return dict(line.split()[1:3] for line in answer)
+
+
+def _connect(server: str) -> socket.socket:
+    if "/" in server:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(TIMEOUT)
+        connection.connect(server)
+        return connection
+    host, _colon, port = server.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT)
 
 
 def _texts(stats: dict[Any, Any]) -> dict[str, str]:

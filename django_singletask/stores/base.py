@@ -123,12 +123,15 @@ class Store(ABC):
 
     def look(self) -> None:
         """Ask a cache that can forget for its epoch, which is added if there is none."""
-        while self.forgets:
+        if not self.forgets:
+            return None
+        for _ in range(TRIES):
             value = self.read_epoch()
             if value is not None:
                 return self.epoch.see(value)
             # Of many processes that find none, one adds its own. All read that.
             self.add_epoch(os.urandom(16).hex().encode())
+        raise RuntimeError(f"The cache does not keep its entry {self.make_key(EPOCH)}.")
 
     def read_epoch(self) -> bytes | None:
         """Return the epoch that the cache has now."""

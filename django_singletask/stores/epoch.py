@@ -27,7 +27,8 @@ HOLD_BACK = 1.0
 #   cache:           restarts empty
 #   taker:                              takes: another epoch     waits 1 s       takes -> held
 #
-# A process that starts after the restart knows no epoch, and takes at once.
+# A process that starts after the restart knows no epoch, and takes at once. Redis also tells which
+# server answers: one that was restarted with an old snapshot has the epoch of before.
 
 
 class Forgotten(Exception):
@@ -44,8 +45,10 @@ class Epoch:
     def __init__(self, cache: str) -> None:
         self.cache = cache
         self.value: bytes | None = None
+        self.server: str | None = None
         self.seen_at = -math.inf
         self.takes_from = -math.inf
+        self.changes = 0
 
     def is_due(self) -> bool:
         """Say whether it is time for a taker to ask the cache for its epoch."""
@@ -54,23 +57,37 @@ class Epoch:
     def see(self, value: bytes) -> None:
         """Note the epoch that the cache has now."""
         self.seen_at = clock.now()
-        if value == self.value:
-            return
+        if value != self.value:
+            self._note_change(self.value, "it was restarted empty, or flushed")
+            self.value = value
+
+    def see_server(self, server: str) -> None:
+        """Note which server answers: one that was restarted, or a replica that took over.
+
+        It may have come back with an old snapshot, in which the epoch is the same.
+        """
+        if server != self.server:
+            self._note_change(self.server, "the server was restarted, or another has taken over")
+            self.server = server
+
+    def _note_change(self, before: object, why: str) -> None:
+        # Hold takes back before the new epoch is known. In the other order another thread would
+        # find the epoch that it knows, and take a lock at once:
+        #
+        #   this thread:   value = new                               takes_from = in 1 s
+        #   other thread:                see(new): as before   take
+        #
         # Tests empty their cache again and again, and nobody else holds a lock there.
-        if self.value is not None and not is_test():
-            # Hold takes back before the new epoch is known. In the other order another thread
-            # would find the epoch that it knows, and take a lock at once:
-            #
-            #   this thread:   value = new                               takes_from = in 1 s
-            #   other thread:                see(new): as before   take
-            self.takes_from = self.seen_at + HOLD_BACK
+        if before is not None and not is_test():
+            self.takes_from = clock.now() + HOLD_BACK
             logger.warning(
-                "The cache %r has forgotten its locks: it was restarted empty, or flushed. Runs "
-                "that hold a lock there take it again, and others wait for %g s.",
+                "The cache %r may have forgotten its locks: %s. Runs that hold a lock there take "
+                "it again, and others wait for %g s.",
                 self.cache,
+                why,
                 HOLD_BACK,
             )
-        self.value = value
+        self.changes += 1
 
     def check(self) -> None:
         """Raise :class:`Forgotten` while no lock may be taken."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from redis.exceptions import ConnectionError, NoScriptError, TimeoutError
+from redis.exceptions import ConnectionError, NoScriptError, ResponseError, TimeoutError
 
 from django_singletask.stores.base import EPOCH, FENCE, Entry, Outcome, Store
 
@@ -102,6 +102,8 @@ class RedisStore(Store):
         self.epoch_key = self.make_key(EPOCH)
         pool = self.client.connection_pool
         self.connection = pool.connection_class(**pool.connection_kwargs)
+        self.connection.register_connect_callback(self._see_server)
+        self._takes = False
         self.in_step = False
         """Whether the reply to the last request on the connection was read to its end."""
         self._busy = self._was_open = False
@@ -141,7 +143,7 @@ class RedisStore(Store):
         except ConnectionError:
             if not (repeatable and self._was_open):
                 raise
-            return script(keys, args)
+            return self._call_here(script, keys, args)
         finally:
             self._busy = False
 
@@ -183,7 +185,11 @@ class RedisStore(Store):
         keys, milliseconds = [self.make_key(key), self.epoch_key], _milliseconds(lease)
         while True:
             self.epoch.check()
-            reply = self._call(self._take, keys, [value, milliseconds, self.epoch.value or b""])
+            self._takes = True
+            try:
+                reply = self._call(self._take, keys, [value, milliseconds, self.epoch.value or b""])
+            finally:
+                self._takes = False
             if reply != []:
                 return _entry(reply)
             self.look()  # and be held back if the epoch that was known is over
@@ -197,6 +203,23 @@ class RedisStore(Store):
 
     def connect_within(self, seconds: float) -> None:
         self.connection.socket_connect_timeout = seconds
+        self._calls = self.shared_calls  # the connections of the client's pool wait for longer
+
+    def _see_server(self, connection: Any) -> None:
+        """Ask a new connection which server this is, and let no take go to another one.
+
+        The client calls this whenever it connects, also before it sends a request once more.
+        """
+        connection.send_command("INFO", "server")
+        try:
+            facts = _bytes(connection.read_response()).decode()
+        except ResponseError:
+            return  # not allowed here: only the epoch tells that locks were forgotten
+        for line in facts.splitlines():
+            if line.startswith("run_id:"):
+                self.epoch.see_server(line)
+        if self._takes:
+            self.epoch.check()
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         return _entry(self._call(self._add, [self.make_key(key)], [value, _milliseconds(lease)]))

@@ -43,8 +43,8 @@ HEADER = "singletask"
 #   yesterday: message  result SUCCESS        today: message (redelivered)   older -> runs
 #
 # Hosts that keep their clocks by NTP differ by far less than a second. If it is not certain which
-# is newer, the message runs. One is dropped wrongly only if its id was used before, and the clocks
-# differ by more than the time from the end of that use to the next message.
+# is newer, the message runs. An id may be sent again only after its earlier call has ended: a
+# result does not say to which of two calls with one id it belongs.
 
 WAITS = 1
 """``redelivered`` of a message that waits for the end of its first run."""

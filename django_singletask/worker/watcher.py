@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from django.db import connections
 
+from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.history.sweep import Sweeper, leader_key
 from django_singletask.holder import start_time
@@ -18,7 +19,9 @@ from django_singletask.locks.address import Address, lease_length
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
+from django_singletask.locks.watch import CONNECT_WITHIN
 from django_singletask.stores import CannotList, get_store
+from django_singletask.stores.epoch import epoch_of
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
@@ -42,6 +45,8 @@ RETRY = 1.0
 """Seconds until a store that was down is asked again."""
 SWEEP = 60.0
 """Seconds between two sweeps of the history."""
+LEARN = 1.0
+"""Seconds between two looks at the epoch of the cache."""
 
 
 @dataclasses.dataclass
@@ -121,6 +126,7 @@ class Watcher(threading.Thread):
                 self.look()
                 self.free()
                 self.sweep()
+                self.learn_epoch()
             except Exception:
                 logger.exception("The watch over the pool's processes failed; it goes on.")
 
@@ -133,6 +139,17 @@ class Watcher(threading.Thread):
             target=sweep, args=(self,), name="singletask-sweep", daemon=True
         )
         self.sweeper.start()
+
+    def learn_epoch(self) -> None:
+        """Ask the cache for its epoch, so that a process that is forked later inherits it.
+
+        With an old one it would wait for a second before it takes its first lock.
+        """
+        if clock.now() >= epoch_of(conf.cache).seen_at + LEARN:
+            store = get_store(conf.cache)
+            store.connect_within(CONNECT_WITHIN)
+            with suppress(Exception):  # the cache is down: whoever needs a lock reports it
+                store.look()
 
     def look(self) -> None:
         """Find the processes that are gone."""
