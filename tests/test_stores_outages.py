@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -243,6 +244,21 @@ def test_an_interrupted_request_does_not_shift_the_replies(
 
 
 TAKES = {"db_postgres": b"INSERT INTO", "db_mariadb": b"INSERT IGNORE"}
+
+
+@on_all_clients
+def test_a_server_that_was_away_is_asked_at_once(alias, server, open_store) -> None:
+    """libmemcached would ask it for nothing for two seconds, and holders would come too late."""
+    with open_store(alias, server.port) as store:
+        store.add(OTHER, A, 60)
+        server.kill()
+        for _ in range(5):
+            with pytest.raises(OUTAGE):
+                store.read(KEY)
+        server.start()
+        began = time.monotonic()
+        assert store.add(KEY, B, 60) is None
+        assert time.monotonic() - began < 1
 
 
 @on_databases

@@ -126,9 +126,6 @@ class MemcachedStore(Store):
           body:     add a ->  SIGTERM                  release b ->
           server:             a: "STORED" (unread)                   b: ...
           client:                                      b: "STORED"
-
-        After an outage libmemcached would ask the server for nothing for two seconds, and with
-        the binary protocol never again.
         """
         self.is_open = False
         try:
@@ -136,10 +133,14 @@ class MemcachedStore(Store):
         except self.not_found:
             reply = None
         except BaseException:
-            self.client.disconnect_all()
+            self.hang_up()
             raise
         self.is_open = True
         return reply
+
+    def hang_up(self) -> None:
+        """Close the connection; the next request opens another."""
+        self.client.disconnect_all()
 
     def client_key(self, cache_key: str) -> Any:
         """Return a cache key as the client wants it."""
@@ -172,6 +173,12 @@ class PyLibMCStore(MemcachedStore):
 
     def connect_within(self, seconds: float) -> None:
         self.client.behaviors["connect_timeout"] = int(seconds * 1000)
+
+    def hang_up(self) -> None:
+        # After an error libmemcached asks the server for nothing for two seconds, also if it is
+        # told to disconnect, and with the binary protocol never again. A copy asks at once.
+        super().hang_up()
+        self.client = self.client.clone()
 
     def client_key(self, cache_key: str) -> bytes:
         # From a str, gets() of pylibmc 1.6.3 makes bytes of its own and frees them before it sends
