@@ -263,3 +263,8 @@ def test_importing_the_package_imports_no_model_and_no_database_client() -> None
     assert {name for name in imported if name.endswith(".models")} == set()
     clients = {"redis", "django_redis", "pylibmc", "pymemcache", "psycopg", "MySQLdb", "sqlite3"}
     assert imported & clients == set()
+
+
+def test_no_module_is_longer_than_300_lines() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > 300} == {}

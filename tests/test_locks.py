@@ -115,6 +115,15 @@ class TestAcquireAndRelease:
         assert other.acquire()
         assert other.release()
 
+    def test_check_of_what_is_not_held_is_an_error(self):
+        lock = TaskLock("nightly")
+        with pytest.raises(LockError, match="acquire"):
+            lock.check()
+        with lock:
+            lock.check()
+        with pytest.raises(LockError, match="acquire"):
+            lock.check()
+
     def test_release_of_what_is_not_held_is_an_error(self):
         with pytest.raises(LockError, match="not held"):
             TaskLock("nightly").release()

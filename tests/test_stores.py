@@ -279,6 +279,7 @@ def test_an_entry_that_something_else_wrote_can_be_cleared(store: Store) -> None
     store.add(KEY, b"not a holder", 60)
     assert store.clear(KEY, b"not a holder", 60)
     assert store.read(KEY) is None
+    assert store.read(marker_key(KEY, b"not a holder")) is None
 
 
 # Fencing tokens

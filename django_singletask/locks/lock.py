@@ -71,7 +71,10 @@ class TaskLock(LockView):
             raise TypeError("renew=False needs a timeout: after it the lock ends under the run.")
         check_seconds("wait", wait, zero=True)
         if on_conflict not in ("raise", "skip"):
-            raise ValueError(f'on_conflict must be "raise" or "skip", not {on_conflict!r}.')
+            hint = (
+                f'on_conflict must be "raise" or "skip", not {on_conflict!r}. To wait, use wait=….'
+            )
+            raise ValueError(hint)
         self.renew = renew
         self.wait = wait
         self.on_conflict = on_conflict
@@ -121,8 +124,7 @@ class TaskLock(LockView):
 
     def take(self, wait: float = 0) -> bool:
         """Take the lock as :meth:`acquire` does, but report no conflict and reserve nothing."""
-        until = clock.now() + wait
-        pause = POLL
+        until, pause = clock.now() + wait, POLL
         while not self._take_once():
             left = until - clock.now()
             blocker = self.blocker
@@ -139,10 +141,9 @@ class TaskLock(LockView):
     def _take_once(self) -> bool:
         lease = self._new_lease()
         self.blocker, self.blocker_remaining = lease.take()
-        if self.blocker is not None:
-            return False
-        lease.address.tell("acquired", lease.holder)
-        return True
+        if self.blocker is None:
+            lease.address.tell("acquired", lease.holder)
+        return self.blocker is None
 
     def _new_lease(self) -> Lease:
         run = self.run or Run.current()
@@ -217,12 +218,11 @@ class TaskLock(LockView):
         return self.lease is not None and self.lease.lost
 
     def check(self) -> None:
-        """Raise :class:`LockLost` if :attr:`lost`; for the loops of long bodies.
+        """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired.
 
-        This costs no request, but for a forked child of the holder: the child asks the cache, at
-        most once a second.
+        For the loops of long bodies: it costs no request, but in a forked child of the holder.
         """
-        if self.lost:
+        if self._held_lease().lost:
             raise LockLost(f"{self.name} is no longer held by this run.")
 
     def extend(self, timeout: float | None = None) -> None:

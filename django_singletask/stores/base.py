@@ -191,7 +191,8 @@ class Store(ABC):
         stays even if nothing was deleted: another operator, who clears the lock at this moment,
         may rely on it. It says nothing to anybody but the holder of ``value``.
         """
-        self.add(marker_key(key, value), b"1", lease)
+        if Holder.decode(value).token:  # else something else wrote it, and no holder looks
+            self.add(marker_key(key, value), b"1", lease)
         return self.release(key, value) is Outcome.OK
 
     def _take_again(self, key: str, value: bytes, lease: float) -> Outcome:
