@@ -127,7 +127,8 @@ def kill(*pids: int) -> None:
     for pid in pids:
         note("killed", victim=pid)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself meanwhile
+            os.kill(pid, signal.SIGKILL)
 
 
 # Reading
