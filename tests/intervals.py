@@ -324,7 +324,7 @@ class Recording:
     def longest_block(self) -> float:
         """Return the longest time in seconds for which the lock of a killed process blocked."""
         killed = {hold.token: hold.killed for hold in self.holds}
-        blocks = [
+        blocks: list[float] = [
             line["at"] - killed.get(line["blocked_by"], math.inf) for line in self.of("conflict")
         ]
         return max([0.0, *blocks])
