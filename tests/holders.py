@@ -86,11 +86,13 @@ def main(alias: str, way: str) -> None:
             os.kill(pid, signal.SIGSTOP)
             time.sleep(random.uniform(0.9, 1.7) * LEASE)
             os.kill(pid, signal.SIGCONT)
-        ends = Counter(hold.ended_by for hold in intervals.Recording.here().holds)
-        if ends["killed"] > 1 and ends["its deadline"] > 1 and ends["released"] > 9:
+        holds = intervals.Recording.here().holds
+        ends = Counter(hold.ended_by for hold in holds)
+        renewed = any(hold.renewals for hold in holds)
+        if renewed and ends["killed"] > 1 and ends["its deadline"] > 1 and ends["released"] > 9:
             break
         if time.monotonic() - began > GIVE_UP:
-            sys.exit(f"Too few of some ends: {ends}")
+            sys.exit(f"Too few of some ends: {ends}, renewed: {renewed}")
     intervals.kill(*processes)
     for process in processes.values():
         process.join()

@@ -174,7 +174,7 @@ def test_lock_that_is_handed_over_waits_for_its_receiver(operator):
     [row] = rows(operator)
     assert row.startswith("nightly handed over ")
     text = clear_page(operator, holder)
-    assert "it was handed over, and waits for its receiver, which then finds it lost" in text
+    assert "it was handed over, and waits for its receiver. If you free it" in text
     assert "The run that holds it" not in text
 
 

@@ -140,7 +140,8 @@ class Delivery:
         """Drop the message if the result backend knows that its work is done, or goes on.
 
         ``marked``: only the broker says that it was delivered before, so the result must be newer
-        than the message. One that has met its first run is dropped unless the result is older.
+        than the message. A message that has met its first run is dropped, unless the result is
+        older than the message.
         """
         ignored = vars(self.request).get("ignore_result")
         if self.task.ignore_result if ignored is None else ignored:
