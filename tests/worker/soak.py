@@ -234,6 +234,10 @@ class Trace:
         """
         sent, result = self.calls[number]
         if result.id in self.received:
+            # The broker delivers it again if the worker that received it ends; there is the same gap.
+            since = self.received[result.id]["at"]
+            if any(line["at"] >= since for line in self.recording.of("worker ended")):
+                return WORKER_KILLED
             return "RECEIVED AND NOT ANSWERED"
         first_later: dict[int, float] = {}  # of each worker
         for _sent, later in self.calls[number + 1 :]:
