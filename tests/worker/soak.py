@@ -234,7 +234,7 @@ class Trace:
         """
         sent, result = self.calls[number]
         if result.id in self.received:
-            # The broker delivers it again if the worker that received it ends; there is the same gap.
+            # If the worker that received it ends, the broker delivers it again, with the same gap.
             since = self.received[result.id]["at"]
             if any(line["at"] >= since for line in self.recording.of("worker ended")):
                 return WORKER_KILLED
