@@ -24,6 +24,7 @@ import django
 
 PROCESSES = 16
 GIVE_UP = 90  # seconds
+FEW = 10  # runs
 
 fork = multiprocessing.get_context("fork")
 
@@ -106,19 +107,25 @@ def race(alias: str, way: str, state: str, rounds: int) -> dict[str, Any]:
 
 
 def turns(alias: str, seconds: float) -> dict[str, Any]:
-    """Let all take and give back one lock again and again; count the runs, and what went wrong."""
+    """Let all take and give back one lock again and again; count the runs, and what went wrong.
+
+    They go on for this time, and until some runs were made: an SQLite file on a busy disk lets few
+    of those through that want to write.
+    """
     from django_singletask.stores import Outcome, get_store
     from tests.entries import holder, key_of
 
     key = key_of(f"turns {os.getpid()}")
-    inside, last = fork.Value("i", 0), fork.Value("q", 0)
+    inside, last, total = fork.Value("i", 0), fork.Value("q", 0), fork.Value("i", 0)
 
     def work(number: int, barrier: Any) -> tuple[int, int, int]:
         store, value = get_store(alias), holder(str(number))
         runs = met = lost = 0
         barrier.wait(GIVE_UP)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while (spent := time.monotonic() - began) < seconds or (
+            total.value <= FEW and spent < GIVE_UP / 2
+        ):
             if store.add(key, value, 60) is not None:
                 continue
             with inside.get_lock():
@@ -131,6 +138,7 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
                 last.value = number or 0
             with inside.get_lock():
                 inside.value -= 1
+                total.value += 1
             lost += store.release(key, value) is not Outcome.OK
             runs += 1
         return runs, met, lost
