@@ -148,7 +148,7 @@ class Soak:
                 self.start_again(worker)
 
     def start_again(self, worker: Worker) -> None:
-        intervals.note("worker ended")
+        intervals.note("worker ended", victim=worker.process.pid)
         worker.start(ready=False)
 
     def wait_for_answers(self) -> None:
@@ -224,7 +224,7 @@ class Trace:
         return self.why_failed(self.failed.get(result.id, self.received[result.id]))
 
     def why_unanswered(self, number: int) -> str:
-        """Say what lost a message that no worker received.
+        """Say what lost a message.
 
         Redis gives a message to the client that waits for it, and forgets it; then kombu records it
         as not acknowledged. While all processes of a worker are busy, kombu does not even read what
@@ -235,10 +235,10 @@ class Trace:
         sent, result = self.calls[number]
         if result.id in self.received:
             # If the worker that received it ends, the broker delivers it again, with the same gap.
-            since = self.received[result.id]["at"]
-            if any(line["at"] >= since for line in self.recording.of("worker ended")):
-                return WORKER_KILLED
-            return "RECEIVED AND NOT ANSWERED"
+            lines = self.recording.of("received")
+            last = max((line for line in lines if line["task_id"] == result.id), key=at)
+            ended = [line["victim"] for line in self.recording.of("worker ended")]
+            return WORKER_KILLED if last["pid"] in ended else "RECEIVED AND NOT ANSWERED"
         first_later: dict[int, float] = {}  # of each worker
         for _sent, later in self.calls[number + 1 :]:
             if len(first_later) < self.workers and later.id in self.received:
@@ -247,17 +247,18 @@ class Trace:
         until = clock.now()
         if len(first_later) == self.workers:
             until = max(first_later.values())
-        ends = (line["at"] for line in self.recording.of("worker ended"))
-        if any(sent - DELAY <= at <= until + DELAY for at in ends):
+        ends = map(at, self.recording.of("worker ended"))
+        if any(sent - DELAY <= end <= until + DELAY for end in ends):
             return WORKER_KILLED
         return BROKER_KILLED if self.was_down("broker", sent, until) else "LOST WITHOUT A REASON"
 
     def why_failed(self, failed: Line) -> str:
         if self.was_down("store", failed["at"] - STORE_CLIENT, failed["at"]):
             return STORE_DOWN
-        replies = [line["at"] for line in self.recording.lines if is_reply(line, failed["pid"])]
+        lines = self.recording.lines
+        replies = [line["at"] for line in lines if is_reply(line, failed["pid"])]
         for outage in self.recording.of("store down"):
-            if not any(outage["since"] < at < failed["at"] for at in replies):
+            if not any(outage["since"] < reply < failed["at"] for reply in replies):
                 return OLD_CONNECTION
         return "FAILED WITHOUT A REASON"
 
@@ -265,6 +266,10 @@ class Trace:
         """Say whether a server was down at some time of a period."""
         outages = self.recording.of(f"{server} down")
         return any(line["since"] <= end and start <= line["at"] for line in outages)
+
+
+def at(line: Line) -> float:
+    return line["at"]
 
 
 def is_reply(line: Line, pid: int) -> bool:
