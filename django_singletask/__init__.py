@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from django_singletask.exceptions import DuplicateTask, LockConflict, LockError, LockLost
+from django_singletask.exceptions import (
+    DuplicateTask,
+    LockConflict,
+    LockError,
+    LockLost,
+    LockUnavailable,
+)
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.only_one import only_one
 from django_singletask.task.base import SingletonTask
@@ -12,6 +18,7 @@ __all__ = [
     "LockConflict",
     "LockError",
     "LockLost",
+    "LockUnavailable",
     "SingletonTask",
     "TaskLock",
     "current_lock",

@@ -8,7 +8,15 @@ from celery.exceptions import Ignore
 
 from django_singletask.holder import Holder
 
-__all__ = ["Dropped", "DuplicateTask", "LockConflict", "LockError", "LockLost", "Postponed"]
+__all__ = [
+    "Dropped",
+    "DuplicateTask",
+    "LockConflict",
+    "LockError",
+    "LockLost",
+    "LockUnavailable",
+    "Postponed",
+]
 
 
 class LockError(Exception):
@@ -55,6 +63,10 @@ class LockLost(LockError):
 
     Or somebody else took it after the cache had forgotten it.
     """
+
+
+class LockUnavailable(LockError):
+    """The cache cannot be asked; the error of its client is the cause (``__cause__``)."""
 
 
 class DuplicateTask(LockError):

@@ -432,7 +432,7 @@ def test_an_unknown_policy_is_refused(check_task):
 
 @pytest.mark.parametrize(
     ("option", "choices"),
-    [("unique_until", "None, start, finish"), ("on_duplicate", "return, raise")],
+    [("unique_until", "None, start, finish, expiry"), ("on_duplicate", "return, raise, replace")],
 )
 def test_an_unknown_choice_is_refused(check_task, option, choices):
     message = only(check_task(**{option: "never"}), "E012")

@@ -26,6 +26,7 @@ PUBLIC = {
         "LockConflict",
         "LockError",
         "LockLost",
+        "LockUnavailable",
         "SingletonTask",
         "TaskLock",
         "current_lock",

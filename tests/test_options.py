@@ -35,12 +35,18 @@ class Wrong(NamedTuple):
 
 
 NAN, MONTH = float("nan"), 30 * 24 * 60 * 60
-LEAST = {"lock_timeout": "a positive", "lock_wait": "0 or a positive", "unique_for": "a positive"}
-TOO_SMALL = {"lock_timeout": 0, "lock_wait": -1, "unique_for": 0}
+LEAST = {
+    "lock_timeout": "a positive",
+    "lock_wait": "0 or a positive",
+    "lock_at_least": "0 or a positive",
+    "unique_for": "a positive",
+}
+TOO_SMALL = {"lock_timeout": 0, "lock_wait": -1, "lock_at_least": -1, "unique_for": 0}
 CHOICES = {
     "on_conflict": "skip, raise, wait, requeue, rerun",
-    "unique_until": "None, start, finish",
-    "on_duplicate": "return, raise",
+    "unique_until": "None, start, finish, expiry",
+    "on_duplicate": "return, raise, replace",
+    "on_outage": "raise, run, skip",
     "lock_renew": "True, False",
     "lock_history": "True, False",
 }
@@ -237,7 +243,11 @@ def test_good_options_are_accepted_everywhere(define):
         "lock_on": ["a"],
         "on_conflict": "wait",
         "lock_wait": 0.5,
-        "skip_result": object,
+        "lock_at_least": 0,
+        "lock_slots": 1,
+        "on_skip": None,
+        "on_outage": "raise",
+        "skip_result": None,
         "unique_until": None,
         "unique_for": MONTH,
         "on_duplicate": "raise",
@@ -312,7 +322,7 @@ class TestHeader:
 def test_options_of_a_newer_version_are_ignored_by_the_worker():
     header = Header("id", NAME, overrides={"lock_wait": 3})
     headers = header.into({})
-    headers[HEADER]["options"] = {**headers[HEADER]["options"], "lock_slots": 2}
+    headers[HEADER]["options"] = {**headers[HEADER]["options"], "lock_from_2030": 2}
     assert Header.of(headers, "id", NAME) == header
 
 

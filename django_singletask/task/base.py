@@ -64,6 +64,10 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     lock_name: Any = None
     on_conflict: str = "skip"
     lock_wait: float = 0
+    lock_at_least: float = 0
+    lock_slots: int = 1
+    on_skip: Any = None
+    on_outage: str = "raise"
     skip_result: Any = None
     unique_until: str | None = None
     unique_for: float = 3600

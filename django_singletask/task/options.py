@@ -19,12 +19,13 @@ POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "on_conflict": POLICIES,
-    "unique_until": (None, "start", "finish"),
-    "on_duplicate": ("return", "raise"),
+    "on_outage": ("raise", "run", "skip"),
+    "unique_until": (None, "start", "finish", "expiry"),
+    "on_duplicate": ("return", "raise", "replace"),
     "lock_renew": (True, False),
     "lock_history": (True, False),
 }
-SECONDS = {"lock_timeout": False, "lock_wait": True, "unique_for": False}
+SECONDS = {"lock_timeout": False, "lock_wait": True, "lock_at_least": True, "unique_for": False}
 """Options in seconds, and whether each can be 0."""
 
 CHECKS = {
@@ -65,6 +66,10 @@ class LockOptions:
     lock_name: str | Callable[..., str] | None = None
     on_conflict: str = "skip"
     lock_wait: float = 0
+    lock_at_least: float = 0
+    lock_slots: int = 1
+    on_skip: Callable[..., Any] | None = None
+    on_outage: str = "raise"
     skip_result: Any = None
     unique_until: str | None = None
     unique_for: float = 3600
