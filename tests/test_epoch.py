@@ -15,7 +15,7 @@ from django.core.cache import caches
 
 from django_singletask import TaskLock
 from django_singletask.stores import epoch, get_store
-from django_singletask.stores.base import EPOCH
+from django_singletask.stores.epoch import EPOCH
 from tests.entries import holder, key_of
 from tests.servers import Memcached, Redis, ask
 

@@ -40,8 +40,6 @@ LOSS = st.sampled_from([None, None, None, "request", "reply"])
 class SimulatedStore:
     """A store that keeps its promises, behind a network that delays and loses messages."""
 
-    forgets = False  # the epoch is no part of this model
-
     def __init__(self, world: World) -> None:
         self.world = world
         self.entries: dict[str, tuple[bytes, float]] = {}
@@ -71,8 +69,6 @@ class SimulatedStore:
             return Entry(there, self.entries[key][1] - self.world.now)
 
         return self.over_the_network(act)
-
-    take = add
 
     def release(self, key, value):
         def act():

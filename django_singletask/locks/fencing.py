@@ -21,6 +21,7 @@ def fencing_token(lease: Lease) -> int:
     with renewal.keeper().renewing:
         trusted = not (lease.lost or lease.retaken)
         if trusted and lease.fence is None:
+            # This raises NotImplementedError on memcached, which forgets counters.
             lease.fence = get_store(lease.cache).fence(lease.key, lease.value)
     if trusted and lease.fence is not None:
         return lease.fence

@@ -10,7 +10,7 @@ from django_singletask.exceptions import LockError
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
 from django_singletask.locks.holding import Holding, margin
-from django_singletask.stores import Forgotten, Outcome, get_store
+from django_singletask.stores import ForgetfulStore, Forgotten, Outcome, get_store
 
 __all__ = ["Lease"]
 
@@ -42,9 +42,11 @@ class Lease(Holding):
         request may have taken.
         """
         store = get_store(self.cache)
-        # The entry of a queued call protects nothing that runs: it need not wait for holders.
-        add = store.take if self.holder.pid else store.add
-        self.watched = store.forgets
+        add = store.add
+        if isinstance(store, ForgetfulStore):
+            self.watched = True
+            # The entry of a queued call protects nothing that runs: it need not wait for holders.
+            add = store.take if self.holder.pid else store.add
         freed = late = held_back = 0
         try:
             while True:
@@ -90,7 +92,7 @@ class Lease(Holding):
         sent = clock.now()
         try:
             store = get_store(self.cache)
-            self.watched = store.forgets
+            self.watched = isinstance(store, ForgetfulStore)
             if not store.replace(self.key, value, self.value, self.length):
                 return False
             if self.begin(sent):

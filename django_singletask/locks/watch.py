@@ -8,17 +8,15 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from django_singletask import clock
-from django_singletask.stores import Outcome, get_store
+from django_singletask.stores import Outcome, look_at_epoch
 from django_singletask.stores.epoch import LOOK, epoch_of
 
-__all__ = ["CONNECT_WITHIN", "Renewable", "Watch"]
+__all__ = ["Renewable", "Watch"]
 
 logger = logging.getLogger("django_singletask")
 
 LOOK_AGAIN = 0.2
 """Seconds until a cache that does not answer is asked for its epoch again."""
-CONNECT_WITHIN = 0.4
-"""Seconds for which that question waits for a connection."""
 
 
 class Renewable(Protocol):
@@ -74,9 +72,7 @@ class Watch:
         same. So the locks are renewed after each outage.
         """
         try:
-            store = get_store(self.cache)
-            store.connect_within(CONNECT_WITHIN)
-            store.look()
+            look_at_epoch(self.cache)
         except Exception as error:
             self.look_at = clock.now() + LOOK_AGAIN
             if not self.was_down:  # logged once an outage

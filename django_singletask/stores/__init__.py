@@ -15,17 +15,19 @@ from django.core.signals import setting_changed
 
 from django_singletask.conf import conf
 from django_singletask.stores.base import CannotList, Entry, Outcome, Store
-from django_singletask.stores.epoch import Forgotten, epoch_of
+from django_singletask.stores.epoch import CONNECT_WITHIN, ForgetfulStore, Forgotten, epoch_of
 
 __all__ = [
     "CannotList",
     "Entry",
+    "ForgetfulStore",
     "Forgotten",
     "Outcome",
     "Store",
     "close_stores",
     "get_store",
     "is_a",
+    "look_at_epoch",
     "open_cache",
     "open_with",
     "refusal",
@@ -166,9 +168,18 @@ def get_store(alias: str) -> Store:
     store = stores.get(alias)
     if store is None:
         store = stores[alias] = _opener(alias)
-        store.epoch = epoch_of(alias)
+        if isinstance(store, ForgetfulStore):
+            store.epoch = epoch_of(alias)
         _open_stores.add(store)
     return store
+
+
+def look_at_epoch(alias: str) -> None:
+    """Ask a cache that can forget its locks for its epoch, in a thread of the background."""
+    store = get_store(alias)
+    if isinstance(store, ForgetfulStore):
+        store.connect_within(CONNECT_WITHIN)
+        store.look()
 
 
 def close_stores() -> None:

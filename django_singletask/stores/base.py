@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,10 +11,8 @@ from typing import Any, NamedTuple
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask.holder import Holder
-from django_singletask.stores.epoch import Epoch
 
 __all__ = [
-    "EPOCH",
     "FENCE",
     "LONGEST_KEY",
     "PREFIX",
@@ -38,8 +35,6 @@ FENCE = f"{PREFIX}@fence"
 # memcached takes keys of 250 bytes. The column of DatabaseCache takes 255 characters, and MySQL's
 # INSERT IGNORE would cut a longer key.
 MAX_KEY = 250
-EPOCH = f"{PREFIX}@epoch"
-"""The key of the epoch; see :mod:`django_singletask.stores.epoch`."""
 LONGEST_KEY = f"{PREFIX}{'x' * 100}:{'0' * 32}{MARKER}{'0' * 32}"
 """The longest key that the package asks a store for: that of a marker."""
 TRIES = 10
@@ -83,12 +78,8 @@ class Store(ABC):
     place = ""
     """Where the entries are, for people, if the settings of the cache do not name a server."""
 
-    forgets = False
-    """Whether the cache can lose all entries while locks are held: it has an epoch then."""
-
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.epoch = Epoch("")  # get_store() sets that of the alias
         excess = len(cache.make_key(LONGEST_KEY).encode()) - MAX_KEY
         if excess > 0:
             raise ImproperlyConfigured(
@@ -109,40 +100,6 @@ class Store(ABC):
         request twice. So if the entry in the way has the caller's own bytes, the first request
         took the lock.
         """
-
-    def take(self, key: str, value: bytes, lease: float) -> Entry | None:
-        """Take the lock as :meth:`add` does, if the cache has not just forgotten its locks.
-
-        Raises :class:`~django_singletask.stores.epoch.Forgotten` while holders may still have to
-        take their locks again.
-        """
-        if self.epoch.is_due():
-            self.look()
-        self.epoch.check()
-        return self.add(key, value, lease)
-
-    def look(self) -> None:
-        """Ask a cache that can forget for its epoch, which is added if there is none."""
-        if not self.forgets:
-            return None
-        for _ in range(TRIES):
-            value = self.read_epoch()
-            if value is not None:
-                return self.epoch.see(value)
-            # Of many processes that find none, one adds its own. All read that.
-            self.add_epoch(os.urandom(16).hex().encode())
-        raise RuntimeError(f"The cache does not keep its entry {self.make_key(EPOCH)}.")
-
-    def read_epoch(self) -> bytes | None:
-        """Return the epoch that the cache has now."""
-        raise NotImplementedError
-
-    def add_epoch(self, value: bytes) -> None:
-        """Add the epoch, without a lease, if there is none."""
-        raise NotImplementedError
-
-    def connect_within(self, seconds: float) -> None:  # noqa: B027 - only some have connections
-        """Let an attempt to connect fail after so many seconds at the latest."""
 
     @abstractmethod
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:

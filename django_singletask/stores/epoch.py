@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+from abc import abstractmethod
+from typing import Any
 
 from django_singletask import clock
 from django_singletask.conf import is_test
+from django_singletask.stores.base import PREFIX, TRIES, Entry, Store
 
-__all__ = ["LOOK", "Epoch", "Forgotten", "epoch_of"]
+__all__ = ["CONNECT_WITHIN", "EPOCH", "LOOK", "Epoch", "ForgetfulStore", "Forgotten", "epoch_of"]
 
 logger = logging.getLogger("django_singletask")
 
+EPOCH = f"{PREFIX}@epoch"
+"""The key of the epoch."""
 LOOK = 0.4
 """Seconds between two looks of a process that holds locks."""
 TAKER_LOOK = 0.05
 """Seconds after which a process that takes locks in memcached looks again."""
+CONNECT_WITHIN = 0.4
+"""Seconds for which a look in the background waits for a connection."""
 HOLD_BACK = 1.0
 """Seconds for which a process takes no lock in a cache that has forgotten all locks."""
 
@@ -102,3 +110,36 @@ _epochs: dict[str, Epoch] = {}
 def epoch_of(alias: str) -> Epoch:
     """Return what this process knows of the epoch of a cache."""
     return _epochs.setdefault(alias, Epoch(alias))
+
+
+class ForgetfulStore(Store):
+    """A store whose cache can lose all entries while locks are held."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        self.epoch = Epoch("")  # get_store() sets that of the alias
+
+    @abstractmethod
+    def take(self, key: str, value: bytes, lease: float) -> Entry | None:
+        """Take the lock as :meth:`add` does, if the cache has not just forgotten its locks.
+
+        Raises :class:`Forgotten` while holders may still have to take their locks again.
+        """
+
+    @abstractmethod
+    def add_epoch(self, value: bytes) -> None:
+        """Add the epoch, without a lease, if there is none."""
+
+    @abstractmethod
+    def connect_within(self, seconds: float) -> None:
+        """Let an attempt to connect fail after so many seconds at the latest."""
+
+    def look(self) -> None:
+        """Ask the cache for its epoch, which is added if there is none."""
+        for _ in range(TRIES):
+            entry = self.read(EPOCH)
+            if entry is not None:
+                return self.epoch.see(entry.value)
+            # Of many processes that find none, one adds its own. All read that.
+            self.add_epoch(os.urandom(16).hex().encode())
+        raise RuntimeError(f"The cache does not keep its entry {self.make_key(EPOCH)}.")

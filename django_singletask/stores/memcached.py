@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from django_singletask.stores.base import EPOCH, TRIES, Entry, Outcome, Store
+from django_singletask.stores.base import TRIES, Entry, Outcome
+from django_singletask.stores.epoch import EPOCH, ForgetfulStore
 
 __all__ = ["PyLibMCStore", "PyMemcacheStore"]
 
@@ -24,7 +25,7 @@ def _expiry(lease: float) -> int:
     return min(math.ceil(lease) + 1, PAST - 1)
 
 
-class MemcachedStore(Store):
+class MemcachedStore(ForgetfulStore):
     """Look at an entry with ``gets``, change it with ``cas``.
 
     memcached cannot compare and delete, but it can compare and set an expiry in the past:
@@ -35,7 +36,6 @@ class MemcachedStore(Store):
     """
 
     family = "memcached"
-    forgets = True
 
     client: Any
     not_found: Any = ()
@@ -59,6 +59,12 @@ class MemcachedStore(Store):
                 return Entry(present, None)
             # The lock was released between the two requests: try again.
         return Entry(b"", None)
+
+    def take(self, key: str, value: bytes, lease: float) -> Entry | None:
+        if self.epoch.is_due():
+            self.look()
+        self.epoch.check()
+        return self.add(key, value, lease)
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         cache_key = self.make_key(key)
@@ -84,10 +90,6 @@ class MemcachedStore(Store):
             "later holder would get a smaller number. Keep the locks that need one in Redis or in "
             "a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
         )
-
-    def read_epoch(self) -> bytes | None:
-        value, _cas = self._look_up(self.make_key(EPOCH))
-        return value
 
     def add_epoch(self, value: bytes) -> None:
         self._send(self.client.add, self.make_key(EPOCH), value, 0)

@@ -8,7 +8,8 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError, TimeoutError
 
-from django_singletask.stores.base import EPOCH, FENCE, Entry, Outcome, Store
+from django_singletask.stores.base import FENCE, Entry, Outcome
+from django_singletask.stores.epoch import EPOCH, ForgetfulStore
 
 __all__ = ["ADD", "CHANGE", "IDLE", "READ", "DjangoRedisStore", "RedisStore"]
 
@@ -82,7 +83,7 @@ def _entry(reply: Any) -> Entry | None:
     return Entry(_bytes(value), milliseconds / 1000 if milliseconds >= 0 else None)
 
 
-class RedisStore(Store):
+class RedisStore(ForgetfulStore):
     """Run one script for each request, on the primary, with a client that is kept.
 
     Django's RedisCache makes a client object for each call and reads from replicas, which lag: a
@@ -91,7 +92,6 @@ class RedisStore(Store):
     """
 
     family = "redis"
-    forgets = True
 
     shared_calls = 0
     """Calls through the client's pool before the store opens a connection of its own."""
@@ -193,10 +193,6 @@ class RedisStore(Store):
             if reply != []:
                 return _entry(reply)
             self.look()  # and be held back if the epoch that was known is over
-
-    def read_epoch(self) -> bytes | None:
-        entry = self.read(EPOCH)
-        return None if entry is None else entry.value
 
     def add_epoch(self, value: bytes) -> None:
         self.client.set(self.epoch_key, value, nx=True)

@@ -22,9 +22,8 @@ from django.db import router
 from django_singletask.checks import run
 from django_singletask.conf import conf
 from django_singletask.history.recorder import flush
-from django_singletask.locks.watch import CONNECT_WITHIN
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import close_stores, get_store
+from django_singletask.stores import close_stores, look_at_epoch
 from django_singletask.worker.tokens import free_revoked, free_unreadable, hand_out_token
 from django_singletask.worker.watcher import watch
 
@@ -78,10 +77,8 @@ def load(**kwargs: Any) -> None:
       hub:                                     forks the next process
       next process:                                      imports the store: waits
     """
-    store = get_store(conf.cache)
-    store.connect_within(CONNECT_WITHIN)
     with suppress(Exception):
-        store.look()
+        look_at_epoch(conf.cache)
     close_stores()
     router.db_for_write(TaskLockEvent)
 

@@ -19,8 +19,7 @@ from django_singletask.locks.address import Address, lease_length
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
-from django_singletask.locks.watch import CONNECT_WITHIN
-from django_singletask.stores import CannotList, get_store
+from django_singletask.stores import CannotList, get_store, look_at_epoch
 from django_singletask.stores.epoch import epoch_of
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
@@ -146,10 +145,8 @@ class Watcher(threading.Thread):
         With an old one it would wait for a second before it takes its first lock.
         """
         if clock.now() >= epoch_of(conf.cache).seen_at + LEARN:
-            store = get_store(conf.cache)
-            store.connect_within(CONNECT_WITHIN)
             with suppress(Exception):  # the cache is down: whoever needs a lock reports it
-                store.look()
+                look_at_epoch(conf.cache)
 
     def look(self) -> None:
         """Find the processes that are gone."""
