@@ -1,0 +1,117 @@
+"""What the holder of a lock may do with it, and what it knows of it."""
+
+from __future__ import annotations
+
+from django_singletask.conf import check_seconds
+from django_singletask.exceptions import LockError, LockLost
+from django_singletask.locks.fencing import fencing_token
+from django_singletask.locks.handover import hand_over
+from django_singletask.locks.keys import LockKey
+from django_singletask.locks.lease import Lease
+from django_singletask.locks.run import Run
+from django_singletask.locks.use import Use
+from django_singletask.locks.view import LockView
+
+__all__ = ["HeldLock"]
+
+
+class HeldLock(LockView):
+    """A lock that this object may hold."""
+
+    def __init__(
+        self,
+        name: str | LockKey,
+        *,
+        timeout: float | None = None,
+        cache: str | None = None,
+        run: Run | None = None,
+    ) -> None:
+        super().__init__(name, timeout=timeout, cache=cache, run=run)
+        self.lease: Lease | None = None  # the last acquisition; lease.held says whether it lasts
+        self._use = Use(self.name)
+
+    def __repr__(self) -> str:
+        state = f"held, token {self.token}" if self.token else "not held"
+        return f"<TaskLock {self.name} ({state})>"
+
+    def __bool__(self) -> bool:
+        return self.lease is not None and self.lease.held
+
+    @property
+    def token(self) -> str | None:
+        """The token of the acquisition; None if the lock is not held by this object."""
+        return self.lease.token if self.lease is not None and self.lease.held else None
+
+    def release(self) -> bool:
+        """Give the lock back; say whether it still was this object's own to give.
+
+        Any thread may do it. Raises :class:`LockError` if it was not acquired, and the errors of
+        the cache's client: then the lease frees it.
+        """
+        lease = self._held_lease()
+        try:
+            return lease.release("returned")
+        finally:
+            self._use.end()
+
+    def hand_over(self, *, for_: float) -> str:
+        """Leave the lock to another process, and return the handle with which it receives the lock.
+
+        From then on the lock belongs to no process and is not renewed: it ends after ``for_``
+        seconds, unless :meth:`receive` takes it before. This object holds it no more, so the end
+        of its ``with`` block frees nothing. The handle is a string that any serializer takes.
+
+        Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` if it is gone,
+        and the errors of the cache's client; then nobody can receive the lock, and it is freed.
+        """
+        try:
+            return hand_over(self._held_lease(), for_)
+        finally:
+            if not self:
+                self._use.end()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lock was acquired here and can no longer be trusted; costs no request."""
+        return self.lease is not None and self.lease.lost
+
+    def check(self) -> None:
+        """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired.
+
+        For the loops of long bodies: it costs no request, but in a forked child of the holder.
+        """
+        if self._held_lease().lost:
+            raise LockLost(f"{self.name} is no longer held by this run.")
+
+    def extend(self, timeout: float | None = None) -> None:
+        """Let the lease end ``timeout`` seconds from now (default: its own length).
+
+        A lease that is renewed has that length from now on. Raises :class:`LockLost` if the lock is
+        lost, :class:`LockError` if it was not acquired or is that of the process which forked this
+        one, and the errors of the cache's client.
+        """
+        lease = self._held_lease()
+        lease.extend(lease.length if timeout is None else check_seconds("timeout", timeout))
+        self.check()
+
+    def fencing_token(self) -> int:
+        """Return a number greater than that of every earlier holder, below ``2**63``.
+
+        It stays the same until the release; the first call is a request. Fetch it before the data
+        is read, and write only where the data's own number is smaller: then the write of a run
+        that woke up after its lease is refused. The idea is Martin Kleppmann's.
+
+        Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` once it was lost
+        or retaken, ``NotImplementedError`` on memcached, and the errors of the cache's client.
+        """
+        return fencing_token(self._held_lease())
+
+    def owned(self) -> bool:
+        """Ask the cache whether this object holds the lock."""
+        entry, lease = self.address.read(), self.lease
+        return bool(self and lease and entry and entry.value == lease.value)
+
+    def _held_lease(self) -> Lease:
+        if self.lease is None or not self.lease.held:
+            raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
+        return self.lease
