@@ -18,7 +18,7 @@ from redis.retry import Retry
 
 from django_singletask import TaskLock, stores
 from django_singletask.stores import Outcome, Store, get_store
-from django_singletask.stores.redis import ADD, CHANGE, READ
+from django_singletask.stores.scripts import ADD, CHANGE, READ
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import Redis

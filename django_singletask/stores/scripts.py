@@ -1,0 +1,52 @@
+"""The scripts that a Redis or Valkey server runs, one for each request of the store."""
+
+from __future__ import annotations
+
+__all__ = ["ADD", "CHANGE", "FENCE_SCRIPT", "READ", "TAKE"]
+
+# The server runs a script alone, so nothing happens between its look and its change:
+#
+#   holder A: GET -> mine            (its lease ends here, B takes the lock)
+#   holder A: DEL                    frees B's lock: impossible inside a script
+ADD = """
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return false end
+return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
+"""
+# A process takes a lock only in the epoch that it knows. It learns of another one in the same trip,
+# so no take comes between.
+TAKE = f"""
+if redis.call('GET', KEYS[2]) ~= ARGV[3] then return {{}} end
+{ADD}
+"""
+CHANGE = """
+local old, lease, new = ARGV[1], ARGV[2], ARGV[3] or ARGV[1]
+local value = redis.call('GET', KEYS[1])
+if value ~= old and value ~= new then return value and -1 or 0 end
+if lease then
+    redis.call('SET', KEYS[1], new, 'PX', lease)
+else
+    redis.call('DEL', KEYS[1])
+end
+return 1
+"""
+READ = """
+local entries = {}
+local get = ARGV[1] == 'what can be read' and redis.pcall or redis.call
+for i, key in ipairs(KEYS) do
+    local value = get('GET', key)
+    entries[i] = type(value) == 'string' and {value, redis.call('PTTL', key)}
+end
+return entries
+"""
+# Lua's numbers are exact up to 2**53, and it prints 14 digits of them. So the server itself raises
+# the counter and returns it as text. It has no expiry: there is one in a cache, and no policy that
+# evicts only entries with an expiry takes it.
+FENCE_SCRIPT = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+if redis.call('INCR', KEYS[2]) < now then
+    redis.call('SET', KEYS[2], string.format('%.0f', now))
+end
+return redis.call('GET', KEYS[2])
+"""
