@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -179,6 +181,30 @@ def test_memcached_that_never_evicts_is_unfit(settings, alias):
     ):
         findings = [*look_at(store)]
     assert texts(findings, "unfit").startswith(f"{server.address} was started with -M")
+
+
+class MemcachedAtASocket(MemcachedThatNeverEvicts):
+    def command(self, folder):
+        return [*super().command(folder), "-s", self.path]
+
+    @property
+    def path(self):
+        return str(self.folder / "socket")
+
+    def answers(self):
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.path)
+            return True
+        return False
+
+
+def test_memcached_at_a_socket_that_never_evicts_is_unfit(settings):
+    with (
+        MemcachedAtASocket() as server,
+        private_store(settings, "pylibmc", f"unix:{server.path}") as store,
+    ):
+        findings = [*look_at(store)]
+        assert texts(findings, "unfit").startswith(f"{server.path} was started with -M")
 
 
 def test_memcached_that_has_evicted_is_a_warning(monkeypatch):

@@ -129,8 +129,10 @@ def _stats(client: Any) -> Iterator[tuple[str, dict[str, str]]]:
     if hasattr(client, "get_stats"):  # pylibmc
         for server, stats in client.get_stats():
             texts = _texts(stats)
-            # libmemcached makes such numbers up for a server that does not answer.
-            yield _text(server).partition(" ")[0], texts if texts.get("pid") != "-1" else {}
+            # libmemcached calls the socket /x "/x:0 (0)", and makes numbers up for a server that
+            # does not answer.
+            name = _text(server).partition(" ")[0].removesuffix(":0")
+            yield name, texts if texts.get("pid") != "-1" else {}
     else:
         for server, each in client.clients.items():
             yield str(server), _texts(each.stats())
