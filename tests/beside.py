@@ -3,8 +3,8 @@
     python -m tests.beside <alias> <seconds> [<fault>]
 
 It prints "held" when all have met, and in the end, as JSON, how many runs went beside the holder
-and what the holder knew. With a fault it is broken on purpose: "nobody is held back" or
-"nobody looks".
+and what the holder knew. With a fault it is broken on purpose: "nobody is held back",
+"nobody looks" or "nobody asks which server answers".
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ RUN = 0.5  # seconds
 def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
     """Let one process hold the lock for some seconds while others want it."""
     from django_singletask import TaskLock
+    from django_singletask.locks import watch
     from django_singletask.locks.watch import Watch
     from django_singletask.stores.epoch import Epoch
 
@@ -35,6 +36,9 @@ def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
         Epoch.check = lambda epoch: None
     if fault == "nobody looks":
         Watch.forgotten = lambda watch: False
+    if fault == "nobody asks which server answers":
+        Epoch.see_server = lambda epoch, server: None
+        watch.LOOK_AGAIN = seconds  # else the holder may be the first to reach the server
     ended = fork.Event()
 
     def work(number: int, barrier: Any) -> tuple[Any, ...]:

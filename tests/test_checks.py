@@ -523,7 +523,7 @@ def sqlite_options(settings, monkeypatch):
     return options
 
 
-@pytest.mark.parametrize("mode", [{}, {"transaction_mode": "deferred"}])
+@pytest.mark.parametrize("mode", [{}, {"transaction_mode": None}, {"transaction_mode": "deferred"}])
 def test_an_sqlite_file_whose_writers_fail_gives_a_warning(sqlite_options, mode):
     sqlite_options.update(mode)
     message = only(checks.check_settings(), "W010")

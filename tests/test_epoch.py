@@ -14,7 +14,8 @@ import pytest
 from django.core.cache import caches
 
 from django_singletask import TaskLock
-from django_singletask.stores import epoch, get_store
+from django_singletask.stores import Forgotten, epoch, get_store
+from django_singletask.stores.base import TRIES
 from django_singletask.stores.epoch import EPOCH
 from tests.entries import holder, key_of
 from tests.servers import Memcached, Redis, ask
@@ -80,6 +81,12 @@ def test_control_without_it_others_run_beside_the_holder(fault):
     assert beside("redis", "restart", fault, seconds=4)["beside"] > 0
 
 
+@pytest.mark.race
+def test_control_if_nobody_asks_which_server_answers_others_run_beside_the_holder():
+    fault = "nobody asks which server answers"
+    assert beside("redis", "restart with an old snapshot", fault)["beside"] > 0
+
+
 @pytest.fixture
 def outside_of_tests(monkeypatch, cache_alias):
     get_store(cache_alias).look()  # an earlier test has left another epoch
@@ -130,6 +137,29 @@ def test_tests_that_empty_their_cache_are_not_held_back(cache_alias, caplog):
         assert seconds_to_take(name) < 0.9
         forget(cache_alias)
     assert "have forgotten" not in caplog.text
+
+
+@pytest.mark.django_db
+def test_a_cache_that_is_emptied_all_the_time_lets_a_take_wait_three_times(on_redis, monkeypatch):
+    waits = []
+
+    def forget(*arguments):
+        waits.append(arguments)
+        raise Forgotten(0)
+
+    monkeypatch.setattr(get_store("redis"), "take", forget)
+    with TaskLock("nightly") as lock:
+        assert lock.owned()
+    assert len(waits) == 3
+
+
+def test_a_cache_that_does_not_keep_the_epoch_is_an_error(on_redis, monkeypatch):
+    """It is full and evicts nothing, for example: nobody asks it for ever."""
+    store, added = get_store("redis"), []
+    monkeypatch.setattr(store, "add_epoch", added.append)
+    with pytest.raises(RuntimeError, match="does not keep its entry redis:1:singletask:@epoch"):
+        store.look()
+    assert len(added) == TRIES
 
 
 @on_each_client

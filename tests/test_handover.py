@@ -287,6 +287,17 @@ class TestHistory:
             ]
         assert self.rows()[2] == ("acquired", "released", "returned", "")
 
+    def test_a_row_is_closed_although_the_cache_did_not_answer(self, monkeypatch):
+        def fail(*arguments: Any) -> Outcome:
+            raise ConnectionError("down")
+
+        with TaskLock("nightly") as lock, monkeypatch.context() as patch:
+            patch.setattr(get_store("redis"), "change", fail)
+            with pytest.raises(ConnectionError):
+                lock.hand_over(for_=60)
+        why = "not handed over: ConnectionError: down"
+        assert self.rows() == [("acquired", "released", "", why)]
+
 
 class TestOperators:
     def test_list_says_that_it_is_handed_over(self):

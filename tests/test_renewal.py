@@ -14,11 +14,13 @@ import types
 import pytest
 from django.core.cache import caches
 
-from django_singletask import TaskLock, clock
+from django_singletask import LockLost, TaskLock, clock
 from django_singletask.locks import renewal
 from django_singletask.locks.debts import Debt, Debts
 from django_singletask.locks.run import Run
+from django_singletask.signals import lock_event
 from django_singletask.stores import get_store
+from tests.entries import holder
 
 pytestmark = pytest.mark.django_db
 
@@ -130,6 +132,26 @@ class TestEpoch:
         take()
         assert looks(1.1, fail) == pytest.approx([0.4, 0.6, 0.8, 1.0], abs=0.05)
 
+    def test_a_fixed_lease_that_has_ended_causes_no_look(self, looks, take):
+        take(timeout=1, renew=False)
+        assert looks(3) == pytest.approx([0.4, 0.8], abs=0.05)
+
+    def test_after_an_outage_all_leases_are_renewed(self, looks, take):
+        """The server may have come back with an old snapshot, in which the epoch is the same."""
+
+        def fail():
+            raise ConnectionError
+
+        lock = take()
+        looks(0.5, fail)
+        store = get_store("redis")
+        store.release(lock.key, lock.lease.value)
+        looks(0.7)
+        assert lock.lease.retaken == 1
+        renewed_at = lock.lease.renewed_at
+        looks(2)
+        assert lock.lease.renewed_at == renewed_at
+
     def test_another_epoch_renews_all_leases_at_once(self, keeper, take, empty_cache, looks):
         locks = [take(f"lock {number}") for number in range(3)]
         caches["redis"].clear()
@@ -156,6 +178,55 @@ class TestEpoch:
         assert not lock.lease.retaken
         looks(0.9)
         assert lock.lease.retaken == 1
+
+
+def test_many_locks_that_are_taken_while_the_thread_sleeps_leave_few_due_times(monkeypatch):
+    keeper = new_keeper(monkeypatch)
+    monkeypatch.setattr(keeper, "wake", lambda at: None)
+    for number in range(300):
+        with TaskLock("nightly", timeout=60 if number % 2 else 30):
+            pass
+    assert len(keeper.new_dues) <= 2
+
+
+@pytest.mark.parametrize("method", ["extend", "fencing_token"])
+@pytest.mark.parametrize("kind", ["retaken", "lost"])
+def test_a_receiver_of_an_event_may_use_the_lock(kind, method, take, listen):
+    """The events are sent within a renewal, and both methods wait for the end of renewals."""
+    lock, outcomes = take(), []
+
+    def use(event, **kwargs):
+        if event.kind == kind:
+            try:
+                getattr(lock, method)()
+                outcomes.append("done")
+            except LockLost:
+                outcomes.append("LockLost")
+
+    store = get_store("redis")
+    store.release(lock.key, lock.lease.value)
+    if kind == "lost":
+        store.add(lock.key, holder("another"), 60)
+    listen(use)
+    keeper = renewal.keeper()
+    thread = threading.Thread(target=keeper.renew_all, args=("redis", [lock.lease]), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert outcomes == ["done" if (kind, method) == ("retaken", "extend") else "LockLost"]
+
+
+@pytest.fixture
+def listen():
+    """Give the function that connects a receiver of events for the time of the test."""
+    receivers = []
+
+    def connect(receiver):
+        lock_event.connect(receiver, weak=False)
+        receivers.append(receiver)
+
+    yield connect
+    for receiver in receivers:
+        lock_event.disconnect(receiver)
 
 
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(monkeypatch, wait_for):

@@ -134,6 +134,18 @@ def renewed(store: Store) -> Outcome | None:
         return None
 
 
+def test_a_server_that_refuses_info_tells_by_its_epoch_that_it_forgot(
+    redis, client, settings
+) -> None:
+    client.execute_command("ACL", "SETUSER", "default", "-info")
+    with private_store(settings, "redis", redis.url) as store:
+        assert store.take(KEY, A, 60) is None
+        changes = store.epoch.changes
+        client.flushall()
+        assert store.take(KEY, A, 60) is None
+        assert store.epoch.changes == changes + 1
+
+
 def test_the_client_and_its_connection_are_kept(redis, client, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         store.read(KEY)
