@@ -11,7 +11,7 @@ from django_singletask import clock
 from django_singletask.stores import Outcome, look_at_epoch
 from django_singletask.stores.epoch import LOOK, epoch_of
 
-__all__ = ["Renewable", "Watch"]
+__all__ = ["LOOK_AGAIN", "Renewable", "Watch"]
 
 logger = logging.getLogger("django_singletask")
 
