@@ -159,7 +159,7 @@ def _settings() -> Found:
             yield checks.Warning(
                 f"{name} is no setting of django-singletask, and nothing reads it.",
                 hint=f"Did you mean {nearest}? Else remove it.",
-                id="django_singletask.W013",
+                id="django_singletask.W009",
             )
     try:
         check_seconds("SINGLETASK_LOCK_TIMEOUT", conf.lock_timeout)

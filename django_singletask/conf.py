@@ -78,14 +78,16 @@ def is_test() -> bool:
 conf = Conf()
 
 
-def check_seconds(option: str, value: Any, *, zero: bool = False) -> float:
+def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool = False) -> float:
     """Return ``value`` if the option can be this number of seconds.
 
-    Raises ``TypeError`` for anything but a number. Raises ``ValueError`` for a number that is not
-    finite, negative, 0 (unless ``zero=True``) or above 30 days.
+    Raises ``TypeError`` for anything but a number. Raises ``ValueError`` for a number that is
+    negative, 0 (unless ``zero=True``), infinite (unless ``infinite=True``) or above 30 days.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{option} must be a number of seconds, not {value!r}.")
+    if infinite and value == math.inf:
+        return value
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         least = "0 or a positive" if zero else "a positive"
         raise ValueError(f"{option} must be {least}, finite number of seconds, not {value!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -345,7 +346,7 @@ def test_other_tasks_are_not_checked(app):
         {"lock_timeout": float("nan")},
         {"lock_wait": -1},
         {"unique_for": 0},
-        {"lock_wait": float("inf")},
+        {"lock_timeout": float("inf")},
     ],
     ids=str,
 )
@@ -440,19 +441,22 @@ def test_an_unknown_choice_is_refused(check_task, option, choices):
     assert message.hint == f"Set {option} to one of them, or remove it."
 
 
-def test_waiting_for_no_time_gives_a_warning(check_task):
-    message = only(check_task(on_conflict="wait"), "W009")
-    assert message.msg == 'on_conflict="wait" of bad.task has no lock_wait, so it raises at once.'
+@pytest.mark.parametrize("seconds", [None, 0])
+def test_waiting_for_no_time_is_refused(check_task, seconds):
+    message = only(check_task(on_conflict="wait", lock_wait=seconds), "E017")
+    assert message.msg.startswith('on_conflict="wait" of bad.task needs lock_wait: ')
 
 
-def test_waiting_for_a_time_is_fine(check_task):
-    assert check_task(on_conflict="wait", lock_wait=1) == []
-
-
-@pytest.mark.parametrize("policy", ["skip", "raise", "requeue", "rerun"])
+@pytest.mark.parametrize("policy", ["skip", "raise", "rerun"])
 def test_a_wait_of_a_policy_that_does_not_wait_gives_a_warning(check_task, policy):
     message = only(check_task(on_conflict=policy, lock_wait=5), "W011")
     assert message.msg.startswith(f"lock_wait=5 of bad.task is not used: on_conflict={policy!r} ")
+
+
+@pytest.mark.parametrize("policy", ["wait", "requeue"])
+@pytest.mark.parametrize("seconds", [1, math.inf])
+def test_waiting_for_a_time_is_fine(check_task, policy, seconds):
+    assert check_task(on_conflict=policy, lock_wait=seconds) == []
 
 
 class Misspelt(SingletonTask):
@@ -509,7 +513,7 @@ def test_acks_late_of_all_tasks_gives_one_warning(app):
 )
 def test_an_unknown_setting_gives_a_warning(settings, name, nearest):
     setattr(settings, name, 1)
-    message = only(checks.check_settings(), "W013")
+    message = only(checks.check_settings(), "W009")
     assert message.msg.startswith(f"{name} is no setting of django-singletask")
     assert message.hint == f"Did you mean {nearest}? Else remove it."
 

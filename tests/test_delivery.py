@@ -398,6 +398,39 @@ class TestRequeue:
             receive(tasks.requeue, "a", expires="2030-01-01T00:00:00+00:00")
         assert sent[0]["expires"] == "2030-01-01T00:00:00+00:00"
 
+    def test_lock_wait_counts_from_the_first_conflict(self, sent):
+        header = {"options": {"lock_wait": 30}}
+        with held_by("another", task=tasks.requeue):
+            for _hop in range(2):
+                with pytest.raises(Postponed):
+                    receive(tasks.requeue, "a", header=header)
+                header = header_of(sent[-1])
+            since = header["requeued_at"]
+            assert header_of(sent[0])["requeued_at"] == since
+            header["requeued_at"] = since - 31
+            with pytest.raises(LockConflict):
+                receive(tasks.requeue, "a", header=header)
+        assert since == pytest.approx(time.time(), abs=5)
+        assert len(sent) == 2
+
+    def test_the_last_hop_ends_with_lock_wait(self, sent):
+        header = {"options": {"lock_wait": 0.3}, "hops": 9}
+        with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
+            receive(tasks.requeue, "a", header=header)
+        assert 0.2 <= sent[0]["countdown"] < 0.31  # a hop of 15 s otherwise
+
+    @pytest.mark.parametrize("limit", [None, "inf"])
+    def test_without_a_limit_it_is_postponed_for_ever(self, sent, limit):
+        header = {"options": {"lock_wait": limit}, "requeued_at": time.time() - 1e6}
+        with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
+            receive(tasks.requeue, "a", header=header)
+
+    def test_a_message_that_waits_for_its_own_run_does_not_count(self, sent):
+        header = {"options": {"lock_wait": 30}, "requeued_at": time.time() - 31}
+        with held_by("mine", task=tasks.requeue), pytest.raises(Postponed):
+            receive(tasks.requeue, "a", header=header)
+        assert "requeued_at" not in header_of(sent[0])
+
     @pytest.mark.parametrize("task", [tasks.requeue, tasks.rerun], ids=["requeue", "rerun"])
     @pytest.mark.parametrize("call", ["direct", "apply"])
     def test_a_call_without_a_message_raises(self, sent, task, call):

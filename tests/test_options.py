@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -117,10 +119,17 @@ PROBLEMS = [
     ),
     Wrong(
         {"on_conflict": "wait"},
-        'on_conflict="wait" {} has no lock_wait, so it raises at once.',
+        'on_conflict="wait" {} needs lock_wait: how many seconds it waits.',
+        None,
+        ValueError,
+        "E017",
+    ),
+    Wrong(
+        {"on_conflict": "rerun", "lock_wait": 5},
+        "lock_wait=5 {} is not used: on_conflict='rerun' does not wait.",
         None,
         None,
-        "W009",
+        "W011",
     ),
 ]
 
@@ -232,7 +241,7 @@ def test_what_the_system_check_says(define, wrong):
 
 def test_every_number_of_the_system_check_is_seen_here():
     numbers = {wrong.check for wrong in PROBLEMS + WITH_ARGUMENTS}
-    assert numbers == {"E008", "E009", "E010", "E011", "E012", "W009"}
+    assert numbers == {"E008", "E009", "E010", "E011", "E012", "E017", "W011"}
 
 
 def test_good_options_are_accepted_everywhere(define):
@@ -278,6 +287,7 @@ FULL = Header(
     token="a token",
     due=1_700_000_000.5,
     hops=3,
+    requeued_at=1_700_000_001.5,
     redelivered=WAITS,
     ticket=Ticket("epoch", 7),
     previous_key="singletask:before",
@@ -311,9 +321,14 @@ class TestHeader:
     def test_the_next_message_drops_what_is_of_this_one(self):
         header = FULL.next()
         assert (header.token, header.hops, header.redelivered, header.ticket) == (None, 0, 0, None)
-        assert header.due == 0
+        assert header.due == header.requeued_at == 0
         fields = {"token": FULL.token, "hops": 3, "redelivered": WAITS, "ticket": FULL.ticket}
-        assert header.next(due=FULL.due, **fields) == FULL
+        assert header.next(due=FULL.due, requeued_at=FULL.requeued_at, **fields) == FULL
+
+    def test_a_wait_without_end_travels_as_json(self):
+        header = FULL._replace(overrides={"lock_wait": math.inf, "on_conflict": "wait"})
+        headers = json.loads(json.dumps(header.into({}), allow_nan=False))
+        assert Header.of(headers, "an id", NAME) == header
 
     def test_a_change_goes_before_what_is_dropped(self):
         assert FULL.next(ticket=FULL.ticket).ticket == FULL.ticket

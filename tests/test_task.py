@@ -124,6 +124,14 @@ class TestRunning:
         assert work.apply().state == "FAILURE"
         held.release()
 
+    def test_wait_without_seconds_is_refused_where_no_checks_run(self, app):
+        @app.task(base=SingletonTask, on_conflict="wait")
+        def work():
+            pass
+
+        with pytest.raises(ValueError, match=r'^on_conflict="wait" of .*work needs lock_wait'):
+            work()
+
     def test_wait_raises_after_its_seconds(self, app):
         @app.task(base=SingletonTask, on_conflict="wait", lock_wait=0.2)
         def work():

@@ -338,6 +338,12 @@ class TestStart:
             deliver(sent[0])
         assert unique.queued("a") is None
 
+    def test_a_requeued_call_that_gives_up_frees_the_entry(self, sent):
+        unique.apply_async(("a",), lock_options={"on_conflict": "requeue", "lock_wait": 0})
+        with held_by("another", task=unique), pytest.raises(Exception, match="is held"):
+            deliver(sent[0])
+        assert unique.queued("a") is None
+
     @pytest.mark.parametrize("policy", ["requeue", "rerun"])
     def test_a_postponed_call_is_still_queued(self, sent, policy):
         first = unique.apply_async(("a",), lock_options={"on_conflict": policy})

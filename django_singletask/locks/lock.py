@@ -40,10 +40,10 @@ class TaskLock(HeldLock):
 
     ``timeout`` is the length of the lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``); with
     ``renew`` it is extended at a third of that for as long as the process lives. ``wait`` is how
-    many seconds an acquisition waits for a held lock. ``on_conflict`` says what ``with`` does
-    with a lock that is held: ``"raise"`` :class:`LockConflict`, or ``"skip"``: it yields this
-    object, which is then false. ``cache`` is an alias in ``CACHES`` (default
-    ``SINGLETASK_CACHE``). ``run`` is for this package alone.
+    many seconds an acquisition waits for a held lock; ``math.inf``: without end. ``on_conflict``
+    says what ``with`` does with a lock that is held: ``"raise"`` :class:`LockConflict`, or
+    ``"skip"``: it yields this object, which is then false. ``cache`` is an alias in ``CACHES``
+    (default ``SINGLETASK_CACHE``). ``run`` is for this package alone.
 
     The lock is an entry in the cache that ends by itself: see "What a lock of this kind cannot
     promise" in the README. It is not re-entrant, and one object serves one acquisition at a time.
@@ -67,7 +67,7 @@ class TaskLock(HeldLock):
             check_seconds("timeout", timeout)
         elif not renew:
             raise TypeError("renew=False needs a timeout: after it the lock ends under the run.")
-        check_seconds("wait", wait, zero=True)
+        check_seconds("wait", wait, zero=True, infinite=True)
         if on_conflict not in ("raise", "skip"):
             hint = (
                 f'on_conflict must be "raise" or "skip", not {on_conflict!r}. To wait, use wait=….'
@@ -90,7 +90,7 @@ class TaskLock(HeldLock):
         :class:`LockError` if this object is in use already or the cache answers later than the
         lease lasts, and the errors of the cache's client.
         """
-        wait = self.wait if wait is None else check_seconds("wait", wait, zero=True)
+        wait = self.wait if wait is None else check_seconds("wait", wait, zero=True, infinite=True)
         use = object()
         try:
             self._use.begin(use)

@@ -43,7 +43,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     * ``on_conflict``: ``"skip"``; ``"raise"`` (:class:`LockConflict`); ``"wait"``; ``"requeue"``:
       postpone it until it has run; ``"rerun"``: of all that conflict, the last runs afterwards.
       A call without a message (direct, ``apply()``) raises instead of these two.
-    * ``lock_wait``: seconds that ``"wait"`` waits before it raises.
+    * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
     * ``skip_result``: what a skipped run returns.
     * ``unique_until``: stop an equal call at enqueue until this one has begun (``"start"``) or
       ended (``"finish"``).
@@ -63,7 +63,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     lock_on: Sequence[str] | None = None
     lock_name: Any = None
     on_conflict: str = "skip"
-    lock_wait: float = 0
+    lock_wait: float | None = None
     lock_at_least: float = 0
     lock_slots: int = 1
     on_skip: Any = None

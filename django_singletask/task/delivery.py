@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
@@ -173,8 +174,14 @@ class Delivery:
 
     # Postponing
 
-    def postpone(self, reason: str | None, first: float = FIRST_HOP, **changes: Any) -> NoReturn:
-        """Publish the message again for a little later, and let this delivery go.
+    def postpone(
+        self,
+        reason: str | None,
+        first: float = FIRST_HOP,
+        longest: float = math.inf,
+        **changes: Any,
+    ) -> NoReturn:
+        """Publish the message again for at most ``longest`` seconds later, and let this one go.
 
         ``reason`` is reported once for all hops of a message; None: there was no conflict.
         ``changes`` are those of the header.
@@ -183,10 +190,10 @@ class Delivery:
         if reason and not hops:
             self.lock.report_conflict(reason)
         blocker = self.lock.blocker
-        delay = hop(self.task.app, blocker.timeout if blocker else 0, first, hops)
-        header = self.header._replace(
-            token=None, hops=hops + 1, lock_key=self.lock.lock_key, **changes
-        )
+        delay = hop(self.task.app, blocker.timeout if blocker else 0, first, hops, longest)
+        # Only "requeue" counts from its first conflict.
+        fresh = {"token": None, "hops": hops + 1, "requeued_at": 0.0}
+        header = self.header._replace(lock_key=self.lock.lock_key, **{**fresh, **changes})
         postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
 
     # Tickets of rerun
@@ -237,7 +244,7 @@ def deliver(
         key,
         timeout=options.lock_timeout,
         renew=options.lock_renew,
-        wait=options.lock_wait if options.on_conflict == "wait" else 0,
+        wait=(options.lock_wait or 0) if options.on_conflict == "wait" else 0,
         run=run,
     )
     message = None if request is None or request.is_eager else request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -46,6 +47,8 @@ HEADER = "singletask"
 # is newer, the message runs. An id may be sent again only after its earlier call has ended: a
 # result does not say to which of two calls with one id it belongs.
 
+ENDLESS = "inf"
+"""What travels for ``math.inf``, which JSON does not have."""
 WAITS = 1
 """``redelivered`` of a message that waits for the end of its first run."""
 LOOKS = 2
@@ -74,6 +77,8 @@ class Header(NamedTuple):
     # message is postponed, read by the delivery. 0: not known.
     due: float = 0.0
     hops: int = 0  # how often it was postponed; written and read by the delivery
+    # When "requeue" met its first conflict, in seconds since 1970; written and read likewise.
+    requeued_at: float = 0.0
     redelivered: int = 0  # WAITS or LOOKS; written and read by the delivery
     ticket: Ticket | None = None  # its place among those that "rerun"; written and read likewise
     # The key before retry() or replace() gave other arguments: written by signature_from_request,
@@ -89,6 +94,8 @@ class Header(NamedTuple):
         if (wire.get("id"), wire.get("task")) != (task_id, task):
             return None
         ticket, queued, options = wire.get("ticket"), wire.get("queued"), wire.get("options") or {}
+        if options.get("lock_wait") == ENDLESS:
+            options = {**options, "lock_wait": math.inf}
         return cls(
             task_id,
             task,
@@ -99,6 +106,7 @@ class Header(NamedTuple):
             token=wire.get("token"),
             due=wire.get("due") or 0.0,
             hops=wire.get("hops") or 0,
+            requeued_at=wire.get("requeued_at") or 0.0,
             redelivered=wire.get("redelivered") or 0,
             ticket=Ticket(*ticket) if ticket else None,
             previous_key=wire.get("was"),
@@ -107,16 +115,18 @@ class Header(NamedTuple):
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the headers of a message with this one among them."""
         name, key = self.lock_key or (None, None)
+        endless = self.overrides.get("lock_wait") == math.inf
         wire = {
             "id": self.task_id,
             "task": self.task,
             "name": name,
             "key": key,
-            "options": self.overrides,
+            "options": {**self.overrides, "lock_wait": ENDLESS} if endless else self.overrides,
             "queued": self.queued and self.queued.decode(),
             "token": self.token,
             "due": self.due,
             "hops": self.hops,
+            "requeued_at": self.requeued_at,
             "redelivered": self.redelivered,
             "ticket": self.ticket and list(self.ticket),
             "was": self.previous_key,
@@ -129,8 +139,8 @@ class Header(NamedTuple):
         How often this message was postponed and when it was due say nothing about the next one, and
         the token is for one delivery.
         """
-        fresh = {"token": None, "due": 0.0, "hops": 0, "redelivered": 0, "ticket": None}
-        return self._replace(**{**fresh, **changes})
+        fresh = {"token": None, "due": 0.0, "hops": 0, "requeued_at": 0.0, "redelivered": 0}
+        return self._replace(**{**fresh, "ticket": None, **changes})
 
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:

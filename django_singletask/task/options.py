@@ -25,8 +25,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "lock_renew": (True, False),
     "lock_history": (True, False),
 }
-SECONDS = {"lock_timeout": False, "lock_wait": True, "lock_at_least": True, "unique_for": False}
-"""Options in seconds, and whether each can be 0."""
+SECONDS: dict[str, dict[str, bool]] = {
+    "lock_timeout": {},
+    "lock_wait": {"zero": True, "infinite": True},
+    "lock_at_least": {"zero": True},
+    "unique_for": {},
+}
+"""Options in seconds, and what :func:`check_seconds` allows for each."""
 
 CHECKS = {
     "seconds": "E008",
@@ -34,7 +39,7 @@ CHECKS = {
     "lock_name": "E010",
     "fixed lease": "E011",
     "choice": "E012",
-    "wait": "W009",
+    "wait": "E017",
     "no wait": "W011",
 }
 """Numbers of the system checks."""
@@ -65,7 +70,7 @@ class LockOptions:
     lock_on: Sequence[str] | None = None
     lock_name: str | Callable[..., str] | None = None
     on_conflict: str = "skip"
-    lock_wait: float = 0
+    lock_wait: float | None = None
     lock_at_least: float = 0
     lock_slots: int = 1
     on_skip: Callable[..., Any] | None = None
@@ -94,9 +99,11 @@ class LockOptions:
         return dataclasses.replace(self, **overrides)
 
     def check_policy(self, task: str) -> None:
-        """Raise ``ValueError`` for an unknown ``on_conflict``: some processes run no checks."""
+        """Raise ``ValueError`` for an ``on_conflict`` that cannot work: some run no checks."""
         if self.on_conflict not in POLICIES:
             raise ValueError(next(self._wrong_choices(f"of {task}")).text)
+        for problem in self._wrong_wait(f"of {task}") if self.on_conflict == "wait" else ():
+            raise ValueError(problem.text)
 
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired."""
@@ -127,7 +134,7 @@ class LockOptions:
         ``where`` follows the name of an option in the texts: ``"of shop.tasks.add"``. With the
         ``parameters`` of the body the names of arguments are looked at, too.
         """
-        yield from self._wrong_seconds(where)
+        yield from list(self._wrong_seconds(where)) or self._wrong_wait(where)
         yield from self._wrong_choices(where)
         yield from self._wrong_lock_on(where, parameters)
         yield from self._wrong_lock_name(where, parameters)
@@ -149,34 +156,36 @@ class LockOptions:
                 CHECKS["fixed lease"],
                 TypeError,
             )
-        if self.on_conflict == "wait" and self.lock_wait == 0:
-            yield Problem(
-                ("on_conflict", "lock_wait"),
-                f'on_conflict="wait" {where} has no lock_wait, so it raises at once.',
-                'Set lock_wait to seconds, or on_conflict to "raise".',
-                CHECKS["wait"],
-            )
 
     def _wrong_seconds(self, where: str) -> Iterator[Problem]:
-        for option, zero in SECONDS.items():
+        for option, allowed in SECONDS.items():
             value = getattr(self, option)
-            if option == "lock_timeout" and value is None:
+            if option in {"lock_timeout", "lock_wait"} and value is None:
                 continue
             try:
-                check_seconds(f"{option} {where}", value, zero=zero)
+                check_seconds(f"{option} {where}", value, **allowed)
             except (TypeError, ValueError) as error:
                 hint = f"Set {option} to seconds, such as 60, or remove it."
                 early = isinstance(error, TypeError)
                 yield Problem((option,), str(error), hint, CHECKS["seconds"], type(error), early)
-            else:
-                if option == "lock_wait" and value and self.on_conflict != "wait":
-                    yield Problem(
-                        ("on_conflict", "lock_wait"),
-                        f"lock_wait={value!r} {where} is not used: on_conflict="
-                        f"{self.on_conflict!r} does not wait.",
-                        'Set on_conflict to "wait", or remove lock_wait.',
-                        CHECKS["no wait"],
-                    )
+
+    def _wrong_wait(self, where: str) -> Iterator[Problem]:
+        if self.on_conflict == "wait" and not self.lock_wait:
+            yield Problem(
+                ("on_conflict", "lock_wait"),
+                f'on_conflict="wait" {where} needs lock_wait: how many seconds it waits.',
+                'Set lock_wait to seconds or math.inf, or on_conflict to "raise".',
+                CHECKS["wait"],
+                ValueError,
+            )
+        elif self.lock_wait is not None and self.on_conflict not in {"wait", "requeue"}:
+            yield Problem(
+                ("on_conflict", "lock_wait"),
+                f"lock_wait={self.lock_wait!r} {where} is not used: on_conflict="
+                f"{self.on_conflict!r} does not wait.",
+                'Set on_conflict to "wait" or "requeue", or remove lock_wait.',
+                CHECKS["no wait"],
+            )
 
     def _wrong_choices(self, where: str) -> Iterator[Problem]:
         for option, choices in CHOICES.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -26,9 +28,14 @@ def refuse(delivery: Delivery) -> NoReturn:
 
 
 def requeue(delivery: Delivery) -> NoReturn:
-    """Postpone the message until it has the lock."""
+    """Postpone the message until it has the lock; raise ``LockConflict`` after ``lock_wait``."""
     _must_be_a_message(delivery)
-    delivery.postpone("requeue")
+    limit, now = delivery.options.lock_wait, time.time()
+    since = delivery.header.requeued_at or now
+    left = math.inf if limit is None else since + limit - now
+    if left <= 0:
+        delivery.lock.refuse("requeue")
+    delivery.postpone("requeue", longest=left, requeued_at=since)
 
 
 def rerun(delivery: Delivery) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from typing import Any, NoReturn
 
@@ -56,7 +57,7 @@ def postpone(
     raise Postponed
 
 
-def hop(app: Celery, lease: float, first: float, hops: int) -> float:
+def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = math.inf) -> float:
     """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
 
     ``lease`` is that of the holder in seconds, 0 if it is not known. The hops are short, because a
@@ -69,7 +70,7 @@ def hop(app: Celery, lease: float, first: float, hops: int) -> float:
         longest = min(longest, lease / 4)
     # After a short first hop, continue with the ordinary ones.
     seconds = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
-    seconds = min(seconds, longest) * random.uniform(0.75, 1)
+    seconds = min(min(seconds, longest) * random.uniform(0.75, 1), at_most)
     # Quorum queues of RabbitMQ delay a message themselves, for a whole second at least.
     return float(max(seconds, 1.0) if _has_quorum_queues(app) else seconds)
 
