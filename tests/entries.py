@@ -7,20 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import pylibmc
 from django.core.cache import caches
-from django.db import DatabaseError, InterfaceError
-from pymemcache.exceptions import MemcacheError
-from redis.exceptions import RedisError
 
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import name_key
 from django_singletask.stores import Store, close_stores, get_store
 
 T = TypeVar("T")
-
-# The errors of the clients during an outage.
-OUTAGE = (OSError, DatabaseError, InterfaceError, MemcacheError, RedisError, pylibmc.Error)
 
 
 def key_of(name: str) -> str:

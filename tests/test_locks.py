@@ -25,6 +25,7 @@ from django_singletask import (
     LockConflict,
     LockError,
     LockLost,
+    LockUnavailable,
     TaskLock,
     clock,
     current_lock,
@@ -904,7 +905,7 @@ class TestErrors:
         conflict = pickle.loads(pickle.dumps(caught.value))
         assert str(conflict) == str(caught.value)
         assert conflict.holder == caught.value.holder
-        for error in (LockError("a"), LockLost("b"), DuplicateTask("c", "d")):
+        for error in (LockError("a"), LockLost("b"), LockUnavailable("c"), DuplicateTask("d", "e")):
             assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
     def test_the_repr_of_a_conflict_is_its_text_alone(self):

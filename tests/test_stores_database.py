@@ -13,10 +13,10 @@ import pytest
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import request_finished
-from django.db import DatabaseError, OperationalError, connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.test import override_settings
 
-from django_singletask import TaskLock
+from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import Entry, Outcome, close_stores, database, get_store
 from django_singletask.stores.base import FENCE
 from django_singletask.stores.database import DatabaseStore
@@ -326,7 +326,7 @@ def test_a_lock_in_the_sqlite_file_of_the_transaction_raises_with_the_remedy(
         with connections["sqlite_locks"].cursor() as cursor:
             cursor.execute(before)
             cursor.fetchall()
-            with pytest.raises(OperationalError, match="SQLite file of their own"):
+            with pytest.raises(LockUnavailable, match="SQLite file of their own"):
                 lock.acquire()
     assert not lock.locked()
     assert lock.acquire()
@@ -492,7 +492,8 @@ def test_another_database_is_refused(cache_alias: str, settings, monkeypatch) ->
 @on(*TABLES)
 def test_a_missing_table_raises_with_the_next_step(cache_alias: str, settings) -> None:
     with private_store(settings, cache_alias, f"no_{TABLES[cache_alias]}") as store:
-        with pytest.raises(DatabaseError, match=r"[^.]\. Make the table of .*: manage\.py createc"):
+        steps = r"[^.]\. Make the table of .*: manage\.py createc"
+        with pytest.raises(LockUnavailable, match=steps):
             store.read(KEY)
 
 

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError
 from redis.retry import Retry
 
-from django_singletask import TaskLock, stores
+from django_singletask import LockUnavailable, TaskLock, stores
 from django_singletask.stores import Outcome, Store, get_store
 from django_singletask.stores.scripts import ADD, CHANGE, READ
 from tests.entries import eventually, holder, key_of, private_store
@@ -130,7 +130,7 @@ def test_a_server_that_restarted_empty_gets_the_scripts_again(redis, settings) -
 def renewed(store: Store) -> Outcome | None:
     try:
         return store.renew(KEY, A, 60)
-    except ConnectionError:  # the server is not back yet
+    except LockUnavailable:  # the server is not back yet
         return None
 
 
@@ -210,7 +210,7 @@ def test_a_release_is_not_sent_again_if_the_connection_was_closed(redis, client,
     with private_store(settings, "redis", redis.url) as store:
         assert store.add(KEY, A, 60) is None
         client.client_kill_filter(_type="normal", skipme=True)
-        with pytest.raises(ConnectionError):
+        with pytest.raises(LockUnavailable):
             store.release(KEY, A)
         assert store.release(KEY, A) is Outcome.OK
 
@@ -313,9 +313,9 @@ def test_ignored_exceptions_do_not_turn_an_outage_into_held(redis, settings) -> 
     with private_store(settings, "django_redis_ignore", redis.url) as store:
         store.add(KEY, A, 60)
         redis.kill()
-        with pytest.raises(ConnectionError):
+        with pytest.raises(LockUnavailable):
             store.add(KEY, B, 60)
-        with pytest.raises(ConnectionError):
+        with pytest.raises(LockUnavailable):
             TaskLock("nightly", cache="django_redis_ignore").acquire()
 
 
@@ -402,7 +402,7 @@ def test_a_release_whose_reply_was_lost_is_an_error_and_no_lost_lock(
             lock = TaskLock("nightly", cache="redis")
             assert lock.acquire()
             proxy.lose_reply_to(b"nightly")
-            with pytest.raises(ConnectionError):
+            with pytest.raises(LockUnavailable):
                 lock.release()
             assert proxy.lost == 1
             assert not lock.lost

@@ -47,7 +47,7 @@ class Address(NamedTuple):
         return self.lock_key.key
 
     def read(self) -> Entry | None:
-        """Return the entry that is there now; raises the errors of the cache's client."""
+        """Return the entry that is there now; raises :class:`LockUnavailable`."""
         return get_store(self.cache).read(self.key)
 
     def tell(self, kind: str, holder: Holder | None, **facts: Any) -> None:

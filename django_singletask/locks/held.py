@@ -45,8 +45,8 @@ class HeldLock(LockView):
     def release(self) -> bool:
         """Give the lock back; say whether it still was this object's own to give.
 
-        Any thread may do it. Raises :class:`LockError` if it was not acquired, and the errors of
-        the cache's client: then the lease frees it.
+        Any thread may do it. Raises :class:`LockError` if it was not acquired, and
+        :class:`LockUnavailable`: then the lease frees it.
         """
         lease = self._held_lease()
         try:
@@ -62,7 +62,7 @@ class HeldLock(LockView):
         of its ``with`` block frees nothing. The handle is a string that any serializer takes.
 
         Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` if it is gone,
-        and the errors of the cache's client; then nobody can receive the lock, and it is freed.
+        and :class:`LockUnavailable`; then nobody can receive the lock, and it is freed.
         """
         try:
             return hand_over(self._held_lease(), for_)
@@ -88,7 +88,7 @@ class HeldLock(LockView):
 
         A lease that is renewed has that length from now on. Raises :class:`LockLost` if the lock is
         lost, :class:`LockError` if it was not acquired or is that of the process which forked this
-        one, and the errors of the cache's client.
+        one, and :class:`LockUnavailable`.
         """
         lease = self._held_lease()
         lease.extend(lease.length if timeout is None else check_seconds("timeout", timeout))
@@ -102,7 +102,7 @@ class HeldLock(LockView):
         that woke up after its lease is refused. The idea is Martin Kleppmann's.
 
         Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` once it was lost
-        or retaken, ``NotImplementedError`` on memcached, and the errors of the cache's client.
+        or retaken, ``NotImplementedError`` on memcached, and :class:`LockUnavailable`.
         """
         return fencing_token(self._held_lease())
 

@@ -79,7 +79,7 @@ class Holding:
         """Whether the entry can no longer be trusted, for good; costs no request.
 
         Only a forked child of the holder asks the cache, at most once a second, because the parent
-        goes on renewing. That raises the errors of the cache's client.
+        goes on renewing. That raises :class:`LockUnavailable`.
         """
         if self.held and not self._lost:
             if self.is_inherited():
@@ -107,7 +107,7 @@ class Holding:
     def extend(self, length: float) -> None:
         """Let the lease end ``length`` seconds from now, unless it is lost.
 
-        A lease that renews has that length from now on. Raises the errors of the cache's client,
+        A lease that renews has that length from now on. Raises :class:`LockUnavailable`,
         and :class:`LockError` in a forked child of the holder.
         """
         if self.is_inherited():

@@ -38,7 +38,7 @@ class Lease(Holding):
         """Add the entry; return None if it was added, else who is in the way, and for how long.
 
         The seconds left are None where the store cannot tell. Entries of holders that are proven
-        dead are freed first. Raises the errors of the cache's client, and then gives back what the
+        dead are freed first. Raises :class:`LockUnavailable`, and then gives back what the
         request may have taken.
         """
         store = get_store(self.cache)
@@ -87,7 +87,7 @@ class Lease(Holding):
     def replace(self, value: bytes) -> bool:
         """Put the bytes of this lease in the place of ``value``; say whether the store did so.
 
-        Raises the errors of the cache's client, and then gives back what it may have put there.
+        Raises :class:`LockUnavailable`, and then gives back what it may have put there.
         """
         sent = clock.now()
         try:
@@ -140,7 +140,7 @@ class Lease(Holding):
     def hand_back(self, value: bytes, length: float) -> bool:
         """Put ``value`` in the place of this lease's bytes, for ``length`` seconds; say if it is.
 
-        Raises the errors of the cache's client; the entry is then deleted in the background.
+        Raises :class:`LockUnavailable`; the entry is then deleted in the background.
         """
         renewal.keeper().drop(self)
         self.held = False
@@ -153,7 +153,7 @@ class Lease(Holding):
     def release(self, result: str) -> bool:
         """Give the entry back; say whether it still was this lease's own.
 
-        ``result`` says how the body ended. Raises the errors of the cache's client; the release is
+        ``result`` says how the body ended. Raises :class:`LockUnavailable`; the release is
         then tried again in the background until the lease has ended.
         """
         if self.is_inherited():

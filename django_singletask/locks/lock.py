@@ -88,7 +88,7 @@ class TaskLock(HeldLock):
         When it was not, ``blocker`` is the holder that was in the way. Raises
         :class:`LockConflict` instead of waiting for the lock of a ``with`` block around this call,
         :class:`LockError` if this object is in use already or the cache answers later than the
-        lease lasts, and the errors of the cache's client.
+        lease lasts, and :class:`LockUnavailable`.
         """
         wait = self.wait if wait is None else check_seconds("wait", wait, zero=True, infinite=True)
         use = object()
@@ -147,7 +147,7 @@ class TaskLock(HeldLock):
         options are those of :class:`TaskLock`.
 
         Raises :class:`LockLost` if the lock is gone or somebody else's, ``ValueError`` for what
-        :meth:`hand_over` did not return, and the errors of the cache's client.
+        :meth:`hand_over` did not return, and :class:`LockUnavailable`.
         """
         waiting = Handle.decode(handle)
         lock = cls(waiting.lock_key, timeout=timeout, renew=renew, cache=waiting.cache)

@@ -15,7 +15,7 @@ __all__ = ["LockView"]
 class LockView:
     """A lock by name, whoever holds it.
 
-    Each question is one request to the cache, and raises the errors of the cache's client.
+    Each question is one request to the cache, and raises :class:`LockUnavailable`.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext as _
 
 from django_singletask.conf import conf
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import NoHistory
 from django_singletask.stores import CannotList
 
@@ -21,7 +22,8 @@ def cannot_ask(error: Exception) -> str:
     """Say in one line why the cache that holds the locks cannot be asked."""
     if isinstance(error, (CannotList, ImproperlyConfigured, NoHistory)):
         return without_secrets(str(error))
-    # Each client has errors of its own.
+    if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     reason = without_secrets(str(error).partition("\n")[0]).rstrip(".")
     return _("The cache {} (SINGLETASK_CACHE) cannot be asked: {}.").format(
         repr(conf.cache), f"{type(error).__name__}: {reason}"

@@ -80,7 +80,7 @@ class Why:
 def why(name: str) -> Why:
     """Gather what is known of a lock, given its name, its key, or a call of its task.
 
-    Raises :class:`UnknownLock` if there is nothing, and the errors of the cache's client.
+    Raises :class:`UnknownLock` if there is nothing, and :class:`LockUnavailable`.
     """
     locks = with_usual_holds(look([name]))
     rows, no_history = [], ""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from django_singletask.conf import conf
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import (
     OPEN,
     SWEEPER,
@@ -83,7 +84,7 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
 
     ``names`` (see :func:`keys_of`) and ``task`` narrow the list. A store that cannot list its
     entries is asked for the keys of the open rows of the history. Raises :class:`CannotList` if
-    there are none to be had, and the errors of the cache's client.
+    there are none to be had, and :class:`LockUnavailable`.
     """
     wanted = {name: keys_of(name) for name in sorted(set(names))}
     locks = _find(wanted)
@@ -111,7 +112,7 @@ def look(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
 def still_held(key: str, token: str) -> HeldLock | None:
     """Return the lock that has this key, or None if this token no longer has it.
 
-    Raises the errors of the cache's client.
+    Raises :class:`LockUnavailable`.
     """
     locks = (lock for lock in look([key]) if lock.state != "expired")
     return next((lock for lock in locks if (lock.key, lock.holder.token) == (key, token)), None)
@@ -163,11 +164,9 @@ def clear(lock: HeldLock, *, actor: str) -> bool:
                 # The entry of a call that is queued behind this one stays.
                 if entry.holder.task_id == lock.holder.task_id:
                     _clear(entry, actor)
-        except Exception as error:  # each client has errors of its own
+        except LockUnavailable as error:
             # Not raised: the lock itself is free, and the caller must hear that.
-            text = "%s was freed, but not the entry of its call: %s: %s."
-            reason = str(error).partition("\n")[0]
-            logger.warning(text, lock.key, type(error).__name__, reason)
+            logger.warning("%s was freed, but not the entry of its call: %s", lock.key, error)
     return True
 
 

@@ -58,7 +58,7 @@ def probe(alias: str) -> Probe:
     """Look at a cache from this process and from another one, and at its server.
 
     The locks that it takes are its own, and are freed. Raises ``ImproperlyConfigured`` for a cache
-    that cannot hold locks, and the errors of the cache's client.
+    that cannot hold locks, and :class:`LockUnavailable`.
     """
     store = get_store(alias)
     seen = look_from_another_process(alias, store)

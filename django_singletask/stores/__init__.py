@@ -168,6 +168,7 @@ def get_store(alias: str) -> Store:
     store = stores.get(alias)
     if store is None:
         store = stores[alias] = _opener(alias)
+        store.cache_alias = alias
         if isinstance(store, ForgetfulStore):
             store.epoch = epoch_of(alias)
         _open_stores.add(store)

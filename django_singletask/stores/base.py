@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask.holder import Holder
+from django_singletask.stores.outage import raise_unavailable
 
 __all__ = [
     "FENCE",
@@ -66,8 +67,8 @@ class Store(ABC):
 
     An entry is a key and the bytes of its holder. To change an entry, a caller passes the whole
     bytes that it expects to find there. The bytes hold a random token, so nobody can change what
-    somebody else wrote. ``lease`` is in seconds. The store does not catch errors of the cache's
-    client: an outage is reported neither as "held" nor as "free".
+    somebody else wrote. ``lease`` is in seconds. An outage is reported neither as "held" nor as
+    "free": what a subclass defines raises :class:`LockUnavailable` for ``client_errors``.
 
     One object serves one thread of one process (see :func:`django_singletask.stores.get_store`).
     """
@@ -77,6 +78,16 @@ class Store(ABC):
 
     place = ""
     """Where the entries are, for people, if the settings of the cache do not name a server."""
+
+    cache_alias = ""
+    """The alias of the cache; get_store() sets it."""
+
+    client_errors: tuple[type[Exception], ...] = ()
+    """What the client raises if the cache cannot be asked, or refuses to answer."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        raise_unavailable(cls)
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DatabaseError, InterfaceError, OperationalError, connections, router
+from django.db import DatabaseError, Error, InterfaceError, OperationalError, connections, router
 
 from django_singletask.stores.base import FENCE, TRIES, Entry, Outcome, Store
 
@@ -90,6 +90,7 @@ class DatabaseStore(Store):
     """
 
     family = "database"
+    client_errors = (Error, OSError)
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)

@@ -170,6 +170,7 @@ class PyLibMCStore(MemcachedStore):
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
         )
         self.not_found = cache.LibraryValueNotFoundException
+        self.client_errors = (cache._lib.Error, OSError)  # noqa: SLF001 - it is pylibmc
         errors = ("ConnectionError", "ReadError", "ServerDown", "SomeErrors", "UnknownReadFailure")
         self.hung_up = tuple(getattr(cache._lib, name) for name in errors)  # noqa: SLF001
 
@@ -204,6 +205,7 @@ class PyMemcacheStore(MemcachedStore):
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
+        self.client_errors = (cache._lib.MemcacheError, OSError)  # noqa: SLF001 - pymemcache
         self.hung_up = (ConnectionError, cache._lib.MemcacheUnexpectedCloseError)  # noqa: SLF001
         # Without a serializer bytes stay as they are: a lock is never unpickled. ignore_exc would
         # turn an outage into a miss, noreply an outage into a success. After an error the client

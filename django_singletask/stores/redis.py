@@ -6,7 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from redis.exceptions import ConnectionError, NoScriptError, ResponseError, TimeoutError
+from redis.exceptions import (
+    ConnectionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 
 from django_singletask.stores.base import FENCE, Entry, Outcome
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
@@ -47,6 +53,7 @@ class RedisStore(ForgetfulStore):
     """
 
     family = "redis"
+    client_errors = (RedisError, OSError)
 
     shared_calls = 0
     """Calls through the client's pool before the store opens a connection of its own."""

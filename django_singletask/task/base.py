@@ -135,7 +135,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         Celery's own options, and ``lock_options``: lock options for this one call. With
         ``unique_until``, the result of an equal call that is queued instead of a second one.
         Raises ``TypeError`` for unknown options, and if an argument has no stable form,
-        :class:`DuplicateTask` with ``on_duplicate="raise"``, and the errors of the cache's client
+        :class:`DuplicateTask` with ``on_duplicate="raise"``, and :class:`LockUnavailable`
         with ``unique_until``.
         """
         refuse_unwrapped(f"apply_async of {self.name}", options)

@@ -73,8 +73,8 @@ class QueuedCall:
     def enqueue(self, delay: float) -> Holder | None:
         """Add the entry, or return that of the equal call that is queued.
 
-        ``delay`` is the number of seconds for which the call will not start anyway. Raises the
-        errors of the cache's client: then it is not known whether an equal call is queued.
+        ``delay`` is the number of seconds for which the call will not start anyway. Raises
+        :class:`LockUnavailable`: then it is not known whether an equal call is queued.
         """
         # The producer may end while its call is queued, so its death proves nothing: store no
         # process.
