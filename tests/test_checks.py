@@ -30,7 +30,7 @@ from django.db import connections
 from django_redis.cache import RedisCache as DjangoRedisCache
 
 from django_singletask import SingletonTask, checks
-from django_singletask.task import options, registered
+from django_singletask.task import options, pairs, registered
 from tests.settings import cache as configured
 
 ROOT = Path(__file__).parent.parent
@@ -450,7 +450,17 @@ def test_waiting_for_no_time_is_refused(check_task, seconds):
 @pytest.mark.parametrize("policy", ["skip", "raise", "rerun"])
 def test_a_wait_of_a_policy_that_does_not_wait_gives_a_warning(check_task, policy):
     message = only(check_task(on_conflict=policy, lock_wait=5), "W011")
-    assert message.msg.startswith(f"lock_wait=5 of bad.task is not used: on_conflict={policy!r} ")
+    assert message.msg == f"lock_wait=5 of bad.task has no effect with on_conflict={policy!r}."
+    assert message.hint.startswith("Change on_conflict, or remove lock_wait; docs/options.rst ")
+
+
+def test_options_that_exclude_each_other_are_refused(check_task):
+    class Annotated(SingletonTask):
+        abstract = True
+
+    Annotated.lock_slots, Annotated.unique_until = 2, "finish"  # as task_annotations set them
+    message = only(check_task(base=Annotated), "E018")
+    assert message.msg == "lock_slots=2 and unique_until='finish' of bad.task exclude each other."
 
 
 @pytest.mark.parametrize("policy", ["wait", "requeue"])
@@ -736,7 +746,7 @@ def test_check_deploy_end_to_end():
 
 def ids() -> list[str]:
     """Return the ids in the modules that find something."""
-    source = "".join(Path(str(module.__file__)).read_text() for module in (checks, options))
+    source = "".join(Path(str(module.__file__)).read_text() for module in (checks, options, pairs))
     return re.findall(r"[.\"]([EW]\d{3})\"", source)
 
 

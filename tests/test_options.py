@@ -82,6 +82,10 @@ def wrong_choices(option: str) -> list[Wrong]:
     return wrong
 
 
+async def never_awaited() -> None: ...
+
+
+SLOTS = "lock_slots {} must be a whole number from 1, not"
 LIST = "lock_on {} must be a list of argument names, not"
 PROBLEMS = [
     *(wrong for option in LEAST for wrong in wrong_seconds(option)),
@@ -104,10 +108,10 @@ PROBLEMS = [
     ),
     Wrong(
         {"lock_on": ["a"], "lock_name": "x:{a}"},
-        "lock_on and lock_name {} exclude each other.",
+        "lock_on=['a'] and lock_name='x:{{a}}' {} exclude each other.",
         TypeError,
         TypeError,
-        "E010",
+        "E018",
     ),
     Wrong(
         {"lock_renew": False},
@@ -126,10 +130,36 @@ PROBLEMS = [
     ),
     Wrong(
         {"on_conflict": "rerun", "lock_wait": 5},
-        "lock_wait=5 {} is not used: on_conflict='rerun' does not wait.",
+        "lock_wait=5 {} has no effect with on_conflict='rerun'.",
         None,
         None,
         "W011",
+    ),
+    *(
+        Wrong({"lock_slots": value}, f"{SLOTS} {value!r}.", TypeError, TypeError, "E008")
+        for value in ("2", 2.0, True)
+    ),
+    Wrong({"lock_slots": 0}, f"{SLOTS} 0.", None, ValueError, "E008"),
+    Wrong(
+        {"on_skip": "report"},
+        "on_skip {} must be a function that is not async, not 'report'.",
+        TypeError,
+        TypeError,
+        "E012",
+    ),
+    Wrong(
+        {"on_skip": never_awaited},
+        f"on_skip {{}} must be a function that is not async, not {never_awaited!r}.",
+        TypeError,
+        TypeError,
+        "E012",
+    ),
+    Wrong(
+        {"skip_result": dict},
+        "skip_result {} must be a value, not <class 'dict'>: use on_skip.",
+        TypeError,
+        TypeError,
+        "E012",
     ),
 ]
 
@@ -241,7 +271,7 @@ def test_what_the_system_check_says(define, wrong):
 
 def test_every_number_of_the_system_check_is_seen_here():
     numbers = {wrong.check for wrong in PROBLEMS + WITH_ARGUMENTS}
-    assert numbers == {"E008", "E009", "E010", "E011", "E012", "E017", "W011"}
+    assert numbers == {"E008", "E009", "E010", "E011", "E012", "E017", "E018", "W011"}
 
 
 def test_good_options_are_accepted_everywhere(define):
@@ -257,7 +287,7 @@ def test_good_options_are_accepted_everywhere(define):
         "on_skip": None,
         "on_outage": "raise",
         "skip_result": None,
-        "unique_until": None,
+        "unique_until": "start",
         "unique_for": MONTH,
         "on_duplicate": "raise",
         "lock_history": False,

@@ -20,8 +20,9 @@ from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.run import Run
 from django_singletask.task.definition import check_definition
 from django_singletask.task.delivery import QUEUED_AGAIN, deliver
+from django_singletask.task.foreign import refuse_unwrapped
 from django_singletask.task.header import Header, hidden_arguments
-from django_singletask.task.options import LockOptions, refuse_unwrapped
+from django_singletask.task.options import LockOptions
 from django_singletask.task.policies import ON_CONFLICT
 from django_singletask.task.unique import QueuedCall, delay_of
 

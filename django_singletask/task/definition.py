@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from django_singletask.locks.deferred import refuse_deferred
-from django_singletask.task.options import NAMES, LockOptions, refuse_foreign
+from django_singletask.task.foreign import refuse_foreign
+from django_singletask.task.options import NAMES, LockOptions
 
 __all__ = ["check_definition", "misspelt"]
 
@@ -24,13 +25,14 @@ def check_definition(cls: type, base: type) -> None:
         refuse_foreign(what, cls.__dict__.keys() - set(dir(base)))
         for name, similar in misspelt(cls, base):
             raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
-    # Only what stands in this body: a mixin may give an option as a property, for the task alone.
-    options = LockOptions(**{name: getattr(cls, name) for name in NAMES & cls.__dict__.keys()})
-    for problem in options.problems(f"of {what}"):
-        if problem.early and problem.error is not None:
+    values = {name: getattr(cls, name) for name in NAMES}
+    for name, value in [*values.items()]:
+        if hasattr(value, "__get__") and not callable(value):
+            del values[name]  # a property of a mixin: only the task itself has a value
+    for problem in LockOptions(**values).problems(f"of {what}"):
+        inherited = cls.__dict__.keys().isdisjoint(problem.options)
+        if problem.early and problem.error is not None and not inherited:
             raise problem.error(problem.text)
-    if getattr(cls, "lock_on", None) is not None and getattr(cls, "lock_name", None) is not None:
-        raise TypeError(f"lock_on and lock_name of {what} exclude each other.")
     run = cls.__dict__.get("run")
     if run is not None:
         refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)

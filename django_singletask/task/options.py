@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import iscoroutinefunction
+from typing import Any
 
 from django_singletask.conf import check_seconds
 from django_singletask.locks.keys import LockKey, Parameters, template_fields
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
+from django_singletask.task.pairs import PAIRS, Problem
 
-__all__ = ["NAMES", "POLICIES", "LockOptions", "refuse_foreign", "refuse_unwrapped"]
+__all__ = ["NAMES", "POLICIES", "LockOptions"]
 
 POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
@@ -33,32 +35,8 @@ SECONDS: dict[str, dict[str, bool]] = {
 }
 """Options in seconds, and what :func:`check_seconds` allows for each."""
 
-CHECKS = {
-    "seconds": "E008",
-    "lock_on": "E009",
-    "lock_name": "E010",
-    "fixed lease": "E011",
-    "choice": "E012",
-    "wait": "E017",
-    "no wait": "W011",
-}
-"""Numbers of the system checks."""
-
-
-class Problem(NamedTuple):
-    """One thing that is wrong with ``options``.
-
-    ``check`` is the number of the system check. ``error`` is what a call with these options
-    raises; None: a call raises nothing, only the system check reports it. ``early``: the body of
-    a class raises it too.
-    """
-
-    options: tuple[str, ...]
-    text: str
-    hint: str
-    check: str
-    error: type[Exception] | None = None
-    early: bool = False
+CHECKS = {"number": "E008", "lock_on": "E009", "lock_name": "E010", "choice": "E012"}
+"""Numbers of the system checks of single options; those of pairs are in PAIRS."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +78,10 @@ class LockOptions:
 
     def check_policy(self, task: str) -> None:
         """Raise ``ValueError`` for an ``on_conflict`` that cannot work: some run no checks."""
-        if self.on_conflict not in POLICIES:
-            raise ValueError(next(self._wrong_choices(f"of {task}")).text)
-        for problem in self._wrong_wait(f"of {task}") if self.on_conflict == "wait" else ():
-            raise ValueError(problem.text)
+        if self.on_conflict not in POLICIES or (self.on_conflict == "wait" and not self.lock_wait):
+            names = {"on_conflict", "lock_wait"}
+            wrong = (p for p in self.problems(f"of {task}") if not names.isdisjoint(p.options))
+            raise ValueError(next(wrong).text)
 
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired."""
@@ -134,28 +112,21 @@ class LockOptions:
         ``where`` follows the name of an option in the texts: ``"of shop.tasks.add"``. With the
         ``parameters`` of the body the names of arguments are looked at, too.
         """
-        yield from list(self._wrong_seconds(where)) or self._wrong_wait(where)
+        wrong: set[str] = set()
+        for problem in self._wrong_values(where, parameters):
+            wrong.update(problem.options)
+            yield problem
+        for pair in PAIRS:
+            if wrong.isdisjoint(pair.names) and pair.is_among(self):
+                yield pair.problem(self, where)
+
+    def _wrong_values(self, where: str, parameters: Parameters | None) -> Iterator[Problem]:
+        yield from self._wrong_seconds(where)
         yield from self._wrong_choices(where)
+        yield from self._wrong_slots(where)
+        yield from self._wrong_skips(where)
         yield from self._wrong_lock_on(where, parameters)
         yield from self._wrong_lock_name(where, parameters)
-        if self.lock_on is not None and self.lock_name is not None:
-            yield Problem(
-                ("lock_on", "lock_name"),
-                f"lock_on and lock_name {where} exclude each other.",
-                "Keep one of them.",
-                CHECKS["lock_name"],
-                TypeError,
-                early=True,
-            )
-        if not self.lock_renew and self.lock_timeout is None:
-            yield Problem(
-                ("lock_renew", "lock_timeout"),
-                f"lock_renew=False {where} has no lock_timeout: after it the lock would end under "
-                "a running task.",
-                "Set lock_timeout to more seconds than the task can run, or let it renew.",
-                CHECKS["fixed lease"],
-                TypeError,
-            )
 
     def _wrong_seconds(self, where: str) -> Iterator[Problem]:
         for option, allowed in SECONDS.items():
@@ -167,25 +138,7 @@ class LockOptions:
             except (TypeError, ValueError) as error:
                 hint = f"Set {option} to seconds, such as 60, or remove it."
                 early = isinstance(error, TypeError)
-                yield Problem((option,), str(error), hint, CHECKS["seconds"], type(error), early)
-
-    def _wrong_wait(self, where: str) -> Iterator[Problem]:
-        if self.on_conflict == "wait" and not self.lock_wait:
-            yield Problem(
-                ("on_conflict", "lock_wait"),
-                f'on_conflict="wait" {where} needs lock_wait: how many seconds it waits.',
-                'Set lock_wait to seconds or math.inf, or on_conflict to "raise".',
-                CHECKS["wait"],
-                ValueError,
-            )
-        elif self.lock_wait is not None and self.on_conflict not in {"wait", "requeue"}:
-            yield Problem(
-                ("on_conflict", "lock_wait"),
-                f"lock_wait={self.lock_wait!r} {where} is not used: on_conflict="
-                f"{self.on_conflict!r} does not wait.",
-                'Set on_conflict to "wait" or "requeue", or remove lock_wait.',
-                CHECKS["no wait"],
-            )
+                yield Problem((option,), str(error), hint, CHECKS["number"], type(error), early)
 
     def _wrong_choices(self, where: str) -> Iterator[Problem]:
         for option, choices in CHOICES.items():
@@ -202,6 +155,30 @@ class LockOptions:
                 TypeError if wrong_type else ValueError,
                 early=wrong_type,
             )
+
+    def _wrong_slots(self, where: str) -> Iterator[Problem]:
+        slots: Any = self.lock_slots
+        if type(slots) is not int or slots < 1:
+            wrong_type = type(slots) is not int
+            yield Problem(
+                ("lock_slots",),
+                f"lock_slots {where} must be a whole number from 1, not {slots!r}.",
+                "Set lock_slots to how many runs may hold the lock at once, or remove it.",
+                CHECKS["number"],
+                TypeError if wrong_type else ValueError,
+                early=wrong_type,
+            )
+
+    def _wrong_skips(self, where: str) -> Iterator[Problem]:
+        function = self.on_skip
+        if function is not None and (not callable(function) or iscoroutinefunction(function)):
+            text = f"on_skip {where} must be a function that is not async, not {function!r}."
+            hint = "Set on_skip to a function, or skip_result to a value."
+            yield Problem(("on_skip",), text, hint, CHECKS["choice"], TypeError, early=True)
+        if callable(self.skip_result):
+            text = f"skip_result {where} must be a value, not {self.skip_result!r}: use on_skip."
+            hint = "Set on_skip to what is to be called when a run is skipped."
+            yield Problem(("skip_result",), text, hint, CHECKS["choice"], TypeError, early=True)
 
     def _wrong_lock_on(self, where: str, parameters: Parameters | None) -> Iterator[Problem]:
         names: Any = self.lock_on
@@ -255,30 +232,3 @@ def _wrong_template(template: str, what: str, parameters: Parameters) -> Iterato
             text = f"{what} uses {{{field}}}, which is no argument of it."
             hint = f"Its arguments are: {arguments}."
             yield Problem(("lock_name",), text, hint, CHECKS["lock_name"])
-
-
-ELSEWHERE = {
-    "once": "lock_on, unique_until, unique_for and on_duplicate",
-    "unique_on": "lock_on",
-    "lock_expiry": "unique_for, and lock_timeout for the run",
-    "raise_on_duplicate": "on_duplicate='raise'",
-}
-"""Options of celery-once and celery-singleton, which Celery would accept and nobody would read."""
-
-
-def refuse_unwrapped(what: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for what is no option of ``apply_async``; Celery would accept it."""
-    refuse_foreign(what, names)
-    for name in names:
-        if name in NAMES:
-            raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
-
-
-def refuse_foreign(what: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an option of another library."""
-    for name in names:
-        if name in ELSEWHERE:
-            raise TypeError(
-                f"{what} has no option {name!r}: here it is {ELSEWHERE[name]}; see 'Coming from "
-                "celery-once, celery-singleton, the cookbook recipe' in the documentation."
-            )

@@ -1,0 +1,100 @@
+"""Which two lock options do not go together; ``docs/options.rst`` has the same table."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["PAIRS", "Problem"]
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with ``options``.
+
+    ``check`` is the number of the system check. ``error`` is what a call with these options
+    raises; None: a call raises nothing, only the system check reports it. ``early``: the body of
+    a class raises it too.
+    """
+
+    options: tuple[str, ...]
+    text: str
+    hint: str
+    check: str
+    error: type[Exception] | None = None
+    early: bool = False
+
+
+class Pair(NamedTuple):
+    """Two options that do not go together: ``one`` has no effect beside ``other``, or both clash.
+
+    Each is the name of an option and those of its values that are meant; without values, all but
+    its default. With one of ``unless``, ``one`` has an effect after all.
+    """
+
+    one: tuple[Any, ...]
+    other: tuple[Any, ...]
+    check: str = "W011"
+    error: type[Exception] | None = None
+    early: bool = False
+    text: str = "{one} {where} has no effect with {other}."
+    hint: str = "Change {1}, or remove {0}; docs/options.rst says which options go together."
+    unless: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of both options."""
+        return self.one[0], self.other[0]
+
+    def is_among(self, options: Any) -> bool:
+        """Say whether these options have such values that the pair does not go together."""
+        unless = any(_has(options, *side) for side in self.unless)
+        return _has(options, *self.one) and _has(options, *self.other) and not unless
+
+    def problem(self, options: Any, where: str) -> Problem:
+        """Return what is wrong with these options."""
+        one, other = (f"{name}={getattr(options, name)!r}" for name in self.names)
+        text = self.text.format(one=one, other=other, where=where)
+        hint = self.hint.format(*self.names)
+        return Problem(self.names, text, hint, self.check, self.error, self.early)
+
+
+def _has(options: Any, name: str, *values: Any) -> bool:
+    value, default = getattr(options, name), getattr(type(options), name)
+    return value in values if values else bool(value != default)
+
+
+def _clash(one: tuple[Any, ...], other: tuple[Any, ...]) -> Pair:
+    text = "{one} and {other} {where} exclude each other."
+    return Pair(one, other, "E018", TypeError, early=True, text=text, hint="Change one of them.")
+
+
+NEVER_SKIP = ("raise", "wait", "requeue")
+RETURN_SKIP_RESULT = (("on_outage", "skip"), ("on_duplicate", "replace"))
+
+PAIRS = (
+    _clash(("lock_on",), ("lock_name",)),
+    _clash(("lock_slots",), ("unique_until", "finish", "expiry")),
+    _clash(("on_duplicate", "replace"), ("unique_until", "expiry")),
+    Pair(
+        ("lock_renew", False),
+        ("lock_timeout", None),
+        "E011",
+        TypeError,
+        text="lock_renew=False {where} has no lock_timeout: after it the lock would end under a "
+        "running task.",
+        hint="Set lock_timeout to more seconds than the task can run, or let it renew.",
+    ),
+    Pair(
+        ("on_conflict", "wait"),
+        ("lock_wait", None, 0),
+        "E017",
+        ValueError,
+        text='on_conflict="wait" {where} needs lock_wait: how many seconds it waits.',
+        hint='Set lock_wait to seconds or math.inf, or on_conflict to "raise".',
+    ),
+    Pair(("lock_wait",), ("on_conflict", "skip", "raise", "rerun")),
+    Pair(("unique_for",), ("unique_until", None)),
+    Pair(("on_duplicate",), ("unique_until", None)),
+    Pair(("on_skip",), ("on_conflict", *NEVER_SKIP, "rerun")),
+    Pair(("skip_result",), ("on_conflict", *NEVER_SKIP), unless=RETURN_SKIP_RESULT),
+    Pair(("skip_result",), ("on_skip",), unless=RETURN_SKIP_RESULT),
+)
