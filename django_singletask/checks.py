@@ -30,11 +30,11 @@ Found = Iterator[checks.CheckMessage]
 MAX_DAYS = 36_500
 
 REFUSALS = {
-    "django.core.cache.backends.dummy.DummyCache": "django_singletask.E002",
-    "django.core.cache.backends.filebased.FileBasedCache": "django_singletask.E003",
-    "django_redis.cache.RedisCache": "django_singletask.E005",
+    "django_singletask.E002": ["django.core.cache.backends.dummy.DummyCache"],
+    "django_singletask.E003": ["django.core.cache.backends.filebased.FileBasedCache"],
+    "django_singletask.E005": ["django_redis.cache.RedisCache", "django_valkey.cache.ValkeyCache"],
 }
-"""The id for each kind of cache that is refused; an unknown kind has another one."""
+"""The kinds of cache that are refused, by the id of the message; an unknown kind has another id."""
 
 
 def register() -> None:
@@ -74,7 +74,7 @@ def _cache(alias: str, named: str) -> Found:
         else:
             yield checks.Error(message, hint=hint, id="django_singletask.E004")
     elif reason is not None:
-        ids = (id for name, id in REFUSALS.items() if is_a(cache, name))
+        ids = (id for id, names in REFUSALS.items() if any(is_a(cache, name) for name in names))
         number = next(ids, "django_singletask.E006")
         yield checks.Error(f"{named}: {reason}.", hint=hint, id=number)
     elif is_a(cache, "django.core.cache.backends.db.DatabaseCache"):

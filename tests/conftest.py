@@ -24,6 +24,7 @@ LOCK_CACHES = [
     "redis_replica",
     "django_redis",
     "django_redis_sentinel",
+    "django_valkey",
     "pylibmc",
     "pylibmc_binary",
     "pymemcache",

@@ -114,6 +114,7 @@ CACHES = {
     "django_redis_ignore": cache(
         "django_redis.cache.RedisCache", REDIS_URL, IGNORE_EXCEPTIONS=True
     ),
+    "django_valkey": cache("django_valkey.cache.ValkeyCache", REDIS_URL),
     "pylibmc": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED),
     "pylibmc_binary": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED, binary=True),
     "pymemcache": cache(f"{DJANGO}.memcached.PyMemcacheCache", MEMCACHED),

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parent.parent
 DJANGO = "django.core.cache.backends"
 REDIS = f"{DJANGO}.redis.RedisCache"
 DJANGO_REDIS = "django_redis.cache.RedisCache"
+DJANGO_VALKEY = "django_valkey.cache.ValkeyCache"
 MEMCACHED = f"{DJANGO}.memcached.PyMemcacheCache"
 
 
@@ -194,18 +195,22 @@ def test_local_memory_gives_a_warning_in_eager_mode(app, use):
     assert "eager tests" in message.hint
 
 
-@pytest.mark.parametrize("client", ["ShardClient", "HerdClient"])
-def test_clients_of_django_redis_that_spread_entries_are_refused(use, client):
-    module = "herd" if client == "HerdClient" else "sharded"
-    pytest.importorskip(f"django_redis.client.{module}")
-    use(
-        configured(
-            DJANGO_REDIS, "redis://x/1", CLIENT_CLASS=f"django_redis.client.{module}.{client}"
-        )
-    )
+@pytest.mark.parametrize(
+    ("backend", "client", "reason"),
+    [
+        (DJANGO_REDIS, "herd.HerdClient", "HerdClient of django-redis spreads"),
+        (DJANGO_REDIS, "sharded.ShardClient", "ShardClient of django-redis spreads"),
+        (DJANGO_VALKEY, "herd.HerdClient", "HerdClient of django-valkey spreads"),
+        (DJANGO_VALKEY, "sharded.ShardClient", "ShardClient of django-valkey spreads"),
+        (DJANGO_VALKEY, "sentinel.SentinelClient", "SentinelClient of django-valkey writes to a"),
+    ],
+)
+def test_unfit_clients_are_refused(use, backend, client, reason):
+    client = f"{backend.partition('.')[0]}.client.{client}"
+    use(configured(backend, "redis://x/1", CLIENT_CLASS=client))
     message = only(checks.check_cache(), "E005")
     assert "SINGLETASK_CACHE = 'locks'" in message.msg
-    assert client in message.msg
+    assert reason in message.msg
 
 
 def test_an_unknown_backend_is_refused(use):
@@ -227,6 +232,7 @@ def test_a_database_that_cannot_hold_locks_is_refused(use, monkeypatch):
     [
         (dotted("OwnRedis"), "redis://x/1"),
         (dotted("OwnDjangoRedis"), "redis://x/1"),
+        (DJANGO_VALKEY, "valkey://x/1"),
         (dotted("OwnPyLibMC"), "x:11211"),
         (dotted("OwnPyMemcache"), "x:11211"),
         (dotted("OwnDatabase"), "locks_pg"),

@@ -94,7 +94,9 @@ def outside_of_tests(monkeypatch, cache_alias):
 
 
 on_each_client = pytest.mark.parametrize(
-    "cache_alias", ["redis", "django_redis", "pylibmc", "pymemcache"], indirect=True
+    "cache_alias",
+    ["redis", "django_redis", "django_valkey", "pylibmc", "pymemcache"],
+    indirect=True,
 )
 
 

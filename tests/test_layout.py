@@ -262,7 +262,8 @@ def test_importing_the_package_imports_no_model_and_no_database_client() -> None
     imported = set(done.stdout.split())
     assert PACKAGE in imported
     assert {name for name in imported if name.endswith(".models")} == set()
-    clients = {"redis", "django_redis", "pylibmc", "pymemcache", "psycopg", "MySQLdb", "sqlite3"}
+    clients = {"redis", "django_redis", "valkey", "django_valkey", "pylibmc", "pymemcache"}
+    clients |= {"psycopg", "MySQLdb", "sqlite3"}
     assert imported & clients == set()
 
 

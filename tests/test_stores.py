@@ -26,7 +26,7 @@ on_each_family = pytest.mark.parametrize(
 )
 on_listing_caches = pytest.mark.parametrize(
     "cache_alias",
-    ["redis", "django_redis", "db_postgres", "db_mariadb", "db_sqlite", "locmem"],
+    ["redis", "django_redis", "django_valkey", "db_postgres", "db_mariadb", "db_sqlite", "locmem"],
     indirect=True,
 )
 
@@ -524,10 +524,20 @@ def test_a_cache_that_cannot_hold_locks_is_refused_at_first_use(alias: str, reas
         get_store(alias)
 
 
-def test_a_django_redis_client_that_is_unknown_is_refused_at_first_use(settings) -> None:
-    client = {"CLIENT_CLASS": f"{__name__}.UnknownClient"}
-    with pytest.raises(ImproperlyConfigured, match="UnknownClient is not a django-redis client"):
-        with private_store(settings, "django_redis", options=client):
+@pytest.mark.parametrize(
+    ("alias", "client", "reason"),
+    [
+        ("django_redis", f"{__name__}.UnknownClient", "UnknownClient is not a django-redis client"),
+        (
+            "django_valkey",
+            "django_valkey.client.default.HashClient",
+            "HashClient is not a django-valkey client",
+        ),
+    ],
+)
+def test_an_unfit_client_is_refused_at_first_use(settings, alias, client, reason) -> None:
+    with pytest.raises(ImproperlyConfigured, match=reason):
+        with private_store(settings, alias, options={"CLIENT_CLASS": client}):
             pass
 
 

@@ -31,6 +31,7 @@ KEY, OTHER = key_of("nightly"), key_of("other")
 KINDS: dict[str, type[Server]] = {
     "redis": Redis,
     "django_redis_ignore": Redis,
+    "django_valkey": Redis,
     "pylibmc": Memcached,
     "pylibmc_binary": Memcached,
     "pymemcache": Memcached,

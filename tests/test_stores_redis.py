@@ -25,7 +25,7 @@ from tests.servers import Redis
 
 A, B = holder("a"), holder("b")
 KEY = key_of("nightly")
-on_both_clients = pytest.mark.parametrize("alias", ["redis", "django_redis"])
+on_each_client = pytest.mark.parametrize("alias", ["redis", "django_redis", "django_valkey"])
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def requests(client: Client, work: Callable[[], Any]) -> list[str]:
     raise AssertionError("unreachable")
 
 
-@on_both_clients
+@on_each_client
 def test_take_and_give_back_are_two_requests(alias, redis, client, settings) -> None:
     def take_and_give_back() -> None:
         assert store.add(KEY, A, 60) is None
@@ -69,7 +69,7 @@ def test_take_and_give_back_are_two_requests(alias, redis, client, settings) -> 
         assert requests(client, take_and_give_back) == ["EVALSHA", "EVALSHA"]
 
 
-@on_both_clients
+@on_each_client
 def test_to_take_in_a_known_epoch_and_to_give_back_are_two_requests(
     alias, redis, client, settings
 ) -> None:
@@ -83,7 +83,7 @@ def test_to_take_in_a_known_epoch_and_to_give_back_are_two_requests(
         assert requests(client, take_and_give_back) == ["EVALSHA", "EVALSHA"]
 
 
-@on_both_clients
+@on_each_client
 def test_a_conflict_is_one_request(alias, redis, client, settings) -> None:
     with private_store(settings, alias, redis.url) as store:
         store.add(KEY, A, 60)
@@ -103,7 +103,7 @@ def test_each_script_is_loaded_once(redis, client, settings) -> None:
         assert requests(client, take_and_give_back) == ["INFO", "EVALSHA", "EVALSHA"]
 
 
-@on_both_clients
+@on_each_client
 def test_a_fencing_token_is_one_request(alias, redis, client, settings) -> None:
     with private_store(settings, alias, redis.url) as store:
         store.add(KEY, A, 60)
@@ -165,7 +165,7 @@ def always_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores.redis, "IDLE", -1)
 
 
-@on_both_clients
+@on_each_client
 def test_an_idle_connection_that_the_server_closed_causes_no_error_and_no_pause(
     alias, redis, client, settings, always_idle
 ) -> None:
@@ -325,7 +325,7 @@ def test_control_the_cache_with_ignored_exceptions_says_held(redis, settings) ->
         assert caches["django_redis_ignore"].add("name", "value") in (False, None)
 
 
-@on_both_clients
+@on_each_client
 def test_values_are_plain_json(alias, redis, client, settings) -> None:
     with private_store(settings, alias, redis.url) as store:
         with TaskLock("nightly", cache=alias) as lock:

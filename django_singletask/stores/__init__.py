@@ -36,6 +36,7 @@ __all__ = [
 STORES = {
     "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
     "django_redis.cache.RedisCache": "redis.DjangoRedisStore",
+    "django_valkey.cache.ValkeyCache": "redis.DjangoValkeyStore",
     "django.core.cache.backends.memcached.PyLibMCCache": "memcached.PyLibMCStore",
     "django.core.cache.backends.memcached.PyMemcacheCache": "memcached.PyMemcacheStore",
     "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
@@ -89,12 +90,16 @@ def refusal(cache: Any) -> str | None:
             return f"{name} {UNSAFE[name]}"
     if not any(name in STORES for name in names):
         return f"{names[0]} is not a cache that django-singletask knows to be shared and atomic"
-    if is_a(cache, "django_redis.cache.RedisCache"):
+    package = next(name for name in names if name in STORES).partition(".")[0]
+    if package in ("django_redis", "django_valkey"):
         client = _ancestors(cache._client_cls)  # noqa: SLF001 - CLIENT_CLASS, loaded
+        project = package.replace("_", "-")
         if any(name.endswith((".ShardClient", ".HerdClient")) for name in client):
-            return f"{client[0]} of django-redis spreads or rewrites the entries"
-        if "django_redis.client.default.DefaultClient" not in client:
-            return f"{client[0]} is not a django-redis client that django-singletask knows"
+            return f"{client[0]} of {project} spreads or rewrites the entries"
+        if "django_valkey.client.sentinel.SentinelClient" in client:
+            return f"{client[0]} of {project} writes to a replica"  # seen with version 0.4.1
+        if f"{package}.client.default.DefaultClient" not in client:
+            return f"{client[0]} is not a {project} client that django-singletask knows"
     return None
 
 

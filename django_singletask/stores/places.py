@@ -37,7 +37,7 @@ def servers_of(alias: str) -> set[str]:
             server.removeprefix("unix:") if "/" in server else _address(server, "11211")
             for server in servers
         }
-    if backend_is(alias, "redis"):
+    if backend_is(alias, "redis") or backend_is(alias, "valkey"):
         return {_redis(url, configuration.get("OPTIONS") or {}) for url in servers[:1]}
     return set()
 

@@ -1,24 +1,17 @@
-"""Locks in Redis or Valkey, through Django's RedisCache or django-redis."""
+"""Locks in Redis or Valkey, through Django's RedisCache, django-redis or django-valkey."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
-
-from redis.exceptions import (
-    ConnectionError,
-    NoScriptError,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-)
 
 from django_singletask.stores.base import FENCE, Entry, Outcome
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
 from django_singletask.stores.scripts import ADD, CHANGE, FENCE_SCRIPT, READ, TAKE
 
-__all__ = ["IDLE", "DjangoRedisStore", "RedisStore"]
+__all__ = ["IDLE", "DjangoRedisStore", "DjangoValkeyStore", "RedisStore"]
 
 OUTCOMES = {1: Outcome.OK, 0: Outcome.GONE, -1: Outcome.TAKEN}
 
@@ -53,13 +46,16 @@ class RedisStore(ForgetfulStore):
     """
 
     family = "redis"
-    client_errors = (RedisError, OSError)
+    library = "redis"
+    """The package of the client, whose exceptions are its own. The other may not be installed."""
 
     shared_calls = 0
     """Calls through the client's pool before the store opens a connection of its own."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
+        self.errors: Any = import_module(f"{self.library}.exceptions")
+        self.client_errors = (getattr(self.errors, f"{self.library.title()}Error"), OSError)
         self.client = self._client()
         self.epoch_key = self.make_key(EPOCH)
         pool = self.client.connection_pool
@@ -102,7 +98,7 @@ class RedisStore(ForgetfulStore):
         self._busy = True
         try:
             return self._call_here(script, keys, args)
-        except ConnectionError:
+        except self.errors.ConnectionError:
             if not (repeatable and self._was_open):
                 raise
             return self._call_here(script, keys, args)
@@ -130,7 +126,7 @@ class RedisStore(ForgetfulStore):
         try:
             # As the client does it, with the retries that the options of the cache ask for.
             reply = connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
-        except NoScriptError:  # the server is new, or was emptied
+        except self.errors.NoScriptError:  # the server is new, or was emptied
             reply = script(keys, args)
         self.in_step = True
         self._used_at = time.monotonic()
@@ -140,7 +136,7 @@ class RedisStore(ForgetfulStore):
         try:
             # Readable means: the end of the connection, or a reply that nobody asked for.
             return bool(self.connection.can_read())
-        except (ConnectionError, TimeoutError, OSError):
+        except (self.errors.ConnectionError, self.errors.TimeoutError, OSError):
             return True
 
     def take(self, key: str, value: bytes, lease: float) -> Entry | None:
@@ -171,7 +167,7 @@ class RedisStore(ForgetfulStore):
         connection.send_command("INFO", "server")
         try:
             facts = _bytes(connection.read_response()).decode()
-        except ResponseError:
+        except self.errors.ResponseError:
             return  # not allowed here: only the epoch tells that locks were forgotten
         for line in facts.splitlines():
             if line.startswith("run_id:"):
@@ -244,3 +240,9 @@ class DjangoRedisStore(RedisStore):
 
     def close(self) -> None:
         self.connection.disconnect()  # and not the pool: others use it
+
+
+class DjangoValkeyStore(DjangoRedisStore):
+    """Do the same on django-valkey, with its default client: valkey-py has the API of redis-py."""
+
+    library = "valkey"
