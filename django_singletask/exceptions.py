@@ -50,7 +50,9 @@ class LockConflict(LockError):
         if self.holder is not None:
             text += f" by {self.holder}"
         if self.remaining is not None:
-            text += f"; its lease ends in {self.remaining:.0f} s unless renewed"
+            kept = self.holder is not None and self.holder.kept
+            text += f"; {'kept for' if kept else 'its lease ends in'} {self.remaining:.0f} s"
+            text += " more" if kept else " unless renewed"
         return text
 
     def __repr__(self) -> str:

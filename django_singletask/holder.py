@@ -60,7 +60,8 @@ class Holder(Process):
     """The record stored as the value of a lock: who holds it, since when, for how long.
 
     ``since`` is a Unix time in seconds by the holder's own clock: for people to read, never to
-    compute a lease with. ``timeout`` is the length of the lease in seconds.
+    compute a lease with. ``timeout`` is the length of the lease in seconds. ``kept``: no process
+    has the entry any more; it stays for ``timeout`` seconds from ``since``.
     """
 
     token: str
@@ -70,6 +71,7 @@ class Holder(Process):
     retries: int
     since: float
     timeout: float
+    kept: bool = False
 
     @classmethod
     def new(
@@ -130,7 +132,12 @@ class Holder(Process):
             retries=int(_number(data.get("retries"), MOST)),
             since=_number(data.get("since"), CENTURY),
             timeout=_number(data.get("timeout"), MONTH),
+            kept=data.get("kept") is True,
         )
+
+    def keep(self, length: float) -> Holder:
+        """Return the record of the entry that stays for ``length`` seconds from ``since``."""
+        return dataclasses.replace(self, pid=0, start="", timeout=length, kept=True)
 
     def is_run_of(self, task_id: str | None) -> bool:
         """Say whether the task of this id has the lock; the record may have its id cleaned."""

@@ -27,7 +27,7 @@ from django_singletask.operators import held
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.timeline import SPANS, draw
-from django_singletask.operators.words import STATES, clock_time, duration, hold_time, process
+from django_singletask.operators.words import clock_time, duration, hold_time, in_state, process
 
 __all__ = ["SHOWN", "OperatorPages", "unbroken"]
 
@@ -241,7 +241,7 @@ def held_row(lock: HeldLock) -> dict[str, Any]:
     holder, usual = lock.holder, lock.usual
     return {
         "lock": lock,
-        "word": STATES[lock.state],
+        "word": in_state(lock.state, lock.left),
         "held_for": duration(lock.held_for) if holder.since else "-",
         "usual": [unbroken(usual.median), unbroken(usual.longest)] if usual is not None else [],
         "remaining": "-" if lock.remaining is None else duration(lock.remaining),

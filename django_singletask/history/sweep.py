@@ -84,7 +84,9 @@ class Sweeper:
         holder = Holder.decode(entry.value) if entry is not None else None
         if entry and holder and holder.token == row.token:
             self.missed.pop(row.pk, None)
-            if how := proof_of_death(holder):
+            if holder.kept:  # the process was killed before it could write that it had returned
+                address.tell("released", row.holder(), outcome="released", result="returned")
+            elif how := proof_of_death(holder):
                 address.free_dead(entry, holder, how)
         elif self.now() - self.missed.setdefault(row.pk, self.now()) >= row.timeout:
             del self.missed[row.pk]

@@ -105,7 +105,9 @@ class Address(NamedTuple):
         if entry is None:
             return False
         holder = Holder.decode(entry.value)
-        return holder.token == token and self.free_dead(entry, holder, how)
+        # What a run that returned has kept has its token, and stays.
+        dead = holder.token == token and not holder.kept
+        return dead and self.free_dead(entry, holder, how)
 
     def clear(self, token: str | None, actor: str, timeout: float | None) -> bool:
         """Free the entry, whoever holds it; with a ``token``, only if that holder has it.

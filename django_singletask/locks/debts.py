@@ -8,9 +8,9 @@ from collections import deque
 from typing import NamedTuple
 
 from django_singletask import clock
-from django_singletask.stores import get_store
+from django_singletask.stores import Outcome, get_store
 
-__all__ = ["MAX_DEBTS", "Debt", "Debts"]
+__all__ = ["MAX_DEBTS", "Debt", "Debts", "Kept", "release"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -22,12 +22,28 @@ AT_ONCE = 100
 """Releases that are made before the thread looks whether renewals are due."""
 
 
+class Kept(NamedTuple):
+    """The bytes that stay in the place of an entry that is released, and until when."""
+
+    value: bytes
+    until: float
+
+
 class Debt(NamedTuple):
     """A release that is tried again until ``until``, when the lease has ended anyway."""
 
     key: str
     value: bytes
     until: float
+    kept: Kept | None = None
+
+
+def release(cache: str, key: str, value: bytes, kept: Kept | None) -> Outcome:
+    """Delete an entry, or leave there for a while what is kept of it."""
+    store = get_store(cache)
+    if kept is not None and (left := kept.until - clock.now()) > 0:
+        return store.change(key, value, kept.value, left)
+    return store.release(key, value)
 
 
 class Debts:
@@ -51,7 +67,7 @@ class Debts:
         for _ in range(min(len(self.waiting), AT_ONCE)):
             debt = self.waiting.popleft()
             try:
-                get_store(self.cache).release(debt.key, debt.value)
+                release(self.cache, debt.key, debt.value, debt.kept)
             except Exception as error:
                 # Last, so that a release which always fails does not block the others.
                 if clock.now() < debt.until:

@@ -34,7 +34,8 @@ class Holding:
 
     ``length`` is in seconds; an entry that ``renews`` is extended at a third of it by the thread in
     :mod:`django_singletask.locks.renewal`. A holder without a process (``pid`` 0) is one that
-    nobody renews. ``held`` is true from the take until the release.
+    nobody renews. A body that returns keeps the entry until ``at_least`` seconds after the take.
+    ``held`` is true from the take until the release.
 
     What is lost stays lost, and the entry is never set again: somebody else may have had the lock
     since. An entry that the cache forgot, and that a renewal finds free before the deadline, is
@@ -55,7 +56,9 @@ class Holding:
     _lost = _reported = _is_missing = False
     _child_asked_at = 0.0
 
-    def __init__(self, address: Address, holder: Holder, *, renews: bool = True) -> None:
+    def __init__(
+        self, address: Address, holder: Holder, *, renews: bool = True, at_least: float = 0
+    ) -> None:
         self.address = address
         self.cache = address.cache
         self.key = address.key
@@ -64,6 +67,7 @@ class Holding:
         self.value = holder.encode()
         self.length = holder.timeout
         self.renews = renews and holder.pid > 0
+        self.at_least = at_least
 
     @property
     def due_at(self) -> float:

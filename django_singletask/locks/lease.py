@@ -9,13 +9,16 @@ from django_singletask import clock
 from django_singletask.exceptions import LockError
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
+from django_singletask.locks.debts import Kept, release
 from django_singletask.locks.holding import Holding, margin
 from django_singletask.stores import ForgetfulStore, Forgotten, Outcome, get_store
 
-__all__ = ["Lease"]
+__all__ = ["KEPT", "Lease"]
 
 logger = logging.getLogger("django_singletask")
 
+KEPT = "kept for"
+"""Beginning of the reason in the history of a run that keeps its lock."""
 MAX_DEAD = 3
 """Entries of dead holders that one take frees."""
 MAX_HELD_BACK = 3
@@ -31,6 +34,8 @@ class Lease(Holding):
     """
 
     took_over = False
+    kept = False
+    """Whether the release has left the entry there, or will, as ``at_least`` says."""
 
     # Taking
 
@@ -122,7 +127,7 @@ class Lease(Holding):
         renewal.keeper().keep(self)
         return True
 
-    def abandon(self) -> None:
+    def abandon(self, kept: Kept | None = None) -> None:
         """Give the entry back in the background, whether or not the request has taken it.
 
         The request may have been carried out although an error came back, or a signal such as a
@@ -133,7 +138,7 @@ class Lease(Holding):
         """
         self.held = False
         renewal.keeper().drop(self)
-        renewal.keeper().owe(self.cache, self.key, self.value, self.length)
+        renewal.keeper().owe(self.cache, self.key, self.value, self.length, kept)
 
     # Giving back
 
@@ -153,25 +158,46 @@ class Lease(Holding):
     def release(self, result: str) -> bool:
         """Give the entry back; say whether it still was this lease's own.
 
-        ``result`` says how the body ended. Raises :class:`LockUnavailable`; the release is
-        then tried again in the background until the lease has ended.
+        ``result`` says how the body ended; one that returned keeps the entry for the rest of
+        ``at_least``. Raises :class:`LockUnavailable`; the release is then tried again in the
+        background until the lease has ended.
         """
         if self.is_inherited():
             self.held = False
             return False
+        kept = self._kept(result)
         try:
             renewal.keeper().drop(self)
             self.held = False
-            outcome = get_store(self.cache).release(self.key, self.value)
+            outcome = release(self.cache, self.key, self.value, kept)
         except BaseException as error:
             # The cache is down, or a signal struck.
-            self.abandon()
+            self.abandon(kept)
             self.tell_released(result, f"not given back at once: {type(error).__name__}: {error}")
             raise
         if outcome is not Outcome.OK or self._lost:
+            self.kept = False
             self.lose()
+        elif self.kept:
+            self.reason = f"{KEPT} {self.at_least:g} s from its start"
         self.tell_released(result, self.reason)
         return outcome is Outcome.OK
+
+    # A run that returned keeps its lock
+    #
+    # The bytes of the run are replaced by ones without a process, so that nobody can prove the
+    # holder dead, with the run's token, so that the history counts the skips against that run. If
+    # the reply is lost, the same replacement is owed; made twice, it leaves the same end:
+    #
+    #   run:    returns   replace -> (no reply)            replace -> is there already: OK
+    #   store:                       replaced, until X                until X
+
+    def _kept(self, result: str) -> Kept | None:
+        """Return what stays in the place of this entry; None if it is to be deleted."""
+        until = self.taken_at + self.at_least
+        ended = self._lost or clock.now() >= min(until, self.deadline)
+        self.kept = bool(self.at_least) and result == "returned" and not ended
+        return Kept(self.holder.keep(self.at_least).encode(), until) if self.kept else None
 
     def tell_released(self, result: str = "", reason: str = "") -> None:
         """Report that this lease has ended: how its body did, or why there is no such result."""

@@ -133,7 +133,7 @@ class TaskLock(HeldLock):
         run = self.run or Run.current()
         holder = run.holder(self.name, lease_length(self.timeout))
         # Known here before it is taken: whatever strikes after the take, this object can give back.
-        self.lease = Lease(self.address, holder, renews=self.renew)
+        self.lease = Lease(self.address, holder, renews=self.renew, at_least=self.at_least)
         return self.lease
 
     # A lock that outlives its process

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
+from django_singletask.conf import check_seconds
 from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.locks.lock import TaskLock
 
@@ -27,6 +28,7 @@ def only_one(
     wait: float = 0,
     on_conflict: str = "skip",
     skip_result: Any = None,
+    at_least: float = 0,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def only_one(
     function: Callable[P, R] | None = None,
@@ -37,13 +39,15 @@ def only_one(
     wait: float = 0,
     on_conflict: str = "skip",
     skip_result: Any = None,
+    at_least: float = 0,
 ) -> Any:
     """Let a function run only once at a time; a call that finds it running is skipped.
 
     ``key`` is the name of the lock, by default the dotted name of the function. A skipped call
-    returns ``skip_result``, or raises :class:`LockConflict` with ``on_conflict="raise"``. The
-    other options are those of :class:`TaskLock`. Works on functions, methods (``run`` of a
-    class-based task) and below ``@shared_task`` and Django's ``@task``.
+    returns ``skip_result``, or raises :class:`LockConflict` with ``on_conflict="raise"``. A call
+    that returns keeps the lock until ``at_least`` seconds after it took the lock. The other options
+    are those of :class:`TaskLock`. Works on functions, methods (``run`` of a class-based task) and
+    below ``@shared_task`` and Django's ``@task``.
 
     Raises ``TypeError`` for coroutine and generator functions, whose body runs after the call has
     returned, and for task objects. The name is that of the recipe by Ted Tieken (2012).
@@ -62,11 +66,14 @@ def only_one(
             wait=wait,
             on_conflict=on_conflict,
         )
+        check_seconds("at_least", at_least, zero=True)
         make_lock()  # raises at decoration, not at the first call, for options that cannot work
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-            with make_lock() as lock:
+            lock = make_lock()
+            lock.at_least = at_least
+            with lock:
                 return function(*args, **kwargs) if lock else skip_result
 
         return wrapper

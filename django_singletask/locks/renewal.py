@@ -16,7 +16,7 @@ from functools import cache
 from django.db import connections
 
 from django_singletask import clock
-from django_singletask.locks.debts import Debt, Debts
+from django_singletask.locks.debts import Debt, Debts, Kept
 from django_singletask.locks.watch import Renewable, Watch
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.epoch import LOOK, epoch_of
@@ -78,10 +78,12 @@ class Keeper:
         """Renew the lease of this token and key no longer, if there is one."""
         self.leases.pop((token, key), None)
 
-    def owe(self, cache: str, key: str, value: bytes, lease: float) -> None:
+    def owe(
+        self, cache: str, key: str, value: bytes, lease: float, kept: Kept | None = None
+    ) -> None:
         """Release an entry in the background, and try again for as long as its lease can last."""
         debts = self.debts.setdefault(cache, Debts(cache))
-        debts.add(Debt(key, value, clock.now() + lease))
+        debts.add(Debt(key, value, clock.now() + lease, kept))
         self.wake(debts.due_at)
 
     def wake_for(self, lease: Renewable) -> None:

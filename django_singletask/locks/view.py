@@ -18,6 +18,9 @@ class LockView:
     Each question is one request to the cache, and raises :class:`LockUnavailable`.
     """
 
+    at_least: float = 0
+    """Seconds from its start for which a body that returns keeps the lock."""
+
     def __init__(
         self,
         name: str | LockKey,

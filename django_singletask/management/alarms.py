@@ -45,7 +45,7 @@ def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
     over = [
         f"{lock.name} ({in_words(lock.held_for)})"
         for lock in locks
-        if lock.state in HOLDING and lock.held_for > limit
+        if lock.state in HOLDING - {"kept"} and lock.held_for > limit
     ]
     return [f"Held for over {compact(limit)}: {few(over)}."] if over else []
 

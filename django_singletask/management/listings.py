@@ -13,11 +13,11 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.probe import Probe
 from django_singletask.operators.words import (
-    STATES,
     clock_time,
     duration,
     hold_seconds,
     hold_time,
+    in_state,
     plural,
     process,
     status,
@@ -54,13 +54,19 @@ def lock_table(locks: Sequence[HeldLock]) -> list[str]:
 
 
 def _holder(lock: HeldLock) -> str:
-    """Name the process that holds a lock, or the task id of the call that is queued."""
+    """Name the process that holds a lock, or the task id of the call that is queued.
+
+    Of what is kept, say until when.
+    """
     holder = lock.holder
+    state = in_state(lock.state, lock.left)
+    if lock.state in {"kept", "blocking"}:
+        return state
     if lock.queued:
         name = f"{holder.task_id[:4]}…" if holder.task_id else "unknown"
     else:
         name = process(holder.host, holder.pid) or holder.host or "unknown"
-    return name if lock.state == "held" else f"{STATES[lock.state]} {name}"
+    return name if lock.state == "held" else f"{state} {name}"
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:

@@ -16,7 +16,7 @@ from django_singletask.management.tables import few, printable, width
 from django_singletask.operators.explain import Why
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import HOUR
-from django_singletask.operators.words import clock_time, in_words, plural
+from django_singletask.operators.words import clock_time, in_state, in_words, plural
 
 __all__ = ["explain"]
 
@@ -42,7 +42,7 @@ def _sentences(why: Why) -> Iterator[str]:
         )
     if why.lock is not None:
         yield from _held(why, why.lock)
-    elif why.queued is None:
+    elif why.queued is None or why.queued.state == "blocking":
         yield f"Free: {why.name}."
     if why.queued is not None:
         yield from _queued(why.queued)
@@ -63,14 +63,20 @@ def _arguments(name: str) -> str:
 
 def _held(why: Why, lock: HeldLock) -> Iterator[str]:
     holder = lock.holder
-    if lock.state == "handed_over":
-        yield (
-            f"Handed over {_whole(lock.held_for)} ago by {holder}: no process has it. It "
-            f"waits for its receiver for {_whole(_left(lock))} more at most."
-        )
+    if lock.state in {"handed_over", "kept"}:
+        to_free = "To free it now:"
+        if lock.state == "kept":
+            state = in_state("kept", lock.left).capitalize()
+            yield f"{state}, for {_whole(lock.left)} more: {holder} has returned (lock_at_least)."
+        else:
+            to_free = "To free it now, so that its receiver finds it lost:"
+            yield (
+                f"Handed over {_whole(lock.held_for)} ago by {holder}: no process has it. It "
+                f"waits for its receiver for {_whole(lock.left)} more at most."
+            )
         yield f"{_skipped(why, lock)} {_completed(why)}".strip()
         yield from _hungry(why, lock)
-        yield "To free it now, so that its receiver finds it lost:"
+        yield to_free
         yield _clear(lock)
         return
     if why.death:
@@ -161,18 +167,15 @@ def _hungry(why: Why, lock: HeldLock | None) -> Iterator[str]:
         )
 
 
-def _left(lock: HeldLock) -> float:
-    """Return the seconds until an entry ends that nobody renews."""
-    left = lock.remaining
-    return max(0.0, lock.holder.timeout - lock.held_for) if left is None else left
-
-
 def _queued(lock: HeldLock) -> Iterator[str]:
     stopped = _counted(lock.skipped or 0, "duplicate", "stopped") or "No duplicate was stopped"
+    state, until = "Queued", f"until it has run, for {_whole(lock.left)} more at most"
+    if lock.state == "blocking":
+        state, until = "Has begun", f"for {_whole(lock.left)} more, although it may have ended"
     yield (
-        f"Queued: task {lock.holder.task_id}, sent {_whole(lock.held_for)} ago from "
-        f"{lock.holder.host or 'an unknown host'}. It stops equal calls until it has run, for "
-        f"{_whole(_left(lock))} more at most.{'' if lock.skipped is None else f' {stopped}.'}"
+        f"{state}: task {lock.holder.task_id}, sent {_whole(lock.held_for)} ago from "
+        f"{lock.holder.host or 'an unknown host'}. It stops equal calls {until}."
+        f"{'' if lock.skipped is None else f' {stopped}.'}"
     )
     yield "To forget it, so that an equal call can be sent beside it:"
     yield _clear(lock)

@@ -19,7 +19,7 @@ __all__ = ["HOLDING", "UnknownLock", "Why", "why"]
 
 MATCHES = 2000
 """Newest rows among whose names those like an unknown name are looked for."""
-HOLDING = frozenset({"held", "dead", "handed_over"})
+HOLDING = frozenset({"held", "dead", "handed_over", "kept"})
 """States of a lock that somebody has."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import (
+    NEWEST,
     OPEN,
     SWEEPER,
     NoHistory,
@@ -20,6 +21,7 @@ from django_singletask.history.queries import (
 from django_singletask.holder import Holder, clean
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
+from django_singletask.locks.lease import KEPT
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import keys_of
@@ -48,11 +50,12 @@ class HeldLock:
 
     ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
     next call on that host; ``"handed_over"``, left to a process that has not received it yet;
-    ``"queued"``, no lock but the entry of a call that stops its
-    duplicates; or ``"expired"``, an open row of the history whose first lease is over and whose
-    token the store no longer has: the lock is free, or another holder has it. A worker's sweep
-    closes the row, unless its process lives and takes the lock again, as it may when the cache has
-    forgotten the lock.
+    ``"kept"`` by a run that has returned (``lock_at_least``); ``"queued"``, no lock but the entry
+    of a call that stops its duplicates; ``"blocking"``, such an entry of a call that has begun,
+    which stays until its time is over; or ``"expired"``, an open row of the history whose first
+    lease is over and whose token the store no longer has: the lock is free, or another holder has
+    it. A worker's sweep closes the row, unless its process lives and takes the lock again, as it
+    may when the cache has forgotten the lock.
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell;
     ``skipped`` counts the runs that this holder was in the way of (of a queued call: its
@@ -70,8 +73,14 @@ class HeldLock:
 
     @property
     def queued(self) -> bool:
-        """Whether this is no lock, but the entry of a queued call."""
-        return self.state == "queued"
+        """Whether this is no lock, but the entry of a call that stops its duplicates."""
+        return self.state in {"queued", "blocking"}
+
+    @property
+    def left(self) -> float:
+        """Seconds until an entry ends that nobody renews, by clocks if the store cannot tell."""
+        left = self.holder.timeout - self.held_for if self.remaining is None else self.remaining
+        return max(0.0, left)
 
     @property
     def slow(self) -> bool:
@@ -191,9 +200,12 @@ def _find(wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
 
 
 def _open_keys() -> list[str]:
+    """Return the keys of holds that are open in the history, and of those that were kept last."""
     try:
         with reading():
-            return list(TaskLockEvent.objects.open().values_list("key", flat=True)[:OPEN])
+            keys = list(TaskLockEvent.objects.open().values_list("key", flat=True)[:OPEN])
+            ended = TaskLockEvent.objects.of_kind("acquired").values_list("key", "reason")[:NEWEST]
+            return keys + [key for key, reason in ended if reason.startswith(KEPT)]
     except NoHistory as error:
         raise CannotList(
             f"The cache {conf.cache!r} cannot list its entries, and no history says what is held. "
@@ -209,7 +221,9 @@ def _read(keys: Iterable[str]) -> list[HeldLock]:
 
 def _stored(key: str, entry: Entry) -> HeldLock:
     holder = Holder.decode(entry.value)
-    if key.startswith(QUEUED):
+    if holder.kept:
+        state = "blocking" if key.startswith(QUEUED) else "kept"
+    elif key.startswith(QUEUED):
         state = "queued"
     elif holder.token and not holder.pid:
         state = "handed_over"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from datetime import datetime, timezone
 
 from django.utils.formats import date_format
@@ -12,12 +13,12 @@ from django.utils.translation import gettext_lazy as _
 from django_singletask.models import TaskLockEvent
 
 __all__ = [
-    "STATES",
     "clock_time",
     "compact",
     "duration",
     "hold_seconds",
     "hold_time",
+    "in_state",
     "in_words",
     "parse_duration",
     "plural",
@@ -36,9 +37,17 @@ STATES = {
     "dead": _("dead"),
     "handed_over": _("handed over"),
     "expired": _("expired"),
+    "kept": _("kept until {}"),
     "queued": _("queued"),
+    "blocking": _("blocks duplicates until {}"),
 }
 """The words for the states of a lock."""
+
+
+def in_state(state: str, left: float) -> str:
+    """Write the state of a lock whose entry ends in ``left`` seconds."""
+    # A time within half a day needs no date.
+    return str(STATES[state]).format(clock_time(time.time() + left, dated=left > 43_200))
 
 
 def parse_duration(text: str) -> float:

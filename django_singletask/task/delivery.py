@@ -72,7 +72,7 @@ class Delivery:
             if not self._comes_again(error):
                 queued_call.give_back()
             raise
-        queued_call.give_back()
+        queued_call.give_back(kept=self.lock.lease is not None and self.lock.lease.kept)
         return result
 
     def _run(self) -> Any:
@@ -122,6 +122,9 @@ class Delivery:
         # The first link of a chain that replaces a task has a new id; the task is its parent.
         replaces = request.replaced_task_nesting > 0 and blocker.is_run_of(request.parent_id)
         itself = blocker.is_run_of(request.id)
+        if itself and blocker.kept:
+            self._leave_to_kept_run()
+            return
         if replaces or (itself and blocker.retries < request.retries):
             self.postpone("redelivery", SHORT_HOP)
         if itself:
@@ -130,6 +133,15 @@ class Delivery:
             # Somebody else has the lock by now. The result of the first run may be on its way.
             if self.header.redelivered == LOOKS:
                 self._drop_if_done()
+            self.postpone("redelivery", redelivered=LOOKS)
+
+    def _leave_to_kept_run(self) -> None:
+        """Drop the message if the run of its id that has kept the lock has its result, or soon.
+
+        Else return: the result is not known, or the id is used again for another call.
+        """
+        self._drop_if_done()
+        if self.header.redelivered != LOOKS:  # the result may be on its way
             self.postpone("redelivery", redelivered=LOOKS)
 
     def _leave_to_first_run(self) -> None:
@@ -247,6 +259,7 @@ def deliver(
         wait=(options.lock_wait or 0) if options.on_conflict == "wait" else 0,
         run=run,
     )
+    lock.at_least = options.lock_at_least
     message = None if request is None or request.is_eager else request
     if message is None:  # what the header says of a message is not about this call
         header = Header(header.task_id, header.task)

@@ -96,18 +96,18 @@ class QueuedCall:
         Raises :class:`DuplicateTask` instead if ``on_duplicate`` says so.
         """
         task_id = holder.task_id or ""
-        logger.info("%s is queued already, as task %s.", self.lock_address, task_id)
-        caller = Run(self.run.task)
-        self.lock_address.tell_of_conflict("duplicate", "queued", caller, holder)
+        reason = "kept" if holder.kept else "queued"
+        logger.info("%s is %s, as task %s.", self.lock_address, reason, task_id)
+        self.lock_address.tell_of_conflict("duplicate", reason, Run(self.run.task), holder)
         if self.options.on_duplicate == "raise":
             raise DuplicateTask(self.lock_address.lock_key.name, task_id)
         return task_id
 
     def holder(self) -> Holder | None:
-        """Ask the cache which call is queued."""
+        """Ask the cache which call is queued, or runs until it is finished."""
         entry = self.address.read()
         holder = None if entry is None else Holder.decode(entry.value)
-        return None if holder is None or proof_of_death(holder) else holder
+        return None if holder is None or holder.kept or proof_of_death(holder) else holder
 
     def _queued_for(self, delay: float) -> float:
         return float(min(self.options.unique_for + delay, MAX_LEASE))
@@ -127,7 +127,8 @@ class QueuedCall:
             return
         assert self.value is not None
         try:
-            self.lease = Lease(self.address, self._holder(lease_length(self.options.lock_timeout)))
+            holder = self._holder(lease_length(self.options.lock_timeout))
+            self.lease = Lease(self.address, holder, at_least=self.options.lock_at_least)
             # The entry may have ended, or have been freed with a killed earlier run: then it is
             # taken again, unless another call is queued by now.
             if not self.lease.replace(self.value) and self.lease.take()[0] is not None:
@@ -152,10 +153,13 @@ class QueuedCall:
 
     # In either
 
-    def give_back(self) -> None:
-        """Free the entry, if there is one; what fails is tried again in the background."""
+    def give_back(self, *, kept: bool = False) -> None:
+        """Free the entry, if there is one; what fails is tried again in the background.
+
+        ``kept``: the run keeps its lock, and so this entry.
+        """
         if self.lease is not None and self.lease.held:
-            self.lease.give_back("")
+            self.lease.give_back("returned" if kept else "")
         elif self.value is not None:
             try:
                 get_store(self.address.cache).release(self.address.key, self.value)

@@ -1,0 +1,315 @@
+"""A lock that a run which returned keeps for a while (``lock_at_least``)."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+
+import pytest
+from celery.exceptions import Ignore, Reject, Retry
+
+from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock, only_one
+from django_singletask.exceptions import Dropped, Postponed
+from django_singletask.history.sweep import Sweeper
+from django_singletask.holder import Holder
+from django_singletask.models import TaskLockEvent
+from django_singletask.stores import get_store
+from django_singletask.task.header import HEADER, LOOKS
+from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
+from tests.command_line import alarm, locks
+from tests.deliveries import held_by, receive
+from tests.entries import eventually
+from tests.testapp import tasks
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
+
+KEEP = {"lock_at_least": 60}
+
+
+@pytest.fixture(autouse=True)
+def runs_log(monkeypatch, tmp_path):
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    messages = []
+
+    def send_task(name, args=None, kwargs=None, **options):
+        messages.append({"args": args, **options})
+
+    monkeypatch.setattr(tasks.hold.app, "send_task", send_task)
+    return messages
+
+
+@pytest.fixture
+def result(monkeypatch):
+    """Let the result backend return this result for every task."""
+    stored = SimpleNamespace(state="PENDING", date_done=None)
+    monkeypatch.setattr(SingletonTask, "AsyncResult", lambda self, task_id: stored)
+    return stored
+
+
+def run(task_id="first", task=tasks.hold, options=KEEP, **request):
+    return receive(task, "a", task_id=task_id, header={"options": options}, **request)
+
+
+def kept_holder():
+    holder = tasks.hold.lock("a").holder()
+    return holder if holder and holder.kept else None
+
+
+def test_a_run_that_returned_keeps_its_lock_from_its_start(cache_alias):
+    assert run() == "ran"
+    holder, lock = kept_holder(), tasks.hold.lock("a")
+    assert lock.locked()
+    assert (holder.pid, holder.task_id, holder.timeout) == (0, "first", 60)
+    assert lock.remaining() is None or 50 < lock.remaining() < 62
+    assert run("second") == "skipped"
+
+
+def test_a_kept_lock_ends_by_itself():
+    run(options={"lock_at_least": 0.2})
+    eventually(lambda: run("second", options={}) == "ran")
+
+
+def test_a_run_that_took_longer_frees_its_lock():
+    assert run(options={"lock_at_least": 0.000001}) == "ran"
+    assert not tasks.hold.lock("a").locked()
+
+
+@pytest.mark.parametrize("error", [ValueError(), Retry(), Ignore(), Reject(), Postponed()])
+def test_a_run_that_did_not_return_frees_its_lock(monkeypatch, error):
+    def body(*args, **facts):
+        raise error
+
+    monkeypatch.setattr(tasks, "body", body)
+    with pytest.raises(type(error)):
+        run()
+    assert not tasks.hold.lock("a").locked()
+
+
+def test_a_lock_that_was_lost_is_not_kept(monkeypatch):
+    monkeypatch.setattr(tasks, "body", lambda *args, **facts: current_lock().clear())
+    assert run()
+    assert not tasks.hold.lock("a").locked()
+    assert TaskLockEvent.objects.get(kind="acquired").reason == "cleared"
+
+
+def test_to_keep_costs_no_further_trip(monkeypatch):
+    store, trips = get_store("redis"), []
+    change = store.change
+    monkeypatch.setattr(store, "change", lambda *args: trips.append(args) or change(*args))
+    run()
+    assert len(trips) == 1
+
+
+def test_a_lost_reply_to_the_keeping_keeps_it_all_the_same(monkeypatch):
+    store, replies = get_store("redis"), [ConnectionError("before"), ConnectionError("after")]
+    change = store.change
+
+    def lose(*args):
+        if not replies:
+            return change(*args)
+        error = replies.pop()
+        if str(error) == "after":
+            change(*args)
+        raise error
+
+    monkeypatch.setattr(type(store), "change", lambda store, *args: lose(*args))
+    assert run() == "ran"
+    assert kept_holder()
+    eventually(lambda: not replies)
+    assert 50 < tasks.hold.lock("a").remaining() < 61
+
+
+def test_a_lock_that_could_not_be_kept_at_once_is_kept_when_the_cache_answers(monkeypatch):
+    store, down = get_store("redis"), [True]
+    change = store.change
+
+    def answer(store, *args):
+        if down:
+            raise ConnectionError("down")
+        return change(*args)
+
+    monkeypatch.setattr(type(store), "change", answer)
+    run()
+    assert kept_holder() is None
+    down.clear()
+    eventually(kept_holder)
+
+
+def test_the_row_of_the_run_is_closed_and_skips_count_against_it():
+    run()
+    run("second")
+    acquired, skipped = TaskLockEvent.objects.order_by("id")
+    assert (acquired.outcome, acquired.result) == ("released", "returned")
+    assert acquired.reason == "kept for 60 s from its start"
+    assert skipped.blocked_by == acquired.token
+
+
+def test_the_conflict_says_that_the_lock_is_kept():
+    run(task=tasks.insist)
+    with pytest.raises(LockConflict, match=r"kept for \d+ s more") as caught:
+        run("second", tasks.insist)
+    assert Holder.from_dict(caught.value.args[1]).kept
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+class TestItsOwnMessageAgain:
+    """first run:  takes ... returns: kept      result SUCCESS
+    message:                             again               again
+    """
+
+    def test_is_dropped_if_its_result_is_there(self, sent, result):
+        run("mine")
+        result.state = "SUCCESS"
+        with pytest.raises(Dropped):
+            run("mine")
+        assert not sent
+
+    def test_waits_for_one_hop_if_its_result_may_be_on_its_way(self, sent, result):
+        run("mine")
+        with pytest.raises(Postponed):
+            run("mine")
+        assert sent[0]["headers"][HEADER]["redelivered"] == LOOKS
+
+    def test_leaves_it_to_the_policy_if_no_result_comes(self, sent, result):
+        """The body has returned, so it does not run again; the links after it go on."""
+        run("mine")
+        header = {"options": KEEP, "redelivered": LOOKS}
+        assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
+
+    def test_is_skipped_if_the_id_is_used_again_and_the_result_is_older(self, sent, result):
+        run("mine")
+        result.state = "SUCCESS"
+        result.date_done = datetime.fromtimestamp(1000, timezone.utc)
+        header = {"options": KEEP, "due": 2000.0}
+        with pytest.raises(Postponed):
+            receive(tasks.hold, "a", task_id="mine", header=header)
+        header["redelivered"] = LOOKS
+        assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
+
+
+def test_only_one():
+    calls = []
+
+    @only_one(key="guarded", at_least=60)
+    def guarded():
+        calls.append(1)
+
+    guarded()
+    guarded()
+    assert len(calls) == 1
+    assert TaskLock("guarded").holder().kept
+
+
+def test_only_one_refuses_what_is_no_number_of_seconds():
+    with pytest.raises(ValueError, match="at_least"):
+        only_one(key="guarded", at_least=-1)(print)
+
+
+def test_the_entry_of_the_queued_call_is_kept_as_long(sent):
+    task = tasks.unique_to_the_end
+    task.apply_async(("a",), lock_options=KEEP)
+    message = sent[0]
+    receive(task, "a", task_id=message["task_id"], header=message["headers"][HEADER])
+    assert task.lock("a").holder().kept
+    assert task.queued("a") is None
+    assert task.apply_async(("a",)).id == message["task_id"]
+    assert len(sent) == 1
+    assert TaskLockEvent.objects.get(kind="duplicate").reason == "kept"
+
+
+def test_the_entry_of_the_queued_call_is_freed_if_the_lock_was_lost(sent, monkeypatch):
+    task = tasks.unique_to_the_end
+    task.apply_async(("a",), lock_options=KEEP)
+    monkeypatch.setattr(tasks, "body", lambda *args, **facts: current_lock().clear())
+    message = sent[0]
+    receive(task, "a", task_id=message["task_id"], header=message["headers"][HEADER])
+    task.apply_async(("a",))
+    assert len(sent) == 2
+
+
+def test_control_without_the_option_nothing_is_kept(cache_alias):
+    assert run(options={}) == "ran"
+    assert run("second", options={}) == "ran"
+
+
+def test_the_watch_over_killed_processes_leaves_what_their_runs_have_kept():
+    run()
+    address = tasks.hold.lock("a").address
+    assert not address.bury(kept_holder().token, "process 1 is gone")
+    assert kept_holder()
+
+
+def test_the_sweep_closes_the_row_of_a_run_that_was_killed_before_it_reported_its_end():
+    run()
+    hour = timedelta(hours=1)
+    row = TaskLockEvent.objects.get()
+    TaskLockEvent.objects.update(outcome="", result="", ended_at=None, at=row.at - hour)
+    Sweeper().sweep()
+    row.refresh_from_db()
+    assert (row.outcome, row.result) == ("released", "returned")
+    assert not TaskLockEvent.objects.filter(kind="expired").exists()
+    assert kept_holder()
+
+
+class TestOperators:
+    pytestmark = pytest.mark.usefixtures("eighty_columns")
+
+    def test_list(self):
+        run()
+        (line,) = (line for line in locks().splitlines() if "hold(" in line)
+        assert re.search(r"kept until \d\d:\d\d:\d\d$", line)
+
+    def test_why(self):
+        run()
+        text = " ".join(locks("why", tasks.hold.lock("a").name).split())
+        assert re.match(r"Kept until [\d:]{8}, for 59 s more: task first on \S+ has returned", text)
+        assert f"manage.py locks clear --token {kept_holder().token}" in text
+
+    def test_a_kept_lock_is_not_held_for_too_long(self):
+        run(options={"lock_at_least": 86_400})
+        lock = tasks.hold.lock("a")
+        holder = replace(lock.holder(), since=time.time() - 7200)
+        entry = get_store("redis").read(lock.key)
+        assert get_store("redis").replace(lock.key, entry.value, holder.encode(), 60)
+        assert "kept until" in locks("list", "--fail-if-held-over", "1h")
+
+    def test_its_skips_starve_nobody(self):
+        run()
+        for _ in range(3):
+            run("second")
+        locks("list", "--fail-if-starving", "2x")
+
+    def test_control_the_skips_of_a_lock_that_is_held_do(self):
+        with held_by("first"):
+            for _ in range(3):
+                run("second")
+            assert "Starving" in alarm("--fail-if-starving", "2x")[1]
+
+    def test_clear_frees_the_lock_and_the_entry_of_its_call(self, sent):
+        task = tasks.unique_to_the_end
+        task.apply_async(("a",), lock_options=KEEP)
+        message = sent[0]
+        receive(task, "a", task_id=message["task_id"], header=message["headers"][HEADER])
+        locks("clear", task.lock("a").name, "--yes")
+        assert not task.lock("a").locked()
+        task.delay("a")
+        assert len(sent) == 2
+
+    def test_the_admin(self):
+        run()
+        client = log_in("view_tasklockevent", "clear_lock")
+        (row,) = rows_of(client.get(BASE), "singletask-held")
+        assert re.search(r"kept until [\d:]{8} ", row)
+        query = {"key": tasks.hold.lock("a").key, "token": kept_holder().token}
+        assert "the next call runs at once" in text_of(client.get(CLEAR, query).content.decode())
