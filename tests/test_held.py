@@ -213,7 +213,7 @@ def test_skips_of_an_earlier_holder_do_not_count(on_redis, take):
 def test_skipped_runs_of_many_locks_take_few_queries(on_redis, take, django_assert_num_queries):
     for number in range(20):
         take(f"lock {number}")
-    with django_assert_num_queries(2):
+    with django_assert_num_queries(2 * 3):  # each in a savepoint
         assert len(held()) == 20
 
 
@@ -224,7 +224,7 @@ def test_usual_holds_of_many_names_are_bounded(
     for name in "abcd":
         take(name)
     locks = held()
-    with django_assert_num_queries(2):
+    with django_assert_num_queries(2 * 3):  # each in a savepoint
         registry.with_usual_holds(locks)
 
 

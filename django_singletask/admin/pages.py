@@ -110,8 +110,8 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         hungry, unknown = attempt(partial(starving, HOUR), list[Starving]())
         shown = locks[:SHOWN]
         tokens = [lock.holder.token for lock in shown]
-        of_tokens = partial(TaskLockEvent.objects.of_tokens, tokens)
-        events, _reason = attempt(of_tokens, list[TaskLockEvent]())
+        of_tokens = reading(even_if_off=True)(TaskLockEvent.objects.of_tokens)
+        events, _reason = attempt(partial(of_tokens, tokens), list[TaskLockEvent]())
         return self.render(
             request,
             "changelist",
@@ -179,12 +179,8 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def report_cleared(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
         """Tell the user and the admin's own log; the lock itself tells the history."""
-
-        @reading(even_if_off=True)
-        def read_runs() -> Any:
-            return TaskLockEvent.objects.runs([lock.holder.token])
-
-        runs, trouble = attempt(read_runs, list[TaskLockEvent]())
+        read_runs = reading(even_if_off=True)(TaskLockEvent.objects.runs)
+        runs, trouble = attempt(partial(read_runs, [lock.holder.token]), list[TaskLockEvent]())
         if trouble and conf.history != "off":
             text = _("For now, only the admin's own log has a record of this. {}")
             self.message_user(request, text.format(trouble), messages.WARNING)

@@ -11,11 +11,12 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import Error, connections, models, router
+from django.apps import apps
+from django.db import Error, connections, models, router, transaction
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
@@ -73,12 +74,17 @@ class NoHistory(Exception):
 def reading(*, even_if_off: bool = False) -> Iterator[None]:
     """Raise :class:`NoHistory` if the history is off, or if the block finds it unreadable.
 
-    ``even_if_off`` lets the block read the rows that were written before it was switched off.
+    ``even_if_off`` lets the block read the rows that were written before it was switched off. In a
+    transaction the block has a savepoint: after a failure PostgreSQL refuses every statement until
+    the transaction is rolled back, at least to a savepoint.
     """
     if conf.history == "off" and not even_if_off:
         raise NoHistory("SINGLETASK_HISTORY = 'off': nothing is known of what was.")
+    alias = router.db_for_read(apps.get_model("django_singletask", "TaskLockEvent"))
+    in_transaction = connections[alias].in_atomic_block
     try:
-        yield
+        with transaction.atomic(using=alias) if in_transaction else nullcontext():
+            yield
     except Error as error:
         reason = str(error).partition("\n")[0]
         raise NoHistory(f"The history cannot be read: {reason}.{remedy(error)}") from error
@@ -189,9 +195,7 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         """
         rows = self.model.objects.using(self.db).order_by()
         ids = list(rows.named_like(text).values_list("pk", flat=True)[: FREQUENT + 1])
-        if names:
-            exact = rows.filter(name__in=names)
-            ids += exact.values_list("pk", flat=True)[: FREQUENT + 1]
+        ids += rows.filter(name__in=names).values_list("pk", flat=True)[: FREQUENT + 1]
         if len(ids) > FREQUENT:
             # To sort so many takes long: the newest are found sooner by reading from the newest on.
             return self.filter(models.Q(name__startswith=text) | models.Q(name__in=names))
@@ -269,20 +273,15 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         return UsualHold(statistics.median(holds), max(holds), len(holds)) if holds else None
 
     def find(
-        self,
-        *,
-        task: str | None = None,
-        since: float | None = None,
-        limit: int = 50,
-        **lookups: Any,
+        self, *, task: str | None = None, since: float | None = None, limit: int = 50, **facts: Any
     ) -> list[TaskLockEvent]:
-        """Return the newest rows that fit, the newest first; None as a value leaves a lookup out.
+        """Return the newest rows that fit, the newest first; None as a value leaves a fact out.
 
         ``since`` is in seconds before now. Old rows are found with the history off, too. Raises
         :class:`NoHistory` if it cannot be read.
         """
         rows = self.newest() if task is None else self.of_task(task)
-        rows = rows.filter(**{key: each for key, each in lookups.items() if each is not None})
+        rows = rows.filter(**{key: each for key, each in facts.items() if each is not None})
         with reading(even_if_off=True):
             if since is not None:
                 rows = rows.since(django_now() - timedelta(seconds=since))

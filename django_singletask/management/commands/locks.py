@@ -205,24 +205,23 @@ class Command(BaseCommand):
     def prune(self, options: dict[str, Any]) -> None:
         """Delete old history, and say meanwhile how many rows are gone."""
         older_than, limit, dry_run = options["older_than"], options["limit"], options["dry_run"]
-        count = 0
-        try:
-            with reading(even_if_off=True):
-                if dry_run:
-                    old = TaskLockEvent.objects.primary().older_than(older_than)
-                    count = old[:limit].count()
-                else:
-                    for deleted in prune(older_than=older_than, limit=limit):
-                        count += deleted
-                        if self.stdout.isatty() and not options["json"]:
-                            self.stdout.write(f"\r{count} rows deleted …\r", ending="")
-                            self.stdout.flush()
-        except KeyboardInterrupt:
+        count, interrupted = 0, True
+        with reading(even_if_off=True), suppress(KeyboardInterrupt):
+            if dry_run:
+                count = TaskLockEvent.objects.primary().older_than(older_than)[:limit].count()
+            else:
+                for deleted in prune(older_than=older_than, limit=limit):
+                    count += deleted
+                    if self.stdout.isatty() and not options["json"]:
+                        self.stdout.write(f"\r{count} rows deleted …\r", ending="")
+                        self.stdout.flush()
+            interrupted = False
+        if interrupted:
             self.stdout.write("")
             raise CommandError(
                 f"Interrupted: {plural(count, 'row')} of the history "
                 f"{'is' if count == 1 else 'are'} gone. Run it again to go on."
-            ) from None
+            )
         seconds = older_than or conf.history_days * 86_400
         if options["json"]:
             self.print_json({"deleted": count, "older_than": seconds, "dry_run": dry_run})
