@@ -28,8 +28,10 @@ class LockConflict(LockError):
 
     ``name`` is the lock's name. ``holder`` is the :class:`Holder` that was seen, None if it gave
     the lock back at that moment. ``remaining`` is the rest of its lease in seconds, None where
-    the store cannot tell.
+    the store cannot tell. ``lock`` is the :class:`TaskLock` that was refused; None after a pickle.
     """
+
+    __slots__ = ("lock",)  # so it is not in __dict__, which an exception pickles
 
     def __init__(
         self,
@@ -44,6 +46,14 @@ class LockConflict(LockError):
         self.name = name
         self.holder = holder
         self.remaining = remaining
+        self.lock: Any = None
+
+    @classmethod
+    def of(cls, lock: Any) -> LockConflict:
+        """Return the error for a :class:`TaskLock` that was just refused."""
+        conflict = cls(lock.name, lock.blocker, lock.blocker_remaining)
+        conflict.lock = lock
+        return conflict
 
     def __str__(self) -> str:
         text = f"{self.name} is held"

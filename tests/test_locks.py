@@ -806,6 +806,32 @@ class TestOnlyOne:
         with held_elsewhere("import"), pytest.raises(LockConflict):
             work()
 
+    def test_on_skip_is_called_with_the_conflict_and_the_arguments(self, events):
+        def report(conflict, a, *, b):
+            assert conflict.lock.locked()
+            return conflict.name, conflict.holder.token, conflict.lock.key, a, b
+
+        @only_one(key="import", on_skip=report)
+        def work(a, *, b):
+            return "ran"
+
+        with TaskLock("import") as held:
+            assert work(1, b=2) == ("import", held.token, held.key, 1, 2)
+        assert [event.reason for event in events if event.kind == "skipped"] == ["skip"]
+        assert work(1, b=2) == "ran"
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"skip_result": dict}, "use on_skip"),
+            ({"on_skip": "report"}, "must be a function"),
+            ({"on_skip": print, "on_conflict": "raise"}, 'on_conflict "skip"'),
+        ],
+    )
+    def test_options_of_a_skip_that_cannot_work_are_refused(self, options, text):
+        with pytest.raises(TypeError, match=text):
+            only_one(**options)
+
     def test_is_named_after_the_function(self):
         @only_one
         def work():
@@ -902,7 +928,9 @@ class TestErrors:
     def test_errors_survive_pickle(self):
         with TaskLock("nightly"), pytest.raises(LockConflict) as caught, TaskLock("nightly"):
             pass
+        assert caught.value.lock is not None
         conflict = pickle.loads(pickle.dumps(caught.value))
+        assert conflict.lock is None
         assert str(conflict) == str(caught.value)
         assert conflict.holder == caught.value.holder
         for error in (LockError("a"), LockLost("b"), LockUnavailable("c"), DuplicateTask("d", "e")):

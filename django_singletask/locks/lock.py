@@ -199,7 +199,7 @@ class TaskLock(HeldLock):
     def refuse(self, reason: str) -> NoReturn:
         """Report the conflict and raise :class:`LockConflict`."""
         self.report_conflict(reason)
-        raise LockConflict(self.name, self.blocker, self.blocker_remaining)
+        raise LockConflict.of(self)
 
     def report_conflict(self, reason: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""

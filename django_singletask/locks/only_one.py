@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 from django_singletask.conf import check_seconds
+from django_singletask.exceptions import LockConflict
 from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.locks.lock import TaskLock
 
@@ -28,6 +29,7 @@ def only_one(
     wait: float = 0,
     on_conflict: str = "skip",
     skip_result: Any = None,
+    on_skip: Callable[..., Any] | None = None,
     at_least: float = 0,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def only_one(
@@ -39,19 +41,26 @@ def only_one(
     wait: float = 0,
     on_conflict: str = "skip",
     skip_result: Any = None,
+    on_skip: Callable[..., Any] | None = None,
     at_least: float = 0,
 ) -> Any:
     """Let a function run only once at a time; a call that finds it running is skipped.
 
     ``key`` is the name of the lock, by default the dotted name of the function. A skipped call
-    returns ``skip_result``, or raises :class:`LockConflict` with ``on_conflict="raise"``. A call
-    that returns keeps the lock until ``at_least`` seconds after it took the lock. The other options
-    are those of :class:`TaskLock`. Works on functions, methods (``run`` of a class-based task) and
-    below ``@shared_task`` and Django's ``@task``.
+    returns ``skip_result``, or what ``on_skip`` returns, which is called with the
+    :class:`LockConflict` and then the call's arguments; with ``on_conflict="raise"`` it raises that
+    error. A call that returns keeps the lock until ``at_least`` seconds after it took the lock. The
+    other options are those of :class:`TaskLock`. Works on functions, methods (``run`` of a
+    class-based task) and below ``@shared_task`` and Django's ``@task``.
 
     Raises ``TypeError`` for coroutine and generator functions, whose body runs after the call has
-    returned, and for task objects. The name is that of the recipe by Ted Tieken (2012).
+    returned, for task objects, and for a ``skip_result`` that is a function. The name is that of
+    the recipe by Ted Tieken (2012).
     """
+    if callable(skip_result):
+        raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
+    if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
+        raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
@@ -74,7 +83,11 @@ def only_one(
             lock = make_lock()
             lock.at_least = at_least
             with lock:
-                return function(*args, **kwargs) if lock else skip_result
+                if lock:
+                    return function(*args, **kwargs)
+            if on_skip is None:
+                return skip_result
+            return on_skip(LockConflict.of(lock), *args, **kwargs)
 
         return wrapper
 
