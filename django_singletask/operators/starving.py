@@ -103,8 +103,9 @@ def starvation(name: str, newest: Sequence[TaskLockEvent]) -> Starving | None:
         row
         for row in newest
         if row.is_counted
-        # A message that met its own first run is no other call.
-        and row.reason != "redelivery"
+        # A message that met its own first run is no other call; a call that was stopped although
+        # the one before it has begun (unique_until="expiry") is not meant to run.
+        and row.reason not in {"redelivery", "kept"}
         and row.blocked_by not in tokens
         and (ended_at is None or (row.last_at or row.at) > ended_at)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from datetime import datetime, timezone
 from typing import Any
 
@@ -46,6 +47,10 @@ logger = logging.getLogger("django_singletask")
 #
 #   run:       frees the entry .............................. frees the lock
 #   producer:                   add   publish -> skipped
+#
+# "expiry": once the run has its lock, the entry says that the call has begun, so that nothing frees
+# it: not the end of the run, and not the worker that discards a retry which was revoked. It ends
+# when it would have ended.
 #
 # A process that is killed between add and publish, or between the broker's acknowledgement and
 # its lock, leaves an entry without a call: that ends after unique_for.
@@ -110,7 +115,8 @@ class QueuedCall:
         return None if holder is None or holder.kept or proof_of_death(holder) else holder
 
     def _queued_for(self, delay: float) -> float:
-        return float(min(self.options.unique_for + delay, MAX_LEASE))
+        from_sending = self.options.unique_until == "expiry"
+        return float(min(self.options.unique_for + (0 if from_sending else delay), MAX_LEASE))
 
     def _holder(self, length: float) -> Holder:
         return self.run.holder(self.address.lock_key.name, length)
@@ -118,15 +124,19 @@ class QueuedCall:
     # In the worker
 
     def start(self) -> None:
-        """Free the entry, or make it a lease of this run, which has its lock now.
+        """Free the entry, make it a lease of this run, which has its lock now, or let it stay.
 
         An error costs the protection against duplicates, never the run.
         """
-        if self.options.unique_until != "finish":
+        if self.options.unique_until not in ("finish", "expiry"):
             self.give_back()
             return
         assert self.value is not None
         try:
+            if self.options.unique_until == "expiry":
+                queued_value, self.value = self.value, None
+                self._let_stay(queued_value)
+                return
             holder = self._holder(lease_length(self.options.lock_timeout))
             self.lease = Lease(self.address, holder, at_least=self.options.lock_at_least)
             # The entry may have ended, or have been freed with a killed earlier run: then it is
@@ -137,6 +147,20 @@ class QueuedCall:
             raise  # it is meant for the task
         except Exception:
             logger.exception("%s: an equal call can be queued beside this one.", self.address)
+
+    def _let_stay(self, queued_value: bytes) -> None:
+        """Say in the entry that the call has begun, without moving its end."""
+        queued_call = Holder.decode(queued_value)
+        begun = queued_call.keep(queued_call.timeout).encode()
+        # By the clocks of two hosts, where the store cannot tell, or where the entry is gone: it
+        # was freed with a run that was killed before it began, or the cache forgot it.
+        left = max(0.0, queued_call.since + queued_call.timeout - time.time())
+        key, store, entry = self.address.key, get_store(self.address.cache), self.address.read()
+        if entry is None and left:
+            store.add(key, begun, left)
+        elif entry is not None and entry.value == queued_value:
+            left = left if entry.remaining is None else entry.remaining
+            store.replace(key, queued_value, begun, left)
 
     def queue_again(self, delay: float) -> None:
         """Make the entry that of the queued call again, which starts after ``delay`` seconds.

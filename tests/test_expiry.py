@@ -1,0 +1,253 @@
+"""``unique_until="expiry"``: no equal call for a time from the sending, however the run ends."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from celery.exceptions import Reject
+
+from django_singletask import TaskLock
+from django_singletask.exceptions import Postponed
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import QUEUED
+from django_singletask.models import TaskLockEvent
+from django_singletask.stores import get_store
+from django_singletask.task import unique
+from django_singletask.task.header import HEADER, Header
+from django_singletask.task.unique import discard
+from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
+from tests.command_line import locks
+from tests.deliveries import held_by, receive, wait_for_debts
+from tests.entries import eventually
+from tests.testapp import tasks
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
+
+task = tasks.hold
+DAILY = {"unique_until": "expiry", "unique_for": 1000}
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    messages = []
+
+    def send_task(name, args=None, kwargs=None, **options):
+        messages.append(SimpleNamespace(args=args, **options))
+        return task.AsyncResult(options["task_id"])
+
+    monkeypatch.setattr(task.app, "send_task", send_task)
+    return messages
+
+
+@pytest.fixture(autouse=True)
+def runs_log(monkeypatch, tmp_path):
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
+
+
+def send(**options):
+    lock_options = {**DAILY, **options.pop("lock_options", {})}
+    return task.apply_async(("a",), lock_options=lock_options, **options)
+
+
+def deliver(message, **request):
+    header = message.headers[HEADER]
+    return receive(task, *message.args, task_id=message.task_id, header=header, **request)
+
+
+def entry():
+    return TaskLock(task.lock("a").lock_key.beside(QUEUED, task.name))
+
+
+def age(seconds):
+    """Let the entry be one that was sent so many seconds ago."""
+    store, lock = get_store("redis"), entry()
+    value = store.read(lock.key).value
+    holder = Holder.decode(value)
+    aged = Holder.from_dict({**vars(holder), "since": holder.since - seconds}).encode()
+    assert store.replace(lock.key, value, aged, 1000 - seconds)
+    return aged
+
+
+def test_the_entry_stays_after_the_run_and_its_end_does_not_move(cache_alias, sent):
+    first = send()
+    assert task.queued("a").id == first.id
+    sent_at, before = entry().holder().since, entry().remaining()
+    assert deliver(sent[0]) == "ran"
+    assert task.queued("a") is None
+    left = entry().remaining()
+    assert left is None or before - 30 < left <= before  # memcached cannot tell
+    assert (entry().holder().since, entry().holder().timeout) == (sent_at, 1000)
+    assert send().id == first.id
+    assert len(sent) == 1
+
+
+def test_memcached_is_asked_for_the_rest(settings, empty_cache, sent, monkeypatch):
+    settings.SINGLETASK_CACHE = "pymemcache"
+    empty_cache("pymemcache")
+    send()
+    now, leases = time.time(), []
+    store = get_store("pymemcache")  # which cannot tell the rest: the clocks do
+    replace = store.replace
+    monkeypatch.setattr(store, "replace", lambda *args: leases.append(args[3]) or replace(*args))
+    monkeypatch.setattr(time, "time", lambda: now + 600)
+    deliver(sent[0])
+    assert leases == [pytest.approx(400, abs=1)]
+
+
+def test_the_call_is_not_queued_any_more_once_it_has_its_lock(sent, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tasks, "body", lambda *args, **facts: seen.append(task.queued("a")))
+    send()
+    deliver(sent[0])
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("error", [ValueError(), Reject(requeue=True)])
+def test_it_stays_if_the_run_does_not_return(sent, monkeypatch, error):
+    def body(*args, **facts):
+        raise error
+
+    monkeypatch.setattr(tasks, "body", body)
+    first = send()
+    with pytest.raises(type(error)):
+        deliver(sent[0])
+    assert send().id == first.id
+
+
+def test_a_countdown_does_not_move_its_end(sent):
+    send(countdown=500)
+    assert 990 < entry().remaining() <= 1000
+
+
+def test_a_retry_does_not_move_its_end_and_a_revoked_one_does_not_free_it(sent):
+    first = send()
+    deliver(sent[0])
+    begun = age(600)
+    header = Header.of(sent[0].headers, first.id, task.name)
+    receive(task, "a", task_id=first.id, header=sent[0].headers[HEADER], retries=1)
+    discard(header)
+    wait_for_debts()
+    assert get_store("redis").read(entry().key).value == begun
+    assert entry().remaining() <= 400
+
+
+class TestNeverBegun:
+    def test_not_published(self, monkeypatch):
+        def fail(*args, **options):
+            raise OSError("the broker is away")
+
+        monkeypatch.setattr(task.app, "send_task", fail)
+        with pytest.raises(OSError, match="away"):
+            send()
+        assert entry().holder() is None
+
+    def test_revoked_or_expired(self, sent):
+        first = send()
+        discard(Header.of(sent[0].headers, first.id, task.name))
+        eventually(lambda: entry().holder() is None)
+
+    def test_skipped(self, sent):
+        send()
+        with held_by("another"):
+            assert deliver(sent[0]) == "skipped"
+        assert entry().holder() is None
+
+    def test_control_postponed_it_may_still_begin(self, sent):
+        first = send(lock_options={"on_conflict": "requeue"})
+        with held_by("another"), pytest.raises(Postponed):
+            deliver(sent[0])
+        assert task.queued("a").id == first.id
+
+
+class TestEntryIsGone:
+    """It was killed before it began, and its message is delivered again; or the cache forgot."""
+
+    def test_it_is_added_for_the_rest_when_the_call_begins(self, sent):
+        first = send()
+        entry().clear()
+        deliver(sent[0])
+        assert 900 < entry().remaining() <= 1000
+        assert send().id == first.id
+
+    def test_nothing_is_added_when_its_time_is_over(self, sent, monkeypatch):
+        send(lock_options={"unique_for": 100})
+        entry().clear()
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 101)
+        deliver(sent[0])
+        assert entry().holder() is None
+
+    def test_that_of_another_call_stays(self, sent):
+        send()
+        entry().clear()
+        second = send()
+        deliver(sent[0])
+        assert task.queued("a").id == second.id
+
+
+def test_an_error_of_the_cache_costs_no_run(sent, monkeypatch, caplog):
+    send()
+
+    def fail(*args):
+        raise ConnectionError("down")
+
+    monkeypatch.setattr(unique.Address, "read", fail)
+    assert deliver(sent[0]) == "ran"
+    assert "an equal call can be queued" in caplog.text
+
+
+def test_duplicates_of_a_call_that_has_run_starve_nobody(sent):
+    send()
+    deliver(sent[0])
+    for _ in range(3):
+        send()
+    assert TaskLockEvent.objects.get(kind="duplicate").reason == "kept"
+    locks("list", "--fail-if-starving", "2x")
+
+
+class TestOperators:
+    pytestmark = pytest.mark.usefixtures("eighty_columns")
+
+    def test_list(self, sent, monkeypatch):
+        send()
+        assert "queued" in locks()
+        deliver(sent[0])
+        monkeypatch.setenv("COLUMNS", "100")
+        assert re.search(r"blocks duplicates until \d\d:\d\d", locks())
+
+    def test_why(self, sent):
+        first = send()
+        deliver(sent[0])
+        text = " ".join(locks("why", task.lock("a").name).split())
+        assert text.startswith(f"Free: {task.lock('a').name}. Has begun: task {first.id}, sent ")
+        assert "It stops equal calls for 16m 39s more, although it may have ended." in text
+
+    def test_clear_queued_forgets_it(self, sent):
+        send()
+        deliver(sent[0])
+        locks("clear", "--queued", task.lock("a").name, "--yes")
+        send()
+        assert len(sent) == 2
+
+    def test_the_admin(self, sent):
+        send()
+        deliver(sent[0])
+        client = log_in("view_tasklockevent", "clear_lock")
+        (row,) = rows_of(client.get(BASE), "singletask-held")
+        assert "blocks duplicates until" in row
+        query = {"key": entry().key, "token": entry().holder().token}
+        page = text_of(client.get(CLEAR, query).content.decode())
+        assert "This call has begun. Equal calls are stopped until the time is over." in page
+
+
+def test_control_until_start_the_entry_is_freed_by_the_run(sent):
+    send(lock_options={"unique_until": "start"})
+    deliver(sent[0])
+    send()
+    assert len(sent) == 2
