@@ -12,10 +12,10 @@ from celery.exceptions import Reject
 from django_singletask import TaskLock
 from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
+from django_singletask.locks.address import Address
 from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.task import unique
 from django_singletask.task.header import HEADER, Header
 from django_singletask.task.unique import discard
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
@@ -197,7 +197,7 @@ def test_an_error_of_the_cache_costs_no_run(sent, monkeypatch, caplog):
     def fail(*args):
         raise ConnectionError("down")
 
-    monkeypatch.setattr(unique.Address, "read", fail)
+    monkeypatch.setattr(Address, "read", fail)
     assert deliver(sent[0]) == "ran"
     assert "an equal call can be queued" in caplog.text
 
