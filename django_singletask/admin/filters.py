@@ -33,11 +33,9 @@ class SinceFilter(admin.SimpleListFilter):
     parameter_name = "since"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:
-        """Return the values and their labels."""
         return [(value, _("Past {}").format(span.label)) for value, span in SPANS.items()]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        """Keep the events of the time span."""
         span = SPANS.get(str(self.value()))
         return queryset.since(timezone.now() - span.length) if span else queryset
 
@@ -49,13 +47,11 @@ class TaskFilter(admin.SimpleListFilter):
     parameter_name = "task"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:
-        """Return the names of the tasks, as values and labels."""
         import_tasks()
         tasks = {*singleton_tasks(), *recorded_tasks(int(time.monotonic() // 60))}
         return [(name, name) for name in sorted(tasks)]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        """Keep the events of one task."""
         return queryset.of_task(str(self.value())) if self.value() else queryset
 
 

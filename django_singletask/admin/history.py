@@ -85,15 +85,12 @@ class TaskLockEventAdmin(OperatorPages):
         css = {"all": ("django_singletask/admin.css",)}
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Refuse: the history is written by the locks."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Refuse: the history is written by the locks."""
         return False
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
-        """Return the list that looks up the runs which blocked the events."""
         return EventList
 
     def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
@@ -112,7 +109,6 @@ class TaskLockEventAdmin(OperatorPages):
 
     @partial(or_unreadable, "events")
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        """Show the list below the tabs."""
         context = {**self.common_context("events"), **(extra_context or {})}
         return super().changelist_view(request, context)
 
@@ -135,7 +131,6 @@ class TaskLockEventAdmin(OperatorPages):
 
     @admin.display(description=_("lock"))
     def lock(self, event: TaskLockEvent) -> SafeString:
-        """Write the name, which may be long."""
         return format_html('<span class="singletask-lock">{}</span>', event.name)
 
     @admin.display(description=_("what happened"))
@@ -162,26 +157,22 @@ class TaskLockEventAdmin(OperatorPages):
         return self.link(event.blocked_by or "-", runs[0].pk if runs else None)
 
     def link(self, text: str, pk: int | None) -> str:
-        """Return a link to an event, or the text alone if no event is known."""
         if pk is None:
             return text
         return format_html('<a href="{}">{}</a>', self.url("change", pk), text)
 
     @admin.display(description=_("held for"))
     def held_for(self, event: TaskLockEvent) -> str:
-        """Say how long the run had the lock."""
         if event.kind != "acquired" or event.ended_at is None:
             return "-"
         return unbroken(hold_seconds(event))
 
     @admin.display(description=_("run"))
     def run(self, event: TaskLockEvent) -> SafeString:
-        """Say which run it was, and in which process."""
         return lines(event.task_id, process(event.host, event.pid)) or SafeString("-")
 
 
 def lines(*texts: str) -> SafeString:
-    """Write each text on a line of its own."""
     return format_html_join(
         "", '<div class="singletask-line">{}</div>', [(text,) for text in texts if text]
     )

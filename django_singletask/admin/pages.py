@@ -63,7 +63,6 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         return patterns + super().get_urls()
 
     def url_name(self, page: str) -> str:
-        """Return the name of a page's URL pattern."""
         return f"{self.opts.app_label}_{self.opts.model_name}_{page}"
 
     def url(self, page: str, *args: Any) -> str:
@@ -81,7 +80,6 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
     def render(
         self, request: HttpRequest, template: str, tab: str = "", **context: Any
     ) -> TemplateResponse:
-        """Render a page inside the admin."""
         context = {
             **self.admin_site.each_context(request),
             **self.common_context(tab),
@@ -194,7 +192,6 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         return self.back_to_held(request, messages.SUCCESS, text.format(lock.name))
 
     def back_to_held(self, request: HttpRequest, level: int, text: str) -> HttpResponse:
-        """Show a message above what is held."""
         self.message_user(request, text, level)
         return HttpResponseRedirect(self.url("changelist"))
 
@@ -227,13 +224,11 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 
 
 def held_rows(locks: Sequence[HeldLock]) -> list[dict[str, Any]]:
-    """Return what the pages show of each lock."""
     locks, _reason = attempt(partial(held.with_usual_holds, locks), [*locks])
     return [held_row(lock) for lock in locks]
 
 
 def held_row(lock: HeldLock) -> dict[str, Any]:
-    """Return the texts that the pages show of a lock."""
     holder, usual = lock.holder, lock.usual
     return {
         "lock": lock,
@@ -252,7 +247,6 @@ def unbroken(seconds: float) -> str:
 
 
 def describe(state: Starving) -> str:
-    """Write how a lock starves."""
     text = ngettext(
         "{} call came to nothing in {}, the last {} ago.",
         "{} calls came to nothing in {}, the last {} ago.",

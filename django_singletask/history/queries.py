@@ -124,7 +124,6 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         return self.using(router.db_for_write(self.model))
 
     def newest(self) -> TaskLockEventQuerySet:
-        """Put the newest rows first."""
         return self.order_by("-id")
 
     def open(self) -> TaskLockEventQuerySet:

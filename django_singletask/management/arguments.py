@@ -120,7 +120,6 @@ def span_or_times(text: str) -> tuple[float, int | None]:
 
 
 def count(text: str) -> int:
-    """Read a positive number."""
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= 10**9):
         raise argparse.ArgumentTypeError(f"{printable(text)!r} is no positive number.")
     return int(text)

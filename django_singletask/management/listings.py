@@ -30,7 +30,6 @@ COMMAND = " (manage.py locks)"
 
 
 def lock_table(locks: Sequence[HeldLock]) -> list[str]:
-    """Lay out locks that are held."""
     return table(
         ("LOCK", "HELD FOR", "LEASE", "SKIPPED", "HOLDER"),
         (LONG, RIGHT, RIGHT, RIGHT, LONG),
@@ -70,7 +69,6 @@ def _holder(lock: HeldLock) -> str:
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:
-    """Lay out rows of the history."""
     return table(
         ("AT", "LOCK", "WHAT", "HELD", "BY"),
         (LEFT, LONG, LEFT, RIGHT, LONG),
@@ -92,7 +90,6 @@ def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:
 
 
 def probe_report(probe: Probe) -> list[str]:
-    """Lay out what was found out about a cache."""
     backend = probe.backend.rpartition(".")[2]
     lines = [printable(f"Cache {probe.cache!r}: {backend}, {probe.server}", width())]
     for finding in probe.findings:

@@ -44,7 +44,6 @@ def locks_of(name: str) -> list[LockKey]:
 
 
 def keys_of(name: str) -> list[str]:
-    """Return the keys of :func:`locks_of`."""
     return [lock.key for lock in locks_of(name)]
 
 

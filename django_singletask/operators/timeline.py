@@ -86,12 +86,10 @@ class Mark:
 
     @property
     def count(self) -> int:
-        """Return the number of events."""
         return sum(event.count for event in self.events)
 
     @property
     def path(self) -> str:
-        """Return the outline of a sign."""
         return SIGNS[self.state]
 
     @property
@@ -101,7 +99,6 @@ class Mark:
 
     @cached_property
     def text(self) -> str:
-        """Return what happened, as one line."""
         event = self.events[0]
         if self.shape == "tick":
             reasons = {event.reason for event in self.events} - {"skip"}

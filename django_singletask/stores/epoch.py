@@ -63,7 +63,6 @@ class Epoch:
         return clock.now() >= self.seen_at + TAKER_LOOK
 
     def see(self, value: bytes) -> None:
-        """Note the epoch that the cache has now."""
         self.seen_at = clock.now()
         if value != self.value:
             self._note_change(self.value, "it was restarted empty, or flushed")

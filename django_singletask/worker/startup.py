@@ -31,7 +31,6 @@ __all__ = ["connect", "load", "refuse"]
 
 
 def connect() -> None:
-    """Listen to the worker."""
     for signal, receiver in (
         (worker_init, refuse),
         (worker_init, load),

@@ -113,12 +113,10 @@ class Watcher(threading.Thread):
         self.sweep_failed = False
 
     def accepted(self, pid: int, delivery: Accepted) -> None:
-        """Note that a process of the pool runs a delivery."""
         delivery.start = start_time(pid)
         self.deliveries[pid] = delivery
 
     def run(self) -> None:
-        """Look, free and sweep, for ever."""
         while True:
             time.sleep(LOOK)
             try:
@@ -181,7 +179,6 @@ class Watcher(threading.Thread):
 
 
 def header_of(request: Any) -> Header:
-    """Return the header of a request that a worker received."""
     name = request.task.name
     return Header.of(request.request_dict, request.id, name) or Header(request.id, name)
 

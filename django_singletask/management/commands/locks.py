@@ -45,7 +45,6 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Add the actions; ``list`` is the default."""
         add_actions(parser)
 
     def run_from_argv(self, argv: list[str]) -> None:
@@ -68,7 +67,6 @@ class Command(BaseCommand):
             sys.exit(1)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Run the action."""
         action = options["action"] or "list"
         messages = check_cache() if action in {"list", "why", "clear"} else []
         for message in messages:
@@ -103,7 +101,6 @@ class Command(BaseCommand):
             raise CommandError(" ".join(messages))
 
     def why(self, options: dict[str, Any]) -> None:
-        """Print what is known of one lock."""
         with asking_the_cache():
             facts = why(options["name"])
         if options["json"]:
@@ -173,7 +170,6 @@ class Command(BaseCommand):
             )
 
     def history(self, options: dict[str, Any]) -> None:
-        """Print what happened to the locks, the latest first."""
         names = options["names"]
         narrowed = {name: options[name] for name in ("task", "kind", "outcome", "since", "limit")}
         spelled = {each for name in names for each in names_of(name)}
@@ -230,7 +226,6 @@ class Command(BaseCommand):
             self.stdout.write(f"{verb} {plural(count, 'row')} older than {compact(seconds)}.")
 
     def print_json(self, data: Any) -> None:
-        """Print data as JSON."""
         self.stdout.write(json.dumps(data, indent=2, default=listings.as_json))
 
     def print_table(self, lines: Sequence[str]) -> None:
