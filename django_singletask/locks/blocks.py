@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
+from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
-__all__ = ["enter", "innermost", "leave", "outlast"]
+__all__ = ["Place", "enter", "here", "innermost", "leave", "outlast"]
+
+
+Place = tuple[int, int | None]
+"""A thread, and the asyncio task that runs in it."""
+
+
+def here() -> Place:
+    """Return the place of the running code."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        task = None
+    return threading.get_ident(), None if task is None else id(task)
 
 
 class Block(NamedTuple):
@@ -18,7 +33,7 @@ class Block(NamedTuple):
     """
 
     lock: weakref.ref[Any]
-    thread: int
+    place: Place
     outer: Block | None
 
 
@@ -27,12 +42,15 @@ _innermost: ContextVar[Block | None] = ContextVar("innermost", default=None)
 
 def enter(lock: Any) -> Token[Block | None]:
     """Note that the block of a lock begins here."""
-    return _innermost.set(Block(weakref.ref(lock), threading.get_ident(), _innermost.get()))
+    return _innermost.set(Block(weakref.ref(lock), here(), _innermost.get()))
 
 
 def leave(token: Token[Block | None]) -> None:
     """Note that the block for which :func:`enter` gave the token has ended."""
-    _innermost.reset(token)
+    # An asynchronous generator with an open block may be closed in another context: that of the
+    # task in which the loop closes it.
+    with suppress(ValueError):
+        _innermost.reset(token)
 
 
 def innermost() -> Any:
@@ -41,16 +59,16 @@ def innermost() -> Any:
     return None if block is None else block.lock()
 
 
-def outlast(token: str, key: str, until: float) -> bool:
-    """Say whether a block around this call holds the lock, and cannot end before ``until``.
+def outlast(token: str, key: str, until: float, place: Place) -> bool:
+    """Say whether a block around a call at this place holds the lock, and outlasts ``until``.
 
-    The context says which blocks are around this call. A thread to which a job was passed has a
-    copy of the context, but the blocks in it were entered in another thread, which may end them. A
-    fixed lease may end before its block does.
+    The context says which blocks are around the call. A thread to which a job was passed and an
+    asyncio task have a copy of the context, but the blocks in it were entered in another thread or
+    task, which may end them. A fixed lease may end before its block does.
     """
     block = _innermost.get()
     while block is not None:
-        lock = block.lock() if block.thread == threading.get_ident() else None
+        lock = block.lock() if block.place == place else None
         if lock and (lock.lease.token, lock.lease.key) == (token, key):
             return bool(lock.lease.renews or lock.lease.deadline >= until)
         block = block.outer

@@ -9,6 +9,7 @@ from django_singletask.locks.handover import hand_over
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.run import Run
+from django_singletask.locks.steps import offer_in_thread
 from django_singletask.locks.use import Use
 from django_singletask.locks.view import LockView
 
@@ -54,6 +55,8 @@ class HeldLock(LockView):
         finally:
             self._use.end()
 
+    arelease = offer_in_thread(release)
+
     def hand_over(self, *, for_: float) -> str:
         """Leave the lock to another process, and return the handle with which it receives the lock.
 
@@ -94,6 +97,8 @@ class HeldLock(LockView):
         lease.extend(lease.length if timeout is None else check_seconds("timeout", timeout))
         self.check()
 
+    aextend = offer_in_thread(extend)
+
     def fencing_token(self) -> int:
         """Return a number greater than that of every earlier holder, below ``2**63``.
 
@@ -106,10 +111,14 @@ class HeldLock(LockView):
         """
         return fencing_token(self._held_lease())
 
+    afencing_token = offer_in_thread(fencing_token)
+
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
         entry, lease = self.address.read(), self.lease
         return bool(self and lease and entry and entry.value == lease.value)
+
+    aowned = offer_in_thread(owned)
 
     def _held_lease(self) -> Lease:
         if self.lease is None or not self.lease.held:

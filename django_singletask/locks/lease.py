@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Generator
 
 from django_singletask import clock
 from django_singletask.exceptions import LockError
@@ -11,6 +11,7 @@ from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
 from django_singletask.locks.debts import Kept, release
 from django_singletask.locks.holding import Holding, margin
+from django_singletask.locks.steps import do
 from django_singletask.stores import ForgetfulStore, Forgotten, Outcome, get_store
 
 __all__ = ["KEPT", "Lease"]
@@ -40,6 +41,10 @@ class Lease(Holding):
     # Taking
 
     def take(self) -> tuple[Holder | None, float | None]:
+        """Do the :meth:`steps` of a take here, and return their result."""
+        return do(self.steps())
+
+    def steps(self) -> Generator[float, None, tuple[Holder | None, float | None]]:
         """Add the entry; return None if it was added, else who is in the way, and for how long.
 
         The seconds left are None where the store cannot tell. Entries of holders that are proven
@@ -59,7 +64,7 @@ class Lease(Holding):
                 try:
                     entry = add(self.key, self.value, self.length)
                 except Forgotten as forgotten:
-                    time.sleep(forgotten.pause)
+                    yield forgotten.pause
                     held_back += 1
                     if held_back == MAX_HELD_BACK:
                         add = store.add  # a cache that is emptied all the time protects nothing

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
-import time
+from collections.abc import Generator
 from contextvars import Token
 from types import TracebackType
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from django_singletask.locks.held import HeldLock
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.run import Run, result_of
+from django_singletask.locks.steps import do, do_in_threads, in_thread
 
 __all__ = ["TaskLock", "current_lock"]
 
@@ -90,47 +92,87 @@ class TaskLock(HeldLock):
         :class:`LockError` if this object is in use already or the cache answers later than the
         lease lasts, and :class:`LockUnavailable`.
         """
-        wait = self.wait if wait is None else check_seconds("wait", wait, zero=True, infinite=True)
         use = object()
         try:
-            self._use.begin(use)
-            if not self.take(wait):
-                self.report_conflict("skip")
+            do(self._acquisition(use, wait))
             return bool(self)
-        except BaseException:
-            # A signal struck after the take: the caller does not know that it holds the lock.
-            if self._use.is_by(use) and self.lease is not None and self.lease.held:
-                self.lease.give_back("raised")
+        except BaseException as error:
+            self._end(use, error)
             raise
-        finally:
-            if self._use.is_by(use) and not self:
-                self._use.end()
+
+    async def aacquire(self, wait: float | None = None) -> bool:
+        """Take the lock as :meth:`acquire` does, while the loop goes on.
+
+        A call that is cancelled takes nothing: what its last request took is given back.
+        """
+        use = object()
+        await do_in_threads(
+            self.address.cache, self._acquisition(use, wait), functools.partial(self._end, use)
+        )
+        return bool(self)
 
     def take(self, wait: float = 0) -> bool:
         """Take the lock as :meth:`acquire` does, but report no conflict and reserve nothing."""
+        return do(self._attempts(wait, self.run or Run.current(), blocks.here()))
+
+    def _acquisition(
+        self, use: object, wait: float | None = None, *, block: bool = False
+    ) -> Generator[float, None, None]:
+        """Return the steps that take the lock for an acquisition or a block.
+
+        They may be done in other threads, so who wants the lock is known before they begin.
+        """
+        wait = self.wait if wait is None else check_seconds("wait", wait, zero=True, infinite=True)
+        return self._steps(
+            use, block, self._attempts(wait, self.run or Run.current(), blocks.here())
+        )
+
+    def _steps(
+        self, use: object, block: bool, attempts: Generator[float, None, bool]
+    ) -> Generator[float, None, None]:
+        if block:
+            if self._use.begin_block(use) or (yield from attempts):
+                return
+            self.meet_conflict()
+        else:
+            self._use.begin(use)
+            if not (yield from attempts):
+                self.report_conflict("skip")
+                self._use.end()
+
+    def _attempts(self, wait: float, run: Run, place: blocks.Place) -> Generator[float, None, bool]:
         until, pause = clock.now() + wait, POLL
-        while not self._take_once():
-            left = until - clock.now()
+        while True:
+            lease = self._new_lease(run)
+            self.blocker, self.blocker_remaining = yield from lease.steps()
             blocker = self.blocker
-            if self.run and blocker and blocker.is_run_of(self.run.task_id):
+            if blocker is None:
+                lease.address.tell("acquired", lease.holder)
+                return True
+            left = until - clock.now()
+            if self.run and blocker.is_run_of(self.run.task_id):
                 return False  # an earlier run of the same message: not to be waited for here
-            if wait and blocker and blocks.outlast(blocker.token, self.key, until):
+            if wait and blocks.outlast(blocker.token, self.key, until, place):
                 self.refuse("wait")
             if left <= 0:
                 return False
-            time.sleep(min(left, pause * random.uniform(0.5, 1)))
+            yield min(left, pause * random.uniform(0.5, 1))
             pause = min(pause * 1.5, MAX_POLL)
-        return True
 
-    def _take_once(self) -> bool:
-        lease = self._new_lease()
-        self.blocker, self.blocker_remaining = lease.take()
-        if self.blocker is None:
-            lease.address.tell("acquired", lease.holder)
-        return self.blocker is None
+    def _end(self, use: object, error: BaseException) -> None:
+        """End what could not be entered, for a conflict or a signal that struck after the take."""
+        if self._use.is_by(use):
+            self._leave(error)
 
-    def _new_lease(self) -> Lease:
-        run = self.run or Run.current()
+    def _leave(self, error: BaseException | None) -> None:
+        """Give back what is held, and let the object be used again."""
+        try:
+            if self.lease is not None and self.lease.held:
+                self.lease.give_back(result_of(error))
+        finally:
+            self._use.end_block()
+
+    def _new_lease(self, run: Run) -> Lease:
         holder = run.holder(self.name, lease_length(self.timeout))
         # Known here before it is taken: whatever strikes after the take, this object can give back.
         self.lease = Lease(self.address, holder, renews=self.renew, at_least=self.at_least)
@@ -151,7 +193,7 @@ class TaskLock(HeldLock):
         """
         waiting = Handle.decode(handle)
         lock = cls(waiting.lock_key, timeout=timeout, renew=renew, cache=waiting.cache)
-        lease = lock._new_lease()
+        lease = lock._new_lease(lock.run or Run.current())
         try:
             receive(lease, waiting.token)
             lock._use.receive(lease)
@@ -164,10 +206,9 @@ class TaskLock(HeldLock):
     def __enter__(self) -> TaskLock:
         use = object()
         try:
-            if self._use.begin_block(use) or self.take(self.wait):
+            do(self._acquisition(use, block=True))
+            if self:
                 self._block = blocks.enter(self)
-            else:
-                self.meet_conflict()
             return self
         except BaseException as error:
             # It is a conflict, or a signal struck after the take: no __exit__ follows.
@@ -182,13 +223,36 @@ class TaskLock(HeldLock):
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self.lease is not None and self.lease.held:
-                self.lease.give_back(result_of(exc))
+            self._leave(exc)
         finally:
-            block, self._block = self._block, None
-            self._use.end_block()
-            if block is not None:
-                blocks.leave(block)
+            self._leave_block()
+
+    async def __aenter__(self) -> TaskLock:
+        use = object()
+        await do_in_threads(
+            self.address.cache,
+            self._acquisition(use, block=True),
+            functools.partial(self._end, use),
+        )
+        if self:
+            self._block = blocks.enter(self)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await in_thread(self.address.cache, functools.partial(self._leave, exc))
+        finally:
+            self._leave_block()
+
+    def _leave_block(self) -> None:
+        block, self._block = self._block, None
+        if block is not None:
+            blocks.leave(block)
 
     def meet_conflict(self) -> None:
         """Do what ``on_conflict`` says in a ``with`` that finds the lock held."""

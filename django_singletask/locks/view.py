@@ -8,6 +8,7 @@ from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LockKey, name_key
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.run import NO_RUN, Run
+from django_singletask.locks.steps import offer_in_thread
 
 __all__ = ["LockView"]
 
@@ -45,15 +46,21 @@ class LockView:
         holder = self.holder()
         return holder is not None and proof_of_death(holder) is None
 
+    alocked = offer_in_thread(locked)
+
     def holder(self) -> Holder | None:
         """Ask the cache who holds the lock."""
         entry = self.address.read()
         return None if entry is None else Holder.decode(entry.value)
 
+    aholder = offer_in_thread(holder)
+
     def remaining(self) -> float | None:
         """Ask the cache for the seconds left of the lease; None if free or if it cannot tell."""
         entry = self.address.read()
         return None if entry is None else entry.remaining
+
+    aremaining = offer_in_thread(remaining)
 
     def clear(self, *, token: str | None = None, actor: str = "") -> bool:
         """Free the lock, whoever holds it; with ``token``, only if that holder has it.
@@ -62,3 +69,5 @@ class LockView:
         another run can start beside it. Say whether a lock was freed.
         """
         return self.address.clear(token, actor, self.timeout)
+
+    aclear = offer_in_thread(clear)

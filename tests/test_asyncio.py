@@ -1,0 +1,521 @@
+"""Locks in asyncio code: exclusion, a loop that goes on, and calls that are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+from asgiref.sync import async_to_sync
+
+from django_singletask import LockConflict, LockError, LockLost, TaskLock, current_lock
+from django_singletask.locks import pool, steps
+from django_singletask.models import TaskLockEvent
+from django_singletask.signals import lock_event
+from django_singletask.stores import get_store, open_cache, open_with
+from django_singletask.stores.redis import RedisStore
+from tests import servers
+from tests.entries import eventually, key_of, private_store
+
+NAME = "nightly"
+
+
+@pytest.fixture(autouse=True)
+def no_history(settings):
+    settings.SINGLETASK_HISTORY = "off"
+
+
+def run(function, *args):
+    """Run a coroutine function in a loop; fail if that takes long."""
+    return asyncio.run(asyncio.wait_for(function(*args), 30))
+
+
+def pool_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "singletask-asyncio"]
+
+
+class TestExclusion:
+    @pytest.mark.parametrize(
+        "cache_alias", ["redis", "pymemcache", "db_postgres", "db_sqlite", "locmem"], indirect=True
+    )
+    def test_tasks_of_a_loop_run_one_at_a_time(self, cache_alias):
+        inside = most = ran = 0
+
+        async def one():
+            nonlocal inside, most, ran
+            async with TaskLock(NAME, wait=20):
+                inside += 1
+                most = max(most, inside)
+                await asyncio.sleep(0.001)
+                ran += 1
+                inside -= 1
+
+        async def main():
+            await asyncio.gather(*(one() for _ in range(10)))
+
+        run(main)
+        assert (most, ran) == (1, 10)
+
+    def test_threads_and_tasks_exclude_each_other(self, on_redis):
+        async def main():
+            with TaskLock(NAME):
+                lock = TaskLock(NAME)
+                assert not await lock.aacquire()
+                assert lock.blocker.pid == os.getpid()
+            async with TaskLock(NAME):
+                assert not TaskLock(NAME).acquire()
+
+        run(main)
+
+    def test_a_block_meets_a_conflict_as_its_options_say(self, on_redis):
+        async def main():
+            async with TaskLock(NAME):
+                async with TaskLock(NAME, on_conflict="skip") as lock:
+                    assert not lock
+                with pytest.raises(LockConflict):
+                    async with TaskLock(NAME):
+                        raise AssertionError
+
+        run(main)
+
+    def test_a_nested_block_of_one_task_does_not_wait_for_itself(self, on_redis):
+        async def main():
+            async with TaskLock(NAME):
+                began = time.monotonic()
+                with pytest.raises(LockConflict):
+                    await TaskLock(NAME).aacquire(wait=20)
+                assert time.monotonic() - began < 5
+
+        run(main)
+
+    @pytest.mark.parametrize("outer", ["with", "async with"])
+    def test_a_task_that_is_made_in_a_block_waits_for_its_end(self, on_redis, outer):
+        """It has a copy of the context, with the block of the other task."""
+
+        async def main():
+            lock = TaskLock(NAME)
+            waiting = TaskLock(NAME)
+            if outer == "with":
+                with lock:
+                    task = asyncio.create_task(waiting.aacquire(wait=20))
+                    await asyncio.sleep(0.1)
+            else:
+                async with lock:
+                    task = asyncio.create_task(waiting.aacquire(wait=20))
+                    await asyncio.sleep(0.1)
+            assert await task
+            assert await waiting.arelease()
+
+        run(main)
+
+    def test_two_tasks_cannot_use_one_object(self, on_redis):
+        async def main():
+            lock = TaskLock(NAME)
+            answers = await asyncio.gather(
+                *(lock.aacquire(wait=1) for _ in range(2)), return_exceptions=True
+            )
+            assert [type(answer) for answer in answers] == [bool, LockError]
+            await lock.arelease()
+
+        run(main)
+
+
+class TestQuestions:
+    def test_each_asynchronous_method_does_what_its_twin_does(self, on_redis):
+        async def main():
+            lock = TaskLock(NAME, timeout=30)
+            assert not await lock.alocked()
+            assert await lock.aholder() is None
+            assert await lock.aacquire()
+            assert await lock.alocked()
+            assert await lock.aowned()
+            assert (await lock.aholder()).token == lock.token
+            await lock.aextend(500)
+            assert 490 < await lock.aremaining() <= 500
+            assert await lock.afencing_token() == lock.fencing_token()
+            lock.check()
+            assert await lock.aclear(actor="tests")
+            with pytest.raises(LockLost):
+                await lock.aextend()
+            assert not await lock.arelease()
+
+        run(main)
+
+    def test_they_have_names_of_their_own(self):
+        assert TaskLock.aextend.__name__ == "aextend"
+        assert asyncio.iscoroutinefunction(TaskLock.aextend)
+
+    def test_current_lock_is_that_of_the_block(self, on_redis):
+        async def main():
+            async with TaskLock(NAME) as lock:
+                assert current_lock() is lock
+                await asyncio.sleep(0)
+                assert current_lock() is lock
+            assert current_lock() is None
+
+        run(main)
+
+    def test_a_received_lock_is_entered(self, on_redis):
+        lock = TaskLock(NAME)
+        lock.acquire()
+        handle = lock.hand_over(for_=60)
+
+        async def main():
+            async with TaskLock.receive(handle) as received:
+                assert await received.aowned()
+            assert not await received.alocked()
+
+        run(main)
+
+
+class TestTheLoopGoesOn:
+    @pytest.fixture
+    def paused_server(self, settings):
+        server = servers.Redis()
+        with servers.running([server]), private_store(settings, "redis", server.url):
+            yield server
+
+    async def longest_gap(self, *coroutines):
+        """Return for how long the loop stood still while the coroutines ran."""
+        gaps, ends = [], time.monotonic()
+
+        async def tick():
+            nonlocal ends
+            while True:
+                await asyncio.sleep(0.01)
+                gaps.append(time.monotonic() - ends)
+                ends = time.monotonic()
+
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*coroutines)
+        await asyncio.sleep(0.05)
+        ticking.cancel()
+        return max(gaps)
+
+    def resume_soon(self, server):
+        timer = threading.Timer(1.0, server.resume)
+        timer.start()
+
+    def test_while_20_wait_for_a_server_that_stands_still(self, paused_server):
+        async def main():
+            holder = TaskLock(NAME, cache="redis")
+            await holder.aacquire()
+            paused_server.pause()
+            self.resume_soon(paused_server)
+
+            async def wait():
+                async with TaskLock(NAME, cache="redis", wait=20, timeout=60):
+                    pass
+
+            async def release():
+                await holder.arelease()
+
+            return await self.longest_gap(*(wait() for _ in range(20)), release())
+
+        assert run(main) < 0.5
+
+    def test_control_a_plain_acquire_stops_the_loop(self, paused_server):
+        async def main():
+            lock = TaskLock(NAME, cache="redis")
+            lock.acquire()
+            lock.release()
+            paused_server.pause()
+            self.resume_soon(paused_server)
+
+            async def take():
+                with lock:
+                    pass
+
+            return await self.longest_gap(take())
+
+        assert run(main) > 0.5
+
+
+class Gate:
+    """Hold each request to the store, before or after it is made, until it is opened."""
+
+    def __init__(self):
+        self.closed = None
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def close(self, point):
+        self.closed = point
+        self.reached.clear()
+        self.open.clear()
+
+    def __call__(self, point):
+        if point == self.closed:
+            self.reached.set()
+            assert self.open.wait(20)
+
+
+@pytest.fixture
+def gate(on_redis):
+    gate = Gate()
+
+    class GatedStore(RedisStore):
+        def take(self, *args):
+            gate("before the take")
+            entry = super().take(*args)
+            gate("after the take")
+            return entry
+
+        def release(self, *args):
+            gate("before the release")
+            outcome = super().release(*args)
+            gate("after the release")
+            return outcome
+
+    open_with(lambda alias: GatedStore(open_cache("redis")))
+    yield gate
+    gate.open.set()
+    open_with(None)
+
+
+async def cancelled(task):
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def takes(lock):
+    with suppress(LockError):  # it is in use until the cancelled take is undone
+        return lock.acquire()
+
+
+class TestCancelled:
+    @pytest.mark.parametrize("point", ["before the take", "after the take"])
+    @pytest.mark.parametrize("way", ["aacquire", "async with"])
+    def test_a_take_that_is_cancelled_is_given_back(self, gate, monkeypatch, point, way):
+        monkeypatch.setattr(steps, "GRACE", 0.05)
+        gate.close(point)
+        lock = TaskLock(NAME)
+
+        async def take():
+            if way == "aacquire":
+                await lock.aacquire()
+            else:
+                async with lock:
+                    raise AssertionError
+
+        async def main():
+            task = asyncio.create_task(take())
+            await asyncio.to_thread(gate.reached.wait, 20)
+            await cancelled(task)
+
+        run(main)
+        gate.open.set()
+        eventually(lambda: takes(lock))  # the object can be used again
+        assert lock.release()
+
+    def test_a_cancelled_take_is_given_back_before_the_caller_goes_on(self, gate):
+        """It waits for the reply, unless that takes long."""
+        gate.close("before the take")
+        lock = TaskLock(NAME)
+
+        async def main():
+            task = asyncio.create_task(lock.aacquire())
+            await asyncio.to_thread(gate.reached.wait, 20)
+            asyncio.get_running_loop().call_later(0.1, gate.open.set)
+            await cancelled(task)
+            assert await lock.aacquire()
+            await lock.arelease()
+
+        run(main)
+
+    def test_a_release_that_is_cancelled_is_carried_out(self, gate):
+        async def main():
+            lock = TaskLock(NAME)
+            await lock.aacquire()
+            gate.close("before the release")
+            task = asyncio.create_task(lock.arelease())
+            await asyncio.to_thread(gate.reached.wait, 20)
+            asyncio.get_running_loop().call_later(0.1, gate.open.set)
+            await cancelled(task)
+            assert not await TaskLock(NAME).alocked()
+
+        run(main)
+
+    def test_a_wait_that_is_cancelled_between_two_looks_ends_at_once(self, on_redis):
+        async def main():
+            async with TaskLock(NAME):
+                waiting = TaskLock(NAME)
+                task = asyncio.create_task(waiting.aacquire(wait=30))
+                await asyncio.sleep(0.2)
+                began = time.monotonic()
+                await cancelled(task)
+                assert time.monotonic() - began < 0.5
+                assert not waiting
+            assert not await waiting.alocked()
+
+        run(main)
+
+    def test_a_cancelled_body_gives_the_lock_back(self, on_redis):
+        async def main():
+            entered = asyncio.Event()
+
+            async def body():
+                async with TaskLock(NAME):
+                    entered.set()
+                    await asyncio.sleep(30)
+
+            task = asyncio.create_task(body())
+            await entered.wait()
+            await cancelled(task)
+            assert not await TaskLock(NAME).alocked()
+
+        run(main)
+
+    @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
+    def test_many_that_are_cancelled_at_random_leave_nothing(self, alias, empty_cache, monkeypatch):
+        empty_cache(alias)
+        taken, given_back, inside = set(), set(), 0
+
+        def receive(event, **kwargs):
+            {"acquired": taken, "released": given_back}.get(event.kind, set()).add(event.token)
+
+        async def one():
+            nonlocal inside
+            async with TaskLock(NAME, wait=30, cache=alias):
+                assert not inside
+                inside += 1
+                try:
+                    await asyncio.sleep(random.random() * 0.002)
+                finally:
+                    inside -= 1
+
+        async def cancel_soon(turns):
+            task = asyncio.create_task(one())
+            for _ in range(turns):
+                await asyncio.sleep(random.choice([0, 0, 0.0005, 0.002]))
+            task.cancel()
+            await asyncio.wait([task])
+
+        async def main():
+            for turns in range(60):
+                await asyncio.gather(*(cancel_soon(turns % 20) for _ in range(5)))
+                assert not await TaskLock(NAME, cache=alias).alocked()
+
+        lock_event.connect(receive)
+        try:
+            run(main)
+        finally:
+            lock_event.disconnect(receive)
+        assert taken
+        assert given_back == taken
+
+    def test_a_loop_that_ends_meanwhile_leaves_nothing(self, gate, monkeypatch):
+        monkeypatch.setattr(steps, "GRACE", 0.05)
+        gate.close("after the take")
+        lock = TaskLock(NAME)
+
+        async def main():
+            lock.pending = asyncio.create_task(lock.aacquire())  # asyncio.run() cancels it
+            await asyncio.to_thread(gate.reached.wait, 20)
+
+        run(main)
+        gate.open.set()
+        eventually(lambda: not lock and get_store("redis").read(lock.key) is None)
+
+    def test_a_loop_that_is_closed_under_it_leaves_nothing(self, gate):
+        gate.close("after the take")
+        loop = asyncio.new_event_loop()
+        coroutine = TaskLock(NAME).aacquire()
+
+        async def begin():
+            coroutine.send(None)
+
+        loop.run_until_complete(begin())
+        assert gate.reached.wait(20)
+        loop.close()
+        coroutine.close()
+        gate.open.set()
+        eventually(lambda: get_store("redis").read(key_of(NAME)) is None)
+
+    @pytest.mark.parametrize("point", ["before the take", "after the take"])
+    def test_an_interrupt_leaves_nothing(self, gate, point):
+        gate.close(point)
+
+        async def main():
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.2, os.kill, os.getpid(), signal.SIGINT)
+            loop.call_later(0.3, gate.open.set)
+            async with TaskLock(NAME):
+                await asyncio.sleep(30)
+
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main())
+        gate.open.set()
+        eventually(lambda: get_store("redis").read(key_of(NAME)) is None)
+
+
+class TestThreads:
+    def test_idle_threads_end(self, on_redis, monkeypatch):
+        monkeypatch.setattr(pool, "IDLE", 0.05)
+
+        before = set(pool_threads())
+
+        async def main():
+            jobs = [steps.in_thread("idle", functools.partial(time.sleep, 0)) for _ in range(30)]
+            await asyncio.gather(*jobs)
+            assert set(pool_threads()) > before
+
+        run(main)
+        eventually(lambda: not set(pool_threads()) - before)
+
+    def test_many_requests_share_a_few_threads(self, on_redis):
+        seen = set()
+
+        def look(_):
+            seen.add(threading.current_thread())
+            time.sleep(0.001)
+
+        async def main():
+            jobs = [steps.in_thread("redis", functools.partial(look, n)) for n in range(100)]
+            await asyncio.gather(*jobs)
+
+        run(main)
+        assert 1 < len(seen) <= pool.MAX_THREADS
+
+    def test_a_job_sees_the_context_of_its_caller(self):
+        variable = contextvars.ContextVar("variable")
+
+        async def main():
+            variable.set(7)
+            assert await steps.in_thread("redis", variable.get) == 7
+
+        run(main)
+
+    def test_a_forked_child_has_threads_of_its_own(self, on_redis):
+        async def main():
+            assert not await TaskLock(NAME).alocked()
+
+        run(main)
+        pid = os.fork()
+        if not pid:
+            try:
+                run(main)
+            finally:
+                os._exit(0 if pool_threads() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.django_db
+def test_the_history_of_a_test_is_in_its_transaction(on_redis, settings):
+    settings.SINGLETASK_HISTORY = "inline"
+
+    async def main():
+        async with TaskLock(NAME):
+            pass
+
+    async_to_sync(main)()
+    assert TaskLockEvent.objects.get(name=NAME).outcome == "released"
