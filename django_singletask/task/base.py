@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from celery.contrib.django.task import DjangoTask
 from celery.result import AsyncResult, EagerResult
 from celery.utils import uuid
 from django.db import transaction
@@ -18,6 +17,7 @@ from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.locks.keys import LockKey, Parameters, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.run import Run
+from django_singletask.task.chained import ChainedTask
 from django_singletask.task.definition import check_definition
 from django_singletask.task.delivery import QUEUED_AGAIN, deliver
 from django_singletask.task.foreign import refuse_unwrapped
@@ -29,7 +29,7 @@ from django_singletask.task.unique import QueuedCall, delay_of
 __all__ = ["SingletonTask"]
 
 
-class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
+class SingletonTask(ChainedTask):
     """A task of which only one run with the same arguments goes on at a time.
 
     Use it as ``@shared_task(base=SingletonTask)``. A message, ``.apply()`` and a direct call
@@ -155,8 +155,10 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
                     return self.AsyncResult(queued_call.duplicate_of(holder))
             due = header.due or round(time.time() + delay_of(when), 3)
             options["headers"] = header._replace(due=due).into(options.get("headers"))
+            # By name: another base may override it as apply_async(self, args, kwargs, **options).
+            options |= {"producer": producer, "link": link, "link_error": link_error}
             result = super().apply_async(
-                args, kwargs, header.task_id, producer, link, link_error, shadow, **options
+                args, kwargs, task_id=header.task_id, shadow=shadow, **options
             )
         except BaseException:
             if queued_call is not None:
@@ -273,7 +275,8 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         # it has no public one. A call of this task from its own body is a direct one.
         request._protected = 1  # noqa: SLF001
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
-        return deliver(self, ON_CONFLICT, header, self.run, args, kwargs, request)
+        body = self.rest_of_call(request)
+        return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
 
     def lock_key(
         self, args: Any, kwargs: Any, options: LockOptions | None = None, hidden: str | None = None

@@ -36,12 +36,14 @@ def check_definition(cls: type, base: type) -> None:
     run = cls.__dict__.get("run")
     if run is not None:
         refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
-    call = cls.__dict__.get("__call__")
-    if call is not None and not _mentions(getattr(call, "__code__", None), "__call__"):
-        raise TypeError(
-            f"{what}.__call__ never calls super().__call__(*args, **kwargs), "
-            "so the task would run without its lock."
-        )
+    for outer in cls.__mro__[: cls.__mro__.index(base)]:
+        call = outer.__dict__.get("__call__")
+        if call and not _mentions(getattr(inspect.unwrap(call), "__code__", None), "__call__"):
+            raise TypeError(
+                f"{outer.__qualname__}.__call__ never calls super().__call__(*args, **kwargs), so "
+                f"{what} would run without its lock. Call it, or let {base.__name__} be the first "
+                "of the bases."
+            )
 
 
 def misspelt(cls: type, base: type) -> Iterator[tuple[str, str]]:

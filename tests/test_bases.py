@@ -1,0 +1,289 @@
+"""Other bases of a task keep their say, in either order of the bases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery import Celery, Task
+from celery.app.trace import build_tracer, reset_worker_optimizations, setup_worker_optimizations
+from django.db import connection, transaction
+
+from django_singletask import SingletonTask, current_lock
+from django_singletask.task.chained import ChainedTask
+from tests.deliveries import held_by
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__", transaction=True),
+    pytest.mark.usefixtures("on_redis"),
+]
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    options = {"broker": "memory://", "backend": "cache+memory://"}
+    with Celery("bases", set_as_current=False, **options) as app:
+        yield app
+
+
+def deliver(task: Any, *args: Any, **request: Any) -> Any:
+    """Run a message as a pool's process does; return what the tracer says of it."""
+    facts = {"id": "mine", "task": task.name, "retries": 0, "headers": None, "delivery_info": {}}
+    facts |= {"argsrepr": repr(args), "kwargsrepr": "{}", "ignore_result": True, **request}
+    return build_tracer(task.name, task, app=task.app)("mine", args, {}, facts)
+
+
+def message(task: Any, *args: Any) -> Any:
+    return deliver(task, *args).retval
+
+
+def message_in_a_worker(task: Any, *args: Any) -> Any:
+    """A worker replaces Celery's ``Task.__call__``."""
+    setup_worker_optimizations(task.app)
+    try:
+        return message(task, *args)
+    finally:
+        reset_worker_optimizations()
+
+
+def applied(task: Any, *args: Any) -> Any:
+    return task.apply(args, task_id="mine").get()
+
+
+def eager(task: Any, *args: Any) -> Any:
+    task.app.conf.task_always_eager = True
+    return task.apply_async(args, task_id="mine").get()
+
+
+def direct(task: Any, *args: Any) -> Any:
+    return task(*args)
+
+
+WITH_A_REQUEST = [message, message_in_a_worker, applied, eager]
+WAYS = [*WITH_A_REQUEST, direct]
+on_all_ways = pytest.mark.parametrize("call", WAYS)
+on_all_ways_with_a_request = pytest.mark.parametrize("call", WITH_A_REQUEST)
+
+log: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def empty_log() -> None:
+    log.clear()
+
+
+class InTransaction(Task):
+    """As shops do it: the body in a transaction."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with transaction.atomic():
+            log.append(("transaction", bool(current_lock())))
+            return super().__call__(*args, **kwargs)
+
+
+class ForTenant(Task):
+    """As projects with many tenants do it: one argument chooses the tenant."""
+
+    def __call__(self, tenant: str, *args: Any, **kwargs: Any) -> Any:
+        with self.tenant(tenant):
+            return super().__call__(f"object of {tenant}", *args, **kwargs)
+
+    @contextmanager
+    def tenant(self, tenant: str) -> Iterator[None]:
+        log.append(("tenant", bool(current_lock())))
+        yield
+        log.append(("no tenant", bool(current_lock())))
+
+
+class Traced(Task):
+    """It calls the body by itself, and its own hooks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        log.append(("span", bool(current_lock())))
+        return self.run(*args, **kwargs)
+
+
+class Hooks(Task):
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        log.append("sent")
+        return super().apply_async(args, kwargs, **options)
+
+    def before_start(self, *args: Any) -> None:
+        log.append("before_start")
+
+    def on_success(self, *args: Any) -> None:
+        log.append("on_success")
+
+    def on_failure(self, *args: Any) -> None:
+        log.append("on_failure")
+
+    def after_return(self, *args: Any) -> None:
+        log.append("after_return")
+
+
+class LockFirst(SingletonTask, InTransaction):
+    pass
+
+
+class LockLast(InTransaction, SingletonTask):
+    pass
+
+
+class Under(LockFirst):
+    pass
+
+
+def body_of(app: Celery, base: type, **options: Any) -> Any:
+    @app.task(bind=True, base=base, shared=False, name="tests.body", **options)
+    def body(self: Any, key: str) -> str:
+        log.append((key, self.request.id, bool(current_lock()), connection.in_atomic_block))
+        return "ran"
+
+    return body
+
+
+@on_all_ways
+@pytest.mark.parametrize(("base", "inside"), [(LockFirst, True), (LockLast, False), (Under, True)])
+def test_another_call_runs_once_on_its_side_of_the_lock(
+    app: Celery, call: Callable[..., Any], base: type, inside: bool
+) -> None:
+    task = body_of(app, base)
+    assert call(task, "a") == "ran"
+    task_id = None if call is direct else "mine"
+    assert log == [("transaction", inside), ("a", task_id, True, True)]
+    assert not task.lock("a").locked()
+
+
+class Noted(Task):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        log.append(self.request)
+        return super().__call__(*args, **kwargs)
+
+
+def requests_of(app: Celery, call: Callable[..., Any]) -> list[Any]:
+    """Return the requests that another base and the body see."""
+
+    @app.task(bind=True, base=type("Base", (SingletonTask, Noted), {}), shared=False)
+    def body(self: Any) -> None:
+        log.append(self.request)
+
+    call(body)
+    return log
+
+
+@on_all_ways_with_a_request
+def test_the_body_has_the_request_of_the_message(app: Celery, call: Callable[..., Any]) -> None:
+    before, inside = requests_of(app, call)
+    assert inside is before
+
+
+@on_all_ways_with_a_request
+def test_control_celery_pushes_another_request(
+    app: Celery, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(ChainedTask, "push_request")
+    before, inside = requests_of(app, call)
+    assert inside is not before
+
+
+@on_all_ways
+def test_two_others_are_called_in_their_order(app: Celery, call: Callable[..., Any]) -> None:
+    class Both(InTransaction, SingletonTask, ForTenant):
+        pass
+
+    call(body_of(app, Both, lock_name="one"), "shop")
+    expected = ["transaction", "tenant", "object of shop", "no tenant"]
+    assert [entry[0] for entry in log] == expected
+    assert [entry[1] for entry in log[:2]] == [False, True]
+
+
+@on_all_ways
+def test_one_that_calls_the_body_itself_runs_inside_the_lock(
+    app: Celery, call: Callable[..., Any]
+) -> None:
+    class Locked(SingletonTask, Traced):
+        pass
+
+    assert call(body_of(app, Locked), "a") == "ran"
+    assert [entry[0] for entry in log] == ["span", "a"]
+    assert log[0] == ("span", True)
+
+
+def test_one_that_calls_the_body_itself_is_refused_before_the_lock() -> None:
+    with pytest.raises(TypeError, match=r"Traced\.__call__ never calls .* SingletonTask be the fi"):
+
+        class Unlocked(Traced, SingletonTask):
+            pass
+
+
+def test_a_call_of_ones_own_under_a_decorator_is_accepted(app: Celery) -> None:
+    class Decorated(SingletonTask):
+        @transaction.atomic
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    assert direct(body_of(app, Decorated), "a") == "ran"
+
+
+@on_all_ways_with_a_request
+@pytest.mark.parametrize("base", [LockFirst, LockLast])
+def test_a_conflict_is_met_once(app: Celery, call: Callable[..., Any], base: type) -> None:
+    task = body_of(app, base, skip_result="skipped")
+    with held_by("another", task=task):
+        assert call(task, "a") == "skipped"
+    assert log == ([] if base is LockFirst else [("transaction", False)])
+
+
+@pytest.mark.parametrize("base", [LockFirst, LockLast])
+@pytest.mark.parametrize("call", [message, message_in_a_worker])
+def test_retry_sends_the_message_of_the_request(
+    app: Celery, call: Callable[..., Any], base: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    monkeypatch.setattr(app, "send_task", lambda name, args, *_, **facts: sent.append(facts))
+
+    @app.task(bind=True, base=base, shared=False)
+    def body(self: Any, key: str) -> None:
+        raise self.retry(countdown=0)
+
+    call(body, "a")
+    assert [(facts["task_id"], facts["retries"]) for facts in sent] == [("mine", 1)]
+
+
+@on_all_ways
+def test_a_call_from_its_own_body_has_a_request_of_its_own(
+    app: Celery, call: Callable[..., Any]
+) -> None:
+    requests = []
+
+    @app.task(bind=True, base=LockFirst, shared=False)
+    def body(self: Any, key: str) -> None:
+        requests.append(self.request)
+        if key == "a":
+            body("b")
+            requests.append(self.request)
+
+    call(body, "a")
+    before, inner, after = requests
+    assert after is before
+    assert inner is not before
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_hooks_are_called_in_either_order(app: Celery, order: str) -> None:
+    bases = (SingletonTask, Hooks) if order == "first" else (Hooks, SingletonTask)
+    base = type("Hooked", bases, {"abstract": True})
+    app.conf.task_always_eager = True
+
+    @app.task(base=base, shared=False, unique_until="start")
+    def body(fails: bool) -> None:
+        if fails:
+            raise ValueError
+
+    body.delay(False)
+    assert log == ["sent", "before_start", "on_success", "after_return"]
+    log.clear()
+    body.delay(True)
+    assert log == ["sent", "before_start", "on_failure", "after_return"]
