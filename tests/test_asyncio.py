@@ -510,7 +510,7 @@ class TestThreads:
 
 
 @pytest.mark.django_db
-def test_the_history_of_a_test_is_in_its_transaction(on_redis, settings):
+def test_the_history_of_a_test_is_in_its_transaction(on_redis, empty_history, settings):
     settings.SINGLETASK_HISTORY = "inline"
 
     async def main():
