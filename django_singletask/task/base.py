@@ -14,13 +14,13 @@ from celery.utils import uuid
 from django.db import transaction
 
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.locks.keys import LockKey, Parameters, call_key
+from django_singletask.locks.keys import LockKey, Parameters
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.run import Run
 from django_singletask.task.chained import ChainedTask
-from django_singletask.task.definition import check_definition
+from django_singletask.task.definition import bind_functions, check_definition
 from django_singletask.task.delivery import QUEUED_AGAIN, deliver
-from django_singletask.task.foreign import refuse_unwrapped
+from django_singletask.task.foreign import refuse_unsendable
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import LockOptions
 from django_singletask.task.policies import ON_CONFLICT
@@ -46,6 +46,8 @@ class SingletonTask(ChainedTask):
       A call without a message (direct, ``apply()``) raises instead of these two.
     * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
     * ``skip_result``: what a skipped run returns.
+    * ``on_skip``: called instead, with the :class:`LockConflict` and the call's arguments. What it
+      returns is the result. A method, and with ``bind=True`` a function, gets the task first.
     * ``unique_until``: stop an equal call at enqueue until this one has begun (``"start"``) or
       ended (``"finish"``).
     * ``unique_for``: seconds for which a queued call stops equal ones at most, at most 30 days.
@@ -83,9 +85,8 @@ class SingletonTask(ChainedTask):
         check_definition(cls, SingletonTask)
         if LockConflict not in cls.throws:
             cls.throws = (*cls.throws, LockConflict)
-        if "_decorated" in cls.__dict__ and inspect.isfunction(cls.__dict__.get("lock_name")):
-            # A function given in the decorator takes the task's arguments, not the task.
-            cls.lock_name = staticmethod(cls.__dict__["lock_name"])
+        if "_decorated" in cls.__dict__:
+            bind_functions(cls)
 
     parameters: Parameters
     """Of the body: what calls are bound to."""
@@ -139,7 +140,7 @@ class SingletonTask(ChainedTask):
         :class:`DuplicateTask` with ``on_duplicate="raise"``, and :class:`LockUnavailable`
         with ``unique_until``.
         """
-        refuse_unwrapped(f"apply_async of {self.name}", options)
+        refuse_unsendable(f"apply_async of {self.name}", options, lock_options)
         again = Header.of(options.get("headers"), task_id, self.name) is not None
         # Others wait for a call that has its id already, as the links of a chain and the members
         # of a group have, or that is to tell of its end: it must be sent.
@@ -258,7 +259,7 @@ class SingletonTask(ChainedTask):
             lock_key=key,
             previous_key=None,
             # The key is made, and a callable could not travel.
-            overrides={name: value for name, value in overrides.items() if not callable(value)},
+            overrides={n: v for n, v in overrides.items() if n != "lock_name" or not callable(v)},
             # The entry beside another lock is not this call's.
             queued=header.queued if key.key == previous else None,
         )
@@ -286,15 +287,7 @@ class SingletonTask(ChainedTask):
         ``hidden`` stands in the name instead of the arguments.
         """
         options = LockOptions.of(self) if options is None else options
-        return call_key(
-            self.name,
-            self.parameters,
-            args or (),
-            kwargs or {},
-            lock_on=options.lock_on,
-            lock_name=options.lock_name,
-            shown=hidden,
-        )
+        return options.key(self.name, self.parameters, args or (), kwargs or {}, shown=hidden)
 
 
 AWAITED = ("chain", "chord", "group_id")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator
+from functools import partialmethod
 from typing import Any
 
 from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.task.foreign import refuse_foreign
 from django_singletask.task.options import NAMES, LockOptions
 
-__all__ = ["check_definition", "misspelt"]
+__all__ = ["bind_functions", "check_definition", "misspelt"]
 
 
 def check_definition(cls: type, base: type) -> None:
@@ -44,6 +45,18 @@ def check_definition(cls: type, base: type) -> None:
                 f"{what} would run without its lock. Call it, or let {base.__name__} be the first "
                 "of the bases."
             )
+
+
+def bind_functions(cls: type) -> None:
+    """Let functions that were given in the decorator take a call's arguments, not the task.
+
+    ``on_skip`` takes the task first if the body does, too (``bind=True``).
+    """
+    for name in ("lock_name", "on_skip"):
+        function = cls.__dict__.get(name)
+        bound = name == "on_skip" and not isinstance(cls.__dict__["run"], staticmethod)
+        if callable(function):
+            setattr(cls, name, partialmethod(function) if bound else staticmethod(function))
 
 
 def misspelt(cls: type, base: type) -> Iterator[tuple[str, str]]:

@@ -54,7 +54,7 @@ class Delivery:
     lock: DeliveryLock
     options: LockOptions
     header: Header
-    body: Callable[[], Any]
+    body: partial[Any]
     policy: Policy
     request: Any = None
     queued_call: QueuedCall | None = None
@@ -92,12 +92,17 @@ class Delivery:
         return self.policy(self)
 
     def _run_body(self) -> Any:
+        if self.queued_call is not None:
+            self.queued_call.start()
+        return self.run_here(self.body)
+
+    def run_here(self, function: Callable[[], Any]) -> Any:
+        """Call the body or ``on_skip``; if it sends the message again, the entry stays queued."""
         queued_call = self.queued_call
         if queued_call is None:
-            return self.body()
-        queued_call.start()
+            return function()
         try:
-            return self.body()
+            return function()
         except Reject as reject:
             if self._comes_again(reject):
                 setattr(self.request, QUEUED_AGAIN, 0.0)

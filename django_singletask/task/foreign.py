@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from django_singletask.task.options import NAMES
 
-__all__ = ["refuse_foreign", "refuse_unwrapped"]
+__all__ = ["refuse_foreign", "refuse_unsendable"]
 
 ELSEWHERE = {
     "once": "lock_on, unique_until, unique_for and on_duplicate",
@@ -17,12 +18,14 @@ ELSEWHERE = {
 """Options of celery-once and celery-singleton, which Celery would accept and nobody would read."""
 
 
-def refuse_unwrapped(what: str, names: Iterable[str]) -> None:
-    """Raise ``TypeError`` for what is no option of ``apply_async``; Celery would accept it."""
+def refuse_unsendable(what: str, names: Iterable[str], lock_options: Any) -> None:
+    """Raise ``TypeError`` for what is no option of ``apply_async``, or cannot travel."""
     refuse_foreign(what, names)
     for name in names:
         if name in NAMES:
             raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
+    if isinstance(lock_options, Mapping) and callable(lock_options.get("on_skip")):
+        raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
 
 
 def refuse_foreign(what: str, names: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from django_singletask.conf import check_seconds
-from django_singletask.locks.keys import LockKey, Parameters, template_fields
+from django_singletask.locks.keys import LockKey, Parameters, call_key, template_fields
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
 from django_singletask.task.pairs import PAIRS, Problem
@@ -82,6 +82,10 @@ class LockOptions:
             names = {"on_conflict", "lock_wait"}
             wrong = (p for p in self.problems(f"of {task}") if not names.isdisjoint(p.options))
             raise ValueError(next(wrong).text)
+
+    def key(self, *call: Any, **facts: Any) -> LockKey:
+        """Return the lock of a call; the arguments are those of :func:`call_key`."""
+        return call_key(*call, lock_on=self.lock_on, lock_name=self.lock_name, **facts)
 
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired."""

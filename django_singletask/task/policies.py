@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from celery.exceptions import SoftTimeLimitExceeded
 
-from django_singletask.exceptions import Postponed
+from django_singletask.exceptions import LockConflict, Postponed
 from django_singletask.task.delivery import Delivery, Policy
 from django_singletask.task.rerun import take_ticket
 
@@ -17,9 +18,15 @@ __all__ = ["ON_CONFLICT"]
 
 
 def skip(delivery: Delivery) -> Any:
-    """Return ``skip_result``."""
-    delivery.lock.report_conflict("skip")
-    return delivery.options.skip_result
+    """Return ``skip_result``, or what ``on_skip`` returns."""
+    lock, options = delivery.lock, delivery.options
+    lock.report_conflict("skip")
+    if options.on_skip is None:
+        return options.skip_result
+    conflict = LockConflict.of(lock)
+    conflict.lock = options.lock(lock.lock_key, delivery.task.name)  # it raises, as others do
+    args, kwargs = delivery.body.args, delivery.body.keywords
+    return delivery.run_here(partial(options.on_skip, conflict, *args, **kwargs))
 
 
 def refuse(delivery: Delivery) -> NoReturn:

@@ -165,13 +165,19 @@ class QueuedCall:
     def queue_again(self, delay: float) -> None:
         """Make the entry that of the queued call again, which starts after ``delay`` seconds.
 
-        To be called before the run's lock is free: after that the entry can be the next run's.
+        To be called before the run's lock is free: after that the entry can be the next run's. A
+        call that was skipped has no lease, and its entry has only to last until then.
         """
-        if self.lease is None or not self.lease.held or self.value is None:
+        if self.value is None or (self.lease is not None and not self.lease.held):
             return
         queued_value, self.value = self.value, None
+        length = self._queued_for(delay)
         try:
-            self.lease.hand_back(queued_value, self._queued_for(delay))
+            if self.lease is not None:
+                self.lease.hand_back(queued_value, length)
+            else:
+                store, key = get_store(self.address.cache), self.address.key
+                store.replace(key, queued_value, queued_value, length)
         except Exception:
             logger.exception("%s: an equal call can be queued beside the next try.", self.address)
 

@@ -7,6 +7,7 @@ import time
 import uuid
 
 from celery import shared_task
+from celery.exceptions import Reject
 from django.dispatch import receiver
 
 from django_singletask import SingletonTask, TaskLock, current_lock, only_one
@@ -173,6 +174,28 @@ def rerun(self, key: str, seconds: float = 0, value: int = 0) -> str:
 @shared_task(**POLICY, unique_until="start", skip_result="skipped")
 def unique(self, key: str, seconds: float = 0, value: int = 0) -> str:
     return body(key, seconds, self.request.id, value=value)
+
+
+def try_again(self, conflict, key: str, seconds: float = 0) -> None:
+    log.write("skipped", key=key, task_id=self.request.id, by=conflict.holder.task_id)
+    raise self.retry(countdown=0.5)
+
+
+@shared_task(**POLICY, unique_until="finish", on_skip=try_again, max_retries=100)
+def trying_again(self, key: str, seconds: float = 0) -> str:
+    return body(key, seconds, self.request.id)
+
+
+def reject(self, conflict, key: str) -> None:
+    log.write("skipped", key=key, task_id=self.request.id, by=conflict.holder.task_id)
+    raise Reject("busy", requeue=False)
+
+
+@shared_task(
+    **POLICY, unique_until="start", on_skip=reject, acks_late=True, reject_on_worker_lost=True
+)
+def rejecting(self, key: str) -> str:
+    return body(key, 0, self.request.id)
 
 
 @shared_task(**POLICY, unique_until="finish", skip_result="skipped", max_retries=10)
