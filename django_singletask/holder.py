@@ -119,13 +119,10 @@ class Holder(Process):
         column of each store can hold.
         """
         token = str(data.get("token") or "")
+        texts = ("host", "boot_id", "pid_ns", "start", "name")
         return cls(
-            host=_text(data.get("host")) or "",
-            boot_id=_text(data.get("boot_id")) or "",
-            pid_ns=_text(data.get("pid_ns")) or "",
-            start=_text(data.get("start")) or "",
+            **{name: _text(data.get(name)) or "" for name in texts},
             token=token if IS_TOKEN.fullmatch(token) else "",
-            name=_text(data.get("name")) or "",
             task=_text(data.get("task")),
             task_id=_text(data.get("task_id")),
             pid=int(_number(data.get("pid"), MOST)),

@@ -14,8 +14,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.admin.filters import SinceFilter, TaskFilter, UncountedPaginator
-from django_singletask.admin.outages import or_unreadable
-from django_singletask.admin.pages import OperatorPages, unbroken
+from django_singletask.admin.pages import OperatorPages, or_unreadable, unbroken
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import locks_of
 from django_singletask.operators.words import clock_time, hold_seconds, process, status

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from django.contrib import admin, messages
@@ -17,19 +17,19 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
-from django_singletask.admin.outages import attempt, or_unreadable
 from django_singletask.conf import conf
-from django_singletask.history.queries import reading
+from django_singletask.history.queries import NoHistory, reading
 from django_singletask.locks.keys import QUEUED
 from django_singletask.locks.liveness import is_alive, proof_of_death, started_at
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
+from django_singletask.operators.errors import cannot_ask, without_secrets
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.timeline import SPANS, draw
 from django_singletask.operators.words import clock_time, duration, hold_time, in_state, process
 
-__all__ = ["SHOWN", "OperatorPages", "unbroken"]
+__all__ = ["SHOWN", "OperatorPages", "or_unreadable", "unbroken"]
 
 SHOWN = 200
 """Locks on the page of what is held; the command lists more."""
@@ -41,7 +41,37 @@ TABS = {
     "timeline": gettext_lazy("Timeline"),
 }
 
-View = Callable[..., HttpResponse]
+T = TypeVar("T")
+
+
+def attempt(ask: Callable[[], T], otherwise: T) -> tuple[T, str]:
+    """Return the answer of the cache or the history; or ``otherwise``, and why there is none."""
+    try:
+        return ask(), ""
+    except Exception as error:  # each cache client has errors of its own
+        return otherwise, cannot_ask(error)
+
+
+def or_unreadable(tab: str, view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+    """Return a view that, if the history cannot be read, says so below the tabs.
+
+    ``view`` is a method of a class with the methods ``render`` and ``url``.
+    """
+
+    @wraps(view)
+    def view_or_reason(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        if any("\0" in value for _name, values in request.GET.lists() for value in values):
+            # PostgreSQL refuses a NUL character, and no row has one.
+            return HttpResponseRedirect(self.url(tab))
+        try:
+            with reading(even_if_off=True):
+                return view(self, request, *args, **kwargs)
+        except NoHistory as error:
+            reason = without_secrets(str(error))
+            answer: HttpResponse = self.render(request, "unreadable", tab, trouble=reason)
+            return answer
+
+    return view_or_reason
 
 
 class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
@@ -49,18 +79,16 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def get_urls(self) -> list[URLPattern]:
         """Put what is held now first; the history has a URL of its own."""
-        views: dict[str, tuple[str, View]] = {
+        views: list[tuple[str, str, Callable[..., HttpResponse]]] = [
             # The admin's index and breadcrumbs link to the page of this name.
-            "": ("changelist", self.held_view),
-            "history/": ("events", self.changelist_view),
-            "timeline/": ("timeline", self.timeline_view),
-            "clear/": ("clear", self.clear_view),
-        }
-        patterns: list[URLPattern] = [
-            path(route, self.admin_site.admin_view(view), name=self.url_name(page))
-            for route, (page, view) in views.items()
+            ("", "changelist", self.held_view),
+            ("history/", "events", self.changelist_view),
+            ("timeline/", "timeline", self.timeline_view),
+            ("clear/", "clear", self.clear_view),
         ]
-        return patterns + super().get_urls()
+        view = self.admin_site.admin_view
+        pages = [path(route, view(show), name=self.url_name(page)) for route, page, show in views]
+        return [*pages, *super().get_urls()]
 
     def url_name(self, page: str) -> str:
         return f"{self.opts.app_label}_{self.opts.model_name}_{page}"
@@ -184,8 +212,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             self.message_user(request, text.format(trouble), messages.WARNING)
         event = TaskLockEvent(name=lock.name, outcome="cleared", pk=runs[0].pk if runs else None)
         text = _("Cleared the lock {}, held by {}, token {}.")
-        text = text.format(lock.name, lock.holder, lock.holder.token)
-        self.log_change(request, event, text)
+        self.log_change(request, event, text.format(lock.name, lock.holder, lock.holder.token))
         text = _("The lock {} was freed. The run that held it, if there is one, goes on.")
         if lock.queued:
             text = _("The queued call of {} is forgotten: equal calls can be sent again.")

@@ -20,8 +20,6 @@ EPOCH = f"{PREFIX}@epoch"
 """The key of the epoch."""
 LOOK = 0.4
 """Seconds between two looks of a process that holds locks."""
-TAKER_LOOK = 0.05
-"""Seconds after which a process that takes locks in memcached looks again."""
 CONNECT_WITHIN = 0.4
 """Seconds for which a look in the background waits for a connection."""
 HOLD_BACK = 1.0
@@ -57,10 +55,6 @@ class Epoch:
         self.seen_at = -math.inf
         self.takes_from = -math.inf
         self.changes = 0
-
-    def is_due(self) -> bool:
-        """Say whether it is time for a taker to ask the cache for its epoch."""
-        return clock.now() >= self.seen_at + TAKER_LOOK
 
     def see(self, value: bytes) -> None:
         self.seen_at = clock.now()

@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from django_singletask import clock
 from django_singletask.stores.base import TRIES, Entry, Outcome
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
 
 __all__ = ["PyLibMCStore", "PyMemcacheStore"]
 
 T = TypeVar("T")
+
+LOOK_AGAIN = 0.05
+"""Seconds after which a process that takes locks asks for the epoch again."""
 
 # memcached reads an expiry above 30 days as a date: this one lies in January 1970. It deletes the
 # entry at once, with every client and protocol. A negative expiry does not: with pylibmc's binary
@@ -61,7 +65,7 @@ class MemcachedStore(ForgetfulStore):
         return Entry(b"", None)
 
     def take(self, key: str, value: bytes, lease: float) -> Entry | None:
-        if self.epoch.is_due():
+        if clock.now() >= self.epoch.seen_at + LOOK_AGAIN:
             self.look()
         self.epoch.check()
         return self.add(key, value, lease)
