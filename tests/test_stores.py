@@ -541,7 +541,10 @@ def test_an_unfit_client_is_refused_at_first_use(settings, alias, client, reason
             pass
 
 
-class UnknownClient: ...
+class UnknownClient:
+    def __init__(self, *args: object) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def test_an_alias_that_does_not_exist_is_refused_at_first_use() -> None:
