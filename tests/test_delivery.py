@@ -19,7 +19,7 @@ from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.task import delivery, postpone, rerun, unique
+from django_singletask.task import postpone, rerun, unique
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import HEADER, LOOKS, WAITS
 from django_singletask.task.postpone import hop
@@ -595,7 +595,7 @@ class TestRerun:
         def interrupt(*args):
             raise SoftTimeLimitExceeded
 
-        monkeypatch.setattr(delivery, "is_superseded", interrupt)
+        monkeypatch.setattr(rerun, "is_superseded", interrupt)
         with held_by("holder", task=tasks.rerun), pytest.raises(Postponed):
             receive(tasks.rerun, "a", task_id="B")
 
@@ -626,7 +626,7 @@ class TestRerun:
 
         (b,) = self.conflict(sent, "B")
         with monkeypatch.context() as patch:
-            patch.setattr(delivery, "is_superseded", fail)
+            patch.setattr(rerun, "is_superseded", fail)
             deliver_again(b)
         assert ran == ["B"]
         assert "it is not known whether a later call waits" in caplog.text

@@ -151,7 +151,8 @@ class SingletonTask(ChainedTask):
         try:
             if queued_call is not None:
                 holder = queued_call.enqueue(delay_of(when))
-                header = header.next(queued=queued_call.value)
+                ticket = None if awaited else queued_call.ticket
+                header = header.next(queued=queued_call.value, ticket=ticket)
                 if holder is not None and not awaited:
                     return self.AsyncResult(queued_call.duplicate_of(holder))
             due = header.due or round(time.time() + delay_of(when), 3)
@@ -165,6 +166,8 @@ class SingletonTask(ChainedTask):
             if queued_call is not None:
                 queued_call.give_back()
             raise
+        if queued_call is not None:
+            queued_call.note()
         if again and header.queued:
             setattr(self.request, QUEUED_AGAIN, delay_of(when))
         return result

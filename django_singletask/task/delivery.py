@@ -14,14 +14,12 @@ from celery import Task
 from celery.exceptions import Reject, SoftTimeLimitExceeded
 
 from django_singletask.exceptions import Dropped, Postponed
-from django_singletask.locks.keys import LATEST
 from django_singletask.locks.lock import TaskLock
-from django_singletask.locks.run import Run
-from django_singletask.stores import Store, get_store
+from django_singletask.locks.run import NO_RUN, Run
 from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
 from django_singletask.task.options import LockOptions
 from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone
-from django_singletask.task.rerun import Ticket, is_superseded
+from django_singletask.task.rerun import Ticket, gives_way
 from django_singletask.task.unique import QueuedCall
 
 __all__ = ["QUEUED_AGAIN", "Delivery", "Policy", "deliver"]
@@ -78,7 +76,7 @@ class Delivery:
     def _run(self) -> Any:
         if self.request is not None and (self.request.delivery_info or {}).get("redelivered"):
             self._drop_if_done(marked=True)
-        if self.header.ticket is not None and self.gives_way(self.header.ticket):
+        if self._is_superseded():
             return self.options.skip_result
         # The lock is given back here, so before Celery stores the result and publishes the next
         # link of a chain, which may want the same lock.
@@ -86,6 +84,10 @@ class Delivery:
             if lock:
                 if self.header.redelivered and not (lock.lease and lock.lease.took_over):
                     self._leave_to_first_run()
+                # The later call may have had its turn while this one waited for the lock.
+                if lock.wait and lock.lease and self._is_superseded():
+                    lock.lease.give_back("ignored")
+                    return self.options.skip_result
                 return self._run_body()
         if self.request is not None:
             self._postpone_behind_itself()
@@ -213,24 +215,20 @@ class Delivery:
         header = self.header._replace(lock_key=self.lock.lock_key, **{**fresh, **changes})
         postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
 
-    # Tickets of rerun
-
-    def tickets(self) -> tuple[Store, str]:
-        """Return store and key of the entry that counts those that conflict."""
-        beside = self.lock.lock_key.beside(LATEST, self.task.name)
-        return get_store(self.lock.address.cache), beside.key
+    # Tickets of rerun, and of calls that replace each other
 
     def gives_way(self, ticket: Ticket) -> bool:
         """Say whether a later message is noted; if none is, note this one (it is published)."""
-        try:
-            return is_superseded(*self.tickets(), ticket)
-        except SoftTimeLimitExceeded:
-            raise
-        except Exception:
-            # In doubt the message runs.
-            address = self.lock.address
-            logger.exception("%s: it is not known whether a later call waits for it.", address)
+        return gives_way(self.lock.address, self.task.name, ticket)
+
+    def _is_superseded(self) -> bool:
+        if self.header.ticket is None or not self.gives_way(self.header.ticket):
             return False
+        if not self.header.hops:  # else its conflict was reported
+            address = self.lock.address
+            logger.info("%s: a later call replaces task %s.", address, self.header.task_id)
+            address.tell_of_conflict("skipped", "superseded", self.lock.run or NO_RUN, None)
+        return True
 
 
 Policy = Callable[[Delivery], Any]

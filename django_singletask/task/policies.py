@@ -12,7 +12,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask.exceptions import LockConflict, Postponed
 from django_singletask.task.delivery import Delivery, Policy
-from django_singletask.task.rerun import take_ticket
+from django_singletask.task.rerun import take_ticket, tickets
 
 __all__ = ["ON_CONFLICT"]
 
@@ -48,7 +48,8 @@ def requeue(delivery: Delivery) -> NoReturn:
 def rerun(delivery: Delivery) -> NoReturn:
     """Postpone the message behind the holder, as the last that has met a conflict so far."""
     _must_be_a_message(delivery)
-    ticket = None if delivery.header.ticket else take_ticket(*delivery.tickets())
+    entry = tickets(delivery.lock.address, delivery.task.name)
+    ticket = None if delivery.header.ticket else take_ticket(*entry)
     if ticket is None:  # it has one, or others were faster: it takes one the next time
         delivery.postpone("rerun")
     try:

@@ -1,13 +1,20 @@
-"""Know the last of the messages that met a conflict (``on_conflict="rerun"``)."""
+"""Know the last of the messages that conflict (``"rerun"``) or replace each other."""
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import NamedTuple
 
-from django_singletask.stores import Store
+from celery.exceptions import SoftTimeLimitExceeded
 
-__all__ = ["State", "Ticket", "is_superseded", "take_ticket"]
+from django_singletask.locks.address import Address
+from django_singletask.locks.keys import LATEST
+from django_singletask.stores import Store, get_store
+
+__all__ = ["State", "Ticket", "gives_way", "is_superseded", "take_ticket", "tickets"]
+
+logger = logging.getLogger("django_singletask")
 
 # Of all that conflict, the last runs
 #
@@ -28,6 +35,15 @@ __all__ = ["State", "Ticket", "is_superseded", "take_ticket"]
 # and with no number before the message, B and C that meet one holder at the same time could end
 # with the older one. A cache that forgets the entry begins a new epoch: what is noted in it met
 # its conflict later than every message of the one before.
+#
+# Of equal calls that are queued, the last runs (on_duplicate="replace")
+#
+# Each call takes its number when it is sent. A call for which others wait does not carry its
+# number, so it never gives way; noted it is all the same.
+#
+#   producer A: takes 1, publishes A, notes 1
+#   producer B:                          takes 2, publishes B, notes 2
+#   worker:                                                          A: 2 is noted -> ends   B runs
 
 LEASE = 24 * 60 * 60
 """Seconds: far longer than a hop, and than most runs."""
@@ -60,6 +76,23 @@ class State(NamedTuple):
             return cls(epoch, int(taken), int(noted))
         except ValueError:  # something else wrote it
             return cls(os.urandom(8).hex(), 0, 0)
+
+
+def tickets(lock: Address, task: str) -> tuple[Store, str]:
+    """Return store and key of the entry beside a lock that counts the messages of a task."""
+    return get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
+
+
+def gives_way(lock: Address, task: str, ticket: Ticket) -> bool:
+    """Say whether a later message is noted; if none is, note this one (it is published)."""
+    try:
+        return is_superseded(*tickets(lock, task), ticket)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        # In doubt each message runs.
+        logger.exception("%s: it is not known whether a later call waits for it.", lock)
+        return False
 
 
 def take_ticket(store: Store, key: str) -> Ticket | None:

@@ -23,6 +23,7 @@ from django_singletask.locks.run import Run
 from django_singletask.stores import get_store
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
+from django_singletask.task.rerun import Ticket, gives_way, take_ticket, tickets
 
 __all__ = ["QueuedCall", "delay_of", "discard"]
 
@@ -70,6 +71,8 @@ class QueuedCall:
         self.options = options
         self.run = run
         self.value = value
+        self.ticket: Ticket | None = None
+        """The place of the call among those that replace each other."""
         self.lease: Lease | None = None
         """The entry as a lease of this process, while the call runs until it is finished."""
 
@@ -78,6 +81,7 @@ class QueuedCall:
     def enqueue(self, delay: float) -> Holder | None:
         """Add the entry, or return that of the equal call that is queued.
 
+        A call that replaces the queued one takes over its entry, and takes a ticket.
         ``delay`` is the number of seconds for which the call will not start anyway. Raises
         :class:`LockUnavailable`: then it is not known whether an equal call is queued.
         """
@@ -88,12 +92,30 @@ class QueuedCall:
         # Known here before it is added: whatever strikes after that, give_back() can free it.
         self.value = lease.value
         queued_call, _remaining = lease.take()
-        if queued_call is None:
+        replaces = self.options.on_duplicate == "replace"
+        if replaces:
+            self.ticket = take_ticket(*tickets(self.lock_address, self.run.task or ""))
+        if queued_call is None or (replaces and self._take_over(lease)):
             return None
         self.value = None
+        if replaces:
+            return None
         # Without a task id the entry belongs to no call, or other entries came and went. Send the
         # call; its lock decides.
         return queued_call if queued_call.task_id else None
+
+    def _take_over(self, lease: Lease) -> bool:
+        """Put the entry of this call in the place of that of a queued one; say if it is there."""
+        entry = self.address.read()
+        # That of a run is renewed, and stays until the run is finished.
+        if entry is None or Holder.decode(entry.value).pid:
+            return False
+        return lease.replace(entry.value)
+
+    def note(self) -> None:
+        """Let the calls before this one, which is published now, give way to it."""
+        if self.ticket is not None:
+            gives_way(self.lock_address, self.run.task or "", self.ticket)
 
     def duplicate_of(self, holder: Holder) -> str:
         """Report that an equal call is queued, and return its task id.

@@ -1,0 +1,287 @@
+"""``on_duplicate="replace"``: of equal calls in the queue, the latest arguments win."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from django.db import connections
+
+from django_singletask.exceptions import Postponed
+from django_singletask.locks.keys import LATEST
+from django_singletask.models import TaskLockEvent
+from django_singletask.stores import Entry, close_stores, get_store
+from django_singletask.task import rerun
+from django_singletask.task.header import HEADER, Header
+from django_singletask.task.unique import QueuedCall, discard
+from tests.command_line import alarm
+from tests.deliveries import held_by, receive, wait_for_debts
+from tests.testapp import tasks
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
+
+task = tasks.unique
+REPLACE = {"on_duplicate": "replace"}
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    messages = []
+
+    def send_task(name, args=None, kwargs=None, **options):
+        messages.append(SimpleNamespace(args=args, **options))
+        return task.AsyncResult(options["task_id"])
+
+    monkeypatch.setattr(task.app, "send_task", send_task)
+    return messages
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch):
+    """Collect the values with which the body ran."""
+    values = []
+    monkeypatch.setattr(
+        tasks, "body", lambda key, seconds, task_id, value: values.append(value) or "ran"
+    )
+    return values
+
+
+def send(value=0, lock_options=None, **options):
+    lock_options = {**REPLACE, **(lock_options or {})}
+    return task.apply_async(("a", 0, value), lock_options=lock_options, **options)
+
+
+def deliver(message, **request):
+    header = message.headers[HEADER]
+    return receive(task, *message.args, task_id=message.task_id, header=header, **request)
+
+
+def test_of_three_calls_the_last_runs(cache_alias, sent, ran):
+    for value in (1, 2, 3):
+        call = send(value)
+        assert task.queued("a").id == call.id
+    assert [deliver(message) for message in sent] == ["skipped", "skipped", "ran"]
+    assert ran == [3]
+    assert task.queued("a") is None
+    send(4)
+    assert deliver(sent[-1]) == "ran"
+
+
+def test_the_older_call_gives_way_although_the_newer_one_has_run(sent, ran):
+    send(1, countdown=60)
+    send(2)
+    assert deliver(sent[1]) == "ran"
+    assert deliver(sent[0]) == "skipped"
+    assert ran == [2]
+
+
+def test_calls_that_follow_each_other_all_run(sent, ran):
+    """Negative control."""
+    for value in (1, 2):
+        send(value)
+        deliver(sent[-1])
+    assert ran == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"task_id": "mine"},
+        {"link": tasks.plain.si("a")},
+        {"link_error": tasks.plain.si("a")},
+        {"chord": tasks.plain.si("a")},
+        {"group_id": "a group"},
+        {"chain": [tasks.plain.si("a")]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_call_for_which_others_wait_runs_all_the_same(sent, ran, options):
+    send(1, **options)
+    send(2)
+    assert [deliver(message) for message in sent] == ["ran", "ran"]
+
+
+def test_a_call_for_which_others_wait_replaces_the_one_before(sent, ran):
+    send(1)
+    send(2, task_id="mine")
+    assert [deliver(message) for message in sent] == ["skipped", "ran"]
+
+
+def test_while_a_call_waits_for_the_lock_it_can_be_replaced(sent, ran):
+    send(1, {"on_conflict": "requeue"})
+    with held_by("another", task=task), pytest.raises(Postponed):
+        deliver(sent[0])
+    again = sent[-1]
+    send(2)
+    assert deliver(again) == "skipped"
+    assert deliver(sent[-1]) == "ran"
+
+
+def test_a_call_that_waited_in_its_slot_looks_again_when_it_has_the_lock(sent, ran):
+    """Without that the older arguments would be the last:
+
+    older:  looks   waits for the lock ............................ runs
+    newer:                     published, noted   runs
+    """
+    send(1, {"on_conflict": "wait", "lock_wait": 20})
+    lock = task.lock("a")
+    assert lock.acquire()
+
+    def newer():
+        send(2)
+        lock.release()
+        connections.close_all()
+        close_stores()
+
+    timer = threading.Timer(0.2, newer)
+    timer.start()
+    assert deliver(sent[0]) == "skipped"
+    timer.join()
+    assert not ran
+    assert deliver(sent[1]) == "ran"
+
+
+def test_a_run_until_it_is_finished_is_not_replaced(sent, monkeypatch):
+    finish, until_finish = tasks.unique, {"unique_until": "finish"}
+    values = []
+
+    def body(key, seconds, task_id, value):
+        values.append(value)
+        if value == 1:
+            send(2, until_finish)
+            send(3, until_finish)
+            assert finish.queued("a").id == sent[0].task_id
+
+    monkeypatch.setattr(tasks, "body", body)
+    send(1, until_finish)
+    deliver(sent[0])
+    assert deliver(sent[1]) == "skipped"
+    deliver(sent[2])
+    assert values == [1, 3]
+
+
+def test_a_retry_is_not_replaced(sent):
+    send(1)
+    message = sent[0]
+    task.push_request(
+        id=message.task_id, headers=message.headers, args=message.args, kwargs={}, retries=0
+    )
+    try:
+        retried = task.signature_from_request()
+    finally:
+        task.pop_request()
+    assert "ticket" not in retried.options["headers"][HEADER]
+
+
+class TestNoWorkIsLost:
+    def test_killed_between_the_message_and_its_note(self, sent, ran, monkeypatch):
+        """
+        A: takes 1, publishes, notes 1              runs
+        B:                  takes 2, publishes, killed        notes 2, runs
+        """
+        send(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(QueuedCall, "note", lambda call: None)
+            send(2)
+        assert [deliver(message) for message in sent] == ["ran", "ran"]
+        assert ran == [1, 2]
+
+    def test_not_published(self, sent, ran, monkeypatch):
+        send(1)
+
+        def fail(*args, **options):
+            raise OSError("the broker is away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(task.app, "send_task", fail)
+            with pytest.raises(OSError, match="away"):
+                send(2)
+        assert deliver(sent[0]) == "ran"
+        assert task.queued("a") is None
+
+    def test_control_noted_before_it_is_published_it_would_be(self, sent, ran, monkeypatch):
+        """
+        A: takes 1, publishes, notes 1                       2 is noted -> ends
+        B:                            takes 2, notes 2, killed          nobody is left
+        """
+        send(1)
+
+        def note_and_fail(name, *args, headers, **options):
+            ticket = rerun.Ticket(*headers[HEADER]["ticket"])
+            rerun.gives_way(task.lock("a").address, task.name, ticket)
+            raise OSError("the broker is away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(task.app, "send_task", note_and_fail)
+            with pytest.raises(OSError, match="away"):
+                send(2)
+        assert deliver(sent[0]) == "skipped"
+        assert not ran
+
+    def test_a_cache_that_is_down_after_the_message_costs_no_call(
+        self, sent, ran, monkeypatch, caplog
+    ):
+        def fail(*args):
+            raise ConnectionError("down")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rerun, "is_superseded", fail)
+            call = send(1)
+        assert call.id == sent[0].task_id
+        assert "it is not known whether a later call waits" in caplog.text
+        assert deliver(sent[0]) == "ran"
+
+    def test_no_number_is_left(self, sent, ran, monkeypatch):
+        """Others were faster each time."""
+        with monkeypatch.context() as patch:
+            patch.setattr(get_store("redis"), "replace", lambda *args: False)
+            patch.setattr(get_store("redis"), "add", lambda *args: Entry(b"another", 60))
+            send(1)
+        send(2)
+        assert [deliver(message) for message in sent] == ["ran", "ran"]
+
+    def test_of_two_producers_at_the_same_time_one_message_runs(self, sent, ran, cache_alias):
+        barrier = threading.Barrier(4)
+
+        def one(value):
+            barrier.wait()
+            send(value)
+            connections.close_all()
+            close_stores()
+
+        threads = [threading.Thread(target=one, args=(value,)) for value in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(deliver(message) for message in sent) == ["ran"] + ["skipped"] * 3
+        numbers = {message.args[2]: message.headers[HEADER]["ticket"][1] for message in sent}
+        assert numbers[ran[0]] == 4
+
+
+def test_a_replaced_call_that_is_revoked_leaves_the_entry_of_the_newer_one(sent):
+    first, second = send(1), send(2)
+    discard(Header.of(sent[0].headers, first.id, task.name))
+    wait_for_debts()
+    assert task.queued("a").id == second.id
+
+
+def test_the_history_says_which_calls_came_to_nothing(sent):
+    calls = [send(value) for value in range(3)]
+    for message in sent[:2]:
+        deliver(message)
+    rows = TaskLockEvent.objects.filter(kind="skipped")
+    assert {(row.reason, row.task_id) for row in rows} == {
+        ("superseded", call.id) for call in calls[:2]
+    }
+    assert "Starving" in alarm("--fail-if-starving", "2x")[1]
+
+
+def test_without_replace_no_number_is_taken(sent):
+    task.apply_async(("a",))
+    key = task.lock_key("a", {}).beside(LATEST, task.name).key
+    assert get_store("redis").read(key) is None
