@@ -45,14 +45,15 @@ class SingletonTask(ChainedTask):
       postpone it until it has run; ``"rerun"``: of all that conflict, the last runs afterwards.
       A call without a message (direct, ``apply()``) raises instead of these two.
     * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
+    * ``lock_at_least``: seconds from its start for which a run that returned keeps the lock.
     * ``skip_result``: what a skipped run returns.
     * ``on_skip``: called instead, with the :class:`LockConflict` and the call's arguments. What it
       returns is the result. A method, and with ``bind=True`` a function, gets the task first.
     * ``unique_until``: stop an equal call at enqueue until this one has begun (``"start"``) or
-      ended (``"finish"``).
+      ended (``"finish"``), or for ``unique_for`` from its sending (``"expiry"``).
     * ``unique_for``: seconds for which a queued call stops equal ones at most, at most 30 days.
-    * ``on_duplicate``: ``"return"`` the queued call's result, or ``"raise"``
-      :class:`DuplicateTask`.
+    * ``on_duplicate``: ``"return"`` the queued call's result, ``"raise"`` :class:`DuplicateTask`,
+      or ``"replace"`` the queued call, which gives way when its turn comes.
     * ``lock_history``: False records only trouble.
 
     Raises ``TypeError`` where the class is made for options of a wrong type and for coroutine
