@@ -74,29 +74,15 @@ class Holder(Process):
     kept: bool = False
 
     @classmethod
-    def new(
-        cls,
-        name: str,
-        timeout: float,
-        *,
-        task: str | None,
-        task_id: str | None,
-        retries: int,
-        token: str | None = None,
-    ) -> Holder:
-        """Describe an acquisition by this process, now; the default token is random."""
-        holder = object.__new__(cls)
+    def new(cls, name: str, timeout: float, *, token: str | None = None, **run: Any) -> Holder:
+        """Describe an acquisition by this process, now; the default token is random.
+
+        ``run`` has the fields ``task``, ``task_id`` and ``retries``.
+        """
+        token, holder = token or os.urandom(16).hex(), object.__new__(cls)
         # In a fifth of the time of a frozen dataclass, which sets its fields one by one.
-        vars(holder).update(
-            vars(this_process()),
-            token=token or os.urandom(16).hex(),
-            name=name,
-            task=task,
-            task_id=task_id,
-            retries=retries,
-            since=time.time(),
-            timeout=timeout,
-        )
+        vars(holder).update(vars(this_process()), token=token, name=name, **run)
+        vars(holder).update(since=time.time(), timeout=timeout)
         return holder
 
     def encode(self) -> bytes:

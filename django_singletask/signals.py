@@ -55,23 +55,12 @@ class LockEvent:
         """Describe what happens now to the lock of a holder; None: what this process meets."""
         process = holder or this_process()
         seconds = holder.since if holder is not None and kind == "acquired" else time.time()
-        event = object.__new__(cls)
+        at, event = datetime.fromtimestamp(seconds, timezone.utc), object.__new__(cls)
         # In a tenth of the time of a frozen dataclass, which sets its fields one by one. The class
         # has the defaults of the others.
-        vars(event).update(
-            kind=kind,
-            name=name,
-            key=key,
-            at=datetime.fromtimestamp(seconds, timezone.utc),
-            host=process.host,
-            pid=process.pid,
-        )
+        vars(event).update(kind=kind, name=name, key=key, at=at, host=process.host, pid=process.pid)
         if holder is not None:
-            vars(event).update(
-                task=holder.task or "",
-                task_id=holder.task_id or "",
-                token=holder.token,
-                timeout=holder.timeout,
-            )
+            vars(event).update(task=holder.task or "", task_id=holder.task_id or "")
+            vars(event).update(token=holder.token, timeout=holder.timeout)
         vars(event).update(facts)
         return event
