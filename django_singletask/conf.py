@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from typing import Any
 
+from django.apps import apps
 from django.conf import settings
 
-__all__ = ["DEFAULTS", "HISTORY_MODES", "MAX_LEASE", "check_seconds", "conf", "is_test"]
+__all__ = [
+    "DEFAULTS",
+    "HISTORY_MODES",
+    "MAX_LEASE",
+    "check_installed",
+    "check_seconds",
+    "conf",
+    "is_test",
+]
+
+logger = logging.getLogger("django_singletask")
 
 MAX_LEASE = 30 * 24 * 60 * 60
 """Longest lease in seconds: memcached takes anything above as a date."""
@@ -76,6 +88,26 @@ def is_test() -> bool:
 
 
 conf = Conf()
+
+_checked_installed = False
+
+
+def check_installed(**kwargs: Any) -> None:
+    """Log once in a process if locks are used and the app is not in ``INSTALLED_APPS``.
+
+    No system check could say so: the app itself registers them. Where Django is not set up, there
+    is no list of apps to look at.
+    """
+    global _checked_installed
+    if apps.apps_ready and not _checked_installed:
+        _checked_installed = True
+        if not apps.is_installed("django_singletask"):
+            logger.warning(
+                "django_singletask is not in INSTALLED_APPS. Its locks work, but there is no "
+                "history, no system check and no manage.py locks, and workers do not free the "
+                'locks of processes that were killed. Add "django_singletask" to INSTALLED_APPS '
+                "and run manage.py migrate."
+            )
 
 
 def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool = False) -> float:

@@ -13,7 +13,7 @@ from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
-from django_singletask.conf import conf
+from django_singletask.conf import check_installed, conf
 from django_singletask.stores.base import CannotList, Entry, Outcome, Store
 from django_singletask.stores.epoch import CONNECT_WITHIN, ForgetfulStore, Forgotten, epoch_of
 
@@ -104,6 +104,7 @@ def refusal(cache: Any) -> str | None:
 
 
 def _open_store(alias: str) -> Store:
+    check_installed()
     cache = open_cache(alias)
     reason = refusal(cache)
     if reason is not None:

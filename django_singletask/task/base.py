@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any
 
 from celery.result import AsyncResult, EagerResult
+from celery.signals import celeryd_after_setup
 from celery.utils import uuid
 from django.db import transaction
 
+from django_singletask.conf import check_installed
 from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.locks.keys import LockKey, Parameters
 from django_singletask.locks.lock import TaskLock, current_lock
@@ -27,6 +29,9 @@ from django_singletask.task.policies import ON_CONFLICT
 from django_singletask.task.unique import QueuedCall, delay_of
 
 __all__ = ["SingletonTask"]
+
+# Here, because the receivers in worker.startup are connected by the app itself.
+celeryd_after_setup.connect(check_installed)
 
 
 class SingletonTask(ChainedTask):
