@@ -35,6 +35,7 @@ from django_singletask.holder import Holder
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
 from django_singletask.stores.base import marker_key
+from tests.entries import taking
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -230,7 +231,7 @@ class TestLateReply:
     def answer_late(self, monkeypatch, cache_alias):
         """Give the function that lets a store answer late: each take by 40 seconds at first."""
         store, seconds, trips = get_store(cache_alias), [0.0], []
-        take, real_now = store.take, clock.now
+        take, real_now = getattr(store, taking(store)), clock.now
 
         def answer(times):
             def late(*arguments):
@@ -239,7 +240,7 @@ class TestLateReply:
                 seconds[0] += 40 if len(trips) <= times else 0
                 return entry
 
-            monkeypatch.setattr(store, "take", late)
+            monkeypatch.setattr(store, taking(store), late)
             monkeypatch.setattr(clock, "now", lambda: real_now() + seconds[0])
             return trips
 
@@ -433,13 +434,13 @@ class TestFailures:
 
     def test_a_lock_that_a_lost_request_took_is_acquired(self, monkeypatch, cache_alias):
         store = get_store(cache_alias)
-        take = store.take
+        take = getattr(store, taking(store))
 
         def twice(*arguments):
             take(*arguments)
             return take(*arguments)
 
-        monkeypatch.setattr(store, "take", twice)
+        monkeypatch.setattr(store, taking(store), twice)
         lock = TaskLock("nightly")
         assert lock.acquire()
         assert lock.owned()

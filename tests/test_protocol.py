@@ -154,7 +154,7 @@ class World(RuleBasedStateMachine):
             keep=lambda lease: None,
             drop=lambda lease: None,
             wake_for=lambda lease: None,
-            owe=lambda cache, key, value, length: self.debts.append(
+            owe=lambda cache, key, value, length, kept=None: self.debts.append(
                 (key, value, self.now + length)
             ),
             renewing=nullcontext(),
