@@ -464,6 +464,55 @@ def test_empty_lock_on_is_one_lock_for_the_task():
     assert key((1,), {}).name == f"{TASK}()"
 
 
+def needed(a, /, b, *args, c, d=4, **kwargs): ...
+
+
+@pytest.mark.parametrize(
+    ("made_of", "args", "kwargs"),
+    [
+        ({"lock_on": []}, (), {}),
+        ({"lock_on": ["a"]}, (1,), {}),
+        ({"lock_on": ["b"]}, (), {"b": 2}),
+        ({"lock_on": ["c", "d"]}, (), {"c": 3}),
+        ({"lock_on": ["args"]}, (), {}),
+        ({"lock_on": ["x"]}, (), {"x": 3}),
+        ({"lock_name": "all"}, (), {}),
+        ({"lock_name": "c:{c}"}, (), {"c": 3}),
+        ({"lock_name": "d:{d}"}, (), {}),
+    ],
+    ids=str,
+)
+def test_to_ask_needs_only_the_arguments_that_make_the_lock(made_of, args, kwargs):
+    parameters = parameters_of(needed)
+    lock = call_key(TASK, parameters, args, kwargs, **made_of, partial=True)
+    whole = {**{"b": 0, "c": 0}, **kwargs}
+    assert call_key(TASK, parameters, args or (0,), whole, **made_of) == lock
+    with pytest.raises(TypeError, match="missing a required argument"):
+        call_key(TASK, parameters, args, kwargs, **made_of)
+
+
+@pytest.mark.parametrize(
+    ("made_of", "args", "kwargs", "text"),
+    [
+        ({}, (1,), {"b": 2}, "missing a required argument: 'c'"),
+        ({"lock_on": ["b"]}, (1,), {}, "missing a required argument: 'b'"),
+        ({"lock_on": ["a"]}, (), {"b": 2}, "missing a required argument: 'a'"),
+        ({"lock_on": ["x"]}, (1,), {}, "names 'x', which is no argument of it"),
+        ({"lock_name": "c:{c}"}, (1,), {}, "cannot be filled from its arguments"),
+    ],
+    ids=str,
+)
+def test_to_ask_needs_the_arguments_that_make_the_lock(made_of, args, kwargs, text):
+    with pytest.raises(TypeError, match=text):
+        call_key(TASK, parameters_of(needed), args, kwargs, **made_of, partial=True)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {"q": 1}), ((1, 2, 3), {})])
+def test_to_ask_with_arguments_that_the_task_does_not_have_is_an_error(args, kwargs):
+    with pytest.raises(TypeError):
+        call_key(TASK, parameters_of(f), args, kwargs, lock_on=[], partial=True)
+
+
 def test_lock_on_may_leave_out_what_has_no_stable_form():
     call_key(TASK, parameters_of(f), (1, object()), {}, lock_on=["a"])
 
@@ -549,7 +598,7 @@ def test_memory_address_in_a_name_is_refused(lock_name):
         named(lock_name, object())
 
 
-@pytest.mark.parametrize("result", [None, 7, b"x"])
+@pytest.mark.parametrize("result", [0, 7, b"x"])
 def test_callable_that_makes_no_string_is_refused(result):
     with pytest.raises(TypeError, match=rf"the result of lock_name of {TASK} must be a string"):
         named(lambda a: result, 1)

@@ -7,7 +7,7 @@ import inspect
 import re
 import reprlib
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ __all__ = [
     "AS_SHOWN",
     "LATEST",
     "MAX_NAME",
+    "NO_LOCK",
     "QUEUED",
     "LockKey",
     "Parameters",
@@ -55,6 +56,10 @@ class LockKey(NamedTuple):
         return LockKey(self.name, f"{kind}{slug}:{_digest(kind, self.key, task)}")
 
 
+NO_LOCK = LockKey("no lock", "none")
+"""For a call that takes none, because ``lock_name`` returned None; it travels like any other."""
+
+
 class Parameters:
     """The parameters of a task's body, and the forms that their defaults have now.
 
@@ -66,6 +71,7 @@ class Parameters:
         self.names = [*signature.parameters]
         """Of the arguments; those in ``**kwargs`` have any other."""
         self._extra: str | None = None
+        self._required: set[str] = set()
         self._defaults: dict[str, Any] = {}
         self._unstable: dict[str, Any] = {}
         for name, parameter in signature.parameters.items():
@@ -77,6 +83,8 @@ class Parameters:
                     self._defaults[name] = canonical(parameter.default)
                 except Exception:  # a translation, for one, cannot be read before Django is ready
                     self._unstable[name] = parameter.default
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                self._required.add(name)
 
     @property
     def takes_any_name(self) -> bool:
@@ -84,15 +92,25 @@ class Parameters:
         return self._extra is not None
 
     def bind(
-        self, task: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, defaults: bool = False
+        self,
+        task: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        defaults: bool = False,
+        required: Collection[str] | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of a call by their names, those of ``**kwargs`` included.
 
-        ``defaults`` adds the arguments that were not passed. Raises ``TypeError``, with the
-        task's name, if the arguments do not fit.
+        ``defaults`` adds the arguments that were not passed. Only those in ``required`` must be
+        passed; None: all that have no default. Raises ``TypeError``, with the task's name, if the
+        arguments do not fit.
         """
         try:
-            bound = self.signature.bind(*args, **kwargs)
+            bind = self.signature.bind if required is None else self.signature.bind_partial
+            bound = bind(*args, **kwargs)
+            for name in self._required.intersection(required or ()) - bound.arguments.keys():
+                raise TypeError(f"missing a required argument: {name!r}")
         except TypeError as error:
             raise TypeError(f"{task}: {error}") from None
         if defaults:
@@ -152,23 +170,30 @@ def call_key(
     kwargs: Mapping[str, Any],
     *,
     lock_on: Sequence[str] | None = None,
-    lock_name: str | Callable[..., str] | None = None,
+    lock_name: str | Callable[..., str | None] | None = None,
     shown: str | None = None,
+    partial: bool = False,
 ) -> LockKey:
-    """Return the lock of a call of ``task`` with these arguments.
+    """Return the lock of a call of ``task`` with these arguments; NO_LOCK if it takes none.
 
     Name and key leave out the arguments that equal their defaults; ``lock_name`` sees them.
-    ``shown`` replaces the arguments in the readable name. Raises ``TypeError`` if the arguments
+    ``shown`` replaces the arguments in the readable name. ``partial``: arguments that do not make
+    the lock may be missing. Raises ``TypeError`` if the arguments
     do not fit the parameters, if one has no stable form, or if ``lock_on`` names none of them,
     and ``ValueError`` if ``lock_name`` makes what cannot be a name.
     """
     if callable(lock_name):
         name = lock_name(*args, **kwargs)
+        if name is None:
+            return NO_LOCK
         return _made_key(f"the result of lock_name of {task}", name, f"{task}.lock_name", shown)
+    # What a lock_name misses is noticed when it is filled.
+    required = (lock_on or ()) if partial and (lock_on is not None or lock_name) else None
     if lock_name is not None:
-        name = _format(task, lock_name, parameters.bind(task, args, kwargs, defaults=True))
+        bound = parameters.bind(task, args, kwargs, defaults=True, required=required)
+        name = _format(task, lock_name, bound)
         return _made_key(f"lock_name={lock_name!r} of {task}", name, lock_name, shown)
-    arguments = parameters.bind(task, args, kwargs)
+    arguments = parameters.bind(task, args, kwargs, required=required)
     if lock_on is not None:
         missing = [name for name in lock_on if name not in {*arguments, *parameters.names}]
         if missing:

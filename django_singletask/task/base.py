@@ -16,7 +16,7 @@ from django.db import transaction
 
 from django_singletask.conf import check_installed
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.locks.keys import LockKey, Parameters
+from django_singletask.locks.keys import NO_LOCK, LockKey, Parameters
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.run import Run
 from django_singletask.task.chained import ChainedTask
@@ -108,10 +108,12 @@ class SingletonTask(ChainedTask):
     def lock(self, /, *args: Any, **kwargs: Any) -> TaskLock:
         """Return the lock of a call with these arguments, not acquired.
 
-        ``task.lock(7).locked()`` asks whether that call is running. Raises ``TypeError`` if the
-        arguments do not fit the task or have no stable form.
+        ``task.lock(7).locked()`` asks whether that call is running. Arguments that do not make the
+        lock may be left out. Raises ``TypeError`` if the arguments do not fit the task or have no
+        stable form, and :class:`LockError` if ``lock_name`` says that the call takes no lock.
         """
-        return LockOptions.of(self).lock(self.lock_key(args, kwargs), self.name)
+        options = LockOptions.of(self)
+        return options.lock(self.lock_key(args, kwargs, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
         """Return the result of the call that stops one with these arguments at enqueue, if any.
@@ -119,7 +121,9 @@ class SingletonTask(ChainedTask):
         Asks the cache; the answer can be out of date when you act on it. Raises ``TypeError`` as
         :meth:`lock` does.
         """
-        key, options = self.lock_key(args, kwargs), LockOptions.of(self)
+        key, options = self.lock_key(args, kwargs, partial=True), LockOptions.of(self)
+        if key == NO_LOCK:
+            return None
         holder = QueuedCall(key, options, Run(self.name)).holder()
         return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
 
@@ -194,12 +198,11 @@ class SingletonTask(ChainedTask):
             self.apply_async(*args, **kwargs)
 
     def _queued_call(self, header: Header) -> QueuedCall | None:
-        options = LockOptions.of(self).but(header.overrides)
-        # A call that runs at once is never queued.
-        if self.app.conf.task_always_eager or not options.unique_until:
+        options, key = LockOptions.of(self).but(header.overrides), header.lock_key
+        # A call that runs at once is never queued, and one without a lock stops no other.
+        if self.app.conf.task_always_eager or not options.unique_until or key in (None, NO_LOCK):
             return None
-        assert header.lock_key is not None
-        return QueuedCall(header.lock_key, options, Run(self.name, header.task_id))
+        return QueuedCall(key, options, Run(self.name, header.task_id))
 
     def apply(
         self,
@@ -261,7 +264,7 @@ class SingletonTask(ChainedTask):
         elif header.lock_key is not None:
             return header._replace(token=None)
         merged = LockOptions.of(self).but(overrides)
-        key = self.lock_key(args, kwargs, merged, hidden_arguments(options))
+        key = self.lock_key(args, kwargs, merged, shown=hidden_arguments(options))
         previous = header.previous_key or (header.lock_key.key if header.lock_key else None)
         return header._replace(
             token=None,
@@ -289,14 +292,14 @@ class SingletonTask(ChainedTask):
         return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
 
     def lock_key(
-        self, args: Any, kwargs: Any, options: LockOptions | None = None, hidden: str | None = None
+        self, args: Any, kwargs: Any, options: LockOptions | None = None, **facts: Any
     ) -> LockKey:
         """Return name and key of the lock of a call with these options (default: the task's own).
 
-        ``hidden`` stands in the name instead of the arguments.
+        ``facts`` are the other arguments of :func:`call_key`.
         """
         options = LockOptions.of(self) if options is None else options
-        return options.key(self.name, self.parameters, args or (), kwargs or {}, shown=hidden)
+        return options.key(self.name, self.parameters, args or (), kwargs or {}, **facts)
 
 
 AWAITED = ("chain", "chord", "group_id")

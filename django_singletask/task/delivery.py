@@ -14,6 +14,7 @@ from celery import Task
 from celery.exceptions import Reject, SoftTimeLimitExceeded
 
 from django_singletask.exceptions import Dropped, Postponed
+from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import NO_RUN, Run
 from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
@@ -252,7 +253,9 @@ def deliver(
     key = header.lock_key
     if key is None:
         hidden = request and hidden_in_message(task.app, request, args, kwargs)
-        key = task.lock_key(args, kwargs, options, hidden)
+        key = task.lock_key(args, kwargs, options, shown=hidden)
+    if key == NO_LOCK:
+        return body(*args, **kwargs)
     task_id, retries = (request.id, request.retries or 0) if request is not None else (None, 0)
     run = Run(task.name, task_id, retries, header.token, quiet=not options.lock_history)
     lock = DeliveryLock(

@@ -10,7 +10,8 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from django_singletask.conf import check_seconds
-from django_singletask.locks.keys import LockKey, Parameters, call_key, template_fields
+from django_singletask.exceptions import LockError
+from django_singletask.locks.keys import NO_LOCK, LockKey, Parameters, call_key, template_fields
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
 from django_singletask.task.pairs import PAIRS, Problem
@@ -46,7 +47,7 @@ class LockOptions:
     lock_timeout: float | None = None
     lock_renew: bool = True
     lock_on: Sequence[str] | None = None
-    lock_name: str | Callable[..., str] | None = None
+    lock_name: str | Callable[..., str | None] | None = None
     on_conflict: str = "skip"
     lock_wait: float | None = None
     lock_at_least: float = 0
@@ -88,8 +89,13 @@ class LockOptions:
         return call_key(*call, lock_on=self.lock_on, lock_name=self.lock_name, **facts)
 
     def lock(self, key: LockKey, task: str) -> TaskLock:
-        """Return the lock of a task with these options, not acquired."""
+        """Return the lock of a task with these options, not acquired.
+
+        Raises :class:`LockError` if the call takes none.
+        """
         self.check_policy(task)
+        if key == NO_LOCK:
+            raise LockError(f"lock_name of {task} returned None: this call takes no lock.")
         run = Run(task, quiet=not self.lock_history)
         return TaskLock(key, timeout=self.lock_timeout, renew=self.lock_renew, run=run)
 

@@ -13,6 +13,7 @@ from django.db import connections
 
 from django_singletask import clock
 from django_singletask.conf import conf
+from django_singletask.exceptions import LockError
 from django_singletask.history.sweep import Sweeper, leader_key
 from django_singletask.holder import start_time
 from django_singletask.locks.address import Address, lease_length
@@ -184,7 +185,7 @@ def header_of(request: Any) -> Header:
 
 
 def lock_of(delivery: Accepted) -> TaskLock | None:
-    """Return the lock that a delivery takes, not acquired; None if its arguments give none."""
+    """Return the lock that a delivery takes, not acquired; None if it takes none."""
     task, header = delivery.request.task, delivery.header
     key = header.lock_key
     try:
@@ -193,8 +194,8 @@ def lock_of(delivery: Accepted) -> TaskLock | None:
             args, kwargs, _embed = delivery.request._payload  # noqa: SLF001, Celery has no other way
             key = task.lock_key(args, kwargs, options)
         return options.lock(key, task.name)
-    except (TypeError, ValueError):
-        return None  # the run itself failed with it, and took no lock
+    except (TypeError, ValueError, LockError):
+        return None  # the run itself failed with it, or lock_name says that it takes no lock
 
 
 _history = Sweeper()
