@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,14 +15,14 @@ from django.db import transaction
 
 from django_singletask.conf import check_installed
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.locks.keys import NO_LOCK, LockKey, Parameters
-from django_singletask.locks.lock import TaskLock, current_lock
+from django_singletask.locks.keys import NO_LOCK
+from django_singletask.locks.lock import current_lock
 from django_singletask.locks.run import Run
-from django_singletask.task.chained import ChainedTask
 from django_singletask.task.definition import bind_functions, check_definition
 from django_singletask.task.delivery import QUEUED_AGAIN, deliver
 from django_singletask.task.foreign import refuse_unsendable
 from django_singletask.task.header import Header, hidden_arguments
+from django_singletask.task.locked import LockedTask
 from django_singletask.task.options import LockOptions
 from django_singletask.task.policies import ON_CONFLICT
 from django_singletask.task.unique import QueuedCall, delay_of
@@ -34,7 +33,7 @@ __all__ = ["SingletonTask"]
 celeryd_after_setup.connect(check_installed)
 
 
-class SingletonTask(ChainedTask):
+class SingletonTask(LockedTask):
     """A task of which only one run with the same arguments goes on at a time.
 
     Use it as ``@shared_task(base=SingletonTask)``. A message, ``.apply()`` and a direct call
@@ -67,22 +66,6 @@ class SingletonTask(ChainedTask):
 
     abstract = True
 
-    lock_timeout: float | None = None
-    lock_renew: bool = True
-    lock_on: Sequence[str] | None = None
-    lock_name: Any = None
-    on_conflict: str = "skip"
-    lock_wait: float | None = None
-    lock_at_least: float = 0
-    lock_slots: int = 1
-    on_skip: Any = None
-    on_outage: str = "raise"
-    skip_result: Any = None
-    unique_until: str | None = None
-    unique_for: float = 3600
-    on_duplicate: str = "return"
-    lock_history: bool = True
-
     # An expected answer, not a crash: Celery logs it without a traceback.
     throws: tuple[type[Exception], ...] = (LockConflict,)
 
@@ -93,39 +76,6 @@ class SingletonTask(ChainedTask):
             cls.throws = (*cls.throws, LockConflict)
         if "_decorated" in cls.__dict__:
             bind_functions(cls)
-
-    parameters: Parameters
-    """Of the body: what calls are bound to."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> SingletonTask:
-        # Not in __init__: a task class may have one that does not call this one.
-        task: SingletonTask = super().__new__(cls)
-        task.parameters = Parameters(inspect.signature(task.run))
-        return task
-
-    # Asking
-
-    def lock(self, /, *args: Any, **kwargs: Any) -> TaskLock:
-        """Return the lock of a call with these arguments, not acquired.
-
-        ``task.lock(7).locked()`` asks whether that call is running. Arguments that do not make the
-        lock may be left out. Raises ``TypeError`` if the arguments do not fit the task or have no
-        stable form, and :class:`LockError` if ``lock_name`` says that the call takes no lock.
-        """
-        options = LockOptions.of(self)
-        return options.lock(self.lock_key(args, kwargs, partial=True), self.name)
-
-    def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
-        """Return the result of the call that stops one with these arguments at enqueue, if any.
-
-        Asks the cache; the answer can be out of date when you act on it. Raises ``TypeError`` as
-        :meth:`lock` does.
-        """
-        key, options = self.lock_key(args, kwargs, partial=True), LockOptions.of(self)
-        if key == NO_LOCK:
-            return None
-        holder = QueuedCall(key, options, Run(self.name)).holder()
-        return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
 
     # Sending
 
@@ -290,16 +240,6 @@ class SingletonTask(ChainedTask):
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
         body = self.rest_of_call(request)
         return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
-
-    def lock_key(
-        self, args: Any, kwargs: Any, options: LockOptions | None = None, **facts: Any
-    ) -> LockKey:
-        """Return name and key of the lock of a call with these options (default: the task's own).
-
-        ``facts`` are the other arguments of :func:`call_key`.
-        """
-        options = LockOptions.of(self) if options is None else options
-        return options.key(self.name, self.parameters, args or (), kwargs or {}, **facts)
 
 
 AWAITED = ("chain", "chord", "group_id")
