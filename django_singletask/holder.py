@@ -72,6 +72,8 @@ class Holder(Process):
     since: float
     timeout: float
     kept: bool = False
+    slots: int = 1
+    """How many runs may hold the lock at once, as this holder knows it; not stored if it is one."""
 
     @classmethod
     def new(cls, name: str, timeout: float, *, token: str | None = None, **run: Any) -> Holder:
@@ -116,6 +118,7 @@ class Holder(Process):
             since=_number(data.get("since"), CENTURY),
             timeout=_number(data.get("timeout"), MONTH),
             kept=data.get("kept") is True,
+            slots=int(_number(data.get("slots"), MOST)) or 1,
         )
 
     def keep(self, length: float) -> Holder:
@@ -125,6 +128,13 @@ class Holder(Process):
     def is_run_of(self, task_id: str | None) -> bool:
         """Say whether the task of this id has the lock; the record may have its id cleaned."""
         return task_id is not None and self.task_id == _text(task_id)
+
+    def mark(self) -> bytes:
+        """Return the bytes by which a record shows that it is of this task id; empty without one.
+
+        A text in a record cannot look like them, since its quotes are escaped.
+        """
+        return b"" if self.task_id is None else f'"task_id":{_encode(self.task_id)}'.encode("ascii")
 
     def __str__(self) -> str:
         return describe_run(self.task_id, self.host, self.pid)

@@ -130,10 +130,10 @@ class hold(_StandIn):
 
     ``hold(task, *args, **kwargs)`` holds the lock of that call of a :class:`SingletonTask`.
     Instead of the task, pass a :class:`TaskLock`, or the name of a lock or the key of an
-    ``only_one`` function as a string. Use it as a context manager, which gives the
-    :class:`Holder` (a task on a host called "elsewhere", with a lease of a day), or as a
-    decorator of functions, coroutine functions and ``unittest`` classes, where it begins before
-    each ``setUp``.
+    ``only_one`` function as a string; a name has one slot, and of the others all slots are held.
+    Use it as a context manager, which gives the :class:`Holder` (a task on a host called
+    "elsewhere", with a lease of a day), or as a decorator of functions, coroutine functions and
+    ``unittest`` classes, where it begins before each ``setUp``.
 
     Meanwhile all locks live in the memory of this process, whatever ``SINGLETASK_CACHE`` names
     and in every thread; nothing is written to the history. At first this is the only lock that
@@ -148,7 +148,7 @@ class hold(_StandIn):
     def __init__(self, task: SingletonTask | TaskLock | str, /, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self._call = (task, args, kwargs)
-        self._entry = ("", "", b"")
+        self._entries: list[tuple[str, str, bytes]] = []
 
     def __enter__(self) -> Holder:  # type: ignore[override] # the stubs think of isolate_apps()
         holder: Holder = self.enable()
@@ -168,21 +168,24 @@ class hold(_StandIn):
                 "timeout": DAY,
             }
         )
-        alias, value = lock.cache or conf.cache, holder.encode()
-        entry = self.open_store(alias).add(lock.key, value, DAY)
-        if entry is not None:
-            holder, value = Holder.decode(entry.value), entry.value
-            if (alias, lock.key, value) not in _held:
-                raise LockConflict(lock.name, holder, entry.remaining)
-        self._entry = (alias, lock.key, value)
-        _held.append(self._entry)
-        return holder
+        alias, value, entry = lock.cache or conf.cache, holder.encode(), None
+        self._entries = []
+        for key in lock.lock_key.slots(lock.slots):
+            entry = self.open_store(alias).add(key, value, DAY)
+            held = (alias, key, value if entry is None else entry.value)
+            if entry is not None and held not in _held:
+                self.end()
+                raise LockConflict(lock.name, Holder.decode(entry.value), entry.remaining)
+            self._entries.append(held)
+            _held.append(held)
+        return holder if entry is None else Holder.decode(entry.value)
 
     def end(self) -> None:
-        alias, key, value = self._entry
-        _held.remove(self._entry)
-        if self._entry not in _held:
-            self.open_store(alias).release(key, value)
+        for held in self._entries:
+            _held.remove(held)
+            if held not in _held:
+                alias, key, value = held
+                self.open_store(alias).release(key, value)
 
 
 def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLock:

@@ -128,6 +128,8 @@ def test_json_of_a_lock(take):
     assert facts == {
         "name": lock.name,
         "key": lock.key,
+        "slots": 1,
+        "slots_held": 1,
         "state": "held",
         "queued": False,
         "held_for": 0.0,
@@ -518,7 +520,9 @@ def test_why_of_a_free_lock_as_json():
     ran(90, 5)
     facts = locks_as_json("why", "nightly")
     assert (facts["free"], facts["lock"], facts["queued"]) == (True, None, None)
-    scripts_read = "name key lock queued expired alive death usual completed skipped troubles "
+    scripts_read = (
+        "name key lock beside queued expired alive death usual completed skipped troubles "
+    )
     scripts_read += "starving others same_name duplicates no_history free"
     assert sorted(facts) == sorted(scripts_read.split())
 

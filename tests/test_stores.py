@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import TaskLock
 from django_singletask.locks.keys import name_key
-from django_singletask.stores import CannotList, Outcome, Store, close_stores, get_store
+from django_singletask.stores import CannotList, Outcome, Slots, Store, close_stores, get_store
 from django_singletask.stores.base import FENCE, LONGEST_KEY, marker_key
 from tests.conftest import LOCK_CACHES
 from tests.entries import eventually, holder, key_of, private_store
@@ -69,6 +69,65 @@ def test_add_sent_twice_is_one_acquisition(store: Store) -> None:
     store.add(KEY, A, 60)
     again = store.add(KEY, A, 60)
     assert again is None or again.value == A
+
+
+# Slots
+
+LOCK = name_key("feeds.tasks.import_feed(feed_id=7)")
+MARK = b"file"
+
+
+def take_slot(store: Store, value: bytes, mark: bytes = b"", looks_at: int = 3) -> object:
+    """Take one of three slots; return its key, or the bytes of the entries in the way by key."""
+    slots = Slots(LOCK.slots(looks_at), 3, mark)
+    taken = store.take_slot(slots, value, 60, heeds_epoch=False)
+    return taken if isinstance(taken, str) else {key: taken[key].value for key in taken}
+
+
+def test_each_take_of_a_slot_gets_another_until_all_are_held(store: Store) -> None:
+    holders = {take_slot(store, value): value for value in (A, B, C)}
+    assert set(holders) == set(LOCK.slots(3))
+    assert take_slot(store, holder("d")) == holders
+    assert {key: value_of(store, key) for key in holders} == holders
+
+
+def test_a_slot_that_was_given_back_is_free(store: Store) -> None:
+    keys = [take_slot(store, value) for value in (A, B, C)]
+    assert store.release(str(keys[1]), B) is Outcome.OK
+    assert take_slot(store, holder("d")) == keys[1]
+
+
+@on_each_family
+@pytest.mark.parametrize("number", [3, 5])  # the fifth is beyond those that may be taken
+def test_no_slot_is_taken_beside_an_entry_with_the_mark(store: Store, number: int) -> None:
+    key, own = LOCK.slots()[number - 1], A.replace(b"tests", b"a file")
+    store.add(key, own, 60)
+    assert take_slot(store, B, MARK, looks_at=5) == {key: own}
+    assert take_slot(store, B, looks_at=5) in LOCK.slots(3)
+
+
+@pytest.mark.parametrize("cache_alias", ["redis"], indirect=True)
+def test_a_slot_that_was_taken_by_a_lost_request_is_not_taken_twice(store: Store) -> None:
+    assert take_slot(store, A, MARK) == take_slot(store, A, MARK)
+
+
+@on_each_family
+def test_the_entries_of_several_keys_are_read_in_their_order(store: Store) -> None:
+    store.add(LOCK.slots(3)[2], C, 60)
+    store.add(LOCK.key, A, 60)
+    entries = store.read_many(LOCK.slots(3))
+    assert [(key, entry.value) for key, entry in entries.items()] == [
+        (LOCK.slots(3)[0], A),
+        (LOCK.slots(3)[2], C),
+    ]
+
+
+@on_listing_caches
+def test_a_slot_is_listed_and_its_marker_is_not(store: Store) -> None:
+    key = LOCK.slots(2)[1]
+    store.add(key, A, 60)
+    store.add(marker_key(key, B), b"1", 60)
+    assert [key for key, _entry in store.entries()] == [key]
 
 
 # The lease
@@ -460,8 +519,8 @@ def longest_prefix(cache_alias: str) -> str:
 
 def test_the_longest_name_works_under_the_longest_prefix(cache_alias: str, settings) -> None:
     prefix = longest_prefix(cache_alias)
-    assert len(prefix) > 60
-    key = name_key("n" * 255).key
+    assert len(prefix) > 55
+    key = name_key("n" * 255).slots()[-1]
     with private_store(settings, cache_alias, KEY_PREFIX=prefix) as store:
         assert len(store.make_key(marker_key(key, A))) == 250
         store.release(key, A)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
-__all__ = ["Place", "enter", "here", "innermost", "leave", "outlast"]
+__all__ = ["Place", "around", "enter", "here", "innermost", "leave", "outlast"]
 
 
 Place = tuple[int, int | None]
@@ -59,6 +60,17 @@ def innermost() -> Any:
     return None if block is None else block.lock()
 
 
+def around(cache: str, keys: Collection[str], place: Place) -> Any:
+    """Return the lease of a block around a call at this place that holds one of the keys, if any.
+
+    A block whose lock is lost holds none.
+    """
+    for lock in _around(place):
+        if lock.lease.cache == cache and lock.lease.key in keys and not lock.lost:
+            return lock.lease
+    return None
+
+
 def outlast(token: str, key: str, until: float, place: Place) -> bool:
     """Say whether a block around a call at this place holds the lock, and outlasts ``until``.
 
@@ -66,10 +78,17 @@ def outlast(token: str, key: str, until: float, place: Place) -> bool:
     asyncio task have a copy of the context, but the blocks in it were entered in another thread or
     task, which may end them. A fixed lease may end before its block does.
     """
+    for lock in _around(place):
+        if (lock.lease.token, lock.lease.key) == (token, key):
+            return bool(lock.lease.renews or lock.lease.deadline >= until)
+    return False
+
+
+def _around(place: Place) -> Iterator[Any]:
+    """Yield the locks that blocks around a call at this place hold, the innermost first."""
     block = _innermost.get()
     while block is not None:
         lock = block.lock() if block.place == place else None
-        if lock and (lock.lease.token, lock.lease.key) == (token, key):
-            return bool(lock.lease.renews or lock.lease.deadline >= until)
+        if lock:
+            yield lock
         block = block.outer
-    return False

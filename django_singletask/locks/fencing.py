@@ -12,6 +12,11 @@ __all__ = ["fencing_token"]
 
 def fencing_token(lease: Lease) -> int:
     """Return the fencing token of an acquisition; see :meth:`TaskLock.fencing_token`."""
+    if lease.holder.slots > 1:
+        raise TypeError(
+            f"{lease.address} has {lease.holder.slots} slots: a fencing token refuses the writes "
+            "of earlier holders, and here several hold the lock at once. Use a lock of one slot."
+        )
     # Not while a renewal is under way. It may have taken a forgotten entry again, and a token that
     # is drawn before this process knows it is greater than that of the run in between:
     #

@@ -17,13 +17,13 @@ from django_singletask.locks import renewal
 from django_singletask.locks.keys import MAX_NAME, LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.stores.base import PREFIX
+from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
 __all__ = ["Handle", "hand_over", "receive"]
 
 logger = logging.getLogger("django_singletask")
 
-IS_KEY = re.compile(rf"{PREFIX}[A-Za-z0-9_.:()=-]{{0,100}}:[0-9a-f]{{32}}")
+IS_KEY = re.compile(rf"{PREFIX}[A-Za-z0-9_.:()=-]{{0,100}}:[0-9a-f]{{32}}({SLOT}[0-9]{{1,3}})?")
 IS_TOKEN = re.compile("[0-9a-f]{32}")
 
 # Who has the lock
@@ -38,12 +38,16 @@ IS_TOKEN = re.compile("[0-9a-f]{32}")
 
 
 class Handle(NamedTuple):
-    """A lock that was handed over: where it is, and the token that its receiver finds there."""
+    """A lock that was handed over: where it is, and the token that its receiver finds there.
+
+    ``key`` is that of the slot if the lock has several ``slots``.
+    """
 
     name: str
     key: str
     cache: str
     token: str
+    slots: int = 1
 
     @classmethod
     def decode(cls, text: str) -> Handle:
@@ -56,6 +60,7 @@ class Handle(NamedTuple):
                 and len(handle.name) <= MAX_NAME
                 and IS_KEY.fullmatch(handle.key)
                 and IS_TOKEN.fullmatch(handle.token)
+                and handle.slots in range(1, MAX_SLOTS + 1)
             ):
                 return handle
         except (TypeError, ValueError, RecursionError):
@@ -93,7 +98,8 @@ def hand_over(lease: Lease, seconds: float) -> str:
         if lease.hand_back(value, seconds):
             lease.tell_released(reason=f"handed over for {seconds:g} s")
             lease.address.tell("acquired", holder)
-            return Handle(*lease.address.lock_key, lease.cache, holder.token).encode()
+            key, slots = lease.address.lock_key, holder.slots
+            return Handle(*key, lease.cache, holder.token, slots).encode()
     except BaseException as error:
         # Whether or not the store has handed it over, nobody got the handle.
         renewal.keeper().owe(lease.cache, lease.key, value, seconds)

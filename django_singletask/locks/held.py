@@ -25,9 +25,10 @@ class HeldLock(LockView):
         *,
         timeout: float | None = None,
         cache: str | None = None,
+        slots: int = 1,
         run: Run | None = None,
     ) -> None:
-        super().__init__(name, timeout=timeout, cache=cache, run=run)
+        super().__init__(name, timeout=timeout, cache=cache, slots=slots, run=run)
         self.lease: Lease | None = None  # the last acquisition; lease.held says whether it lasts
         self._use = Use(self.name)
 
@@ -107,7 +108,8 @@ class HeldLock(LockView):
         that woke up after its lease is refused. The idea is Martin Kleppmann's.
 
         Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` once it was lost
-        or retaken, ``NotImplementedError`` on memcached, and :class:`LockUnavailable`.
+        or retaken, ``TypeError`` with several slots, ``NotImplementedError`` on memcached, and
+        :class:`LockUnavailable`.
         """
         return fencing_token(self._held_lease())
 
@@ -115,7 +117,8 @@ class HeldLock(LockView):
 
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
-        entry, lease = self.address.read(), self.lease
+        lease = self.lease
+        entry = lease.address.read() if lease is not None and lease.held else None
         return bool(self and lease and entry and entry.value == lease.value)
 
     aowned = offer_in_thread(owned)

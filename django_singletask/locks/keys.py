@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from django_singletask.conf import conf
 from django_singletask.locks.canonical import Unstable, canonical, encode, formattable, same
-from django_singletask.stores.base import PREFIX
+from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
 __all__ = [
     "AS_SHOWN",
@@ -24,6 +24,7 @@ __all__ = [
     "LockKey",
     "Parameters",
     "call_key",
+    "lock_of_slot",
     "name_key",
     "template_fields",
 ]
@@ -51,9 +52,20 @@ class LockKey(NamedTuple):
 
         Tasks that share a lock have an entry each: a call of one is no duplicate of the other's.
         """
-        slug = self.key.rpartition(":")[0].removeprefix(PREFIX)
+        key = lock_of_slot(self.key)
+        slug = key.rpartition(":")[0].removeprefix(PREFIX)
         slug = slug[: MAX_SLUG + len(PREFIX) - len(kind)]
-        return LockKey(self.name, f"{kind}{slug}:{_digest(kind, self.key, task)}")
+        return LockKey(self.name, f"{kind}{slug}:{_digest(kind, key, task)}")
+
+    def slots(self, count: int = MAX_SLOTS) -> tuple[str, ...]:
+        """Return the keys of the first slots of this lock; the first slot has the lock's own."""
+        key = lock_of_slot(self.key)
+        return (key, *(f"{key}{SLOT}{number}" for number in range(2, count + 1)))
+
+
+def lock_of_slot(key: str) -> str:
+    """Return the key of a lock, given that of one of its slots."""
+    return key.partition(SLOT)[0]
 
 
 NO_LOCK = LockKey("no lock", "none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 
 from django_singletask import clock
 from django_singletask.exceptions import LockError
@@ -12,9 +12,9 @@ from django_singletask.locks import liveness, renewal
 from django_singletask.locks.debts import Kept, release
 from django_singletask.locks.holding import Holding, margin
 from django_singletask.locks.steps import do
-from django_singletask.stores import ForgetfulStore, Forgotten, Outcome, get_store
+from django_singletask.stores import Entry, ForgetfulStore, Forgotten, Outcome, Store, get_store
 
-__all__ = ["KEPT", "Lease"]
+__all__ = ["KEPT", "Adder", "Lease"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -27,6 +27,8 @@ MAX_HELD_BACK = 3
 MAX_LATE = 3
 """Leases that one take gives back because they ended before the reply came."""
 
+Adder = Callable[[str, bytes, float], Entry | None]
+
 
 class Lease(Holding):
     """One acquisition of the entry at an address, by the process in ``holder``.
@@ -37,6 +39,8 @@ class Lease(Holding):
     took_over = False
     kept = False
     """Whether the release has left the entry there, or will, as ``at_least`` says."""
+    others: Sequence[Holder] = ()
+    """All that were in the way, if the lock has several slots."""
 
     # Taking
 
@@ -52,11 +56,9 @@ class Lease(Holding):
         request may have taken.
         """
         store = get_store(self.cache)
-        add = store.add
-        if isinstance(store, ForgetfulStore):
-            self.watched = True
-            # The entry of a queued call protects nothing that runs: it need not wait for holders.
-            add = store.take if self.holder.pid else store.add
+        self.watched = isinstance(store, ForgetfulStore)
+        # The entry of a queued call protects nothing that runs: it need not wait for holders.
+        add = self.adder(store, heeds_epoch=self.holder.pid > 0)
         freed = late = held_back = 0
         try:
             while True:
@@ -67,7 +69,8 @@ class Lease(Holding):
                     yield forgotten.pause
                     held_back += 1
                     if held_back == MAX_HELD_BACK:
-                        add = store.add  # a cache that is emptied all the time protects nothing
+                        # A cache that is emptied all the time protects nothing.
+                        add = self.adder(store, heeds_epoch=False)
                     continue
                 if entry is None or entry.value == self.value:
                     if self.begin(sent):
@@ -86,6 +89,13 @@ class Lease(Holding):
         except BaseException:
             self.abandon()
             raise
+
+    def adder(self, store: Store, *, heeds_epoch: bool) -> Adder:
+        """Return what adds the entry, as :meth:`Store.add` does.
+
+        ``heeds_epoch``: it adds nothing while the cache may just have forgotten its locks.
+        """
+        return store.take if heeds_epoch and isinstance(store, ForgetfulStore) else store.add
 
     def _says_late(self) -> str:
         return (

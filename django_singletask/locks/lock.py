@@ -21,6 +21,7 @@ from django_singletask.locks.held import HeldLock
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.run import Run, result_of
+from django_singletask.locks.slots import SlotLease
 from django_singletask.locks.steps import do, do_in_threads, in_thread
 
 __all__ = ["TaskLock", "current_lock"]
@@ -45,7 +46,8 @@ class TaskLock(HeldLock):
     many seconds an acquisition waits for a held lock; ``math.inf``: without end. ``on_conflict``
     says what ``with`` does with a lock that is held: ``"raise"`` :class:`LockConflict`, or
     ``"skip"``: it yields this object, which is then false. ``cache`` is an alias in ``CACHES``
-    (default ``SINGLETASK_CACHE``). ``run`` is for this package alone.
+    (default ``SINGLETASK_CACHE``). ``slots`` is how many may hold the lock at once. ``run`` is for
+    this package alone.
 
     The lock is an entry in the cache that ends by itself: see "What a lock of this kind cannot
     promise" in the README. It is not re-entrant, and one object serves one acquisition at a time.
@@ -62,9 +64,10 @@ class TaskLock(HeldLock):
         wait: float = 0,
         on_conflict: str = "raise",
         cache: str | None = None,
+        slots: int = 1,
         run: Run | None = None,
     ) -> None:
-        super().__init__(name, timeout=timeout, cache=cache, run=run)
+        super().__init__(name, timeout=timeout, cache=cache, slots=slots, run=run)
         if timeout is not None:
             check_seconds("timeout", timeout)
         elif not renew:
@@ -143,16 +146,17 @@ class TaskLock(HeldLock):
     def _attempts(self, wait: float, run: Run, place: blocks.Place) -> Generator[float, None, bool]:
         until, pause = clock.now() + wait, POLL
         while True:
-            lease = self._new_lease(run)
+            lease = self._new_lease(run, place)
             self.blocker, self.blocker_remaining = yield from lease.steps()
             blocker = self.blocker
             if blocker is None:
+                self.key = lease.key
                 lease.address.tell("acquired", lease.holder)
                 return True
             left = until - clock.now()
             if self.run and blocker.is_run_of(self.run.task_id):
                 return False  # an earlier run of the same message: not to be waited for here
-            if wait and blocks.outlast(blocker.token, self.key, until, place):
+            if wait and blocks.outlast(blocker.token, lease.key, until, place):
                 self.refuse("wait")
             if left <= 0:
                 return False
@@ -172,10 +176,11 @@ class TaskLock(HeldLock):
         finally:
             self._use.end_block()
 
-    def _new_lease(self, run: Run) -> Lease:
+    def _new_lease(self, run: Run, place: blocks.Place) -> Lease:
         holder = run.holder(self.name, lease_length(self.timeout))
         # Known here before it is taken: whatever strikes after the take, this object can give back.
-        self.lease = Lease(self.address, holder, renews=self.renew, at_least=self.at_least)
+        make = Lease if self.slots == 1 else functools.partial(SlotLease, self.slots, run, place)
+        self.lease = make(self.address, holder, renews=self.renew, at_least=self.at_least)
         return self.lease
 
     # A lock that outlives its process
@@ -192,8 +197,9 @@ class TaskLock(HeldLock):
         :meth:`hand_over` did not return, and :class:`LockUnavailable`.
         """
         waiting = Handle.decode(handle)
-        lock = cls(waiting.lock_key, timeout=timeout, renew=renew, cache=waiting.cache)
-        lease = lock._new_lease(lock.run or Run.current())
+        key, cache, slots = waiting.lock_key, waiting.cache, waiting.slots
+        lock = cls(key, timeout=timeout, renew=renew, cache=cache, slots=slots)
+        lease = lock._new_lease(lock.run or Run.current(), blocks.here())
         try:
             receive(lease, waiting.token)
             lock._use.receive(lease)

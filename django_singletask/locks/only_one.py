@@ -31,6 +31,7 @@ def only_one(
     skip_result: Any = None,
     on_skip: Callable[..., Any] | None = None,
     at_least: float = 0,
+    slots: int = 1,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def only_one(
     function: Callable[P, R] | None = None,
@@ -43,6 +44,7 @@ def only_one(
     skip_result: Any = None,
     on_skip: Callable[..., Any] | None = None,
     at_least: float = 0,
+    slots: int = 1,
 ) -> Any:
     """Let a function run only once at a time; a call that finds it running is skipped.
 
@@ -74,6 +76,7 @@ def only_one(
             renew=renew,
             wait=wait,
             on_conflict=on_conflict,
+            slots=slots,
         )
         check_seconds("at_least", at_least, zero=True)
         make_lock()  # raises at decoration, not at the first call, for options that cannot work

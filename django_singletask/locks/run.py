@@ -17,7 +17,8 @@ class Run(NamedTuple):
     """The run of a task that wants a lock.
 
     ``token`` is the one that the worker's main process chose for it (None: a random one);
-    ``quiet`` is set for tasks with ``lock_history=False``.
+    ``quiet`` is set for tasks with ``lock_history=False``, ``redelivered`` for a message that the
+    broker, or an earlier delivery, says was delivered before.
     """
 
     task: str | None = None
@@ -25,6 +26,7 @@ class Run(NamedTuple):
     retries: int = 0
     token: str | None = None
     quiet: bool = False
+    redelivered: bool = False
 
     @classmethod
     def current(cls) -> Run:
@@ -36,7 +38,7 @@ class Run(NamedTuple):
 
     def holder(self, name: str, length: float) -> Holder:
         """Return the record of an acquisition by this run, in this process, now."""
-        task, task_id, retries, token, _quiet = self
+        task, task_id, retries, token, *_ = self
         return Holder.new(name, length, task=task, task_id=task_id, retries=retries, token=token)
 
 

@@ -8,13 +8,15 @@ from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LockKey, name_key
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.run import NO_RUN, Run
+from django_singletask.locks.slots import check_slots
 from django_singletask.locks.steps import offer_in_thread
+from django_singletask.stores import Entry, get_store
 
 __all__ = ["LockView"]
 
 
 class LockView:
-    """A lock by name, whoever holds it.
+    """A lock by name, whoever holds it; several may hold one of ``slots``.
 
     Each question is one request to the cache, and raises :class:`LockUnavailable`.
     """
@@ -28,12 +30,14 @@ class LockView:
         *,
         timeout: float | None = None,
         cache: str | None = None,
+        slots: int = 1,
         run: Run | None = None,
     ) -> None:
         self.lock_key = name if isinstance(name, LockKey) else name_key(name)
         self.name, self.key = self.lock_key
         self.timeout = timeout
         self.cache = cache
+        self.slots = check_slots("slots", slots)
         self.run = run
 
     @property
@@ -42,22 +46,28 @@ class LockView:
         return Address(self.cache or conf.cache, self.lock_key, (self.run or NO_RUN).quiet)
 
     def locked(self) -> bool:
-        """Ask the cache whether anybody holds the lock; one who is proven dead does not."""
-        holder = self.holder()
-        return holder is not None and proof_of_death(holder) is None
+        """Ask the cache whether all slots are held; one who is proven dead holds none."""
+        holders = [Holder.decode(entry.value) for entry in self._entries().values()]
+        return sum(proof_of_death(holder) is None for holder in holders) == self.slots
 
     alocked = offer_in_thread(locked)
 
     def holder(self) -> Holder | None:
-        """Ask the cache who holds the lock."""
-        entry = self.address.read()
+        """Ask the cache who holds the lock; of several, whose lease ends first.
+
+        Where the cache cannot tell that, it is the holder of the first slot that is held.
+        """
+        entry = self._first()
         return None if entry is None else Holder.decode(entry.value)
 
     aholder = offer_in_thread(holder)
 
     def remaining(self) -> float | None:
-        """Ask the cache for the seconds left of the lease; None if free or if it cannot tell."""
-        entry = self.address.read()
+        """Ask the cache for the seconds left of the lease of :meth:`holder`.
+
+        None if the lock is free or if the cache cannot tell.
+        """
+        entry = self._first()
         return None if entry is None else entry.remaining
 
     aremaining = offer_in_thread(remaining)
@@ -66,8 +76,27 @@ class LockView:
         """Free the lock, whoever holds it; with ``token``, only if that holder has it.
 
         The holder, if it still runs, learns at its next renewal that the lock is lost, and
-        another run can start beside it. Say whether a lock was freed.
+        another run can start beside it. Say whether a lock was freed. Raises ``TypeError`` if the
+        lock has several slots and no token says whose to free.
         """
-        return self.address.clear(token, actor, self.timeout)
+        if token is None and self.slots > 1:
+            raise TypeError(
+                f"{self.name} has {self.slots} slots: say whose to free, with clear(token=…)."
+            )
+        return self.address_of(token).clear(token, actor, self.timeout)
 
     aclear = offer_in_thread(clear)
+
+    def address_of(self, token: str | None) -> Address:
+        """Return where the holder with this token is, as far as the cache must be asked for it."""
+        if self.slots > 1:
+            for key, entry in self._entries().items():
+                if Holder.decode(entry.value).token == token:
+                    return self.address._replace(lock_key=LockKey(self.name, key))
+        return self.address
+
+    def _entries(self) -> dict[str, Entry]:
+        return get_store(self.address.cache).read_many(self.lock_key.slots(self.slots))
+
+    def _first(self) -> Entry | None:
+        return min(self._entries().values(), key=lambda each: each.remaining or 0.0, default=None)

@@ -73,4 +73,4 @@ def starving_over(
 def is_among(name: str, locks: Sequence[HeldLock]) -> bool:
     """Say whether a name, as an operator writes it, is that of one of the locks."""
     keys = calls.keys_of(name)
-    return any(lock.name == name or lock.key in keys for lock in locks)
+    return any(lock.goes_by(name, keys) for lock in locks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -20,6 +20,7 @@ from django_singletask.operators.words import (
     in_state,
     plural,
     process,
+    share,
     status,
 )
 
@@ -43,13 +44,16 @@ def lock_table(locks: Sequence[HeldLock]) -> list[str]:
             )
             for lock in locks
         ],
-        [
-            f"(slow: usual {duration(max(1, round(lock.usual.median))).partition(' ')[0]})"
-            if lock.usual and lock.slow
-            else ""
-            for lock in locks
-        ],
+        [" ".join(_notes(lock)) for lock in locks],
     )
+
+
+def _notes(lock: HeldLock) -> Iterator[str]:
+    if lock.slots > 1:
+        yield f"({share(lock.slots_held, lock.slots)})"
+    if lock.usual and lock.slow:
+        usual = duration(max(1, round(lock.usual.median)))
+        yield f"(slow: usual {usual.partition(' ')[0]})"
 
 
 def _holder(lock: HeldLock) -> str:
@@ -127,5 +131,8 @@ def as_json(fact: Any) -> Any:
     }
 
 
-LOCK = ("name", "key", "state", "queued", "held_for", "remaining", "skipped", "usual", "slow")
+LOCK = (
+    *("name", "key", "slots", "slots_held", "state", "queued", "held_for", "remaining"),
+    *("skipped", "usual", "slow"),
+)
 HOLDER = ("token", "task", "task_id", "host", "pid", "since", "timeout")

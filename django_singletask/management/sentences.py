@@ -16,7 +16,7 @@ from django_singletask.management.tables import few, printable, width
 from django_singletask.operators.explain import Why
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import HOUR
-from django_singletask.operators.words import clock_time, in_state, in_words, plural
+from django_singletask.operators.words import clock_time, in_state, in_words, plural, share
 
 __all__ = ["explain"]
 
@@ -41,7 +41,14 @@ def _sentences(why: Why) -> Iterator[str]:
             f"key {why.key}. The others: {few(why.same_name)}."
         )
     if why.lock is not None:
+        if why.lock.slots > 1:
+            held = share(why.lock.slots_held, why.lock.slots)
+            yield f"{held} slots are held. This one for longest:"
         yield from _held(why, why.lock)
+        for lock in why.beside:
+            state = in_state(lock.state, lock.left)
+            yield f"Another slot: {state} for {_whole(lock.held_for)} by {lock.holder}. To free it:"
+            yield _clear(lock)
     elif why.queued is None or why.queued.state == "blocking":
         yield f"Free: {why.name}."
     if why.queued is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
-from django_singletask.locks.keys import QUEUED, LockKey
+from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.operators.held import HeldLock, look, with_usual_holds
@@ -54,14 +54,16 @@ class Why:
     ``expired`` are holds whose end nobody reported. ``alive`` says whether the holder's process is
     there, None if that cannot be told from this host; ``death`` is the proof that it is gone.
     ``duplicates`` counts the duplicates among the calls that ``lock`` was in the way of.
-    ``others`` are the locks that the task holds with other arguments if this one is free,
-    ``same_name`` the keys of other locks with the same name. ``no_history`` says why nothing is
-    known of the past, which the other fields are about; it is empty if the history was read.
+    ``beside`` are the other holders of a lock with several slots, ``others`` are the locks that the
+    task holds with other arguments if this one is free, ``same_name`` the keys of other locks with
+    the same name. ``no_history`` says why nothing is known of the past, which the other fields are
+    about; it is empty if the history was read.
     """
 
     name: str
     key: str
     lock: HeldLock | None
+    beside: list[HeldLock]
     queued: HeldLock | None
     expired: list[HeldLock]
     alive: bool | None
@@ -82,6 +84,7 @@ def why(name: str) -> Why:
 
     Raises :class:`UnknownLock` if there is nothing, and :class:`LockUnavailable`.
     """
+    name = lock_of_slot(name) if name.startswith(PREFIX) else name
     locks = with_usual_holds(look([name]))
     rows, no_history = [], ""
     try:
@@ -91,16 +94,17 @@ def why(name: str) -> Why:
     if not (locks or rows or no_history or is_call(name)):
         raise UnknownLock(name, _like(name))
     keys, same_name = _keys(name, locks, rows)
-    locks = [lock for lock in locks if lock.key in keys]
-    rows = [row for row in rows if row.key in keys]
-    lock = next((lock for lock in locks if lock.state in HOLDING), None)
+    locks = [lock for lock in locks if lock.lock_key in keys]
+    rows = [row for row in rows if lock_of_slot(row.key) in keys]
+    holding = [lock for lock in locks if lock.state in HOLDING]
+    lock = next(iter(holding), None)
     queued = next((lock for lock in locks if lock.queued), None)
     expired = [lock for lock in locks if lock.state == "expired"]
     shown, key, task = name, next(iter(keys_of(name)), name), name.partition("(")[0]
     if first := lock or queued or next(iter(expired), None):
-        shown, key, task = first.name, first.key, first.holder.task or ""
+        shown, key, task = first.name, first.lock_key, first.holder.task or ""
     elif rows:
-        shown, key, task = rows[0].name, rows[0].key, rows[0].task
+        shown, key, task = rows[0].name, lock_of_slot(rows[0].key), rows[0].task
     skips = [row for row in rows if row.is_counted]
     behind = [row for row in skips if lock and row.blocked_by == lock.holder.token]
     newest = {row.kind: row for row in reversed(rows)}
@@ -108,6 +112,7 @@ def why(name: str) -> Why:
         name=shown,
         key=key,
         lock=lock,
+        beside=holding[1:],
         queued=queued,
         expired=expired,
         alive=is_alive(lock.holder) if lock else None,
@@ -142,8 +147,9 @@ def _keys(
     was seen last.
     """
     held_first = sorted(locks, key=lambda lock: lock.state not in HOLDING)
-    tasks = {lock.key: lock.holder.task or "" for lock in held_first}
-    tasks = {**tasks, **{row.key: row.task for row in rows if row.key not in tasks}}
+    tasks = {lock.lock_key: lock.holder.task or "" for lock in held_first}
+    for row in rows:
+        tasks.setdefault(lock_of_slot(row.key), row.task)
     lock_keys = [key for key in tasks if not key.startswith(QUEUED)]
     meant, same_name = {*keys_of(name)}, []
     if not (name.startswith(PREFIX) or meant.intersection(tasks)):

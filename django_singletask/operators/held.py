@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from django_singletask.conf import conf
@@ -20,7 +21,7 @@ from django_singletask.history.queries import (
 )
 from django_singletask.holder import Holder, clean
 from django_singletask.locks.address import Address
-from django_singletask.locks.keys import LATEST, QUEUED, LockKey
+from django_singletask.locks.keys import LATEST, QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.lease import KEPT
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.models import TaskLockEvent
@@ -59,7 +60,8 @@ class HeldLock:
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell;
     ``skipped`` counts the runs that this holder was in the way of (of a queued call: its
-    duplicates), None without a history. ``usual`` is set by :func:`with_usual_holds`.
+    duplicates), None without a history. ``usual`` is set by :func:`with_usual_holds`. Each holder
+    of a lock with several slots is a lock here, and ``slots_held`` counts them.
     """
 
     name: str
@@ -70,6 +72,21 @@ class HeldLock:
     remaining: float | None
     skipped: int | None = None
     usual: UsualHold | None = None
+    slots_held: int = 1
+
+    @property
+    def slots(self) -> int:
+        """How many may hold the lock at once, as its holder knows it."""
+        return self.holder.slots
+
+    @property
+    def lock_key(self) -> str:
+        """The key of the lock; ``key`` is that of the slot if the lock has several."""
+        return lock_of_slot(self.key)
+
+    def goes_by(self, name: str, keys: Collection[str]) -> bool:
+        """Say whether a name, which can stand for these keys, means this lock or this slot."""
+        return self.name == name or self.key in keys or self.lock_key in keys
 
     @property
     def queued(self) -> bool:
@@ -96,7 +113,7 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
     there are none to be had, and :class:`LockUnavailable`.
     """
     wanted = {name: keys_of(name) for name in sorted(set(names))}
-    locks = _find(wanted)
+    locks = _with_slots(_find(wanted))
     locks += _expired({lock.holder.token for lock in locks})
     locks = [
         lock
@@ -104,7 +121,7 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
         if lock.name != SWEEPER
         # A call that is unique until it has finished has its lock as well while it runs.
         and not (lock.queued and lock.holder.pid)
-        and (not wanted or any(lock.name == n or lock.key in keys for n, keys in wanted.items()))
+        and (not wanted or any(lock.goes_by(n, keys) for n, keys in wanted.items()))
         and (task is None or lock.holder.task == task)
     ]
     return sorted(_with_skips(locks), key=lambda lock: (-lock.held_for, lock.name))
@@ -186,9 +203,14 @@ def _clear(lock: HeldLock, actor: str) -> bool:
 
 def _find(wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
     """Return what the store has under the keys of each wanted name, or else all that it has."""
-    keys = dict.fromkeys(key for keys in wanted.values() for key in keys)
+    keys = dict.fromkeys(
+        slot
+        for keys in wanted.values()
+        for key in keys
+        for slot in ([key] if key.startswith(QUEUED) else LockKey("", key).slots())
+    )
     locks = _read(keys)
-    held_keys = {lock.key for lock in locks}
+    held_keys = {key for lock in locks for key in (lock.key, lock.lock_key)}
     if wanted and all(held_keys.intersection(keys) for keys in wanted.values()):
         return locks
     # A name that hides its arguments, for example, is only found in the list.
@@ -214,9 +236,16 @@ def _open_keys() -> list[str]:
 
 
 def _read(keys: Iterable[str]) -> list[HeldLock]:
-    store = get_store(conf.cache)
-    entries = ((key, store.read(key)) for key in keys)
-    return [_stored(key, entry) for key, entry in entries if entry is not None]
+    entries = get_store(conf.cache).read_many(keys)
+    return [_stored(key, entry) for key, entry in entries.items()]
+
+
+def _with_slots(locks: list[HeldLock]) -> list[HeldLock]:
+    counts = Counter(lock.lock_key for lock in locks)
+    return [
+        dataclasses.replace(lock, slots_held=counts[lock.lock_key]) if lock.slots > 1 else lock
+        for lock in locks
+    ]
 
 
 def _stored(key: str, entry: Entry) -> HeldLock:

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 
 from django.utils.formats import date_format
 from django.utils.timezone import is_aware, localtime
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.models import TaskLockEvent
@@ -23,6 +24,7 @@ __all__ = [
     "parse_duration",
     "plural",
     "process",
+    "share",
     "status",
 ]
 
@@ -136,6 +138,12 @@ def status(event: TaskLockEvent) -> tuple[str, str]:
     if event.outcome == "released" and event.result:
         return event.result, event.get_result_display()
     return event.outcome, event.get_outcome_display()
+
+
+def share(held: int, slots: int) -> str:
+    """Write how many slots of a lock are held: ``2 of 3``."""
+    text: str = gettext("{} of {}")
+    return text.format(held, slots)
 
 
 def plural(count: int, noun: str) -> str:

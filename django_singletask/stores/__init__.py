@@ -14,7 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 from django_singletask.conf import check_installed, conf
-from django_singletask.stores.base import CannotList, Entry, Outcome, Store
+from django_singletask.stores.base import CannotList, Entry, Outcome, Slots, Store
 from django_singletask.stores.epoch import CONNECT_WITHIN, ForgetfulStore, Forgotten, epoch_of
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ForgetfulStore",
     "Forgotten",
     "Outcome",
+    "Slots",
     "Store",
     "close_stores",
     "get_store",

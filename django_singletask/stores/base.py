@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import os
 import re
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from django.core.exceptions import ImproperlyConfigured
@@ -16,27 +18,35 @@ from django_singletask.stores.outage import raise_unavailable
 __all__ = [
     "FENCE",
     "LONGEST_KEY",
+    "MAX_SLOTS",
     "PREFIX",
+    "SLOT",
     "TRIES",
     "CannotList",
     "Entry",
     "Outcome",
+    "Slots",
     "Store",
     "marker_key",
 ]
 
 PREFIX = "singletask:"
 MARKER = ":cleared:"
-# The key of a lock ends in 32 hexadecimal digits, and so does the key of its marker before
-# ":cleared:". Therefore a lock that is named "…:cleared" is not mistaken for a marker.
+SLOT = "#"
+"""Stands in the key of a slot between the key of the lock and the number of the slot."""
+MAX_SLOTS = 100
+"""A take that finds no free slot reads them all."""
+# The key of a lock ends in 32 hexadecimal digits and, from the second slot on, its number. So does
+# the key of its marker before ":cleared:". Therefore a lock that is named "…:cleared" is not
+# mistaken for a marker.
 # What the whole cache has once, such as FENCE, is a word after "@". No name of a task has an "@".
-NO_LOCK = re.compile(rf":[0-9a-f]{{32}}{MARKER}[^:]*$|^{PREFIX}@[^:]*$")
+NO_LOCK = re.compile(rf":[0-9a-f]{{32}}({SLOT}\d+)?{MARKER}[^:]*$|^{PREFIX}@[^:]*$")
 FENCE = f"{PREFIX}@fence"
 """The key of the fencing token that was given last, of all locks in the cache."""
 # memcached takes keys of 250 bytes. The column of DatabaseCache takes 255 characters, and MySQL's
 # INSERT IGNORE would cut a longer key.
 MAX_KEY = 250
-LONGEST_KEY = f"{PREFIX}{'x' * 100}:{'0' * 32}{MARKER}{'0' * 32}"
+LONGEST_KEY = f"{PREFIX}{'x' * 100}:{'0' * 32}{SLOT}{MAX_SLOTS}{MARKER}{'0' * 32}"
 """The longest key that the package asks a store for: that of a marker."""
 TRIES = 10
 """Attempts at what other processes spoil, by a release or a takeover between two requests."""
@@ -47,6 +57,22 @@ class Entry(NamedTuple):
 
     value: bytes
     remaining: float | None
+
+
+class Slots(NamedTuple):
+    """The slots of one lock: a take looks at all ``keys``, and takes one of the first ``allowed``.
+
+    While an entry has the bytes ``mark`` in it, nothing is taken: it is the run's own, of an
+    earlier delivery. Code outside a task has no mark.
+    """
+
+    keys: tuple[str, ...]
+    allowed: int
+    mark: bytes
+
+    def is_own(self, entry: Entry) -> bool:
+        """Say whether an entry has the mark."""
+        return bool(self.mark) and self.mark in entry.value
 
 
 class Outcome(enum.Enum):
@@ -112,6 +138,35 @@ class Store(ABC):
         took the lock.
         """
 
+    # Two deliveries of one message must not take a slot each. Only Redis looks and takes in one
+    # step. Elsewhere a run tries its slots in an order that its mark decides, so both deliveries
+    # try the same free slot, and the second one finds the entry of the first:
+    #
+    #   first:   reads: 3 is free      adds 3
+    #   second:     reads: 3 is free         adds 3 -> held, reads: its own run has 3
+
+    def take_slot(
+        self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
+    ) -> str | dict[str, Entry]:
+        """Take a free slot and return its key; if none may be taken, return the entries there.
+
+        ``heeds_epoch``: if the cache has just forgotten its locks, raise
+        :class:`~django_singletask.stores.epoch.Forgotten`.
+        """
+        start = zlib.crc32(slots.mark or os.urandom(4)) % slots.allowed
+        order = [*slots.keys[start : slots.allowed], *slots.keys[:start]]
+        entries: dict[str, Entry] = {}
+        for _ in range(TRIES + slots.allowed):
+            entries = self.read_many(slots.keys)
+            free = next((key for key in order if key not in entries), None)
+            if free is None or any(map(slots.is_own, entries.values())):
+                break
+            entry = self.add(free, value, lease)
+            if entry is None or entry.value == value:
+                return free
+            entries[free] = entry  # another run was faster
+        return entries
+
     @abstractmethod
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         """Let the entry be ``new`` for ``lease`` seconds if it is ``old``; None: delete it.
@@ -123,6 +178,11 @@ class Store(ABC):
     @abstractmethod
     def read(self, key: str) -> Entry | None:
         """Return the entry that holds the lock now."""
+
+    def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        """Return the entries that are there by their keys, in the order of ``keys``."""
+        entries = ((key, self.read(key)) for key in keys)
+        return {key: entry for key, entry in entries if entry is not None}
 
     def release(self, key: str, value: bytes) -> Outcome:
         """Delete the entry if it is ``value``; return OK, GONE or TAKEN."""

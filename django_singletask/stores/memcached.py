@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from django_singletask import clock
-from django_singletask.stores.base import TRIES, Entry, Outcome
+from django_singletask.stores.base import TRIES, Entry, Outcome, Slots
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
 
 __all__ = ["PyLibMCStore", "PyMemcacheStore"]
@@ -65,10 +65,20 @@ class MemcachedStore(ForgetfulStore):
         return Entry(b"", None)
 
     def take(self, key: str, value: bytes, lease: float) -> Entry | None:
+        self._heed_epoch()
+        return self.add(key, value, lease)
+
+    def take_slot(
+        self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
+    ) -> str | dict[str, Entry]:
+        if heeds_epoch:
+            self._heed_epoch()
+        return super().take_slot(slots, value, lease, heeds_epoch=heeds_epoch)
+
+    def _heed_epoch(self) -> None:
         if clock.now() >= self.epoch.seen_at + LOOK_AGAIN:
             self.look()
         self.epoch.check()
-        return self.add(key, value, lease)
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         cache_key = self.make_key(key)
@@ -87,6 +97,13 @@ class MemcachedStore(ForgetfulStore):
     def read(self, key: str) -> Entry | None:
         value, _cas = self._look_up(self.make_key(key))
         return None if value is None else Entry(value, None)
+
+    def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        cache_keys = {self.make_key(key): key for key in keys}
+        values = self._repeat(lambda: self._get_many([*cache_keys]))
+        return {
+            cache_keys[each]: Entry(values[each], None) for each in cache_keys if each in values
+        }
 
     def fence(self, key: str, value: bytes) -> int | None:
         raise NotImplementedError(
@@ -109,6 +126,10 @@ class MemcachedStore(ForgetfulStore):
         value, cas = self._send(self.client.gets, cache_key) or (None, None)
         return value, cas
 
+    def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
+        values: dict[str, bytes] = self._ask(self.client.get_multi, cache_keys)
+        return values
+
     def _repeat(self, ask: Callable[[], T]) -> T:
         """Ask once more if the server has closed the connection; for what can be asked twice.
 
@@ -123,7 +144,11 @@ class MemcachedStore(ForgetfulStore):
                 raise
             return ask()
 
-    def _send(self, request: Any, cache_key: Any, *args: Any) -> Any:
+    def _send(self, request: Any, cache_key: str, *args: Any) -> Any:
+        """Send a request about one entry."""
+        return self._ask(request, self.client_key(cache_key), *args)
+
+    def _ask(self, request: Any, *args: Any) -> Any:
         """Send a request; after any error, also one that a signal raises, close the connection.
 
         An error that a signal raises, such as SystemExit, leaves the reply unread. pymemcache
@@ -135,7 +160,7 @@ class MemcachedStore(ForgetfulStore):
         """
         self.is_open = False
         try:
-            reply = request(self.client_key(cache_key), *args)
+            reply = request(*args)
         except self.not_found:
             reply = None
         except BaseException:
@@ -202,6 +227,18 @@ class PyLibMCStore(MemcachedStore):
             value, cas = super()._gets(cache_key)
             if value is not None or self._send(self.client.get, cache_key) is None:
                 return value, cas
+
+    def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
+        # get_multi, too, says that there are no entries if the server has closed the connection.
+        # The epoch is an entry that a server has. With several servers ask each, key by key.
+        wanted = [*cache_keys, self.make_key(EPOCH)]
+        names = [name.encode() for name in wanted]
+        while True:
+            values = self._ask(self.client.get_multi, names)
+            missing = [name for name in wanted if name.encode() not in values]
+            doubtful = missing if len(self.cache.client_servers) > 1 or not values else []
+            if all(self._send(self.client.get, name) is None for name in doubtful):
+                return {name.decode(): value for name, value in values.items()}
 
 
 class PyMemcacheStore(MemcachedStore):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from django_singletask.stores.base import FENCE, Entry, Outcome
+from django_singletask.stores.base import FENCE, Entry, Outcome, Slots
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
-from django_singletask.stores.scripts import ADD, CHANGE, FENCE_SCRIPT, READ, TAKE
+from django_singletask.stores.scripts import ADD, CHANGE, FENCE_SCRIPT, READ, TAKE, TAKE_SLOT
 
 __all__ = ["IDLE", "DjangoRedisStore", "DjangoValkeyStore", "RedisStore"]
 
@@ -34,7 +34,11 @@ def _entry(reply: Any) -> Entry | None:
     if reply is None:
         return None
     value, milliseconds = reply
-    return Entry(_bytes(value), milliseconds / 1000 if milliseconds >= 0 else None)
+    return Entry(_bytes(value), _left(milliseconds))
+
+
+def _left(milliseconds: int) -> float | None:
+    return milliseconds / 1000 if milliseconds >= 0 else None
 
 
 class RedisStore(ForgetfulStore):
@@ -69,6 +73,7 @@ class RedisStore(ForgetfulStore):
         self._calls = 0
         self._add = self.client.register_script(ADD)
         self._take = self.client.register_script(TAKE)
+        self._take_slot = self.client.register_script(TAKE_SLOT)
         self._change = self.client.register_script(CHANGE)
         self._read = self.client.register_script(READ)
         self._fence = self.client.register_script(FENCE_SCRIPT)
@@ -152,6 +157,26 @@ class RedisStore(ForgetfulStore):
                 return _entry(reply)
             self.look()  # and be held back if the epoch that was known is over
 
+    def take_slot(
+        self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
+    ) -> str | dict[str, Entry]:
+        keys = [self.epoch_key, *map(self.make_key, slots.keys)]
+        args = [value, _milliseconds(lease), slots.allowed, slots.mark]
+        while True:
+            if heeds_epoch:
+                self.epoch.check()
+            self._takes = heeds_epoch
+            try:
+                epoch = [self.epoch.value or b""] if heeds_epoch else []
+                reply = self._call(self._take_slot, keys, args + epoch)
+            finally:
+                self._takes = False
+            if isinstance(reply, int):
+                return slots.keys[reply]
+            if reply:
+                return {slots.keys[i]: Entry(_bytes(each), _left(ms)) for i, each, ms in reply}
+            self.look()
+
     def add_epoch(self, value: bytes) -> None:
         self.client.set(self.epoch_key, value, nx=True)
 
@@ -201,6 +226,12 @@ class RedisStore(ForgetfulStore):
             self._take_again(*request) if outcome is Outcome.GONE else outcome
             for request, outcome in zip(requests, outcomes, strict=True)
         ]
+
+    def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        wanted = list(keys)
+        replies = self._call(self._read, [*map(self.make_key, wanted)], [])
+        found = zip(wanted, map(_entry, replies), strict=True)
+        return {key: entry for key, entry in found if entry is not None}
 
     def read(self, key: str) -> Entry | None:
         return _entry(self._call(self._read, [self.make_key(key)], [])[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ADD", "CHANGE", "FENCE_SCRIPT", "READ", "TAKE"]
+__all__ = ["ADD", "CHANGE", "FENCE_SCRIPT", "READ", "TAKE", "TAKE_SLOT"]
 
 # The server runs a script alone, so nothing happens between its look and its change:
 #
@@ -17,6 +17,23 @@ return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 TAKE = f"""
 if redis.call('GET', KEYS[2]) ~= ARGV[3] then return {{}} end
 {ADD}
+"""
+TAKE_SLOT = """
+if ARGV[5] and redis.call('GET', KEYS[1]) ~= ARGV[5] then return {} end
+local entries, free, own = {}, false, false
+for i = 2, #KEYS do
+    local value = redis.call('GET', KEYS[i])
+    if value == ARGV[1] then return i - 2 end
+    if value then
+        entries[#entries + 1] = {i - 2, value, redis.call('PTTL', KEYS[i])}
+        own = own or (ARGV[4] ~= '' and string.find(value, ARGV[4], 1, true))
+    elseif i <= ARGV[3] + 1 then
+        free = free or i
+    end
+end
+if own or not free then return entries end
+redis.call('SET', KEYS[free], ARGV[1], 'PX', ARGV[2])
+return free - 2
 """
 CHANGE = """
 local old, lease, new = ARGV[1], ARGV[2], ARGV[3] or ARGV[1]

@@ -75,7 +75,7 @@ class Delivery:
         return result
 
     def _run(self) -> Any:
-        if self.request is not None and (self.request.delivery_info or {}).get("redelivered"):
+        if is_marked(self.request):
             self._drop_if_done(marked=True)
         if self._is_superseded():
             return self.options.skip_result
@@ -128,7 +128,10 @@ class Delivery:
         if blocker is None:
             return
         # The first link of a chain that replaces a task has a new id; the task is its parent.
-        replaces = request.replaced_task_nesting > 0 and blocker.is_run_of(request.parent_id)
+        others = (blocker, *(self.lock.lease.others if self.lock.lease else ()))
+        replaces = request.replaced_task_nesting > 0 and any(
+            other.is_run_of(request.parent_id) for other in others
+        )
         itself = blocker.is_run_of(request.id)
         if itself and blocker.kept:
             self._leave_to_kept_run()
@@ -235,6 +238,11 @@ class Delivery:
 Policy = Callable[[Delivery], Any]
 
 
+def is_marked(request: Any) -> bool:
+    """Say whether the broker says that it has delivered this message before."""
+    return request is not None and bool((request.delivery_info or {}).get("redelivered"))
+
+
 def deliver(
     task: Any,
     policies: Mapping[str, Policy],
@@ -257,12 +265,14 @@ def deliver(
     if key == NO_LOCK:
         return body(*args, **kwargs)
     task_id, retries = (request.id, request.retries or 0) if request is not None else (None, 0)
-    run = Run(task.name, task_id, retries, header.token, quiet=not options.lock_history)
+    redelivered = bool(header.redelivered or is_marked(request))
+    run = Run(task.name, task_id, retries, header.token, not options.lock_history, redelivered)
     lock = DeliveryLock(
         key,
         timeout=options.lock_timeout,
         renew=options.lock_renew,
         wait=(options.lock_wait or 0) if options.on_conflict == "wait" else 0,
+        slots=options.lock_slots,
         run=run,
     )
     lock.at_least = options.lock_at_least

@@ -6,6 +6,7 @@ import dataclasses
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -14,6 +15,7 @@ from django_singletask.exceptions import LockError
 from django_singletask.locks.keys import NO_LOCK, LockKey, Parameters, call_key, template_fields
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
+from django_singletask.locks.slots import check_slots
 from django_singletask.task.pairs import PAIRS, Problem
 
 __all__ = ["NAMES", "POLICIES", "LockOptions"]
@@ -28,13 +30,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "lock_renew": (True, False),
     "lock_history": (True, False),
 }
-SECONDS: dict[str, dict[str, bool]] = {
-    "lock_timeout": {},
-    "lock_wait": {"zero": True, "infinite": True},
-    "lock_at_least": {"zero": True},
-    "unique_for": {},
+NUMBERS: dict[str, Callable[[str, Any], Any]] = {
+    "lock_timeout": check_seconds,
+    "lock_wait": partial(check_seconds, zero=True, infinite=True),
+    "lock_at_least": partial(check_seconds, zero=True),
+    "lock_slots": check_slots,
+    "unique_for": check_seconds,
 }
-"""Options in seconds, and what :func:`check_seconds` allows for each."""
+"""Options that are numbers, and what raises if they are wrong."""
 
 CHECKS = {"number": "E008", "lock_on": "E009", "lock_name": "E010", "choice": "E012"}
 """Numbers of the system checks of single options; those of pairs are in PAIRS."""
@@ -97,7 +100,9 @@ class LockOptions:
         if key == NO_LOCK:
             raise LockError(f"lock_name of {task} returned None: this call takes no lock.")
         run = Run(task, quiet=not self.lock_history)
-        return TaskLock(key, timeout=self.lock_timeout, renew=self.lock_renew, run=run)
+        return TaskLock(
+            key, timeout=self.lock_timeout, renew=self.lock_renew, slots=self.lock_slots, run=run
+        )
 
     def check_call(self, task: str, overrides: Mapping[str, Any]) -> None:
         """Raise ``TypeError`` or ``ValueError`` for options of one call that cannot work."""
@@ -131,22 +136,22 @@ class LockOptions:
                 yield pair.problem(self, where)
 
     def _wrong_values(self, where: str, parameters: Parameters | None) -> Iterator[Problem]:
-        yield from self._wrong_seconds(where)
+        yield from self._wrong_numbers(where)
         yield from self._wrong_choices(where)
-        yield from self._wrong_slots(where)
         yield from self._wrong_skips(where)
         yield from self._wrong_lock_on(where, parameters)
         yield from self._wrong_lock_name(where, parameters)
 
-    def _wrong_seconds(self, where: str) -> Iterator[Problem]:
-        for option, allowed in SECONDS.items():
+    def _wrong_numbers(self, where: str) -> Iterator[Problem]:
+        for option, check in NUMBERS.items():
             value = getattr(self, option)
             if option in {"lock_timeout", "lock_wait"} and value is None:
                 continue
             try:
-                check_seconds(f"{option} {where}", value, **allowed)
+                check(f"{option} {where}", value)
             except (TypeError, ValueError) as error:
-                hint = f"Set {option} to seconds, such as 60, or remove it."
+                what = "a number of runs" if option == "lock_slots" else "seconds, such as 60"
+                hint = f"Set {option} to {what}, or remove it."
                 early = isinstance(error, TypeError)
                 yield Problem((option,), str(error), hint, CHECKS["number"], type(error), early)
 
@@ -162,19 +167,6 @@ class LockOptions:
                 f"{option}={value!r} {where} is none of {', '.join(map(str, choices))}.",
                 f"Set {option} to one of them, or remove it.",
                 CHECKS["choice"],
-                TypeError if wrong_type else ValueError,
-                early=wrong_type,
-            )
-
-    def _wrong_slots(self, where: str) -> Iterator[Problem]:
-        slots: Any = self.lock_slots
-        if type(slots) is not int or slots < 1:
-            wrong_type = type(slots) is not int
-            yield Problem(
-                ("lock_slots",),
-                f"lock_slots {where} must be a whole number from 1, not {slots!r}.",
-                "Set lock_slots to how many runs may hold the lock at once, or remove it.",
-                CHECKS["number"],
                 TypeError if wrong_type else ValueError,
                 early=wrong_type,
             )

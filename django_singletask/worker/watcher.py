@@ -16,7 +16,7 @@ from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
 from django_singletask.history.sweep import Sweeper, leader_key
 from django_singletask.holder import start_time
-from django_singletask.locks.address import Address, lease_length
+from django_singletask.locks.address import lease_length
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
@@ -64,7 +64,7 @@ class Killed(NamedTuple):
     """A delivery whose process is gone; its lock is to be freed while its lease can last."""
 
     delivery: Accepted
-    address: Address
+    lock: TaskLock
     how: str
     until: float
 
@@ -72,10 +72,10 @@ class Killed(NamedTuple):
         """Free the lock, and the entry of the queued call."""
         header = self.delivery.header
         token = header.token or ""
-        self.address.bury(token, self.how)
+        self.lock.address_of(token).bury(token, self.how)
         if header.queued is None:
             return
-        lock_key = self.address.lock_key
+        lock_key = self.lock.lock_key
         queued_call = QueuedCall(lock_key, LockOptions(), Run(header.task), header.queued)
         if not self.delivery.ended:
             # Killed before it gave back the entry. A delivery that has ended may have queued its
@@ -159,7 +159,7 @@ class Watcher(threading.Thread):
             lock = lock_of(delivery)
             if lock is not None:
                 until = time.monotonic() + lease_length(lock.timeout)
-                self.killed.append(Killed(delivery, lock.address, how, until))
+                self.killed.append(Killed(delivery, lock, how, until))
 
     def free(self) -> None:
         """Free the locks of killed runs; while the store is down, try again each second."""
