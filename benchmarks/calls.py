@@ -11,7 +11,8 @@ from benchmarks import app
 from benchmarks.measure import in_turns
 from benchmarks.report import Check, Table, at_most, compared, figure
 from benchmarks.settings import REDIS
-from django_singletask.locks.keys import Parameters, call_key
+from django_singletask.locks.keys import call_key
+from django_singletask.locks.parameters import Parameters
 
 OURS = "django-singletask"
 

@@ -12,8 +12,9 @@ from django.db import InterfaceError, connection
 
 from django_singletask import TaskLock
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import AS_SHOWN, QUEUED, LockKey, call_key, name_key
+from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.liveness import started_at
+from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
 from django_singletask.operators.explain import UnknownLock, why

@@ -25,15 +25,14 @@ from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
 from django_singletask.locks.keys import (
-    AS_SHOWN,
     LATEST,
     MAX_NAME,
     QUEUED,
     LockKey,
-    Parameters,
     call_key,
     name_key,
 )
+from django_singletask.locks.parameters import AS_SHOWN, Parameters
 
 TASK = "feeds.tasks.import_feed"
 

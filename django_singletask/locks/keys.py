@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import re
 import reprlib
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from django_singletask.conf import conf
-from django_singletask.locks.canonical import Unstable, canonical, encode, formattable, same
+from django_singletask.locks.canonical import encode, formattable
+from django_singletask.locks.parameters import Parameters
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
 __all__ = [
-    "AS_SHOWN",
     "LATEST",
     "MAX_NAME",
     "NO_LOCK",
     "QUEUED",
     "LockKey",
-    "Parameters",
     "call_key",
     "lock_of_slot",
     "name_key",
@@ -70,92 +68,6 @@ def lock_of_slot(key: str) -> str:
 
 NO_LOCK = LockKey("no lock", "none")
 """For a call that takes none, because ``lock_name`` returned None; it travels like any other."""
-
-
-class Parameters:
-    """The parameters of a task's body, and the forms that their defaults have now.
-
-    Make it together with the task: a body can change a default that is a list or a dict.
-    """
-
-    def __init__(self, signature: inspect.Signature) -> None:
-        self.signature = signature
-        self.names = [*signature.parameters]
-        """Of the arguments; those in ``**kwargs`` have any other."""
-        self._extra: str | None = None
-        self._required: set[str] = set()
-        self._defaults: dict[str, Any] = {}
-        self._unstable: dict[str, Any] = {}
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                self._extra = name
-                self.names.remove(name)
-            elif parameter.default is not parameter.empty:
-                try:
-                    self._defaults[name] = canonical(parameter.default)
-                except Exception:  # a translation, for one, cannot be read before Django is ready
-                    self._unstable[name] = parameter.default
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                self._required.add(name)
-
-    @property
-    def takes_any_name(self) -> bool:
-        """Whether the body has ``**kwargs``."""
-        return self._extra is not None
-
-    def bind(
-        self,
-        task: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        defaults: bool = False,
-        required: Collection[str] | None = None,
-    ) -> dict[str, Any]:
-        """Return the arguments of a call by their names, those of ``**kwargs`` included.
-
-        ``defaults`` adds the arguments that were not passed. Only those in ``required`` must be
-        passed; None: all that have no default. Raises ``TypeError``, with the task's name, if the
-        arguments do not fit.
-        """
-        try:
-            bind = self.signature.bind if required is None else self.signature.bind_partial
-            bound = bind(*args, **kwargs)
-            for name in self._required.intersection(required or ()) - bound.arguments.keys():
-                raise TypeError(f"missing a required argument: {name!r}")
-        except TypeError as error:
-            raise TypeError(f"{task}: {error}") from None
-        if defaults:
-            bound.apply_defaults()
-        arguments = bound.arguments
-        if self._extra in arguments:
-            for name, value in sorted(arguments.pop(self._extra).items()):
-                # f(1, a=2) of def f(a, /, **kwargs) has two arguments called a: a and **a.
-                twice = name in self.names or name.startswith("**")
-                arguments[f"**{name}" if twice else name] = value
-        return arguments
-
-    def forms(self, task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the canonical forms of the arguments that do not equal their defaults.
-
-        Raises ``TypeError`` for an argument without a stable form. A default without one equals
-        only itself.
-        """
-        forms = {}
-        for name, value in arguments.items():
-            if name in self._unstable and value is self._unstable[name]:
-                continue
-            try:
-                form = canonical(value)
-            except Unstable as error:
-                raise TypeError(f"argument {name!r} of {task} {error}") from None
-            if name not in self._defaults or not same(form, self._defaults[name]):
-                forms[name] = form
-        return forms
-
-
-# Binds the arguments that the name of a lock shows, of any task: they have no defaults.
-AS_SHOWN = Parameters(inspect.signature(lambda **arguments: None))
 
 
 def name_key(name: str) -> LockKey:

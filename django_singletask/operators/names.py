@@ -11,7 +11,8 @@ from typing import Any
 from celery import current_app
 
 from django_singletask.history.queries import NoHistory, reading
-from django_singletask.locks.keys import AS_SHOWN, QUEUED, LockKey, call_key, name_key
+from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
+from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores.base import PREFIX
 from django_singletask.task.base import SingletonTask

@@ -8,8 +8,9 @@ from typing import Any
 
 from celery.result import AsyncResult
 
-from django_singletask.locks.keys import NO_LOCK, LockKey, Parameters
+from django_singletask.locks.keys import NO_LOCK, LockKey
 from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
 from django_singletask.task.chained import ChainedTask
 from django_singletask.task.options import LockOptions
