@@ -87,6 +87,15 @@ def test_the_entry_stays_after_the_run_and_its_end_does_not_move(cache_alias, se
     assert len(sent) == 1
 
 
+def test_the_store_says_when_it_ends_and_not_the_clock_of_the_sender(sent):
+    send()
+    store, lock = get_store("redis"), entry()
+    value = store.read(lock.key).value
+    assert store.replace(lock.key, value, value, 400)
+    deliver(sent[0])
+    assert 390 < lock.remaining() <= 400
+
+
 def test_memcached_is_asked_for_the_rest(settings, empty_cache, sent, monkeypatch):
     settings.SINGLETASK_CACHE = "pymemcache"
     empty_cache("pymemcache")

@@ -198,6 +198,15 @@ class TestItsOwnMessageAgain:
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
 
+    def test_waits_if_it_is_the_next_try(self, sent, result):
+        """``self.retry(throw=False)`` lets the body return."""
+        run("mine")
+        result.state = "SUCCESS"
+        with pytest.raises(Postponed):
+            run("mine", retries=1)
+        assert sent[0]["countdown"] <= 0.05
+
+
 def test_only_one():
     calls = []
 
@@ -269,6 +278,12 @@ class TestOperators:
         run()
         (line,) = (line for line in locks().splitlines() if "hold(" in line)
         assert re.search(r"kept until \d\d:\d\d:\d\d$", line)
+
+    def test_list_where_the_cache_cannot_list_its_entries(self, settings, empty_cache):
+        settings.SINGLETASK_CACHE = "pymemcache"
+        empty_cache("pymemcache")
+        run()
+        assert "kept until" in locks()
 
     def test_why(self):
         run()

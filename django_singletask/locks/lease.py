@@ -210,8 +210,9 @@ class Lease(Holding):
     def _kept(self, result: str) -> Kept | None:
         """Return what stays in the place of this entry; None if it is to be deleted."""
         until = self.taken_at + self.at_least
-        ended = self._lost or clock.now() >= min(until, self.deadline)
-        self.kept = bool(self.at_least) and result == "returned" and not ended
+        if not self.at_least or result != "returned" or self._lost:
+            return None
+        self.kept = clock.now() < min(until, self.deadline)
         return Kept(self.holder.keep(self.at_least).encode(), until) if self.kept else None
 
     def tell_released(self, result: str = "", reason: str = "") -> None:

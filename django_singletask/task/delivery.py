@@ -133,7 +133,8 @@ class Delivery:
             other.is_run_of(request.parent_id) for other in others
         )
         itself = blocker.is_run_of(request.id)
-        if itself and blocker.kept:
+        # The next try was sent by a body that returned all the same: it is no redelivery.
+        if itself and blocker.kept and blocker.retries >= request.retries:
             self._leave_to_kept_run()
             return
         if replaces or (itself and blocker.retries < request.retries):
