@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 from asgiref.sync import async_to_sync
 
-from django_singletask import LockConflict, LockError, LockLost, TaskLock, current_lock
+from django_singletask import LockConflict, LockError, LockLost, TaskLock, current_lock, only_one
 from django_singletask.locks import pool, steps
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import lock_event
@@ -173,6 +173,74 @@ class TestQuestions:
             assert not await received.alocked()
 
         run(main)
+
+
+class TestOnlyOne:
+    def test_a_coroutine_function_holds_the_lock_around_its_awaits(self, on_redis):
+        @only_one(key="sync-{user_id}", skip_result="skipped")
+        async def sync(user_id):
+            assert current_lock().name == "sync-7"
+            await asyncio.sleep(0.2)
+            return "ran"
+
+        assert asyncio.iscoroutinefunction(sync)
+
+        async def main():
+            assert sorted(await asyncio.gather(sync(7), sync(7))) == ["ran", "skipped"]
+            assert await sync(7) == "ran"
+
+        run(main)
+
+    @pytest.mark.parametrize(
+        ("options", "answers"),
+        [
+            ({"on_conflict": "raise"}, ["LockConflict", "ran"]),
+            ({"wait": 10}, ["ran", "ran"]),
+            ({"on_skip": lambda conflict, n: f"plain {n}"}, ["plain", "ran"]),
+        ],
+    )
+    def test_a_conflict_is_met_as_the_options_say(self, on_redis, options, answers):
+        @only_one(**options)
+        async def work(n):
+            await asyncio.sleep(0.1)
+            return "ran"
+
+        async def main():
+            results = await asyncio.gather(work(1), work(2), return_exceptions=True)
+            names = [r.split()[0] if isinstance(r, str) else type(r).__name__ for r in results]
+            assert sorted(names) == answers
+
+        run(main)
+
+    def test_on_skip_may_be_a_coroutine_function(self, on_redis):
+        async def report(conflict, n):
+            await asyncio.sleep(0)
+            return conflict.name, n
+
+        @only_one(key="work", on_skip=report)
+        async def work(n):
+            raise AssertionError
+
+        async def main():
+            async with TaskLock("work"):
+                assert await work(3) == ("work", 3)
+
+        run(main)
+
+    def test_nobody_would_await_the_on_skip_of_a_plain_function(self):
+        async def report(conflict): ...
+
+        with pytest.raises(TypeError, match="awaited only for a coroutine function"):
+
+            @only_one(on_skip=report)
+            def work(): ...
+
+    def test_an_asynchronous_generator_is_refused(self):
+        with pytest.raises(TypeError, match="an asynchronous generator function"):
+
+            @only_one
+            async def work():
+                yield
 
 
 class TestTheLoopGoesOn:

@@ -197,7 +197,6 @@ class TestItsOwnMessageAgain:
         header["redelivered"] = LOOKS
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
-
     def test_waits_if_it_is_the_next_try(self, sent, result):
         """``self.retry(throw=False)`` lets the body return."""
         run("mine")

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import sys
 import threading
 import time
@@ -849,17 +850,89 @@ class TestOnlyOne:
         one = Import()
         assert one.run(3) == (one, 3)
 
-    def test_functions_whose_body_runs_later_are_refused(self):
-        async def coroutine():
-            pass
+    def test_a_key_is_filled_from_the_arguments(self):
+        """Calls for other users were skipped when the key was taken literally."""
+        ran = []
 
+        @only_one(key="sync-{user_id}-{region}", skip_result="skipped")
+        def sync(user_id, region="eu"):
+            ran.append(user_id)
+            return [sync(other) for other in range(user_id, 3)]
+
+        assert sync(user_id=1) == ["skipped", ["skipped"]]
+        assert ran == [1, 2]
+        with held_elsewhere("sync-7-eu"):
+            assert sync(7) == "skipped"
+
+    def test_a_callable_key_takes_the_arguments(self):
+        @only_one(key=lambda user, urgent=False: None if urgent else f"sync-{user}")
+        def sync(user, urgent=False):
+            return current_lock() and current_lock().name
+
+        assert sync(7) == "sync-7"
+        assert sync(7, urgent=True) is None
+
+    def test_doubled_braces_in_a_key_are_literal(self):
+        @only_one(key="{{sync}}")
+        def sync():
+            return current_lock().name
+
+        assert sync() == "{sync}"
+
+    def test_a_key_reads_an_attribute_of_self(self):
+        class Import:
+            pk = 5
+
+            @only_one(key="import-{self.pk}")
+            def run(self):
+                return current_lock().name
+
+            @only_one(key="import-{self}")
+            def run_by_object(self):
+                pass
+
+        assert Import().run() == "import-5"
+        with pytest.raises(TypeError, match="memory address"):
+            Import().run_by_object()
+
+    @pytest.mark.parametrize(
+        ("key", "error", "text"),
+        [
+            (
+                "sync-{user}",
+                TypeError,
+                r"uses \{user\}, which is no argument of it; it has user_id",
+            ),
+            ("sync-{}", TypeError, r"uses \{\}, which is no argument"),
+            ("{user_id}", ValueError, "has no text of its own"),
+            ("sync-{", ValueError, "is no format string"),
+            ("", ValueError, "has no text"),
+            (7, TypeError, "must be a format string or a callable"),
+        ],
+    )
+    def test_a_key_that_cannot_work_is_refused_at_decoration(self, key, error, text):
+        with pytest.raises(error, match=f"^key={re.escape(repr(key))} of .*sync {text}"):
+
+            @only_one(key=key)
+            def sync(user_id): ...
+
+    def test_arguments_in_a_key_can_be_hidden(self, settings):
+        settings.SINGLETASK_RECORD_ARGUMENTS = False
+
+        @only_one(key="sync-{user_id}")
+        def sync(user_id):
+            return current_lock().name
+
+        assert sync("secret").startswith("sync-{user_id}#")
+
+    def test_functions_whose_body_runs_later_are_refused(self):
         def generator():
             yield
 
         async def both():
             yield
 
-        for function in (coroutine, generator, both):
+        for function in (generator, both):
             with pytest.raises(TypeError, match=function.__name__):
                 only_one(function)
 

@@ -22,6 +22,8 @@ __all__ = [
     "QUEUED",
     "LockKey",
     "call_key",
+    "filled_key",
+    "foreign_fields",
     "lock_of_slot",
     "name_key",
     "template_fields",
@@ -106,17 +108,10 @@ def call_key(
     do not fit the parameters, if one has no stable form, or if ``lock_on`` names none of them,
     and ``ValueError`` if ``lock_name`` makes what cannot be a name.
     """
-    if callable(lock_name):
-        name = lock_name(*args, **kwargs)
-        if name is None:
-            return NO_LOCK
-        return _made_key(f"the result of lock_name of {task}", name, f"{task}.lock_name", shown)
     # What a lock_name misses is noticed when it is filled.
     required = (lock_on or ()) if partial and (lock_on is not None or lock_name) else None
     if lock_name is not None:
-        bound = parameters.bind(task, args, kwargs, defaults=True, required=required)
-        name = _format(task, lock_name, bound)
-        return _made_key(f"lock_name={lock_name!r} of {task}", name, lock_name, shown)
+        return filled_key("lock_name", lock_name, task, parameters, args, kwargs, shown, required)
     arguments = parameters.bind(task, args, kwargs, required=required)
     if lock_on is not None:
         missing = [name for name in lock_on if name not in {*arguments, *parameters.names}]
@@ -131,8 +126,48 @@ def call_key(
     return LockKey(_call_name(task, forms, key, shown), key)
 
 
+def filled_key(
+    option: str,
+    source: str | Callable[..., str | None],
+    of: str,
+    parameters: Parameters,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    shown: str | None = None,
+    required: Collection[str] | None = None,
+) -> LockKey:
+    """Return the lock whose name a format string or a callable makes of a call's arguments.
+
+    ``option`` is the word for the source, and ``of`` the name of the task or function. The rest is
+    as in :func:`call_key` and :meth:`Parameters.bind`.
+    """
+    if callable(source):
+        name = source(*args, **kwargs)
+        if name is None:
+            return NO_LOCK
+        return _made_key(f"the result of {option} of {of}", name, f"{of}.{option}", shown)
+    what = f"{option}={source!r} of {of}"
+    name = _format(
+        what, source, parameters.bind(of, args, kwargs, defaults=True, required=required)
+    )
+    return _made_key(what, name, source, shown)
+
+
+def foreign_fields(what: str, template: str, parameters: Parameters) -> list[str]:
+    """Return the fields of a format string that are no arguments.
+
+    Raises ``ValueError``, whose message begins with ``what``, if it cannot be a name.
+    """
+    foreign = []
+    for field in template_fields(what, template):
+        name = re.split(r"[.\[]", field)[0]
+        if name not in parameters.names and not (parameters.takes_any_name and name.isidentifier()):
+            foreign.append(field)
+    return foreign
+
+
 def template_fields(what: str, template: str) -> list[str]:
-    """Return the fields of a format string that can be a ``lock_name``.
+    """Return the fields of a format string that can be a name with arguments in it.
 
     Raises ``ValueError``, whose message begins with ``what``, if it cannot be one.
     """
@@ -163,8 +198,7 @@ def _check_name(option: str, name: object) -> None:
         raise ValueError(f"{option} holds control characters or lone surrogates{shown}.")
 
 
-def _format(task: str, template: str, arguments: Mapping[str, Any]) -> str:
-    what = f"lock_name={template!r} of {task}"
+def _format(what: str, template: str, arguments: Mapping[str, Any]) -> str:
     template_fields(what, template)
     try:
         return template.format(**{name: formattable(value) for name, value in arguments.items()})

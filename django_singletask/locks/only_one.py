@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict
 from django_singletask.locks.deferred import refuse_deferred
+from django_singletask.locks.keys import (
+    NO_LOCK,
+    LockKey,
+    filled_key,
+    foreign_fields,
+    name_key,
+    template_fields,
+)
 from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.parameters import Parameters
 
 __all__ = ["only_one"]
 
@@ -23,7 +34,7 @@ def only_one(function: Callable[P, R]) -> Callable[P, R]: ...
 def only_one(
     function: None = None,
     *,
-    key: str | None = None,
+    key: str | Callable[..., str | None] | None = None,
     timeout: float | None = None,
     renew: bool = True,
     wait: float = 0,
@@ -36,7 +47,7 @@ def only_one(
 def only_one(
     function: Callable[P, R] | None = None,
     *,
-    key: str | None = None,
+    key: str | Callable[..., str | None] | None = None,
     timeout: float | None = None,
     renew: bool = True,
     wait: float = 0,
@@ -48,50 +59,94 @@ def only_one(
 ) -> Any:
     """Let a function run only once at a time; a call that finds it running is skipped.
 
-    ``key`` is the name of the lock, by default the dotted name of the function. A skipped call
-    returns ``skip_result``, or what ``on_skip`` returns, which is called with the
-    :class:`LockConflict` and then the call's arguments; with ``on_conflict="raise"`` it raises that
-    error. A call that returns keeps the lock until ``at_least`` seconds after it took the lock. The
-    other options are those of :class:`TaskLock`. Works on functions, methods (``run`` of a
-    class-based task) and below ``@shared_task`` and Django's ``@task``.
+    ``key`` is the name of the lock, by default the dotted name of the function. It is a format
+    string over the arguments, such as ``"sync-{user_id}"``, or a callable that takes them and
+    returns the name, or None for a call that needs no lock. A skipped call returns
+    ``skip_result``, or what ``on_skip`` returns, which is called with the :class:`LockConflict` and
+    then the call's arguments; with ``on_conflict="raise"`` it raises that error. A call that
+    returns keeps the lock until ``at_least`` seconds after it took the lock. The other options are
+    those of :class:`TaskLock`. Works on functions, methods (``run`` of a class-based task) and
+    coroutine functions, and below ``@shared_task`` and Django's ``@task``.
 
-    Raises ``TypeError`` for coroutine and generator functions, whose body runs after the call has
-    returned, for task objects, and for a ``skip_result`` that is a function. The name is that of
-    the recipe by Ted Tieken (2012).
+    Raises ``TypeError`` for generator functions, whose body runs after the call has returned, for
+    task objects, for a field in ``key`` that is no argument, and for a ``skip_result`` that is a
+    function. The name is that of the recipe by Ted Tieken (2012).
     """
     if callable(skip_result):
         raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
     if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
         raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
+    make_lock = functools.partial(
+        TaskLock, timeout=timeout, renew=renew, wait=wait, on_conflict=on_conflict, slots=slots
+    )
+    check_seconds("at_least", at_least, zero=True)
+    make_lock("any")  # raises at decoration, not at the first call, for options that cannot work
+
+    def answer(lock: TaskLock, *args: Any, **kwargs: Any) -> Any:
+        if on_skip is None:
+            return skip_result
+        return on_skip(LockConflict.of(lock), *args, **kwargs)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
-            if hasattr(function, attribute):
-                raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
-        refuse_deferred(function, "only_one")
-        make_lock = functools.partial(
-            TaskLock,
-            f"{function.__module__}.{function.__qualname__}" if key is None else key,
-            timeout=timeout,
-            renew=renew,
-            wait=wait,
-            on_conflict=on_conflict,
-            slots=slots,
-        )
-        check_seconds("at_least", at_least, zero=True)
-        make_lock()  # raises at decoration, not at the first call, for options that cannot work
+        key_of = _key_maker(function, key)
+        if inspect.iscoroutinefunction(on_skip) and not inspect.iscoroutinefunction(function):
+            raise TypeError(f"on_skip={on_skip!r} is awaited only for a coroutine function.")
 
-        @functools.wraps(function)
-        def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-            lock = make_lock()
+        def lock_for(*args: Any, **kwargs: Any) -> Any:
+            lock_key = key_of(args, kwargs)
+            if lock_key is NO_LOCK:
+                return nullcontext(True)
+            lock = make_lock(lock_key)
             lock.at_least = at_least
-            with lock:
-                if lock:
-                    return function(*args, **kwargs)
-            if on_skip is None:
-                return skip_result
-            return on_skip(LockConflict.of(lock), *args, **kwargs)
+            return lock
 
-        return wrapper
+        return _guarded(function, lock_for, answer)
 
     return decorate if function is None else decorate(function)
+
+
+def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
+    """Return what makes the lock key of a call of its arguments."""
+    for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
+        if hasattr(function, attribute):
+            raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
+    refuse_deferred(function, "only_one", awaits=True)
+    path = name = f"{function.__module__}.{function.__qualname__}"
+    if key is not None:
+        parameters = Parameters(inspect.signature(function))
+        what = f"key={key!r} of {path}"
+        if not isinstance(key, str) and not callable(key):
+            raise TypeError(f"{what} must be a format string or a callable.")
+        if callable(key) or template_fields(what, key):
+            for field in () if callable(key) else foreign_fields(what, key, parameters):
+                raise TypeError(
+                    f"{what} uses {{{field}}}, which is no argument of it; "
+                    f"it has {', '.join(parameters.names) or 'none'}."
+                )
+            return functools.partial(filled_key, "key", key, path, parameters)
+        name = key.format()
+    name_key(name)  # raises at decoration for what cannot be a name
+    return lambda args, kwargs: name_key(name)
+
+
+def _guarded(
+    function: Callable[P, Any], lock_for: Callable[P, Any], answer: Callable[..., Any]
+) -> Callable[P, Any]:
+    """Return the function with a lock around each call; ``answer`` is for a skipped call."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with lock_for(*args, **kwargs) as lock:
+            if lock:
+                return function(*args, **kwargs)
+        return answer(lock, *args, **kwargs)
+
+    @functools.wraps(function)
+    async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+        async with lock_for(*args, **kwargs) as lock:
+            if lock:
+                return await function(*args, **kwargs)
+        result = answer(lock, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    return call_async if inspect.iscoroutinefunction(function) else call

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import iscoroutinefunction
@@ -12,7 +11,7 @@ from typing import Any
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockError
-from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, template_fields
+from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, foreign_fields
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
@@ -223,15 +222,13 @@ _values = operator.attrgetter(*NAMES)
 
 def _wrong_template(template: str, what: str, parameters: Parameters) -> Iterator[Problem]:
     try:
-        fields = template_fields(what, template)
+        foreign = foreign_fields(what, template, parameters)
     except ValueError as error:
         hint = "Write what it stands for, as in 'customer:{customer_id}'; double a literal brace."
         yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"])
         return
     arguments = ", ".join(parameters.names) or "none"
-    for field in fields:
-        name = re.split(r"[.\[]", field)[0]
-        if name not in parameters.names and not (parameters.takes_any_name and name.isidentifier()):
-            text = f"{what} uses {{{field}}}, which is no argument of it."
-            hint = f"Its arguments are: {arguments}."
-            yield Problem(("lock_name",), text, hint, CHECKS["lock_name"])
+    for field in foreign:
+        text = f"{what} uses {{{field}}}, which is no argument of it."
+        hint = f"Its arguments are: {arguments}."
+        yield Problem(("lock_name",), text, hint, CHECKS["lock_name"])
