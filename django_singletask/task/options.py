@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -18,26 +17,12 @@ from django_singletask.locks.run import Run
 from django_singletask.locks.slots import check_slots
 from django_singletask.task.pairs import PAIRS, Problem
 
+Rule = Callable[[str, str, Any], object]
+"""Raises an error for an option, followed by the place, with a value that it cannot have."""
+
 __all__ = ["NAMES", "POLICIES", "LockOptions"]
 
 POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
-
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "on_conflict": POLICIES,
-    "on_outage": ("raise", "run", "skip"),
-    "unique_until": (None, "start", "finish", "expiry"),
-    "on_duplicate": ("return", "raise", "replace"),
-    "lock_renew": (True, False),
-    "lock_history": (True, False),
-}
-NUMBERS: dict[str, Callable[[str, Any], Any]] = {
-    "lock_timeout": check_seconds,
-    "lock_wait": partial(check_seconds, zero=True, infinite=True),
-    "lock_at_least": partial(check_seconds, zero=True),
-    "lock_slots": check_slots,
-    "unique_for": check_seconds,
-}
-"""Options that are numbers, and what raises if they are wrong."""
 
 CHECKS = {"number": "E008", "lock_on": "E009", "lock_name": "E010", "choice": "E012"}
 """Numbers of the system checks of single options; those of pairs are in PAIRS."""
@@ -128,96 +113,103 @@ class LockOptions:
         ``parameters`` of the body the names of arguments are looked at, too.
         """
         wrong: set[str] = set()
-        for problem in self._wrong_values(where, parameters):
+        for problem in self._wrong_values(where):
             wrong.update(problem.options)
             yield problem
+        if parameters is not None and wrong.isdisjoint({"lock_on", "lock_name"}):
+            yield from self._wrong_arguments(where, parameters)
         for pair in PAIRS:
             if wrong.isdisjoint(pair.names) and pair.is_among(self):
                 yield pair.problem(self, where)
 
-    def _wrong_values(self, where: str, parameters: Parameters | None) -> Iterator[Problem]:
-        yield from self._wrong_numbers(where)
-        yield from self._wrong_choices(where)
-        yield from self._wrong_skips(where)
-        yield from self._wrong_lock_on(where, parameters)
-        yield from self._wrong_lock_name(where, parameters)
-
-    def _wrong_numbers(self, where: str) -> Iterator[Problem]:
-        for option, check in NUMBERS.items():
+    def _wrong_values(self, where: str) -> Iterator[Problem]:
+        for option, (check, number, right) in RULES.items():
             value = getattr(self, option)
-            if option in {"lock_timeout", "lock_wait"} and value is None:
-                continue
+            if value is getattr(type(self), option):
+                continue  # its default
             try:
-                check(f"{option} {where}", value)
+                check(option, where, value)
             except (TypeError, ValueError) as error:
-                what = "a number of runs" if option == "lock_slots" else "seconds, such as 60"
-                hint = f"Set {option} to {what}, or remove it."
+                hint = f"Set {option} to {right}, or remove it."
                 early = isinstance(error, TypeError)
-                yield Problem((option,), str(error), hint, CHECKS["number"], type(error), early)
+                yield Problem((option,), str(error), hint, CHECKS[number], type(error), early)
 
-    def _wrong_choices(self, where: str) -> Iterator[Problem]:
-        for option, choices in CHOICES.items():
-            value = getattr(self, option)
-            # 1 equals True, but is not it.
-            if value in choices and (True not in choices or isinstance(value, bool)):
-                continue
-            wrong_type = not isinstance(value, str) or True in choices
-            yield Problem(
-                (option,),
-                f"{option}={value!r} {where} is none of {', '.join(map(str, choices))}.",
-                f"Set {option} to one of them, or remove it.",
-                CHECKS["choice"],
-                TypeError if wrong_type else ValueError,
-                early=wrong_type,
-            )
-
-    def _wrong_skips(self, where: str) -> Iterator[Problem]:
-        function = self.on_skip
-        if function is not None and (not callable(function) or iscoroutinefunction(function)):
-            text = f"on_skip {where} must be a function that is not async, not {function!r}."
-            hint = "Set on_skip to a function, or skip_result to a value."
-            yield Problem(("on_skip",), text, hint, CHECKS["choice"], TypeError, early=True)
-        if callable(self.skip_result):
-            text = f"skip_result {where} must be a value, not {self.skip_result!r}: use on_skip."
-            hint = "Set on_skip to what is to be called when a run is skipped."
-            yield Problem(("skip_result",), text, hint, CHECKS["choice"], TypeError, early=True)
-
-    def _wrong_lock_on(self, where: str, parameters: Parameters | None) -> Iterator[Problem]:
-        names: Any = self.lock_on
-        if names is None:
-            return
-        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
-            text = f"lock_on {where} must be a list of argument names, not {names!r}."
-            if isinstance(names, str):
-                text = f"lock_on={names!r} {where} is a string; did you mean [{names!r}]?"
-            hint = "Set lock_on to a list."
-            yield Problem(("lock_on",), text, hint, CHECKS["lock_on"], TypeError, early=True)
-        elif parameters is not None and not parameters.takes_any_name:
-            arguments = ", ".join(parameters.names) or "none; use lock_on=[]"
-            for name in names:
-                if name not in parameters.names:
-                    yield Problem(
-                        ("lock_on",),
-                        f"lock_on={list(names)!r} {where} names {name!r}, which is no argument of "
-                        "it.",
-                        f"Its arguments are: {arguments}.",
-                        CHECKS["lock_on"],
-                    )
-
-    def _wrong_lock_name(self, where: str, parameters: Parameters | None) -> Iterator[Problem]:
-        template: Any = self.lock_name
-        if template is None or callable(template):
-            return
-        if not isinstance(template, str):
-            text = f"lock_name {where} must be a format string or a callable, not {template!r}."
-            hint = "Set lock_name to a string or a function."
-            yield Problem(("lock_name",), text, hint, CHECKS["lock_name"], TypeError, early=True)
-        elif parameters is not None:
-            yield from _wrong_template(template, f"lock_name={template!r} {where}", parameters)
+    def _wrong_arguments(self, where: str, parameters: Parameters) -> Iterator[Problem]:
+        for name in self.lock_on or ():
+            if name not in parameters.names and not parameters.takes_any_name:
+                text = f"lock_on={self.lock_on!r} {where} names {name!r}, which is no argument"
+                arguments = ", ".join(parameters.names) or "none; use lock_on=[]"
+                hint = f"Its arguments are: {arguments}."
+                yield Problem(("lock_on",), f"{text} of it.", hint, CHECKS["lock_on"])
+        if isinstance(self.lock_name, str):
+            what = f"lock_name={self.lock_name!r} {where}"
+            yield from _wrong_template(self.lock_name, what, parameters)
 
 
 NAMES = frozenset(field.name for field in dataclasses.fields(LockOptions))
 _values = operator.attrgetter(*NAMES)
+
+
+# The values that each option may have
+
+
+def _number(check: Callable[..., Any] = check_seconds, **allowed: bool) -> Rule:
+    return lambda option, where, value: check(f"{option} {where}", value, **allowed)
+
+
+def _choice(*choices: Any) -> Rule:
+    def check(option: str, where: str, value: Any) -> None:
+        # 1 equals True, but is not it.
+        if value not in choices or (True in choices and not isinstance(value, bool)):
+            error = ValueError if isinstance(value, str) and True not in choices else TypeError
+            names = ", ".join(map(str, choices))
+            raise error(f"{option}={value!r} {where} is none of {names}.")
+
+    return check
+
+
+def _function(option: str, where: str, value: Any) -> None:
+    if not callable(value) or iscoroutinefunction(value):
+        raise TypeError(f"{option} {where} must be a function that is not async, not {value!r}.")
+
+
+def _value(option: str, where: str, value: Any) -> None:
+    if callable(value):
+        raise TypeError(f"{option} {where} must be a value, not {value!r}: use on_skip.")
+
+
+def _names(option: str, where: str, value: Any) -> None:
+    if isinstance(value, str):
+        raise TypeError(f"{option}={value!r} {where} is a string; did you mean [{value!r}]?")
+    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{option} {where} must be a list of argument names, not {value!r}.")
+
+
+def _name(option: str, where: str, value: Any) -> None:
+    if not isinstance(value, str) and not callable(value):
+        raise TypeError(f"{option} {where} must be a format string or a callable, not {value!r}.")
+
+
+SECONDS = "seconds, such as 60"
+BOOLEAN = _choice(True, False), "choice", "one of them"
+RULES: dict[str, tuple[Rule, str, str]] = {
+    "lock_timeout": (_number(), "number", SECONDS),
+    "lock_wait": (_number(zero=True, infinite=True), "number", SECONDS),
+    "lock_at_least": (_number(zero=True), "number", SECONDS),
+    "unique_for": (_number(), "number", SECONDS),
+    "lock_slots": (_number(check_slots), "number", "a number of runs"),
+    "on_conflict": (_choice(*POLICIES), "choice", "one of them"),
+    "on_outage": (_choice("raise", "run", "skip"), "choice", "one of them"),
+    "unique_until": (_choice(None, "start", "finish", "expiry"), "choice", "one of them"),
+    "on_duplicate": (_choice("return", "raise", "replace"), "choice", "one of them"),
+    "lock_renew": BOOLEAN,
+    "lock_history": BOOLEAN,
+    "on_skip": (_function, "choice", "a function"),
+    "skip_result": (_value, "choice", "a value"),
+    "lock_on": (_names, "lock_on", "a list"),
+    "lock_name": (_name, "lock_name", "a string or a function"),
+}
+"""The rule of each option, the kind of its check, and what the option can be set to."""
 
 
 def _wrong_template(template: str, what: str, parameters: Parameters) -> Iterator[Problem]:

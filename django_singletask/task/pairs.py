@@ -46,8 +46,9 @@ class Pair(NamedTuple):
 
     def is_among(self, options: Any) -> bool:
         """Say whether these options have such values that the pair does not go together."""
-        unless = any(_has(options, *side) for side in self.unless)
-        return _has(options, *self.one) and _has(options, *self.other) and not unless
+        if not (_has(options, *self.one) and _has(options, *self.other)):
+            return False
+        return not any(_has(options, *side) for side in self.unless)
 
     def problem(self, options: Any, where: str) -> Problem:
         """Return what is wrong with these options."""
