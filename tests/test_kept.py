@@ -103,6 +103,15 @@ def test_a_lock_that_was_lost_is_not_kept(monkeypatch):
     assert TaskLockEvent.objects.get(kind="acquired").reason == "cleared"
 
 
+def test_each_of_several_slots_is_kept(sent, result):
+    options = {**KEEP, "lock_slots": 2}
+    ends = [run(task_id, options=options) for task_id in ("1", "2", "3")]
+    assert ends == ["ran", "ran", "skipped"]
+    result.state = "SUCCESS"
+    with pytest.raises(Dropped):
+        run("2", options=options)
+
+
 def test_to_keep_costs_no_further_trip(monkeypatch):
     store, trips = get_store("redis"), []
     change = store.change
