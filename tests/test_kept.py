@@ -164,6 +164,18 @@ def test_the_row_of_the_run_is_closed_and_skips_count_against_it():
     assert skipped.blocked_by == acquired.token
 
 
+def test_the_row_says_too_that_the_cache_had_forgotten_the_lock(monkeypatch):
+    def forget(*args, **facts):
+        lock = current_lock()
+        get_store("redis").release(lock.key, lock.lease.value)
+        lock.extend()
+
+    monkeypatch.setattr(tasks, "body", forget)
+    run()
+    reason = TaskLockEvent.objects.get(kind="acquired").reason
+    assert reason == "kept for 60 s from its start; forgotten by the cache and taken again"
+
+
 def test_the_conflict_says_that_the_lock_is_kept():
     run(task=tasks.insist)
     with pytest.raises(LockConflict, match=r"kept for \d+ s more") as caught:

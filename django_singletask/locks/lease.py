@@ -194,7 +194,8 @@ class Lease(Holding):
             self.kept = False
             self.lose()
         elif self.kept:
-            self.reason = f"{KEPT} {self.at_least:g} s from its start"
+            kept_for = f"{KEPT} {self.at_least:g} s from its start"
+            self.reason = f"{kept_for}; {self.reason}" if self.reason else kept_for
         self.tell_released(result, self.reason)
         return outcome is Outcome.OK
 

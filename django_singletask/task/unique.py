@@ -98,11 +98,9 @@ class QueuedCall:
         if queued_call is None or (replaces and self._take_over(lease)):
             return None
         self.value = None
-        if replaces:
-            return None
         # Without a task id the entry belongs to no call, or other entries came and went. Send the
         # call; its lock decides.
-        return queued_call if queued_call.task_id else None
+        return queued_call if queued_call.task_id and not replaces else None
 
     def _take_over(self, lease: Lease) -> bool:
         """Put the entry of this call in the place of that of a queued one; say if it is there."""
