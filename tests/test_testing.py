@@ -42,6 +42,11 @@ def bill(customer):
     return "billed"
 
 
+@app.task(base=SingletonTask, shared=False, name="users.rebuild", lock_on=[], skip_result="held")
+def rebuild(index):
+    return "rebuilt"
+
+
 @only_one(key="nightly", skip_result="skipped")
 def nightly():
     return "ran"
@@ -268,6 +273,16 @@ def test_hold_takes_the_lock_name_of_a_task(dead):
     with hold("customer:7"):
         assert bill(7) is None
         assert bill(8) == "billed"
+
+
+def test_to_ask_needs_no_argument_that_does_not_make_the_lock(dead):
+    with hold(rebuild):
+        assert rebuild.delay("a").get() == "held"
+        assert rebuild.lock().locked()
+        assert rebuild.queued() is None
+        for ask in (rebuild.lock, rebuild.queued, lambda **wrong: hold(rebuild, **wrong).enable()):
+            with pytest.raises(TypeError, match="unexpected keyword argument 'indx'"):
+                ask(indx="a")
 
 
 def test_another_lock_is_taken_and_given_back(dead):
