@@ -4,12 +4,14 @@ A program, so that it forks from a process without threads. It prints what happe
 
     python -m tests.racers race <alias> <store or django> <free or expired> <rounds>
     python -m tests.racers turns <alias> <seconds>
+    python -m tests.racers slots <alias> <right or broken> <seconds>
     python -m tests.racers fork <alias> <opened or inherited> <reads>
     python -m tests.racers threads <alias> <bytes or str> <cycles>
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -147,6 +149,49 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
     return {"runs": runs, "met": met, "lost": lost}
 
 
+def take_slots(alias: str, way: str, seconds: float) -> dict[str, int]:
+    """Let all take and give back one of three slots; count the runs, and the most at a time.
+
+    ``broken`` takes a slot in two steps, a look and a write.
+    """
+    from django_singletask.locks.keys import name_key
+    from django_singletask.stores import Outcome, Slots, Store, get_store
+    from tests.entries import holder
+
+    slots = Slots(name_key(f"slots {os.getpid()}").slots(3), 3, b"")
+    inside, most = fork.Value("i", 0), fork.Value("i", 0)
+
+    def work(number: int, barrier: Any) -> tuple[int, int]:
+        store: Any = get_store(alias)
+        take, value = store.take_slot, holder(str(number))
+        if way == "broken":
+            take = functools.partial(Store.take_slot, store)
+
+            def add(key: str, value: bytes, lease: float) -> None:
+                store.client.set(store.make_key(key), value)
+
+            store.add = add
+        runs = lost = 0
+        barrier.wait(GIVE_UP)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            key = take(slots, value, 60, heeds_epoch=False)
+            if not isinstance(key, str):
+                continue
+            with inside.get_lock():
+                inside.value += 1
+                most.value = max(most.value, inside.value)
+            lost += store.renew(key, value, 60) is not Outcome.OK
+            with inside.get_lock():
+                inside.value -= 1
+            lost += store.release(key, value) is not Outcome.OK
+            runs += 1
+        return runs, lost
+
+    runs, lost = map(sum, zip(*run(work, PROCESSES), strict=True))
+    return {"runs": runs, "most": most.value, "lost": lost}
+
+
 def fork_and_read(alias: str, way: str, reads: int) -> dict[str, Any]:
     """Read in parent and children at the same time; count replies to another request.
 
@@ -251,6 +296,8 @@ if __name__ == "__main__":
         result = race(alias, rest[0], rest[1], int(rest[2]))
     elif command == "turns":
         result = turns(alias, float(rest[0]))
+    elif command == "slots":
+        result = take_slots(alias, rest[0], float(rest[1]))
     elif command == "threads":
         result = take_in_threads(alias, rest[0], int(rest[1]))
     else:

@@ -73,6 +73,17 @@ def test_16_processes_take_turns(cache_alias: str) -> None:
     assert (result["met"], result["lost"]) == (0, 0)
 
 
+@pytest.mark.parametrize("cache_alias", ["redis", "pymemcache", "db_postgres"], indirect=True)
+def test_16_processes_share_three_slots(cache_alias: str) -> None:
+    result = run_racers("slots", cache_alias, "right", 1)
+    assert (result["most"], result["lost"]) == (3, 0)
+
+
+@pytest.mark.parametrize("cache_alias", ["redis"], indirect=True)
+def test_control_a_take_in_two_steps_lets_a_fourth_in(cache_alias: str) -> None:
+    assert run_racers("slots", cache_alias, "broken", 1)["most"] > 3
+
+
 @on_each_client
 def test_every_reply_after_a_fork_belongs_to_its_request(cache_alias: str) -> None:
     assert run_racers("fork", cache_alias, "opened", 1000) == {"wrong": 0, "kept": True}

@@ -8,12 +8,11 @@ from typing import Any
 
 from django_singletask import clock
 from django_singletask.holder import Holder
-from django_singletask.locks import blocks, renewal
+from django_singletask.locks import blocks, liveness, renewal
 from django_singletask.locks.address import Address
 from django_singletask.locks.debts import Kept
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Adder, Lease
-from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.run import Run
 from django_singletask.stores import Entry, Slots, Store
 from django_singletask.stores.base import MAX_SLOTS
@@ -75,7 +74,7 @@ class SlotLease(Lease):
     def _rank(self, item: tuple[str, Entry]) -> tuple[bool, bool, float]:
         """Sort what is in the way: the run's own, the dead, the one that ends soonest, the rest."""
         entry = item[1]
-        lives = proof_of_death(Holder.decode(entry.value)) is None
+        lives = liveness.proof_of_death(Holder.decode(entry.value)) is None
         return not self.slots.is_own(entry), lives, entry.remaining or math.inf
 
     def _go_to(self, key: str) -> None:

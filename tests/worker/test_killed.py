@@ -8,8 +8,10 @@ import time
 
 import pytest
 
+from django_singletask.holder import Holder
 from django_singletask.locks.liveness import is_gone
 from django_singletask.models import TaskLockEvent
+from django_singletask.stores import get_store
 from tests.deadline import wait_for
 from tests.testapp import log, tasks
 from tests.testapp.celery import app
@@ -68,6 +70,24 @@ def test_a_killed_child(start_worker, queue, settings, alias, env, task):
     _, pid = start_one(worker, tasks.long, queue)
     os.kill(pid, signal.SIGKILL)
     assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
+
+
+@pytest.mark.parametrize("alias", ["redis", "pymemcache"])
+def test_a_killed_child_frees_its_own_slot(start_worker, queue, settings, alias):
+    settings.SINGLETASK_CACHE = alias
+    worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=3)
+    options = {"lock_options": {"lock_slots": 2}}
+    runs = dict(start_one(worker, tasks.long, queue, **options) for _ in range(2))
+    first, second = tasks.long.lock("a").lock_key.slots(2)
+    holder = Holder.decode(get_store(alias).read(second).value)
+    (pid,) = (pid for result, pid in runs.items() if result.id == holder.task_id)
+    assert tasks.long.apply_async(("a", 0), queue=queue, **options).get(timeout=20) is None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: is_gone(pid, ""), "the process is gone")
+    gone = time.monotonic()
+    wait_for(lambda: get_store(alias).read(second) is None, "its slot is free")
+    assert time.monotonic() - gone < 1
+    assert get_store(alias).read(first) is not None
 
 
 def test_a_hard_time_limit(start_worker, queue):

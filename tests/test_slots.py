@@ -1,0 +1,244 @@
+"""A lock that several may hold at once, each in a slot."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from django_singletask import LockConflict, TaskLock, only_one
+from django_singletask.exceptions import Postponed
+from django_singletask.holder import Holder
+from django_singletask.locks import liveness
+from django_singletask.locks.keys import LockKey
+from django_singletask.models import TaskLockEvent
+from django_singletask.stores import get_store
+from django_singletask.task.header import WAITS
+from tests.deliveries import receive, wait_for_debts
+from tests.testapp import tasks
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
+on_each_family = pytest.mark.parametrize(
+    "cache_alias", ["redis", "pymemcache", "db_postgres", "locmem"], indirect=True
+)
+
+
+@pytest.fixture
+def three(settings):
+    """Give the locks of a name with three slots, of which two are taken."""
+    locks = [TaskLock("api", slots=3) for _ in range(3)]
+    assert locks[0].acquire()
+    assert locks[1].acquire()
+    yield locks
+    for lock in locks:
+        if lock:
+            lock.release()
+
+
+def hold_slot(number, task_id="other"):
+    """Let a run have a slot of the lock of ``tasks.hold("a")``; return the key of the slot."""
+    lock = tasks.hold.lock("a")
+    holder = Holder.new(lock.name, 60, task=tasks.hold.name, task_id=task_id, retries=0)
+    key = lock.lock_key.slots()[number - 1]
+    value = dataclasses.replace(holder, slots=3).encode()
+    assert get_store("redis").add(key, value, 60) is None
+    return key
+
+
+@on_each_family
+def test_as_many_hold_the_lock_as_it_has_slots(cache_alias):
+    locks = [TaskLock("api", slots=3, cache=cache_alias) for _ in range(4)]
+    assert [lock.acquire() for lock in locks] == [True, True, True, False]
+    assert {lock.key for lock in locks[:3]} == set(locks[3].lock_key.slots(3))
+    assert locks[3].blocker in [lock.lease.holder for lock in locks[:3]]
+    assert locks[1].release()
+    assert locks[3].acquire()
+    assert all(locks[n].owned() and locks[n].release() for n in (0, 2, 3))
+
+
+def test_the_lock_is_locked_when_all_slots_are_taken(three):
+    assert not three[2].locked()
+    assert three[2].acquire()
+    assert TaskLock("api", slots=3).locked()
+
+
+def test_the_holder_is_the_one_whose_lease_ends_first(three):
+    three[1].extend(20)
+    view = TaskLock("api", slots=3)
+    assert view.holder().token == three[1].token
+    assert 15 < view.remaining() <= 20
+
+
+def test_a_conflict_is_with_the_holder_whose_lease_ends_first(three):
+    assert three[2].acquire()
+    three[1].extend(20)
+    with pytest.raises(LockConflict) as caught, TaskLock("api", slots=3):
+        pass
+    assert caught.value.holder.token == three[1].token
+
+
+def test_clear_wants_a_token(three):
+    with pytest.raises(TypeError, match=r"api has 3 slots: say whose to free, with clear\(token="):
+        three[2].clear()
+    assert three[2].clear(token=three[1].token)
+    assert (three[0].owned(), three[1].owned()) == (True, False)
+
+
+def test_a_cleared_slot_is_not_taken_again_by_its_renewal(three):
+    three[2].clear(token=three[1].token)
+    with pytest.raises(Exception, match="no longer held"):
+        three[1].extend()
+
+
+def test_several_slots_have_no_fencing_token(three):
+    with pytest.raises(TypeError, match="has 3 slots"):
+        three[0].fencing_token()
+
+
+def test_a_slot_is_handed_over_and_received(three):
+    handle = three[1].hand_over(for_=30)
+    key = three[1].key
+    with TaskLock.receive(handle) as lock:
+        assert (lock.key, lock.slots, lock.owned()) == (key, 3, True)
+        with pytest.raises(TypeError):
+            lock.fencing_token()
+
+
+def test_a_block_inside_a_block_conflicts_though_a_slot_is_free():
+    with TaskLock("api", slots=3), pytest.raises(LockConflict), TaskLock("api", slots=3):
+        pass
+
+
+def test_a_block_does_not_wait_for_itself():
+    with TaskLock("api", slots=3), pytest.raises(LockConflict):
+        TaskLock("api", slots=3).acquire(wait=math.inf)
+
+
+def test_a_slot_of_a_dead_holder_is_taken_over_when_no_other_is_free(three, monkeypatch):
+    assert three[2].acquire()
+    dead = three[1].token
+    monkeypatch.setattr(
+        liveness, "proof_of_death", lambda holder: "gone" if holder.token == dead else None
+    )
+    with TaskLock("api", slots=3) as lock:
+        assert lock.key == three[1].key
+        assert not three[1].owned()
+
+
+def test_an_error_gives_back_what_the_request_may_have_taken(monkeypatch):
+    store = get_store("redis")
+    take = store.take_slot
+
+    def lose_the_reply(*args, **options):
+        take(*args, **options)
+        raise ConnectionError("the reply is lost")
+
+    monkeypatch.setattr(store, "take_slot", lose_the_reply)
+    with pytest.raises(ConnectionError):
+        TaskLock("api", slots=2).acquire()
+    wait_for_debts()
+    assert store.read_many(LockKey(*TaskLock("api").lock_key).slots()) == {}
+
+
+@pytest.mark.parametrize("slots", [0, 101, True, "3", 2.0])
+def test_a_wrong_number_of_slots_is_refused(slots):
+    with pytest.raises((TypeError, ValueError), match="slots must be a whole number from 1 to 100"):
+        TaskLock("api", slots=slots)
+
+
+def test_only_one_lets_so_many_calls_in():
+    @only_one(key="calls", slots=2, skip_result="skipped")
+    def call(inner):
+        return inner() if inner else "ran"
+
+    other = TaskLock("calls", slots=2)
+    assert other.acquire()
+    assert call(None) == "ran"
+    assert TaskLock("calls", slots=2).acquire()
+    assert call(None) == "skipped"
+
+
+class TestTasks:
+    """Messages of a task with ``lock_slots``."""
+
+    @pytest.fixture
+    def hold(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
+        monkeypatch.setattr(tasks.hold, "lock_slots", 3)
+        return tasks.hold
+
+    @pytest.fixture
+    def sent(self, monkeypatch):
+        messages = []
+        monkeypatch.setattr(
+            tasks.hold.app, "send_task", lambda name, *args, **options: messages.append(options)
+        )
+        return messages
+
+    def test_a_run_takes_a_free_slot_and_is_skipped_without_one(self, hold):
+        for number in (1, 2):
+            hold_slot(number)
+        assert receive(hold, "a") == "ran"
+        hold_slot(3)
+        assert receive(hold, "a") == "skipped"
+        event = TaskLockEvent.objects.get(kind="skipped")
+        assert (event.name, event.key) == tuple(hold.lock("a").lock_key)
+
+    def test_a_redelivery_waits_for_its_first_run_though_a_slot_is_free(self, hold, sent):
+        hold_slot(2, task_id="mine")
+        with pytest.raises(Postponed):
+            receive(hold, "a")
+        assert sent[0]["headers"]["singletask"]["redelivered"] == WAITS
+
+    @pytest.mark.parametrize(
+        "message",
+        [{"delivery_info": {"redelivered": True}}, {"header": {"redelivered": WAITS}}],
+        ids=["marked by the broker", "postponed before"],
+    )
+    def test_a_redelivery_finds_its_first_run_beyond_its_own_number(self, hold, sent, message):
+        """A deploy has lowered lock_slots from 5 to 3 since the first run began."""
+        hold_slot(5, task_id="mine")
+        with pytest.raises(Postponed):
+            receive(hold, "a", **message)
+
+    def test_a_link_waits_for_the_task_that_it_replaces(self, hold, sent):
+        for number, task_id in enumerate(["one", "parent", "two"], 1):
+            hold_slot(number, task_id=task_id)
+        with pytest.raises(Postponed):
+            receive(hold, "a", parent_id="parent", replaced_task_nesting=1)
+
+    @pytest.mark.parametrize("policy", ["requeue", "rerun"])
+    def test_what_was_postponed_runs_when_a_slot_is_free(self, hold, sent, monkeypatch, policy):
+        monkeypatch.setattr(hold, "on_conflict", policy)
+        keys = [hold_slot(number) for number in (1, 2, 3)]
+        with pytest.raises(Postponed):
+            receive(hold, "a")
+        header = sent[0]["headers"]["singletask"]
+        assert header["key"] == keys[0]
+        entry = get_store("redis").read(keys[1])
+        get_store("redis").release(keys[1], entry.value)
+        assert receive(hold, "a", header=header) == "ran"
+
+    def test_of_all_that_conflict_the_last_reruns(self, hold, sent, monkeypatch):
+        monkeypatch.setattr(hold, "on_conflict", "rerun")
+        keys = [hold_slot(number) for number in (1, 2, 3)]
+        for task_id in ("first", "last"):
+            with pytest.raises(Postponed):
+                receive(hold, "a", task_id=task_id)
+        get_store("redis").release(keys[2], get_store("redis").read(keys[2]).value)
+        headers = [message["headers"]["singletask"] for message in sent]
+        assert receive(hold, "a", task_id="first", header=headers[0]) == "skipped"
+        assert receive(hold, "a", task_id="last", header=headers[1]) == "ran"
+
+    def test_raise_and_wait_meet_the_holders(self, hold, monkeypatch):
+        for number in (1, 2, 3):
+            hold_slot(number)
+        for policy in ("raise", "wait"):
+            monkeypatch.setattr(hold, "on_conflict", policy)
+            monkeypatch.setattr(hold, "lock_wait", 0.1 if policy == "wait" else None)
+            with pytest.raises(LockConflict):
+                receive(hold, "a")
