@@ -21,12 +21,13 @@ class Kind(models.TextChoices):
     LOST = "lost", _("lost")
     RETAKEN = "retaken", _("retaken")
     CLEARED = "cleared", _("cleared")
+    UNGUARDED = "unguarded", _("unguarded")
 
 
 COUNTED = frozenset({"skipped", "duplicate"})
 """Calls that came to nothing: their repeats against one holder are counted in one row."""
 
-TROUBLE = frozenset({"expired", "lost", "retaken", "cleared"})
+TROUBLE = frozenset({"expired", "lost", "retaken", "cleared", "unguarded"})
 """What can let two runs go on at the same time: it is recorded for quiet tasks, too."""
 
 

@@ -22,10 +22,11 @@ class LockEvent:
     """One thing that happened to a lock.
 
     ``kind`` is ``acquired``, ``released``, ``skipped``, ``duplicate``, ``expired``, ``lost``,
-    ``retaken`` or ``cleared``. ``cache`` is the alias of the cache that holds the lock. ``token``,
-    ``host``, ``pid``, ``task`` and ``task_id`` are those of the holder; if ``kind`` is ``skipped``,
-    those of the run that was skipped. ``at`` is an aware UTC time, ``timeout`` and
-    ``longest_renewal_gap`` are seconds. ``quiet`` is set for tasks with ``lock_history=False``.
+    ``retaken``, ``cleared`` or ``unguarded`` (``on_outage="run"``). ``cache`` is the alias of the
+    cache that holds the lock. ``token``, ``host``, ``pid``, ``task`` and ``task_id`` are those of
+    the holder; if ``kind`` is ``skipped``, those of the run that was skipped. ``at`` is an aware
+    UTC time, ``timeout`` and ``longest_renewal_gap`` are seconds. ``quiet`` is set for tasks with
+    ``lock_history=False``.
     """
 
     kind: str

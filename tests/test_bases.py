@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task
-from celery.app.trace import build_tracer, reset_worker_optimizations, setup_worker_optimizations
+from celery.app.trace import _install_stack_protection, reset_worker_optimizations
 from django.db import connection, transaction
 
 from django_singletask import SingletonTask, current_lock
 from django_singletask.task.chained import ChainedTask
-from tests.deliveries import held_by
+from tests.deliveries import deliver, held_by
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__", transaction=True),
@@ -28,20 +28,13 @@ def app() -> Iterator[Celery]:
         yield app
 
 
-def deliver(task: Any, *args: Any, **request: Any) -> Any:
-    """Run a message as a pool's process does; return what the tracer says of it."""
-    facts = {"id": "mine", "task": task.name, "retries": 0, "headers": None, "delivery_info": {}}
-    facts |= {"argsrepr": repr(args), "kwargsrepr": "{}", "ignore_result": True, **request}
-    return build_tracer(task.name, task, app=task.app)("mine", args, {}, facts)
-
-
 def message(task: Any, *args: Any) -> Any:
     return deliver(task, *args).retval
 
 
 def message_in_a_worker(task: Any, *args: Any) -> Any:
     """A worker replaces Celery's ``Task.__call__``."""
-    setup_worker_optimizations(task.app)
+    _install_stack_protection()
     try:
         return message(task, *args)
     finally:
@@ -237,19 +230,28 @@ def test_a_conflict_is_met_once(app: Celery, call: Callable[..., Any], base: typ
 
 
 @pytest.mark.parametrize("base", [LockFirst, LockLast])
-@pytest.mark.parametrize("call", [message, message_in_a_worker])
-def test_retry_sends_the_message_of_the_request(
-    app: Celery, call: Callable[..., Any], base: type, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("until", ["start", "finish", "expiry"])
+def test_a_retry_sends_the_message_again_and_keeps_its_entry(
+    app: Celery, base: type, until: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = []
-    monkeypatch.setattr(app, "send_task", lambda name, args, *_, **facts: sent.append(facts))
+    sent: list[dict[str, Any]] = []
 
-    @app.task(bind=True, base=base, shared=False)
+    def send_task(name: str, *_: Any, **options: Any) -> Any:
+        sent.append(options)
+        return app.AsyncResult(options["task_id"])
+
+    monkeypatch.setattr(app, "send_task", send_task)
+
+    @app.task(bind=True, base=base, shared=False, unique_until=until)
     def body(self: Any, key: str) -> None:
         raise self.retry(countdown=0)
 
-    call(body, "a")
-    assert [(facts["task_id"], facts["retries"]) for facts in sent] == [("mine", 1)]
+    task_id = body.delay("a").id
+    deliver(body, "a", task_id=task_id, headers=sent[0]["headers"])
+    messages = [(message["task_id"], message.get("retries")) for message in sent]
+    assert messages == [(task_id, None), (task_id, 1)]
+    queued = body.queued("a")
+    assert (queued and queued.id) == (task_id if until == "finish" else None)
 
 
 @on_all_ways

@@ -26,6 +26,7 @@ class Migration(migrations.Migration):
                             ("lost", "lost"),
                             ("retaken", "retaken"),
                             ("cleared", "cleared"),
+                            ("unguarded", "unguarded"),
                         ],
                         max_length=10,
                         verbose_name="kind",

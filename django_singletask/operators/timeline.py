@@ -41,8 +41,9 @@ SIGNS = {
     "lost": "M0-7 6 0 0 7-6 0Z",
     "retaken": "M-5-5H5V5H-5Z",
     "cleared": "M-5-5 5 5M5-5-5 5",
+    "unguarded": "M-5 0A5 5 0 1 0 5 0 5 5 0 1 0-5 0Z",
 }
-"""Paths around (0, 0): triangle, diamond, square and cross differ in form, not only in colour."""
+"""Paths around (0, 0): triangle, diamond, square, cross and circle differ not only in colour."""
 NEAR = 0.3
 """Percent of the width: marks of one kind that are nearer to each other become one mark."""
 

@@ -50,6 +50,8 @@ class SingletonTask(LockedTask):
       A call without a message (direct, ``apply()``) raises instead of these two.
     * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
     * ``lock_at_least``: seconds from its start for which a run that returned keeps the lock.
+    * ``on_outage``: if the cache cannot be asked, ``"raise"`` :class:`LockUnavailable`, ``"run"``
+      without the lock, or ``"skip"`` the run.
     * ``skip_result``: what a skipped run returns.
     * ``on_skip``: called instead, with the :class:`LockConflict` and the call's arguments. What it
       returns is the result. A method, and with ``bind=True`` a function, gets the task first.

@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from celery import Task
-from celery.exceptions import Reject, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.locks.keys import NO_LOCK
-from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import NO_RUN, Run
+from django_singletask.task.autoretry import raise_or_retry
+from django_singletask.task.delivery_lock import DeliveryLock
 from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
 from django_singletask.task.options import LockOptions
 from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone
@@ -34,19 +35,12 @@ QUEUED_AGAIN = "singletask_queued_again"
 """Attribute of a request whose body has sent its message again: seconds until that starts."""
 
 
-class DeliveryLock(TaskLock):
-    """The lock of a delivery, which does by itself what ``on_conflict`` says."""
-
-    def meet_conflict(self) -> None:
-        """Leave the conflict to the delivery."""
-
-
 @dataclasses.dataclass
 class Delivery:
     """One delivery: the body of a task, and what says under which lock and how it runs.
 
     ``policy`` is what it does if its lock is held. ``request`` is that of the message; None for a
-    call that came as none and cannot be postponed.
+    call that came as none and cannot be postponed. The header of a direct call has no task id.
     """
 
     task: Task[..., Any]
@@ -57,6 +51,7 @@ class Delivery:
     policy: Policy
     request: Any = None
     queued_call: QueuedCall | None = None
+    has_begun: bool = False
 
     def run(self) -> Any:
         """Run the body under its lock, or do what ``on_conflict`` says."""
@@ -68,13 +63,24 @@ class Delivery:
         except (Postponed, Dropped):
             raise  # another delivery of this message exists, and the entry belongs to that one
         except BaseException as error:
-            if not self._comes_again(error):
+            # A retry for an error of the lock: the call is queued again, with its entry.
+            if not (self._comes_again(error) or (isinstance(error, Retry) and not self.has_begun)):
                 queued_call.give_back()
             raise
         queued_call.give_back(kept=self.lock.lease is not None and self.lock.lease.kept)
         return result
 
     def _run(self) -> Any:
+        try:
+            return self._run_under_lock()
+        except (Ignore, Reject):
+            raise
+        except Exception as error:
+            if self.has_begun or not self.header.task_id:
+                raise
+            raise_or_retry(self.task, error)
+
+    def _run_under_lock(self) -> Any:
         if is_marked(self.request):
             self._drop_if_done(marked=True)
         if self._is_superseded():
@@ -82,6 +88,8 @@ class Delivery:
         # The lock is given back here, so before Celery stores the result and publishes the next
         # link of a chain, which may want the same lock.
         with self.lock as lock:
+            if lock.outage is not None:
+                return self._meet_outage()
             if lock:
                 if self.header.redelivered and not (lock.lease and lock.lease.took_over):
                     self._leave_to_first_run()
@@ -94,7 +102,14 @@ class Delivery:
             self._postpone_behind_itself()
         return self.policy(self)
 
+    def _meet_outage(self) -> Any:
+        if self.header.redelivered:  # it has met a run of its own, which may still go on
+            self.postpone("redelivery", redelivered=WAITS)
+        self.lock.report_outage()
+        return self._run_body() if self.options.on_outage == "run" else self.options.skip_result
+
     def _run_body(self) -> Any:
+        self.has_begun = True
         if self.queued_call is not None:
             self.queued_call.start()
         return self.run_here(self.body)
@@ -268,22 +283,13 @@ def deliver(
     task_id, retries = (request.id, request.retries or 0) if request is not None else (None, 0)
     redelivered = bool(header.redelivered or is_marked(request))
     run = Run(task.name, task_id, retries, header.token, not options.lock_history, redelivered)
-    lock = DeliveryLock(
-        key,
-        timeout=options.lock_timeout,
-        renew=options.lock_renew,
-        wait=(options.lock_wait or 0) if options.on_conflict == "wait" else 0,
-        slots=options.lock_slots,
-        run=run,
-    )
-    lock.at_least = options.lock_at_least
     message = None if request is None or request.is_eager else request
     if message is None:  # what the header says of a message is not about this call
         header = Header(header.task_id, header.task)
     queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
     return Delivery(
         task,
-        lock,
+        DeliveryLock(key, options, run),
         options,
         header,
         partial(body, *args, **kwargs),

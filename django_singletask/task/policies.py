@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from celery.exceptions import SoftTimeLimitExceeded
 
-from django_singletask.exceptions import LockConflict, Postponed
+from django_singletask.exceptions import LockConflict, LockUnavailable, Postponed
 from django_singletask.task.delivery import Delivery, Policy
 from django_singletask.task.rerun import take_ticket, tickets
 
@@ -48,8 +48,9 @@ def requeue(delivery: Delivery) -> NoReturn:
 def rerun(delivery: Delivery) -> NoReturn:
     """Postpone the message behind the holder, as the last that has met a conflict so far."""
     _must_be_a_message(delivery)
-    entry = tickets(delivery.lock.address, delivery.task.name)
-    ticket = None if delivery.header.ticket else take_ticket(*entry)
+    entry, ticket = tickets(delivery.lock.address, delivery.task.name), None
+    with suppress(LockUnavailable):  # the next delivery meets the outage itself
+        ticket = None if delivery.header.ticket else take_ticket(*entry)
     if ticket is None:  # it has one, or others were faster: it takes one the next time
         delivery.postpone("rerun")
     try:

@@ -12,7 +12,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from django_singletask.conf import MAX_LEASE, conf
-from django_singletask.exceptions import DuplicateTask
+from django_singletask.exceptions import DuplicateTask, LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.address import Address, lease_length
@@ -83,7 +83,8 @@ class QueuedCall:
 
         A call that replaces the queued one takes over its entry, and takes a ticket.
         ``delay`` is the number of seconds for which the call will not start anyway. Raises
-        :class:`LockUnavailable`: then it is not known whether an equal call is queued.
+        :class:`LockUnavailable`: then it is not known whether an equal call is queued. With
+        another ``on_outage`` than ``"raise"`` the call has no entry then.
         """
         # The producer may end while its call is queued, so its death proves nothing: store no
         # process.
@@ -91,6 +92,17 @@ class QueuedCall:
         lease = Lease(self.address, holder)
         # Known here before it is added: whatever strikes after that, give_back() can free it.
         self.value = lease.value
+        try:
+            return self._enqueue(lease)
+        except LockUnavailable as error:
+            if self.options.on_outage not in {"run", "skip"}:
+                raise
+            logger.error("%s is sent, and so can equal calls be: %s", self.lock_address, error)
+            self.discard()
+            self.value = self.ticket = None
+            return None
+
+    def _enqueue(self, lease: Lease) -> Holder | None:
         queued_call, _remaining = lease.take()
         replaces = self.options.on_duplicate == "replace"
         if replaces:

@@ -6,11 +6,11 @@ import os
 import time
 import uuid
 
-from celery import shared_task
+from celery import Task, shared_task
 from celery.exceptions import Reject
 from django.dispatch import receiver
 
-from django_singletask import SingletonTask, TaskLock, current_lock, only_one
+from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock, only_one
 from django_singletask.signals import LockEvent, lock_event
 from tests import intervals
 from tests.testapp import log
@@ -204,3 +204,54 @@ def unique_to_the_end(self, key: str, seconds: float = 0, retries: int = 0) -> s
     if self.request.retries < retries:
         raise self.retry(countdown=1)
     return answer
+
+
+@shared_task(**POLICY, on_outage="run")
+def regardless(self, key: str) -> str:
+    return body(key, 0, self.request.id)
+
+
+@shared_task(
+    **POLICY,
+    on_conflict="raise",
+    unique_until="start",
+    autoretry_for=(LockConflict,),
+    default_retry_delay=1,
+    max_retries=20,
+)
+def tenacious(self, key: str) -> str:
+    return body(key, 0, self.request.id)
+
+
+# Tasks with another base that has a __call__
+
+
+class Noted(Task):
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        log.write("called", task=self.name, locked=bool(current_lock()))
+        return super().__call__(*args, **kwargs)
+
+
+class LockFirst(SingletonTask, Noted):
+    abstract = True
+
+
+class LockLast(Noted, SingletonTask):
+    abstract = True
+
+
+NOTED = {"bind": True, "lock_on": ["key"], "unique_until": "finish", "max_retries": 3}
+
+
+@shared_task(**NOTED, base=LockFirst)
+def noted_inside(self, key: str) -> str:
+    if not self.request.retries:
+        raise self.retry(countdown=1)
+    return body(key, 0, self.request.id)
+
+
+@shared_task(**NOTED, base=LockLast)
+def noted_outside(self, key: str) -> str:
+    if not self.request.retries:
+        raise self.retry(countdown=1)
+    return body(key, 0, self.request.id)
