@@ -203,17 +203,24 @@ class TestMessages:
             self.meet(queued)
         assert (tasks.unique.queued("a") is not None) == requeue
 
-    def test_a_retry_keeps_the_entry_until_its_turn(self, on_skip, queued, monkeypatch):
+    @pytest.mark.parametrize("until", ["start", "finish", "expiry"])
+    def test_a_retry_keeps_the_entry_until_its_turn(self, on_skip, queued, monkeypatch, until):
+        monkeypatch.setattr(tasks.unique, "unique_until", until)
+
         def again(conflict, key):
             raise tasks.unique.retry(countdown=9000)
 
         on_skip(tasks.unique, again)
+        key = tasks.unique.lock_key("a", {}).beside(QUEUED, tasks.unique.name).key
+        store, value = get_store("redis"), queued[0]["headers"]["singletask"]["queued"].encode()
+        assert store.replace(key, value, value, 300)  # some time has passed
         with pytest.raises(Retry):
             self.meet(queued)
         assert len(queued) == 2
         assert queued[1]["retries"] == 1
-        key = tasks.unique.lock_key("a", {}).beside(QUEUED, tasks.unique.name).key
-        assert 12_500 < get_store("redis").read(key).remaining <= 12_600
+        # The end of "expiry" counts from the sending.
+        end = 300 if until == "expiry" else 12_600
+        assert end - 100 < store.read(key).remaining <= end
         assert tasks.unique.queued("a").id == "mine"
         on_skip(tasks.unique, None)
         assert self.meet(queued, retries=1) == "skipped"

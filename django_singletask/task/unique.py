@@ -207,7 +207,7 @@ class QueuedCall:
         try:
             if self.lease is not None:
                 self.lease.hand_back(queued_value, length)
-            else:
+            elif self.options.unique_until != "expiry":  # whose end never moves
                 store, key = get_store(self.address.cache), self.address.key
                 store.replace(key, queued_value, queued_value, length)
         except Exception:
