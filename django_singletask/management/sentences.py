@@ -69,43 +69,36 @@ def _arguments(name: str) -> str:
 
 
 def _held(why: Why, lock: HeldLock) -> Iterator[str]:
-    holder = lock.holder
-    if lock.state in {"handed_over", "kept"}:
-        to_free = "To free it now:"
-        if lock.state == "kept":
-            state = in_state("kept", lock.left).capitalize()
-            yield f"{state}, for {_whole(lock.left)} more: {holder} has returned (lock_at_least)."
-        else:
-            to_free = "To free it now, so that its receiver finds it lost:"
-            yield (
-                f"Handed over {_whole(lock.held_for)} ago by {holder}: no process has it. It "
-                f"waits for its receiver for {_whole(lock.left)} more at most."
-            )
-        yield f"{_skipped(why, lock)} {_completed(why)}".strip()
-        yield from _hungry(why, lock)
-        yield to_free
-        yield _clear(lock)
-        return
-    if why.death:
-        alive = f"dead: {why.death}"
-    elif why.alive:
-        alive = f"alive: same host{_started(lock)}"
+    holder, to_free, runs = lock.holder, "To free it now:", False
+    if lock.state == "kept":
+        state = in_state("kept", lock.left).capitalize()
+        yield f"{state}, for {_whole(lock.left)} more: {holder} has returned (lock_at_least)."
+    elif lock.state == "handed_over":
+        to_free = "To free it now, so that its receiver finds it lost:"
+        yield (
+            f"Handed over {_whole(lock.held_for)} ago by {holder}: no process has it. It "
+            f"waits for its receiver for {_whole(lock.left)} more at most."
+        )
     else:
-        alive = "on another host or in another container: it cannot be seen from here"
-    since = f"for {_whole(lock.held_for)} " if holder.since else ""
-    yield f"Held {since}by {holder} ({alive})."
-    yield f"{_lease(lock)} {_usual(why)}"
+        alive, runs = "on another host or in another container: it cannot be seen from here", True
+        if why.death:
+            to_free = f"The next call on this host takes it over. {to_free}"
+            alive, runs = f"dead: {why.death}", False
+        elif why.alive:
+            alive = f"alive: same host{_started(lock)}"
+        since = f"for {_whole(lock.held_for)} " if holder.since else ""
+        yield f"Held {since}by {holder} ({alive})."
+        yield f"{_lease(lock)} {_usual(why)}"
     yield f"{_skipped(why, lock)} {_completed(why)}".strip()
     yield from _hungry(why, lock)
-    if why.death:
-        yield "The next call on this host takes it over. To free it now:"
-    else:
-        if holder.task_id:
-            yield "It is freed when the task ends or its process dies. To stop the task:"
-            yield f"{COMMAND}app.control.revoke({json.dumps(holder.task_id)}, terminate=True)"
-        else:
-            yield "It is freed when its block of code ends or its process dies."
-        yield "To free only the lock (a second run can then start beside this one):"
+    if runs and holder.task_id:
+        yield "It is freed when the task ends or its process dies. To stop the task:"
+        yield f"{COMMAND}app.control.revoke({json.dumps(holder.task_id)}, terminate=True)"
+    elif runs:
+        yield "It is freed when its block of code ends or its process dies."
+    if runs:
+        to_free = "To free only the lock (a second run can then start beside this one):"
+    yield to_free
     yield _clear(lock)
 
 
