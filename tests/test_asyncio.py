@@ -10,10 +10,11 @@ import random
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.db import connections
 
 from django_singletask import LockConflict, LockError, LockLost, TaskLock, current_lock, only_one
 from django_singletask.locks import pool, steps
@@ -587,3 +588,7 @@ def test_the_history_of_a_test_is_in_its_transaction(on_redis, empty_history, se
 
     async_to_sync(main)()
     assert TaskLockEvent.objects.get(name=NAME).outcome == "released"
+    outside = connections.create_connection("default")
+    with closing(outside), outside.cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM {TaskLockEvent._meta.db_table}")
+        assert cursor.fetchone() == (0,)
