@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from asyncio import _get_running_loop
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from contextvars import ContextVar, Token
@@ -19,10 +20,8 @@ Place = tuple[int, int | None]
 
 def here() -> Place:
     """Return the place of the running code."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
-        task = None
+    loop = _get_running_loop()  # a tenth of the time of get_running_loop() where none runs
+    task = None if loop is None else asyncio.current_task(loop)
     return threading.get_ident(), None if task is None else id(task)
 
 

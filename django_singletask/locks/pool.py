@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import os
 import threading
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -79,7 +80,8 @@ def submit(cache: str, job: Callable[[], T]) -> Future[T]:
     """
     future: Future[T] = Future()
     work = partial(_settle, future, partial(contextvars.copy_context().run, job))
-    if conf.history == "inline" and _loop_runs():
+    # No loop runs if a coroutine is thrown away after the end of its loop.
+    if conf.history == "inline" and _get_running_loop() is not None:
         # The history is written in the transaction of the caller, as in the tests of a project.
         # That is the transaction of the thread which Django itself uses for asyncio code.
         task = asyncio.ensure_future(sync_to_async(work)())
@@ -88,13 +90,6 @@ def submit(cache: str, job: Callable[[], T]) -> Future[T]:
     else:
         _pools.setdefault(cache, Pool()).add(work)
     return future
-
-
-def _loop_runs() -> bool:
-    try:
-        return bool(asyncio.get_running_loop())
-    except RuntimeError:  # a coroutine is thrown away after the end of its loop
-        return False
 
 
 def _settle(future: Future[T], job: Callable[[], T]) -> None:
