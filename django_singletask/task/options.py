@@ -15,7 +15,7 @@ from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
 from django_singletask.locks.slots import check_slots
-from django_singletask.task.pairs import PAIRS, Problem
+from django_singletask.task.pairs import Problem, wrong_pairs
 
 Rule = Callable[[str, str, Any], object]
 """Raises an error for an option, followed by the place, with a value that it cannot have."""
@@ -118,9 +118,7 @@ class LockOptions:
             yield problem
         if parameters is not None and wrong.isdisjoint({"lock_on", "lock_name"}):
             yield from self._wrong_arguments(where, parameters)
-        for pair in PAIRS:
-            if wrong.isdisjoint(pair.names) and pair.is_among(self):
-                yield pair.problem(self, where)
+        yield from wrong_pairs(self, where, wrong)
 
     def _wrong_values(self, where: str) -> Iterator[Problem]:
         for option, (check, number, right) in RULES.items():

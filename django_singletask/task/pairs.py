@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["PAIRS", "Problem"]
+__all__ = ["PAIRS", "Problem", "wrong_pairs"]
 
 
 class Problem(NamedTuple):
@@ -38,24 +39,6 @@ class Pair(NamedTuple):
     text: str = "{one} {where} has no effect with {other}."
     hint: str = "Change {1}, or remove {0}; docs/options.rst says which options go together."
     unless: tuple[tuple[Any, ...], ...] = ()
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of both options."""
-        return self.one[0], self.other[0]
-
-    def is_among(self, options: Any) -> bool:
-        """Say whether these options have such values that the pair does not go together."""
-        if not (_has(options, *self.one) and _has(options, *self.other)):
-            return False
-        return not any(_has(options, *side) for side in self.unless)
-
-    def problem(self, options: Any, where: str) -> Problem:
-        """Return what is wrong with these options."""
-        one, other = (f"{name}={getattr(options, name)!r}" for name in self.names)
-        text = self.text.format(one=one, other=other, where=where)
-        hint = self.hint.format(*self.names)
-        return Problem(self.names, text, hint, self.check, self.error, self.early)
 
 
 def _has(options: Any, name: str, *values: Any) -> bool:
@@ -99,3 +82,15 @@ PAIRS = (
     Pair(("skip_result",), ("on_conflict", *NEVER_SKIP), unless=RETURN_SKIP_RESULT),
     Pair(("skip_result",), ("on_skip",), unless=RETURN_SKIP_RESULT),
 )
+
+
+def wrong_pairs(options: Any, where: str, wrong: set[str]) -> Iterator[Problem]:
+    """Yield what is wrong with two options, unless one of them is ``wrong`` by itself."""
+    for one, other, check, error, early, text, hint, unless in PAIRS:
+        names = one[0], other[0]
+        if not (_has(options, *one) and _has(options, *other)) or wrong.intersection(names):
+            continue
+        if not any(_has(options, *side) for side in unless):
+            first, second = (f"{name}={getattr(options, name)!r}" for name in names)
+            text = text.format(one=first, other=second, where=where)
+            yield Problem(names, text, hint.format(*names), check, error, early)
