@@ -142,3 +142,11 @@ def test_rerun_in_50_bursts_runs_the_last_to_meet_the_conflict(start_worker, que
         last[key] = max(at, last.get(key, 0))
     assert len(met) == 400
     assert max(last[key] - at for key, at in map(met.get, ran)) < 0.2
+
+
+def test_calls_without_a_lock_run_beside_each_other(start_worker, queue):
+    """The message says that there is no lock; the task itself would have one."""
+    start_worker(concurrency=2)
+    options = {"lock_name": lambda key, number: None}
+    calls = [tasks.meet.apply_async(("a", 2), queue=queue, lock_options=options) for _ in range(2)]
+    assert [call.get(timeout=20) for call in calls] == ["met", "met"]
