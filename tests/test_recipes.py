@@ -1,0 +1,132 @@
+"""The recipes in the docs do what they say: their code is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.db import transaction
+
+from django_singletask import LockConflict, SingletonTask, TaskLock
+from tests.deadline import wait_for
+
+PAGE = (Path(__file__).parent.parent / "docs" / "recipes.rst").read_text()
+BLOCKS = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", PAGE)
+ACCOUNTS = ["account:1", "account:2"]
+
+pytestmark = pytest.mark.usefixtures("on_redis")
+
+
+@pytest.fixture
+def recipes() -> Iterator[SimpleNamespace]:
+    """Give what the page defines. In ``names``, a test can say what the work is."""
+    with Celery("recipes", set_as_current=False, broker="memory://") as app:
+
+        @app.task(base=SingletonTask)
+        def rebuild_index(full=False):
+            return f"rebuilt, {full=}"
+
+        names: dict[str, Any] = {
+            "__name__": "recipes",
+            "shared_task": app.task,
+            "rebuild_index": rebuild_index,
+        }
+        exec("\n".join(map(textwrap.dedent, BLOCKS)), names)
+        yield SimpleNamespace(names=names, **names)
+
+
+def held(*names):
+    return [TaskLock(name).locked() for name in names]
+
+
+class TestSeveralLocks:
+    def test_all_are_held_while_the_body_runs(self, recipes):
+        recipes.names["move"] = lambda source, target, amount: held(*ACCOUNTS)
+        assert recipes.transfer(2, 1, 10) == [True, True]
+        assert held(*ACCOUNTS) == [False, False]
+
+    def test_a_name_that_occurs_twice_is_one_lock(self, recipes):
+        recipes.names["move"] = lambda source, target, amount: held("account:1")
+        assert recipes.transfer(1, 1, 10) == [True]
+
+    def test_if_one_is_held_none_is_kept(self, recipes, take):
+        recipes.names["TaskLock"] = lambda name, wait: TaskLock(name)
+        take("account:2")
+        with pytest.raises(LockConflict, match="account:2"):
+            recipes.transfer(1, 2, 10)
+        assert held(*ACCOUNTS) == [False, True]
+
+    def test_transfers_in_both_directions_all_end(self, recipes):
+        moved = []
+        recipes.names["move"] = lambda *transfer: moved.append(transfer)
+        pairs = [(1, 2), (2, 1)] * 5
+        threads = [threading.Thread(target=recipes.transfer, args=(*p, 1)) for p in pairs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted((source, target) for source, target, _amount in moved) == sorted(pairs)
+
+
+@pytest.mark.django_db(transaction=True)
+class TestUntilCommit:
+    @pytest.fixture(autouse=True)
+    def work(self, recipes):
+        recipes.names["write_invoices"] = lambda customer_id: held("customer:7")
+
+    def test_a_transaction_inside_the_lock(self, recipes):
+        assert recipes.bill(7) == [True]
+        assert held("customer:7") == [False]
+
+    def test_the_lock_is_held_until_the_transaction_around_it_commits(self, recipes):
+        with transaction.atomic():
+            assert recipes.bill_here(7) == [True]
+            assert held("customer:7") == [True]
+        assert held("customer:7") == [False]
+
+    def test_without_a_transaction_around_it_the_lock_is_held_during_the_work(self, recipes):
+        assert recipes.bill_here(7) == [True]
+        assert held("customer:7") == [False]
+
+    def test_an_error_frees_the_lock_at_once(self, recipes):
+        with transaction.atomic():
+            with suppress(ZeroDivisionError), recipes.locked_until_commit("customer:7"):
+                raise ZeroDivisionError
+            assert held("customer:7") == [False]
+
+    def test_after_a_later_rollback_the_lock_ends_by_itself(self, recipes, settings):
+        settings.SINGLETASK_LOCK_TIMEOUT = 0.5
+        with suppress(ZeroDivisionError), transaction.atomic():
+            recipes.bill_here(7)
+            raise ZeroDivisionError
+        assert held("customer:7") == [True]
+        wait_for(lambda: held("customer:7") == [False], "the lease ends")
+
+    def test_control_a_lock_that_is_referred_to_outlives_a_rollback(self):
+        lock = TaskLock("customer:7", timeout=0.5)
+        with suppress(ZeroDivisionError), transaction.atomic():
+            lock.acquire()
+            transaction.on_commit(lock.release)
+            raise ZeroDivisionError
+        first = lock.lease.renewed_at
+        wait_for(lambda: lock.lease.renewed_at > first + 0.5, "the lease would have ended")
+        assert lock.release()
+
+    def test_a_lock_that_is_held_is_a_conflict(self, recipes, take):
+        take("customer:7")
+        with pytest.raises(LockConflict, match="customer:7"):
+            recipes.bill_here(7)
+
+
+@pytest.mark.parametrize("name", ["rebuild_now", "rebuild_index_anyway"])
+def test_the_bare_body_runs_beside_the_holder(recipes, name):
+    with recipes.rebuild_index.lock(full=True):
+        assert getattr(recipes, name)() == "rebuilt, full=True"
