@@ -51,8 +51,8 @@ class TaskLock(HeldLock):
 
     The lock is an entry in the cache that ends by itself: see "What a lock of this kind cannot
     promise" in the README. It is not re-entrant, and one object serves one acquisition at a time.
-    Raises ``TypeError`` and ``ValueError`` for options that cannot work. The words are those of
-    ``redis.lock.Lock`` and ``threading.Lock``.
+    Raises ``TypeError`` and ``ValueError`` for options that cannot work. Unlike the locks of
+    redis-py and ``threading``, ``acquire()`` does not wait by default.
     """
 
     def __init__(
