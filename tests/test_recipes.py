@@ -18,11 +18,17 @@ from django.db import transaction
 from django_singletask import LockConflict, SingletonTask, TaskLock
 from tests.deadline import wait_for
 
-PAGE = (Path(__file__).parent.parent / "docs" / "recipes.rst").read_text()
-BLOCKS = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", PAGE)
+DOCS = Path(__file__).parent.parent / "docs"
 ACCOUNTS = ["account:1", "account:2"]
 
 pytestmark = pytest.mark.usefixtures("on_redis")
+
+
+def blocks(page: str) -> list[str]:
+    """Return the Python code on a page of the docs."""
+    text = (DOCS / page).read_text()
+    found = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", text)
+    return [textwrap.dedent(block) for block in found]
 
 
 @pytest.fixture
@@ -39,7 +45,7 @@ def recipes() -> Iterator[SimpleNamespace]:
             "shared_task": app.task,
             "rebuild_index": rebuild_index,
         }
-        exec("\n".join(map(textwrap.dedent, BLOCKS)), names)
+        exec("\n".join(blocks("recipes.rst")), names)
         yield SimpleNamespace(names=names, **names)
 
 
@@ -130,3 +136,14 @@ class TestUntilCommit:
 def test_the_bare_body_runs_beside_the_holder(recipes, name):
     with recipes.rebuild_index.lock(full=True):
         assert getattr(recipes, name)() == "rebuilt, full=True"
+
+
+def test_the_ported_lock_of_redis_py_runs_its_work_locked_or_not_at_all(take):
+    [block] = [block for block in blocks("coming-from.rst") if "cache.lock" in block]
+    ported = block.partition("# after\n")[2]
+    runs: list[bool] = []
+    work = {"TaskLock": TaskLock, "sync": lambda: runs.extend(held("sync"))}
+    exec(ported, work)
+    take("sync")
+    exec(ported, work)
+    assert runs == [True]
