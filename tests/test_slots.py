@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
+from django.urls import reverse
 
 from django_singletask import LockConflict, TaskLock, only_one
 from django_singletask.exceptions import Postponed
@@ -15,6 +17,7 @@ from django_singletask.locks.keys import LockKey
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.task.header import WAITS
+from tests.command_line import locks
 from tests.deliveries import receive, wait_for_debts
 from tests.testapp import tasks
 
@@ -242,3 +245,52 @@ class TestTasks:
             monkeypatch.setattr(hold, "lock_wait", 0.1 if policy == "wait" else None)
             with pytest.raises(LockConflict):
                 receive(hold, "a")
+
+
+class TestOperators:
+    """What an operator sees of a lock with slots."""
+
+    def test_each_holder_is_listed_with_its_share(self, three):
+        lines = [line for line in locks("list", "api").splitlines() if line.startswith("api")]
+        assert len(lines) == 2
+        assert all(line.endswith(" (2 of 3)") for line in lines)
+        facts = json.loads(locks("list", "--json"))
+        assert [(each["slots"], each["slots_held"]) for each in facts] == [(3, 2), (3, 2)]
+        assert {each["key"] for each in facts} == {lock.key for lock in three[:2]}
+
+    def test_a_cache_that_lists_nothing_is_asked_for_all_slots(self, settings, empty_cache):
+        settings.SINGLETASK_CACHE = "pymemcache"
+        empty_cache("pymemcache")
+        taken = [TaskLock("api", slots=3) for _ in range(2)]
+        assert all(lock.acquire() for lock in taken)
+        taken[0].release()
+        settings.SINGLETASK_HISTORY = "off"
+        assert [each["key"] for each in json.loads(locks("list", "api", "--json"))] == [
+            taken[1].key
+        ]
+
+    def test_why_tells_of_each_holder(self, three):
+        text = locks("why", "api")
+        assert "2 of 3 slots are held" in text
+        assert all(f"manage.py locks clear --token {lock.token}" in text for lock in three[:2])
+        assert locks("why", three[1].key) == locks("why", three[0].lock_key.key)
+
+    def test_why_of_a_lock_whose_first_slot_is_free(self, three):
+        three[0].release()
+        assert "1 of 3 slots are held" in locks("why", "api")
+
+    def test_clear_frees_the_slot_that_was_named(self, three):
+        locks("clear", "--yes", three[1].key)
+        assert (three[0].owned(), three[1].owned()) == (True, False)
+
+    def test_clear_frees_all_that_it_showed(self, three):
+        assert "Freed 2 locks." in locks("clear", "--yes", "api")
+        assert TaskLock("api", slots=3).holder() is None
+
+    def test_the_history_has_the_name_of_the_lock_and_the_key_of_the_slot(self, three):
+        rows = TaskLockEvent.objects.named("api")
+        assert {row.key for row in rows} == {lock.key for lock in three[:2]}
+
+    def test_the_admin_shows_each_holder_with_its_share(self, three, admin_client):
+        page = admin_client.get(reverse("admin:django_singletask_tasklockevent_changelist"))
+        assert page.content.decode().count("2 of 3 slots") == 2
