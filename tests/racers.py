@@ -4,7 +4,7 @@ A program, so that it forks from a process without threads. It prints what happe
 
     python -m tests.racers race <alias> <store or django> <free or expired> <rounds>
     python -m tests.racers turns <alias> <seconds>
-    python -m tests.racers slots <alias> <right or broken> <seconds>
+    python -m tests.racers slots <alias> <right, one run or broken> <seconds>
     python -m tests.racers fork <alias> <opened or inherited> <reads>
     python -m tests.racers threads <alias> <bytes or str> <cycles>
 """
@@ -152,13 +152,14 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
 def take_slots(alias: str, way: str, seconds: float) -> dict[str, int]:
     """Let all take and give back one of three slots; count the runs, and the most at a time.
 
-    ``broken`` takes a slot in two steps, a look and a write.
+    ``one run``: all are deliveries of one message. ``broken``: look and write are two steps.
     """
     from django_singletask.locks.keys import name_key
     from django_singletask.stores import Outcome, Slots, Store, get_store
     from tests.entries import holder
 
-    slots = Slots(name_key(f"slots {os.getpid()}").slots(3), 3, b"")
+    mark = b'"name":"tests"' if way == "one run" else b""
+    slots = Slots(name_key(f"slots {os.getpid()}").slots(3), 3, mark)
     inside, most = fork.Value("i", 0), fork.Value("i", 0)
 
     def work(number: int, barrier: Any) -> tuple[int, int]:

@@ -79,6 +79,12 @@ def test_16_processes_share_three_slots(cache_alias: str) -> None:
     assert (result["most"], result["lost"]) == (3, 0)
 
 
+@pytest.mark.parametrize("cache_alias", ["redis", "pymemcache", "db_postgres"], indirect=True)
+def test_16_deliveries_of_one_message_take_one_slot_at_a_time(cache_alias: str) -> None:
+    result = run_racers("slots", cache_alias, "one run", 1)
+    assert (result["most"], result["lost"]) == (1, 0)
+
+
 @pytest.mark.parametrize("cache_alias", ["redis"], indirect=True)
 def test_control_a_take_in_two_steps_lets_a_fourth_in(cache_alias: str) -> None:
     assert run_racers("slots", cache_alias, "broken", 1)["most"] > 3

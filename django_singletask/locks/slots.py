@@ -66,15 +66,15 @@ class SlotLease(Lease):
         if isinstance(taken, str):
             self._go_to(taken)
             return None
-        self.others = [Holder.decode(entry.value) for entry in taken.values()]
-        key, entry = min(taken.items(), key=self._rank)
+        holders = {key: Holder.decode(entry.value) for key, entry in taken.items()}
+        self.others = [*holders.values()]
+        key = min(holders, key=lambda key: self._rank(taken[key], holders[key]))
         self._go_to(key)
-        return entry
+        return taken[key]
 
-    def _rank(self, item: tuple[str, Entry]) -> tuple[bool, bool, float]:
+    def _rank(self, entry: Entry, holder: Holder) -> tuple[bool, bool, float]:
         """Sort what is in the way: the run's own, the dead, the one that ends soonest, the rest."""
-        entry = item[1]
-        lives = liveness.proof_of_death(Holder.decode(entry.value)) is None
+        lives = liveness.proof_of_death(holder) is None
         return not self.slots.is_own(entry), lives, entry.remaining or math.inf
 
     def _go_to(self, key: str) -> None:
