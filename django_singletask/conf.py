@@ -104,9 +104,9 @@ def check_installed(**kwargs: Any) -> None:
         if not apps.is_installed("django_singletask"):
             logger.warning(
                 "django_singletask is not in INSTALLED_APPS. Its locks work, but there is no "
-                "history, no system check and no manage.py locks, and workers do not free the "
-                'locks of processes that were killed. Add "django_singletask" to INSTALLED_APPS '
-                "and run manage.py migrate."
+                "history, no system check and no manage.py locks, and a worker does not free the "
+                'lock of a killed child at once. Add "django_singletask" to INSTALLED_APPS and run '
+                "manage.py migrate."
             )
 
 
