@@ -203,6 +203,28 @@ class TestMessages:
             self.meet(queued)
         assert (tasks.unique.queued("a") is not None) == requeue
 
+    def test_a_retry_that_raises_nothing_keeps_the_entry(self, on_skip, queued):
+        def again(conflict, key):
+            tasks.unique.retry(countdown=1, throw=False)
+            return "noted"
+
+        on_skip(tasks.unique, again)
+        assert self.meet(queued) == "noted"
+        assert tasks.unique.queued("a").id == "mine"
+
+    def test_a_retry_that_cannot_be_published_frees_the_entry(self, on_skip, queued, monkeypatch):
+        def again(conflict, key):
+            raise tasks.unique.retry(countdown=1)
+
+        def send_task(*args, **options):
+            raise OSError("the broker is away")
+
+        on_skip(tasks.unique, again)
+        monkeypatch.setattr(tasks.unique.app, "send_task", send_task)
+        with pytest.raises(Reject):
+            self.meet(queued)
+        assert tasks.unique.queued("a") is None
+
     @pytest.mark.parametrize("until", ["start", "finish", "expiry"])
     def test_a_retry_keeps_the_entry_until_its_turn(self, on_skip, queued, monkeypatch, until):
         monkeypatch.setattr(tasks.unique, "unique_until", until)

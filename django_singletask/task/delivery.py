@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from celery import Task
-from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.locks.keys import NO_LOCK
@@ -63,12 +63,18 @@ class Delivery:
         except (Postponed, Dropped):
             raise  # another delivery of this message exists, and the entry belongs to that one
         except BaseException as error:
-            # A retry for an error of the lock: the call is queued again, with its entry.
-            if not (self._comes_again(error) or (isinstance(error, Retry) and not self.has_begun)):
-                queued_call.give_back()
+            if not self._comes_again(error):
+                self._leave(queued_call)
             raise
-        queued_call.give_back(kept=self.lock.lease is not None and self.lock.lease.kept)
+        self._leave(queued_call, kept=self.lock.lease is not None and self.lock.lease.kept)
         return result
+
+    def _leave(self, queued_call: QueuedCall, *, kept: bool = False) -> None:
+        """Free the entry, unless a call that has not begun was sent again: it stays until then."""
+        delay = getattr(self.request, QUEUED_AGAIN, None)
+        if delay is not None:
+            queued_call.queue_again(delay)
+        queued_call.give_back(kept=kept)
 
     def _run(self) -> Any:
         try:
@@ -110,17 +116,12 @@ class Delivery:
 
     def _run_body(self) -> Any:
         self.has_begun = True
-        if self.queued_call is not None:
-            self.queued_call.start()
-        return self.run_here(self.body)
-
-    def run_here(self, function: Callable[[], Any]) -> Any:
-        """Call the body or ``on_skip``; if it sends the message again, the entry stays queued."""
         queued_call = self.queued_call
         if queued_call is None:
-            return function()
+            return self.body()
+        queued_call.start()
         try:
-            return function()
+            return self.body()
         except Reject as reject:
             if self._comes_again(reject):
                 setattr(self.request, QUEUED_AGAIN, 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from functools import partial
 from typing import Any, NoReturn
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -25,8 +24,7 @@ def skip(delivery: Delivery) -> Any:
         return options.skip_result
     conflict = LockConflict.of(lock)
     conflict.lock = options.lock(lock.lock_key, delivery.task.name)  # it raises, as others do
-    args, kwargs = delivery.body.args, delivery.body.keywords
-    return delivery.run_here(partial(options.on_skip, conflict, *args, **kwargs))
+    return options.on_skip(conflict, *delivery.body.args, **delivery.body.keywords)
 
 
 def refuse(delivery: Delivery) -> NoReturn:
