@@ -220,6 +220,28 @@ def test_a_call_of_ones_own_under_a_decorator_is_accepted(app: Celery) -> None:
     assert direct(body_of(app, Decorated), "a") == "ran"
 
 
+class ForUser(Task):
+    """It sends an argument beside those of the body, and takes it away before the body."""
+
+    typing = False
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        return super().apply_async(args, {**(kwargs or {}), "user": "ada"}, **options)
+
+    def __call__(self, *args: Any, user: str = "", **kwargs: Any) -> Any:
+        log.append(user)
+        return super().__call__(*args, **kwargs)
+
+
+def test_an_argument_that_another_base_sends_makes_no_other_lock(app: Celery) -> None:
+    app.conf.task_always_eager = True
+    task = body_of(app, type("Base", (SingletonTask, ForUser), {}), skip_result="skipped")
+    assert task.delay("a").get() == "ran"
+    assert [entry if isinstance(entry, str) else entry[0] for entry in log] == ["ada", "a"]
+    with held_by("another", task=task):
+        assert task.delay("a").get() == "skipped"
+
+
 @on_all_ways_with_a_request
 @pytest.mark.parametrize("base", [LockFirst, LockLast])
 def test_a_conflict_is_met_once(app: Celery, call: Callable[..., Any], base: type) -> None:

@@ -15,11 +15,14 @@ from typing import Any
 
 import pylibmc
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
+from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from pymemcache.exceptions import MemcacheError
 from redis.exceptions import RedisError
 
 from django_singletask import LockUnavailable, TaskLock
+from django_singletask.locks.handover import Handle
 from django_singletask.stores import Outcome, Store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
@@ -193,6 +196,58 @@ def test_a_run_during_an_outage_fails(alias, server, open_store) -> None:
             with TaskLock("nightly", cache=alias, on_conflict="skip"):
                 ran.append("the body")
     assert not ran
+
+
+USES: dict[str, Callable[[TaskLock], object]] = {
+    "locked": TaskLock.locked,
+    "holder": TaskLock.holder,
+    "remaining": TaskLock.remaining,
+    "owned": TaskLock.owned,
+    "clear": TaskLock.clear,
+    "extend": TaskLock.extend,
+    "release": TaskLock.release,
+    "fencing_token": TaskLock.fencing_token,
+    "hand_over": lambda lock: lock.hand_over(for_=60),
+    "receive": lambda lock: TaskLock.receive(Handle(*lock.lock_key, "redis", "0" * 32).encode()),
+    "check in a fork": lambda lock: in_a_fork(lock.check),
+}
+
+
+def in_a_fork(ask: Callable[[], object]) -> None:
+    """Ask in a child process; raise :class:`LockUnavailable` if that is raised there."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ask()
+        except LockUnavailable:
+            os._exit(3)
+        finally:
+            os._exit(1)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3:
+        raise LockUnavailable
+
+
+@pytest.mark.parametrize("alias", ["redis"])
+@pytest.mark.parametrize("use", USES)
+def test_whatever_asks_the_cache_raises_lock_unavailable(alias, use, server, open_store) -> None:
+    with open_store(alias, server.port):
+        lock = TaskLock("nightly", cache=alias)
+        lock.acquire()
+        server.kill()
+        with pytest.raises(LockUnavailable):
+            USES[use](lock)
+        server.start()
+
+
+@pytest.mark.parametrize("error", [ImproperlyConfigured, SoftTimeLimitExceeded, TypeError])
+def test_what_is_no_error_of_the_client_passes(settings, monkeypatch, error) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with private_store(settings, "redis") as store:
+        monkeypatch.setattr(store, "_call", fail)
+        with pytest.raises(error):
+            store.add(KEY, A, 60)
 
 
 @on_all_clients
