@@ -116,6 +116,23 @@ class TestExclusion:
 
         run(main)
 
+    def test_as_many_tasks_run_as_there_are_slots(self, on_redis):
+        inside = most = 0
+
+        async def one():
+            nonlocal inside, most
+            async with TaskLock(NAME, wait=20, slots=3):
+                inside += 1
+                most = max(most, inside)
+                await asyncio.sleep(0.05)
+                inside -= 1
+
+        async def main():
+            await asyncio.gather(*(one() for _ in range(9)))
+
+        run(main)
+        assert most == 3
+
     def test_two_tasks_cannot_use_one_object(self, on_redis):
         async def main():
             lock = TaskLock(NAME)

@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import pickle
 import re
@@ -778,6 +779,17 @@ class TestCurrentLock:
     def test_a_skipped_block_has_the_lock_around_it(self):
         with TaskLock("a") as outer, TaskLock("a", on_conflict="skip"):
             assert current_lock() is outer
+
+
+def test_a_wait_without_end_gets_the_lock(settings):
+    settings.SINGLETASK_HISTORY = "off"  # it would be written on a connection of the other thread
+    held = TaskLock("nightly")
+    held.acquire()
+    timer = threading.Timer(0.2, held.release)
+    timer.start()
+    with TaskLock("nightly", wait=math.inf) as lock:
+        assert lock
+    timer.join()
 
 
 class TestOnlyOne:

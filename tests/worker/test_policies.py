@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
+import pytest
 from celery.result import AsyncResult
 from django.db import connections
 
@@ -60,6 +61,20 @@ def test_wait_raises_in_the_end(start_worker, queue):
     assert type(error).__name__ == "LockConflict"
     assert error.holder.task_id == first.id
     assert "Traceback" not in worker.text()
+
+
+@pytest.mark.parametrize("cache", ["redis", "pymemcache"])
+def test_requeue_raises_after_lock_wait(start_worker, queue, on_cache, cache):
+    on_cache(cache)
+    worker = start_worker(concurrency=1, cache=cache)
+    options = {"lock_wait": 1.2, "unique_until": "start"}
+    with tasks.requeue.lock("a"):
+        call = tasks.requeue.apply_async(("a", 0), queue=queue, lock_options=options)
+        error = call.get(timeout=15, propagate=False)
+    assert type(error).__name__ == "LockConflict"
+    assert call.state == "FAILURE"
+    assert tasks.requeue.queued("a") is None
+    assert not worker.events("start")
 
 
 def test_requeue_leaves_the_retries_alone_and_honours_expires(start_worker, queue):
