@@ -165,17 +165,16 @@ class Watcher(threading.Thread):
         """Free the locks of killed runs; while the store is down, try again each second."""
         if not self.killed or time.monotonic() < self.free_at:
             return
-        killed, self.killed = self.killed, []
         try:
-            while killed:
-                killed[0].free()
-                del killed[0]
+            while self.killed:
+                self.killed[0].free()
+                del self.killed[0]
         except Exception as error:
             logger.warning("The locks of killed runs are not freed yet: %s", error)
-            self.free_at = time.monotonic() + RETRY
-        finally:
             now = time.monotonic()
-            self.killed += [one for one in killed if now < one.until]
+            self.free_at = now + RETRY
+            self.killed = [one for one in self.killed if now < one.until]
+        finally:
             connections.close_all()
 
 
