@@ -211,6 +211,20 @@ def test_one_that_calls_the_body_itself_is_refused_before_the_lock() -> None:
             pass
 
 
+def test_one_that_is_no_task_is_refused_behind_the_lock() -> None:
+    class Mixin:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    class Before(Mixin, SingletonTask):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mixin\.__call__ would never be called .* before Single"):
+
+        class Behind(SingletonTask, Mixin):
+            pass
+
+
 def test_a_call_of_ones_own_under_a_decorator_is_accepted(app: Celery) -> None:
     class Decorated(SingletonTask):
         @transaction.atomic

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -20,33 +20,21 @@ def raise_unavailable(store_class: type) -> None:
     """
     for name, method in list(vars(store_class).items()):
         if inspect.isfunction(method) and not name.startswith("_"):
-            iterates = inspect.isgeneratorfunction(method)
-            setattr(store_class, name, _iterating(method) if iterates else _asking(method))
-
-
-def _unavailable(store: Any, error: Exception) -> LockUnavailable:
-    reason = str(error).partition("\n")[0].rstrip(".")
-    alias = store.cache_alias
-    return LockUnavailable(f"The cache {alias!r} cannot be asked: {type(error).__name__}: {reason}")
+            setattr(store_class, name, _asking(method))
 
 
 def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+    yields = inspect.isgeneratorfunction(method)
+
     @wraps(method)
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(self, *args, **kwargs)
+            answer = method(self, *args, **kwargs)
+            return iter([*answer]) if yields else answer
         except self.client_errors as error:
-            raise _unavailable(self, error) from error
+            reason = f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
+            raise LockUnavailable(
+                f"The cache {self.cache_alias!r} cannot be asked: {reason}"
+            ) from error
 
     return ask
-
-
-def _iterating(method: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    @wraps(method)
-    def iterate(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        try:
-            yield from method(self, *args, **kwargs)
-        except self.client_errors as error:
-            raise _unavailable(self, error) from error
-
-    return iterate

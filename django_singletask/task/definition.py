@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import partialmethod
 from typing import Any
 
+from celery import Task
+
 from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.task.foreign import refuse_foreign
 from django_singletask.task.options import NAMES, LockOptions
@@ -44,6 +46,13 @@ def check_definition(cls: type, base: type) -> None:
                 f"{outer.__qualname__}.__call__ never calls super().__call__(*args, **kwargs), so "
                 f"{what} would run without its lock. Call it, or let {base.__name__} be the first "
                 "of the bases."
+            )
+    for inner in cls.__mro__[cls.__mro__.index(Task) + 1 : -1]:  # all but object
+        if "__call__" in inner.__dict__:
+            raise TypeError(
+                f"{inner.__qualname__}.__call__ would never be called for {what}, since Celery's "
+                f"Task comes before it. Let {inner.__qualname__} extend celery.Task, or name it "
+                f"before {base.__name__}."
             )
 
 
