@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import inspect
 import os
 import random
 import signal
@@ -168,7 +169,7 @@ class TestQuestions:
 
     def test_they_have_names_of_their_own(self):
         assert TaskLock.aextend.__name__ == "aextend"
-        assert asyncio.iscoroutinefunction(TaskLock.aextend)
+        assert inspect.iscoroutinefunction(TaskLock.aextend)
 
     def test_current_lock_is_that_of_the_block(self, on_redis):
         async def main():
@@ -201,7 +202,7 @@ class TestOnlyOne:
             await asyncio.sleep(0.2)
             return "ran"
 
-        assert asyncio.iscoroutinefunction(sync)
+        assert inspect.iscoroutinefunction(sync)
 
         async def main():
             assert sorted(await asyncio.gather(sync(7), sync(7))) == ["ran", "skipped"]
