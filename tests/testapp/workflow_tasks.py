@@ -27,17 +27,17 @@ LOCK: dict[str, Any] = {
     "lock_name": "workflow:{key}",
     # A postponed run is delivered again within a quarter of this.
     "lock_timeout": 6,
-    "skip_result": SKIPPED,
 }
+SKIPS = {**LOCK, "skip_result": SKIPPED}
 FLAVOURS: dict[str, dict[str, Any]] = {
     "plain": {"bind": True},
-    "skip": LOCK,
+    "skip": SKIPS,
     "raise": {**LOCK, "on_conflict": "raise"},
     "wait": {**LOCK, "on_conflict": "wait", "lock_wait": 30},
     "requeue": {**LOCK, "on_conflict": "requeue"},
-    "rerun": {**LOCK, "on_conflict": "rerun"},
-    "start": {**LOCK, "unique_until": "start"},
-    "finish": {**LOCK, "unique_until": "finish"},
+    "rerun": {**SKIPS, "on_conflict": "rerun"},
+    "start": {**SKIPS, "unique_until": "start"},
+    "finish": {**SKIPS, "unique_until": "finish"},
 }
 
 
