@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 import threading
@@ -36,13 +37,13 @@ def recipes() -> Iterator[SimpleNamespace]:
     """Give what the page defines. In ``names``, a test can say what the work is."""
     with Celery("recipes", set_as_current=False, broker="memory://") as app:
 
-        @app.task(base=SingletonTask)
+        @app.task(base=SingletonTask, shared=False)
         def rebuild_index(full=False):
             return f"rebuilt, {full=}"
 
         names: dict[str, Any] = {
             "__name__": "recipes",
-            "shared_task": app.task,
+            "shared_task": functools.partial(app.task, shared=False),
             "rebuild_index": rebuild_index,
         }
         exec("\n".join(blocks("recipes.rst")), names)
