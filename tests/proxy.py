@@ -43,6 +43,12 @@ class Proxy:
         """Lose the reply to the next request that contains these bytes."""
         self.doomed = request
 
+    def hang_up(self) -> None:
+        """Close the connections, as a server does that was idle for long."""
+        for open_socket in self.sockets:
+            with contextlib.suppress(OSError):
+                open_socket.shutdown(socket.SHUT_RDWR)
+
     def _start(self, target: object, *args: object) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)
         self.threads.append(thread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -16,6 +17,7 @@ from django_singletask.locks import liveness
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.task.header import WAITS
+from django_singletask.testing import hold
 from tests.command_line import locks
 from tests.deliveries import receive, wait_for_debts
 from tests.testapp import tasks
@@ -144,6 +146,41 @@ def test_an_error_gives_back_what_the_request_may_have_taken(monkeypatch, take):
         TaskLock("api", slots=2).acquire()
     wait_for_debts()
     assert [*store.read_many(first.lock_key.slots(2))] == [first.key]
+
+
+def test_hold_holds_all_slots():
+    lock = TaskLock("api", slots=3)
+    with hold(lock):
+        assert lock.locked()
+        assert not lock.acquire()
+        with hold(lock):
+            pass
+        assert lock.locked()
+        assert TaskLock("api", slots=4).acquire()
+    assert lock.holder() is None
+
+
+def test_hold_refuses_a_lock_of_which_the_test_has_a_slot():
+    with hold("another"):
+        lock = TaskLock("api", slots=3)
+        assert lock.acquire()
+        with pytest.raises(LockConflict), hold(TaskLock("api", slots=3)):
+            pass
+        assert [*get_store("redis").read_many(lock.lock_key.slots(3))] == [lock.key]
+
+
+def test_asyncio_code_shares_the_slots():
+    async def count(inside):
+        async with TaskLock("api", slots=2, wait=10):
+            inside.append(1)
+            await asyncio.sleep(0.05)
+            return len(inside), inside.pop()
+
+    async def run():
+        inside = []
+        return await asyncio.gather(*(count(inside) for _ in range(6)))
+
+    assert max(number for number, _ in asyncio.run(run())) == 2
 
 
 @pytest.mark.parametrize("slots", [0, 101, True, "3", 2.0])

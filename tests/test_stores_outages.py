@@ -358,6 +358,15 @@ def test_a_takeover_whose_reply_was_lost_is_an_acquisition(alias, server, open_s
         assert store.read(KEY).value == B
 
 
+@pytest.mark.parametrize("alias", ["pylibmc", "pylibmc_binary", "pymemcache"])
+def test_a_closed_connection_hides_no_entry(alias, server, open_store) -> None:
+    """pylibmc says then that there are none; a redelivery would overlook its first run."""
+    with Proxy(server.port) as proxy, open_store(alias, proxy.port) as store:
+        store.add(KEY, A, 60)
+        proxy.hang_up()
+        assert list(store.read_many([OTHER, KEY])) == [KEY]
+
+
 @on_all_clients
 def test_a_server_that_restarted_causes_no_error(alias, server, open_store) -> None:
     with open_store(alias, server.port) as store:
