@@ -597,16 +597,17 @@ class TestThreads:
 
 
 @pytest.mark.django_db
-def test_the_history_of_a_test_is_in_its_transaction(on_redis, empty_history, settings):
+def test_the_history_of_a_test_is_in_its_transaction(on_redis, settings):
     settings.SINGLETASK_HISTORY = "inline"
 
     async def main():
-        async with TaskLock(NAME):
+        async with TaskLock("in a transaction"):
             pass
 
     async_to_sync(main)()
-    assert TaskLockEvent.objects.get(name=NAME).outcome == "released"
+    assert TaskLockEvent.objects.get(name="in a transaction").outcome == "released"
     outside = connections.create_connection("default")
     with closing(outside), outside.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {TaskLockEvent._meta.db_table}")
+        table = TaskLockEvent._meta.db_table
+        cursor.execute(f"SELECT count(*) FROM {table} WHERE name = 'in a transaction'")
         assert cursor.fetchone() == (0,)

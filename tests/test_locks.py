@@ -913,7 +913,7 @@ class TestOnlyOne:
             (
                 "sync-{user}",
                 TypeError,
-                r"uses \{user\}, which is no argument of it; it has user_id",
+                r"uses \{user\}, which is no argument of it",
             ),
             ("sync-{}", TypeError, r"uses \{\}, which is no argument"),
             ("{user_id}", ValueError, "has no text of its own"),

@@ -6,9 +6,7 @@ from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockError, LockLost
 from django_singletask.locks.fencing import fencing_token
 from django_singletask.locks.handover import hand_over
-from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease
-from django_singletask.locks.run import Run
 from django_singletask.locks.steps import offer_in_thread
 from django_singletask.locks.use import Use
 from django_singletask.locks.view import LockView
@@ -19,18 +17,9 @@ __all__ = ["HeldLock"]
 class HeldLock(LockView):
     """A lock that this object may hold."""
 
-    def __init__(
-        self,
-        name: str | LockKey,
-        *,
-        timeout: float | None = None,
-        cache: str | None = None,
-        slots: int = 1,
-        run: Run | None = None,
-    ) -> None:
-        super().__init__(name, timeout=timeout, cache=cache, slots=slots, run=run)
-        self.lease: Lease | None = None  # the last acquisition; lease.held says whether it lasts
-        self._use = Use(self.name)
+    lease: Lease | None = None
+    """The last acquisition; ``lease.held`` says whether it lasts."""
+    _use: Use
 
     def __repr__(self) -> str:
         state = f"held, token {self.token}" if self.token else "not held"

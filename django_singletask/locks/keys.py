@@ -6,7 +6,7 @@ import hashlib
 import re
 import reprlib
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,9 +23,9 @@ __all__ = [
     "LockKey",
     "call_key",
     "filled_key",
-    "foreign_fields",
     "lock_of_slot",
     "name_key",
+    "template_errors",
     "template_fields",
 ]
 
@@ -153,17 +153,17 @@ def filled_key(
     return _made_key(what, name, source, shown)
 
 
-def foreign_fields(what: str, template: str, parameters: Parameters) -> list[str]:
-    """Return the fields of a format string that are no arguments.
-
-    Raises ``ValueError``, whose message begins with ``what``, if it cannot be a name.
-    """
-    foreign = []
-    for field in template_fields(what, template):
+def template_errors(what: str, template: str, parameters: Parameters) -> Iterator[Exception]:
+    """Yield what keeps a format string from making a name of the arguments."""
+    try:
+        fields = template_fields(what, template)
+    except ValueError as error:
+        yield error
+        return
+    for field in fields:
         name = re.split(r"[.\[]", field)[0]
         if name not in parameters.names and not (parameters.takes_any_name and name.isidentifier()):
-            foreign.append(field)
-    return foreign
+            yield TypeError(f"{what} uses {{{field}}}, which is no argument of it.")
 
 
 def template_fields(what: str, template: str) -> list[str]:

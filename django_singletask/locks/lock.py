@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from contextvars import Token
 from types import TracebackType
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from django_singletask.locks.lease import Lease
 from django_singletask.locks.run import Run, result_of
 from django_singletask.locks.slots import SlotLease
 from django_singletask.locks.steps import do, do_in_threads, in_thread
+from django_singletask.locks.use import Use
 
 __all__ = ["TaskLock", "current_lock"]
 
@@ -83,6 +84,7 @@ class TaskLock(HeldLock):
         self.on_conflict = on_conflict
         self.blocker: Holder | None = None
         self.blocker_remaining: float | None = None
+        self._use = Use(self.name)
         self._block: Token[Any] | None = None
 
     # Taking
@@ -108,11 +110,15 @@ class TaskLock(HeldLock):
 
         A call that is cancelled takes nothing: what its last request took is given back.
         """
-        use = object()
-        await do_in_threads(
-            self.address.cache, self._acquisition(use, wait), functools.partial(self._end, use)
-        )
+        await self._in_threads(wait)
         return bool(self)
+
+    def _in_threads(
+        self, wait: float | None = None, *, block: bool = False
+    ) -> Coroutine[Any, Any, None]:
+        use, cache = object(), self.address.cache
+        steps = self._acquisition(use, wait, block=block)
+        return do_in_threads(cache, steps, functools.partial(self._end, use))
 
     def take(self, wait: float = 0) -> bool:
         """Take the lock as :meth:`acquire` does, but report no conflict and reserve nothing."""
@@ -234,12 +240,7 @@ class TaskLock(HeldLock):
             self._leave_block()
 
     async def __aenter__(self) -> TaskLock:
-        use = object()
-        await do_in_threads(
-            self.address.cache,
-            self._acquisition(use, block=True),
-            functools.partial(self._end, use),
-        )
+        await self._in_threads(block=True)
         if self:
             self._block = blocks.enter(self)
         return self

@@ -15,8 +15,8 @@ from django_singletask.locks.keys import (
     NO_LOCK,
     LockKey,
     filled_key,
-    foreign_fields,
     name_key,
+    template_errors,
     template_fields,
 )
 from django_singletask.locks.lock import TaskLock
@@ -117,12 +117,9 @@ def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
         what = f"key={key!r} of {path}"
         if not isinstance(key, str) and not callable(key):
             raise TypeError(f"{what} must be a format string or a callable.")
+        for error in () if callable(key) else template_errors(what, key, parameters):
+            raise error
         if callable(key) or template_fields(what, key):
-            for field in () if callable(key) else foreign_fields(what, key, parameters):
-                raise TypeError(
-                    f"{what} uses {{{field}}}, which is no argument of it; "
-                    f"it has {', '.join(parameters.names) or 'none'}."
-                )
             return functools.partial(filled_key, "key", key, path, parameters)
         name = key.format()
     name_key(name)  # raises at decoration for what cannot be a name

@@ -11,9 +11,8 @@ import functools
 import time
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, wait
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from django_singletask.locks.address import Address
 from django_singletask.locks.pool import submit
 
 __all__ = ["GRACE", "do", "do_in_threads", "in_thread", "offer_in_thread"]
@@ -97,23 +96,13 @@ def _quiet(future: Future[Any]) -> asyncio.Future[Any]:
     return waiter
 
 
-class HasAddress(Protocol):
-    """A lock."""
-
-    @property
-    def address(self) -> Address: ...
-
-
-L = TypeVar("L", bound=HasAddress)
-
-
 def offer_in_thread(
-    method: Callable[Concatenate[L, P], T],
-) -> Callable[Concatenate[L, P], Coroutine[Any, Any, T]]:
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
     """Return a method of a lock as a coroutine function, whose requests stop no loop."""
 
     @functools.wraps(method)
-    async def call(self: L, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await in_thread(self.address.cache, functools.partial(method, self, *args, **kwargs))
 
     call.__name__ = f"a{method.__name__}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockError
-from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, foreign_fields
+from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, template_errors
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
@@ -211,14 +211,11 @@ RULES: dict[str, tuple[Rule, str, str]] = {
 
 
 def _wrong_template(template: str, what: str, parameters: Parameters) -> Iterator[Problem]:
-    try:
-        foreign = foreign_fields(what, template, parameters)
-    except ValueError as error:
-        hint = "Write what it stands for, as in 'customer:{customer_id}'; double a literal brace."
-        yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"])
-        return
     arguments = ", ".join(parameters.names) or "none"
-    for field in foreign:
-        text = f"{what} uses {{{field}}}, which is no argument of it."
+    for error in template_errors(what, template, parameters):
         hint = f"Its arguments are: {arguments}."
-        yield Problem(("lock_name",), text, hint, CHECKS["lock_name"])
+        if isinstance(error, ValueError):
+            hint = (
+                "Write what it stands for, as in 'customer:{customer_id}'; double a literal brace."
+            )
+        yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"])
