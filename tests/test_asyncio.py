@@ -17,7 +17,15 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.db import connections
 
-from django_singletask import LockConflict, LockError, LockLost, TaskLock, current_lock, only_one
+from django_singletask import (
+    LockConflict,
+    LockError,
+    LockLost,
+    LockUnavailable,
+    TaskLock,
+    current_lock,
+    only_one,
+)
 from django_singletask.locks import pool, steps
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import lock_event
@@ -499,6 +507,30 @@ class TestCancelled:
             lock_event.disconnect(receive)
         assert taken
         assert given_back == taken
+
+    def test_a_block_that_another_task_closes_ends(self, on_redis):
+        """A loop closes asynchronous generators in tasks of its own."""
+
+        async def generate():
+            async with TaskLock(NAME):
+                yield current_lock().name
+
+        async def main():
+            generator = generate()
+            assert await anext(generator) == NAME
+            await asyncio.create_task(generator.aclose())
+            assert not await TaskLock(NAME).alocked()
+
+        run(main)
+
+    def test_a_cache_that_is_down_is_an_error(self, dead_redis):
+        async def main():
+            lock = TaskLock(NAME, cache=dead_redis)
+            for _ in range(2):  # the object can be used again
+                with pytest.raises(LockUnavailable):
+                    await lock.aacquire(wait=5)
+
+        run(main)
 
     def test_a_loop_that_ends_meanwhile_leaves_nothing(self, gate, monkeypatch):
         monkeypatch.setattr(steps, "GRACE", 0.05)
