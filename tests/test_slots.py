@@ -16,7 +16,7 @@ from django_singletask.holder import Holder
 from django_singletask.locks import liveness
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.task.header import WAITS
+from django_singletask.task.header import LOOKS, WAITS
 from django_singletask.testing import hold
 from tests.command_line import locks
 from tests.deliveries import receive, wait_for_debts
@@ -244,6 +244,19 @@ class TestTasks:
         with pytest.raises(Postponed):
             receive(hold, "a", **message)
         assert sent[0]["headers"]["singletask"]["redelivered"] == WAITS
+
+    def test_a_redelivery_takes_a_dead_run_of_another_call_for_no_proof(
+        self, hold, sent, monkeypatch
+    ):
+        """Its own first run has given its slot back; the result of that may be on its way."""
+        for number in (1, 2, 3):
+            hold_slot(number)
+        monkeypatch.setattr(
+            liveness, "proof_of_death", lambda holder: "gone" if holder.is_run_of("other") else None
+        )
+        with pytest.raises(Postponed):
+            receive(hold, "a", header={"redelivered": WAITS})
+        assert sent[0]["headers"]["singletask"]["redelivered"] == LOOKS
 
     def test_a_link_waits_for_the_task_that_it_replaces(self, hold, sent):
         for number, task_id in enumerate(["one", "parent", "two"], 1):

@@ -37,6 +37,7 @@ class Lease(Holding):
     """
 
     took_over = False
+    """Whether the take has freed the entry of a dead run of the same task id."""
     kept = False
     """Whether the release has left the entry there, or will, as ``at_least`` says."""
     others: Sequence[Holder] = ()
@@ -84,7 +85,8 @@ class Lease(Holding):
                 how = liveness.proof_of_death(holder)
                 if how is None or freed == MAX_DEAD:
                     return holder, entry.remaining
-                self.took_over = self.address.free_dead(entry, holder, how)
+                if self.address.free_dead(entry, holder, how):
+                    self.took_over |= holder.is_run_of(self.holder.task_id)
                 freed += 1
         except BaseException:
             self.abandon()
