@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -38,14 +37,6 @@ LOCK_CACHES = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=12, help="seconds of random load (12)")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("django_valkey") is None:
-        skip = pytest.mark.skip(reason="django-valkey is not installed")
-        for item in items:
-            if "django_valkey" in item.name:
-                item.add_marker(skip)
 
 
 def pytest_configure(config: pytest.Config) -> None:

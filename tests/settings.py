@@ -7,7 +7,6 @@ still load (mypy and makemigrations read them), but no server answers.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -126,8 +125,6 @@ CACHES = {
     "dummy": cache(f"{DJANGO}.dummy.DummyCache"),
     "filebased": cache(f"{DJANGO}.filebased.FileBasedCache", str(FOLDER / "cache")),
 }
-if importlib.util.find_spec("django_valkey") is None:
-    del CACHES["django_valkey"]
 # Servers of a test's own, that it stops and restarts.
 if "SINGLETASK_TEST_OWN_REDIS_URL" in os.environ:
     CACHES["own_redis"] = cache(

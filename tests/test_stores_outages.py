@@ -28,11 +28,6 @@ from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server
 
-try:
-    from valkey.exceptions import ValkeyError
-except ImportError:  # see pytest_collection_modifyitems()
-    ValkeyError = RedisError
-
 A, B = holder("a"), holder("b")
 KEY, OTHER = key_of("nightly"), key_of("other")
 
@@ -48,7 +43,7 @@ KINDS: dict[str, type[Server]] = {
 }
 # The errors of the clients during an outage.
 CAUSES: dict[type[Server], Any] = {
-    Redis: (RedisError, ValkeyError),
+    Redis: RedisError,
     Memcached: (MemcacheError, OSError, pylibmc.Error),
     PostgreSQL: Error,
     MariaDB: Error,
