@@ -35,7 +35,7 @@ from tests import servers
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Modules whose absence would fail many tests, none of which says plainly what to install.
 MODULES = ["pytest", "pytest_django", "pytest_randomly", "hypothesis"]
-MODULES += ["django_redis", "psycopg", "pydantic", "pymemcache", "redis"]
+MODULES += ["django_redis", "django_valkey", "psycopg", "pydantic", "pymemcache", "redis"]
 # They take about half of the time of all tests with workers. A new file falls into the second part.
 FIRST_WORKER_TESTS = [
     "tests/worker/test_soak.py",
