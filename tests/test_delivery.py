@@ -16,11 +16,11 @@ from kombu import Queue
 from django_singletask import LockConflict, SingletonTask
 from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.holder import Holder
+from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.task import postpone, rerun, unique
-from django_singletask.task.delivery import Delivery
+from django_singletask.task import policies, postpone, rerun, unique
 from django_singletask.task.header import HEADER, LOOKS, WAITS
 from django_singletask.task.postpone import hop
 from tests.deliveries import held_by, receive
@@ -474,11 +474,11 @@ class TestRerun:
         @contextmanager
         def between():
             with monkeypatch.context() as patch:
-                patch.setattr(Delivery, "gives_way", lambda *facts: asleep.append(facts))
+                patch.setattr(policies, "gives_way", lambda *facts: asleep.append(facts))
                 yield
 
         asleep = []
-        between.wake = lambda: Delivery.gives_way(*asleep.pop())
+        between.wake = lambda: rerun.gives_way(*asleep.pop())
         return between
 
     def test_the_last_message_runs(self, sent, ran):
@@ -681,13 +681,13 @@ class TestRerun:
         assert deliver_again(sent[1]) is None
 
     def test_threads_never_take_the_same_number(self, cache_alias):
-        key = LockKey("shared", "singletask:shared:0").beside(LATEST, "a").key
+        lock = Address(cache_alias, LockKey("shared", "singletask:shared:0"))
         barrier, numbers = threading.Barrier(8), []
 
         def take():
             barrier.wait()
             for _ in range(5):
-                numbers.append(rerun.take_ticket(get_store(cache_alias), key).number)
+                numbers.append(rerun.take_ticket(lock, "a").number)
             close_stores()
 
         threads = [threading.Thread(target=take) for _ in range(8)]

@@ -21,7 +21,7 @@ from django_singletask.task.delivery_lock import DeliveryLock
 from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
 from django_singletask.task.options import LockOptions
 from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone
-from django_singletask.task.rerun import Ticket, gives_way
+from django_singletask.task.rerun import gives_way
 from django_singletask.task.unique import QueuedCall
 
 __all__ = ["QUEUED_AGAIN", "Delivery", "Policy", "deliver"]
@@ -63,18 +63,20 @@ class Delivery:
         except (Postponed, Dropped):
             raise  # another delivery of this message exists, and the entry belongs to that one
         except BaseException as error:
-            if not self._comes_again(error):
-                self._leave(queued_call)
+            self._queue_again(queued_call, error)
+            queued_call.give_back()
             raise
-        self._leave(queued_call, kept=self.lock.lease is not None and self.lock.lease.kept)
+        self._queue_again(queued_call)
+        queued_call.give_back(kept=self.lock.lease is not None and self.lock.lease.kept)
         return result
 
-    def _leave(self, queued_call: QueuedCall, *, kept: bool = False) -> None:
-        """Free the entry, unless a call that has not begun was sent again: it stays until then."""
+    def _queue_again(self, queued_call: QueuedCall, error: BaseException | None = None) -> None:
+        """Let the entry stay if the call was sent again, or goes back to the broker."""
         delay = getattr(self.request, QUEUED_AGAIN, None)
+        if isinstance(error, Reject) and getattr(error, "requeue", False) and self.task.acks_late:
+            delay = 0.0
         if delay is not None:
             queued_call.queue_again(delay)
-        queued_call.give_back(kept=kept)
 
     def _run(self) -> Any:
         try:
@@ -121,20 +123,12 @@ class Delivery:
             return self.body()
         queued_call.start()
         try:
-            return self.body()
-        except Reject as reject:
-            if self._comes_again(reject):
-                setattr(self.request, QUEUED_AGAIN, 0.0)
+            result = self.body()
+        except BaseException as error:
+            self._queue_again(queued_call, error)
             raise
-        finally:
-            delay = getattr(self.request, QUEUED_AGAIN, None)
-            if delay is not None:
-                queued_call.queue_again(delay)
-
-    def _comes_again(self, error: BaseException) -> bool:
-        """Say whether the broker delivers a message once more that ended with this error."""
-        requeued = isinstance(error, Reject) and getattr(error, "requeue", False)
-        return requeued and bool(self.task.acks_late)
+        self._queue_again(queued_call)
+        return result
 
     # A message that meets a run of its own; the timeline is in header.py
 
@@ -236,17 +230,12 @@ class Delivery:
         header = self.header._replace(lock_key=self.lock.lock_key, **{**fresh, **changes})
         postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
 
-    # Tickets of rerun, and of calls that replace each other
-
-    def gives_way(self, ticket: Ticket) -> bool:
-        """Say whether a later message is noted; if none is, note this one (it is published)."""
-        return gives_way(self.lock.address, self.task.name, ticket)
-
     def _is_superseded(self) -> bool:
-        if self.header.ticket is None or not self.gives_way(self.header.ticket):
+        """Say whether a later call of those that rerun, or replace each other, is noted."""
+        address, ticket = self.lock.address, self.header.ticket
+        if ticket is None or not gives_way(address, self.task.name, ticket):
             return False
         if not self.header.hops:  # else its conflict was reported
-            address = self.lock.address
             logger.info("%s: a later call replaces task %s.", address, self.header.task_id)
             address.tell_of_conflict("skipped", "superseded", self.lock.run or NO_RUN, None)
         return True

@@ -11,7 +11,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask.exceptions import LockConflict, LockUnavailable, Postponed
 from django_singletask.task.delivery import Delivery, Policy
-from django_singletask.task.rerun import take_ticket, tickets
+from django_singletask.task.rerun import gives_way, take_ticket
 
 __all__ = ["ON_CONFLICT"]
 
@@ -46,7 +46,7 @@ def requeue(delivery: Delivery) -> NoReturn:
 def rerun(delivery: Delivery) -> NoReturn:
     """Postpone the message behind the holder, as the last that has met a conflict so far."""
     _must_be_a_message(delivery)
-    entry, ticket = tickets(delivery.lock.address, delivery.task.name), None
+    entry, ticket = (delivery.lock.address, delivery.task.name), None
     with suppress(LockUnavailable):  # the next delivery meets the outage itself
         ticket = None if delivery.header.ticket else take_ticket(*entry)
     if ticket is None:  # it has one, or others were faster: it takes one the next time
@@ -56,7 +56,7 @@ def rerun(delivery: Delivery) -> NoReturn:
     except Postponed:
         # From here on the message is queued, and this delivery must not fail.
         with suppress(SoftTimeLimitExceeded):
-            delivery.gives_way(ticket)
+            gives_way(*entry, ticket)
         raise
 
 

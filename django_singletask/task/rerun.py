@@ -12,7 +12,7 @@ from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST
 from django_singletask.stores import Store, get_store
 
-__all__ = ["State", "Ticket", "gives_way", "is_superseded", "take_ticket", "tickets"]
+__all__ = ["State", "Ticket", "gives_way", "is_superseded", "take_ticket"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -78,25 +78,9 @@ class State(NamedTuple):
             return cls(os.urandom(8).hex(), 0, 0)
 
 
-def tickets(lock: Address, task: str) -> tuple[Store, str]:
-    """Return store and key of the entry beside a lock that counts the messages of a task."""
-    return get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
-
-
-def gives_way(lock: Address, task: str, ticket: Ticket) -> bool:
-    """Say whether a later message is noted; if none is, note this one (it is published)."""
-    try:
-        return is_superseded(*tickets(lock, task), ticket)
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception:
-        # In doubt each message runs.
-        logger.exception("%s: it is not known whether a later call waits for it.", lock)
-        return False
-
-
-def take_ticket(store: Store, key: str) -> Ticket | None:
+def take_ticket(lock: Address, task: str) -> Ticket | None:
     """Take the next number; None if others were faster all the time."""
+    store, key = _entry(lock, task)
     for _ in range(TRIES):
         entry = store.read(key)
         state = State.decode(b"" if entry is None else entry.value)
@@ -112,8 +96,24 @@ def take_ticket(store: Store, key: str) -> Ticket | None:
     return None
 
 
-def is_superseded(store: Store, key: str, ticket: Ticket) -> bool:
+def gives_way(lock: Address, task: str, ticket: Ticket) -> bool:
     """Say whether a later message is noted; if none is, note this one, which is published."""
+    try:
+        return is_superseded(*_entry(lock, task), ticket)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        # In doubt each message runs.
+        logger.exception("%s: it is not known whether a later call waits for it.", lock)
+        return False
+
+
+def _entry(lock: Address, task: str) -> tuple[Store, str]:
+    """Return store and key of the entry beside a lock that counts the messages of a task."""
+    return get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
+
+
+def is_superseded(store: Store, key: str, ticket: Ticket) -> bool:
     for _ in range(TRIES):
         entry = store.read(key)
         if entry is None:

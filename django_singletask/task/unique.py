@@ -23,7 +23,7 @@ from django_singletask.locks.run import Run
 from django_singletask.stores import get_store
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
-from django_singletask.task.rerun import Ticket, gives_way, take_ticket, tickets
+from django_singletask.task.rerun import Ticket, gives_way, take_ticket
 
 __all__ = ["QueuedCall", "delay_of", "discard"]
 
@@ -106,7 +106,7 @@ class QueuedCall:
         queued_call, _remaining = lease.take()
         replaces = self.options.on_duplicate == "replace"
         if replaces:
-            self.ticket = take_ticket(*tickets(self.lock_address, self.run.task or ""))
+            self.ticket = take_ticket(self.lock_address, self.run.task or "")
         if queued_call is None or (replaces and self._take_over(lease)):
             return None
         self.value = None
