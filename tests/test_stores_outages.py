@@ -20,6 +20,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from pymemcache.exceptions import MemcacheError
 from redis.exceptions import RedisError
+from valkey.exceptions import ValkeyError
 
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.locks.handover import Handle
@@ -43,7 +44,7 @@ KINDS: dict[str, type[Server]] = {
 }
 # The errors of the clients during an outage.
 CAUSES: dict[type[Server], Any] = {
-    Redis: RedisError,
+    Redis: (RedisError, ValkeyError),
     Memcached: (MemcacheError, OSError, pylibmc.Error),
     PostgreSQL: Error,
     MariaDB: Error,
