@@ -18,9 +18,8 @@ from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.lock import current_lock
 from django_singletask.locks.run import Run
-from django_singletask.task.definition import bind_functions, check_definition
+from django_singletask.task.definition import bind_functions, check_definition, refuse_unsendable
 from django_singletask.task.delivery import QUEUED_AGAIN, deliver
-from django_singletask.task.foreign import refuse_unsendable
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.locked import LockedTask
 from django_singletask.task.options import LockOptions

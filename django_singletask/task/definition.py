@@ -1,20 +1,27 @@
-"""Refuse the class of a task that could not run under its lock."""
+"""Refuse a task that could not run under its lock, and what is no option of it."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partialmethod
 from typing import Any
 
 from celery import Task
 
 from django_singletask.locks.deferred import refuse_deferred
-from django_singletask.task.foreign import refuse_foreign
 from django_singletask.task.options import NAMES, LockOptions
 
-__all__ = ["bind_functions", "check_definition", "misspelt"]
+__all__ = ["bind_functions", "check_definition", "misspelt", "refuse_unsendable"]
+
+ELSEWHERE = {
+    "once": "lock_on, unique_until, unique_for and on_duplicate",
+    "unique_on": "lock_on",
+    "lock_expiry": "unique_for, and lock_timeout for the run",
+    "raise_on_duplicate": "on_duplicate='raise'",
+}
+"""Options of celery-once and celery-singleton, which Celery would accept and nobody would read."""
 
 
 def check_definition(cls: type, base: type) -> None:
@@ -25,7 +32,7 @@ def check_definition(cls: type, base: type) -> None:
     """
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
     if "_decorated" in cls.__dict__:
-        refuse_foreign(what, cls.__dict__.keys() - set(dir(base)))
+        _refuse_foreign(what, cls.__dict__.keys() - set(dir(base)))
         for name, similar in misspelt(cls, base):
             raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
     values = {name: getattr(cls, name) for name in NAMES}
@@ -73,6 +80,25 @@ def misspelt(cls: type, base: type) -> Iterator[tuple[str, str]]:
     for name in sorted(cls.__dict__.keys() - set(dir(base))):
         for similar in difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             yield name, similar
+
+
+def refuse_unsendable(what: str, names: Iterable[str], lock_options: Any) -> None:
+    """Raise ``TypeError`` for what is no option of ``apply_async``, or cannot travel."""
+    _refuse_foreign(what, names)
+    for name in names:
+        if name in NAMES:
+            raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
+    if isinstance(lock_options, Mapping) and callable(lock_options.get("on_skip")):
+        raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
+
+
+def _refuse_foreign(what: str, names: Iterable[str]) -> None:
+    for name in names:
+        if name in ELSEWHERE:
+            raise TypeError(
+                f"{what} has no option {name!r}: here it is {ELSEWHERE[name]}; see 'Coming from "
+                "celery-once, celery-singleton, the cookbook recipe' in the documentation."
+            )
 
 
 def _mentions(code: Any, name: str) -> bool:

@@ -47,6 +47,8 @@ HEADER = "singletask"
 # is newer, the message runs. An id may be sent again only after its earlier call has ended: a
 # result does not say to which of two calls with one id it belongs.
 
+AS_IT_IS = ("token", "due", "hops", "requeued_at", "redelivered")
+"""Fields that travel under their own name."""
 ENDLESS = "inf"
 """What travels for ``math.inf``, which JSON does not have."""
 WAITS = 1
@@ -103,13 +105,9 @@ class Header(NamedTuple):
             # A newer version may know more options: those are ignored here.
             overrides={name: options[name] for name in options if name in NAMES},
             queued=queued.encode() if queued else None,
-            token=wire.get("token"),
-            due=wire.get("due") or 0.0,
-            hops=wire.get("hops") or 0,
-            requeued_at=wire.get("requeued_at") or 0.0,
-            redelivered=wire.get("redelivered") or 0,
             ticket=Ticket(*ticket) if ticket else None,
             previous_key=wire.get("was"),
+            **{field: wire[field] for field in AS_IT_IS if wire.get(field)},
         )
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -123,13 +121,9 @@ class Header(NamedTuple):
             "key": key,
             "options": {**self.overrides, "lock_wait": ENDLESS} if endless else self.overrides,
             "queued": self.queued and self.queued.decode(),
-            "token": self.token,
-            "due": self.due,
-            "hops": self.hops,
-            "requeued_at": self.requeued_at,
-            "redelivered": self.redelivered,
             "ticket": self.ticket and list(self.ticket),
             "was": self.previous_key,
+            **{field: getattr(self, field) for field in AS_IT_IS},
         }
         return {**(headers or {}), HEADER: {field: wire[field] for field in wire if wire[field]}}
 
