@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from functools import wraps
 from typing import Any
 
 from celery import current_app
@@ -49,12 +50,15 @@ def run() -> list[checks.CheckMessage]:
     return [*check_cache(), *check_settings(), *check_tasks()]
 
 
-def check_cache(**kwargs: Any) -> list[checks.CheckMessage]:
+def _listed(check: Callable[..., Found]) -> Callable[..., list[checks.CheckMessage]]:
+    """Let a check yield its messages; Django wants them as a list."""
+    return wraps(check)(lambda **kwargs: list(check(**kwargs)))
+
+
+@_listed
+def check_cache(**kwargs: Any) -> Found:
     """Check that ``SINGLETASK_CACHE`` can hold locks."""
-    return list(_cache(conf.cache, f"SINGLETASK_CACHE = {conf.cache!r}"))
-
-
-def _cache(alias: str, named: str) -> Found:
+    alias, named = conf.cache, f"SINGLETASK_CACHE = {conf.cache!r}"
     try:
         cache = open_cache(alias)
     except (ImproperlyConfigured, ImportError, TypeError) as error:
@@ -147,12 +151,9 @@ def _database(table: str, alias: str, named: str) -> Found:
         )
 
 
-def check_settings(**kwargs: Any) -> list[checks.CheckMessage]:
+@_listed
+def check_settings(**kwargs: Any) -> Found:
     """Check the other ``SINGLETASK_…`` settings."""
-    return [*_settings(), *_history()]
-
-
-def _settings() -> Found:
     for name in dir(settings):
         if name.startswith("SINGLETASK_") and name not in DEFAULTS:
             [nearest] = get_close_matches(name, DEFAULTS, n=1, cutoff=0)
@@ -187,15 +188,15 @@ def _settings() -> Found:
             hint="Set it to False to hide the arguments: a string such as 'False' is true.",
             id="django_singletask.E014",
         )
+    yield from _history()
 
 
 def _history() -> Found:
     alias = router.db_for_write(TaskLockEvent)
     connection = connections[alias]
-    if conf.history == "off" or connection.vendor != "sqlite":
-        return
     mode = connection.settings_dict.get("OPTIONS", {}).get("transaction_mode") or "DEFERRED"
-    if str(mode).upper() == "DEFERRED":
+    deferred = connection.vendor == "sqlite" and str(mode).upper() == "DEFERRED"
+    if deferred and conf.history != "off":
         yield checks.Warning(
             f"The history is in DATABASES[{alias!r}], an SQLite file without a transaction_mode: "
             "where several processes write, transactions fail with 'database is locked'.",
@@ -205,11 +206,14 @@ def _history() -> Found:
         )
 
 
-def check_tasks(**kwargs: Any) -> list[checks.CheckMessage]:
+@_listed
+def check_tasks(**kwargs: Any) -> Found:
     """Check the lock options of every registered :class:`SingletonTask`."""
     import_tasks()
     tasks = list(singleton_tasks().values())
-    return [*(message for task in tasks for message in _task(task)), *_late(tasks)]
+    for task in tasks:
+        yield from _task(task)
+    yield from _late(tasks)
 
 
 def _task(task: SingletonTask) -> Found:
@@ -256,12 +260,10 @@ def _late(tasks: list[SingletonTask]) -> Found:
         )
 
 
-def check_deployment(**kwargs: Any) -> list[checks.CheckMessage]:
+@_listed
+def check_deployment(**kwargs: Any) -> Found:
     """Check what matters on a production server (``check --deploy``)."""
-    return list(_deployment(conf.cache))
-
-
-def _deployment(alias: str) -> Found:
+    alias = conf.cache
     if alias not in list(settings.CACHES):
         return  # check_cache() reports it
     named, servers = f"SINGLETASK_CACHE = {alias!r}", servers_of(alias)

@@ -145,7 +145,11 @@ class Delivery:
         itself = blocker.is_run_of(request.id)
         # The next try was sent by a body that returned all the same: it is no redelivery.
         if itself and blocker.kept and blocker.retries >= request.retries:
-            self._leave_to_kept_run()
+            # Its result is there, or is on its way; or nothing is known of it, or the id is used
+            # again for another call.
+            self._drop_if_done()
+            if self.header.redelivered != LOOKS:
+                self.postpone("redelivery", redelivered=LOOKS)
             return
         if replaces or (itself and blocker.retries < request.retries):
             self.postpone("redelivery", SHORT_HOP)
@@ -155,15 +159,6 @@ class Delivery:
             # Somebody else has the lock by now. The result of the first run may be on its way.
             if self.header.redelivered == LOOKS:
                 self._drop_if_done()
-            self.postpone("redelivery", redelivered=LOOKS)
-
-    def _leave_to_kept_run(self) -> None:
-        """Drop the message if the run of its id that has kept the lock has its result, or soon.
-
-        Else return: the result is not known, or the id is used again for another call.
-        """
-        self._drop_if_done()
-        if self.header.redelivered != LOOKS:  # the result may be on its way
             self.postpone("redelivery", redelivered=LOOKS)
 
     def _leave_to_first_run(self) -> None:
@@ -277,13 +272,6 @@ def deliver(
     if message is None:  # what the header says of a message is not about this call
         header = Header(header.task_id, header.task)
     queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
-    return Delivery(
-        task,
-        DeliveryLock(key, options, run),
-        options,
-        header,
-        partial(body, *args, **kwargs),
-        policies[options.on_conflict],
-        message,
-        queued_call,
-    ).run()
+    lock, policy = DeliveryLock(key, options, run), policies[options.on_conflict]
+    call = partial(body, *args, **kwargs)
+    return Delivery(task, lock, options, header, call, policy, message, queued_call).run()

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery.result import AsyncResult
 
-from django_singletask.locks.keys import NO_LOCK, LockKey
+from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
@@ -79,4 +79,5 @@ class LockedTask(ChainedTask):
         ``facts`` are the other arguments of :func:`call_key`.
         """
         options = LockOptions.of(self) if options is None else options
-        return options.key(self.name, self.parameters, args or (), kwargs or {}, **facts)
+        facts |= {"lock_on": options.lock_on, "lock_name": options.lock_name}
+        return call_key(self.name, self.parameters, args or (), kwargs or {}, **facts)

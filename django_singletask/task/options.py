@@ -10,7 +10,7 @@ from typing import Any
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockError
-from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, template_errors
+from django_singletask.locks.keys import NO_LOCK, LockKey, template_errors
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
@@ -71,10 +71,6 @@ class LockOptions:
             names = {"on_conflict", "lock_wait"}
             wrong = (p for p in self.problems(f"of {task}") if not names.isdisjoint(p.options))
             raise ValueError(next(wrong).text)
-
-    def key(self, *call: Any, **facts: Any) -> LockKey:
-        """Return the lock of a call; the arguments are those of :func:`call_key`."""
-        return call_key(*call, lock_on=self.lock_on, lock_name=self.lock_name, **facts)
 
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired.
