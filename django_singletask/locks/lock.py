@@ -7,7 +7,6 @@ import logging
 import random
 from collections.abc import Coroutine, Generator
 from contextvars import Token
-from types import TracebackType
 from typing import Any, NoReturn
 
 from django_singletask import clock
@@ -228,12 +227,7 @@ class TaskLock(HeldLock):
                 self.__exit__(type(error), error, None)
             raise
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
         try:
             self._leave(exc)
         finally:
@@ -245,12 +239,7 @@ class TaskLock(HeldLock):
             self._block = blocks.enter(self)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
         try:
             await in_thread(self.address.cache, functools.partial(self._leave, exc))
         finally:

@@ -242,9 +242,9 @@ class QueuedCall:
             renewal.keeper().owe(self.address.cache, self.address.key, self.value, length)
 
 
-def discard(header: Header) -> None:
+def discard(header: Header | None) -> None:
     """Free the entry of a queued call that a worker discards, in the background."""
-    if header.lock_key is not None and header.queued is not None:
+    if header and header.lock_key and header.queued:
         QueuedCall(header.lock_key, LockOptions(), Run(header.task), header.queued).discard()
 
 

@@ -43,14 +43,11 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
 
 def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:
     """Let equal calls be queued again: this one was revoked or has expired before its start."""
-    header = None if terminated else Header.of(request.headers, request.id, sender.name)
-    if header is not None:
-        discard(header)
+    if not terminated:
+        discard(Header.of(request.headers, request.id, sender.name))
 
 
 def free_unreadable(message: Any, **kwargs: Any) -> None:
     """Let equal calls be queued again: the worker cannot read this one, or knows no such task."""
     headers = getattr(message, "headers", None) or {}
-    header = Header.of(headers, headers.get("id"), str(headers.get("task")))
-    if header is not None:
-        discard(header)
+    discard(Header.of(headers, headers.get("id"), str(headers.get("task"))))
