@@ -207,7 +207,7 @@ class SingletonTask(LockedTask):
     ) -> Header:
         """Return the header of a message, given the arguments of ``apply_async``."""
         header = Header.of(options.get("headers"), task_id, self.name)
-        header = Header(task_id, self.name) if header is None else header
+        header = header or Header(task_id, self.name)
         overrides = header.overrides
         if lock_options is not None:
             LockOptions.of(self).check_call(self.name, lock_options)

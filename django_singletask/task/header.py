@@ -149,11 +149,9 @@ def hidden_in_message(app: Celery, request: Any, args: Any, kwargs: Any) -> str 
     Celery always sends a representation of the arguments. One that is not what Celery would have
     made was given by the sender, to hide something.
     """
-    texts = {}
-    for name, value, size in (
-        ("argsrepr", tuple(args), app.amqp.argsrepr_maxsize),
-        ("kwargsrepr", kwargs, app.amqp.kwargsrepr_maxsize),
-    ):
-        text = getattr(request, name, None)
-        texts[name] = None if text == saferepr(value, size) else text
-    return hidden_arguments(texts)
+    usual = {
+        "argsrepr": saferepr(tuple(args), app.amqp.argsrepr_maxsize),
+        "kwargsrepr": saferepr(kwargs, app.amqp.kwargsrepr_maxsize),
+    }
+    texts = {name: getattr(request, name, None) for name in usual}
+    return hidden_arguments({name: texts[name] for name in usual if texts[name] != usual[name]})

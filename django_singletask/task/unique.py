@@ -92,27 +92,23 @@ class QueuedCall:
         lease = Lease(self.address, holder)
         # Known here before it is added: whatever strikes after that, give_back() can free it.
         self.value = lease.value
+        replaces = self.options.on_duplicate == "replace"
         try:
-            return self._enqueue(lease)
+            queued_call, _remaining = lease.take()
+            if replaces:
+                self.ticket = take_ticket(self.lock_address, self.run.task or "")
+            if queued_call is None or (replaces and self._take_over(lease)):
+                return None
         except LockUnavailable as error:
             if self.options.on_outage not in {"run", "skip"}:
                 raise
             logger.error("%s is sent, and so can equal calls be: %s", self.lock_address, error)
             self.discard()
-            self.value = self.ticket = None
-            return None
-
-    def _enqueue(self, lease: Lease) -> Holder | None:
-        queued_call, _remaining = lease.take()
-        replaces = self.options.on_duplicate == "replace"
-        if replaces:
-            self.ticket = take_ticket(self.lock_address, self.run.task or "")
-        if queued_call is None or (replaces and self._take_over(lease)):
-            return None
+            queued_call = self.ticket = None
         self.value = None
         # Without a task id the entry belongs to no call, or other entries came and went. Send the
         # call; its lock decides.
-        return queued_call if queued_call.task_id and not replaces else None
+        return queued_call if queued_call and queued_call.task_id and not replaces else None
 
     def _take_over(self, lease: Lease) -> bool:
         """Put the entry of this call in the place of that of a queued one; say if it is there."""
