@@ -71,7 +71,7 @@ class Holder(Process):
     def new(cls, name: str, timeout: float, *, token: str | None = None, **run: Any) -> Holder:
         """Describe an acquisition by this process, now; the default token is random.
 
-        ``run`` has the fields ``task``, ``task_id`` and ``retries``.
+        ``run`` has the fields ``task``, ``task_id`` and ``retries``, and ``slots`` if not one.
         """
         token, holder = token or os.urandom(16).hex(), object.__new__(cls)
         # In a fifth of the time of a frozen dataclass, which sets its fields one by one.

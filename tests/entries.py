@@ -11,7 +11,7 @@ from django.core.cache import caches
 
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import name_key
-from django_singletask.stores import ForgetfulStore, Store, close_stores, get_store
+from django_singletask.stores import Store, close_stores, get_store
 
 T = TypeVar("T")
 
@@ -19,11 +19,6 @@ T = TypeVar("T")
 def key_of(name: str) -> str:
     """Return the key of the lock with this name, before a store prefixes it."""
     return name_key(name).key
-
-
-def taking(store: Store) -> str:
-    """Return the name of the method by which a lock is taken."""
-    return "take" if isinstance(store, ForgetfulStore) else "add"
 
 
 def holder(who: str, *, lease: float = 60) -> bytes:

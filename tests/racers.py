@@ -164,9 +164,9 @@ def take_slots(alias: str, way: str, seconds: float) -> dict[str, int]:
 
     def work(number: int, barrier: Any) -> tuple[int, int]:
         store: Any = get_store(alias)
-        take, value = store.take_slot, holder(str(number))
+        take, value = store.take, holder(str(number))
         if way == "broken":
-            take = functools.partial(Store.take_slot, store)
+            take = functools.partial(Store.take, store)
 
             def add(key: str, value: bytes, lease: float) -> None:
                 store.client.set(store.make_key(key), value)

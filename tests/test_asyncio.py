@@ -358,11 +358,11 @@ def gate(on_redis):
     gate = Gate()
 
     class GatedStore(RedisStore):
-        def take(self, *args):
+        def take(self, *args, **options):
             gate("before the take")
-            entry = super().take(*args)
+            taken = super().take(*args, **options)
             gate("after the take")
-            return entry
+            return taken
 
         def release(self, *args):
             gate("before the release")

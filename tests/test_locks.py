@@ -38,7 +38,6 @@ from django_singletask.locks.watch import Watch
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import Outcome, get_store
 from django_singletask.stores.base import marker_key
-from tests.entries import taking
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -234,16 +233,16 @@ class TestLateReply:
     def answer_late(self, monkeypatch, cache_alias):
         """Give the function that lets a store answer late: each take by 40 seconds at first."""
         store, seconds, trips = get_store(cache_alias), [0.0], []
-        take, real_now = getattr(store, taking(store)), clock.now
+        take, real_now = store.take, clock.now
 
         def answer(times):
-            def late(*arguments):
-                entry = take(*arguments)
+            def late(*arguments, **options):
+                taken = take(*arguments, **options)
                 trips.append(arguments)
                 seconds[0] += 40 if len(trips) <= times else 0
-                return entry
+                return taken
 
-            monkeypatch.setattr(store, taking(store), late)
+            monkeypatch.setattr(store, "take", late)
             monkeypatch.setattr(clock, "now", lambda: real_now() + seconds[0])
             return trips
 
@@ -353,10 +352,10 @@ class TestHolding:
         store = get_store("redis")
         take = store.take
 
-        def slow(*arguments):
+        def slow(*arguments, **options):
             nonlocal now
             now += 10
-            return take(*arguments)
+            return take(*arguments, **options)
 
         monkeypatch.setattr(clock, "now", lambda: now)
         monkeypatch.setattr(store, "take", slow)
@@ -437,13 +436,13 @@ class TestFailures:
 
     def test_a_lock_that_a_lost_request_took_is_acquired(self, monkeypatch, cache_alias):
         store = get_store(cache_alias)
-        take = getattr(store, taking(store))
+        take = store.take
 
-        def twice(*arguments):
-            take(*arguments)
-            return take(*arguments)
+        def twice(*arguments, **options):
+            take(*arguments, **options)
+            return take(*arguments, **options)
 
-        monkeypatch.setattr(store, taking(store), twice)
+        monkeypatch.setattr(store, "take", twice)
         lock = TaskLock("nightly")
         assert lock.acquire()
         assert lock.owned()

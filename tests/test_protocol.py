@@ -28,7 +28,7 @@ from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
 from django_singletask.locks.lease import Lease
 from django_singletask.stores import open_with
-from django_singletask.stores.base import Entry, Outcome
+from django_singletask.stores.base import Entry, Outcome, Store
 
 LEASE = 9.0
 HOSTS = 3
@@ -69,6 +69,8 @@ class SimulatedStore:
             return Entry(there, self.entries[key][1] - self.world.now)
 
         return self.over_the_network(act)
+
+    take = Store.take
 
     def release(self, key, value):
         def act():

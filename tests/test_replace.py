@@ -239,7 +239,8 @@ class TestNoWorkIsLost:
         """Others were faster each time."""
         with monkeypatch.context() as patch:
             patch.setattr(get_store("redis"), "replace", lambda *args: False)
-            patch.setattr(get_store("redis"), "add", lambda *args: Entry(b"another", 60))
+            entry = Entry(b"another", 60)
+            patch.setattr(get_store("redis"), "take", lambda slots, *a, **k: {slots.keys[0]: entry})
             send(1)
         send(2)
         assert [deliver(message) for message in sent] == ["ran", "ran"]

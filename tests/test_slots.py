@@ -135,15 +135,16 @@ def test_a_slot_of_a_dead_holder_is_taken_over_when_no_other_is_free(three, monk
 
 def test_an_error_gives_back_what_the_request_may_have_taken(monkeypatch, take):
     first, store = take("api", slots=2), get_store("redis")
-    take = store.take_slot
+    take = store.take
 
     def lose_the_reply(*args, **options):
         take(*args, **options)
         raise ConnectionError("the reply is lost")
 
-    monkeypatch.setattr(store, "take_slot", lose_the_reply)
-    with pytest.raises(ConnectionError):
-        TaskLock("api", slots=2).acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "take", lose_the_reply)
+        with pytest.raises(ConnectionError):
+            TaskLock("api", slots=2).acquire()
     wait_for_debts()
     assert [*store.read_many(first.lock_key.slots(2))] == [first.key]
 

@@ -80,7 +80,7 @@ MARK = b"file"
 def take_slot(store: Store, value: bytes, mark: bytes = b"", looks_at: int = 3) -> object:
     """Take one of three slots; return its key, or the bytes of the entries in the way by key."""
     slots = Slots(LOCK.slots(looks_at), 3, mark)
-    taken = store.take_slot(slots, value, 60, heeds_epoch=False)
+    taken = store.take(slots, value, 60, heeds_epoch=False)
     return taken if isinstance(taken, str) else {key: taken[key].value for key in taken}
 
 

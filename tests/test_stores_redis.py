@@ -17,8 +17,8 @@ from redis.exceptions import ConnectionError
 from redis.retry import Retry
 
 from django_singletask import LockUnavailable, TaskLock, stores
-from django_singletask.stores import Outcome, Store, get_store
-from django_singletask.stores.scripts import ADD, CHANGE, READ
+from django_singletask.stores import Outcome, Slots, Store, get_store
+from django_singletask.stores.scripts import CHANGE, READ, TAKE
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import Redis
@@ -74,7 +74,7 @@ def test_to_take_in_a_known_epoch_and_to_give_back_are_two_requests(
     alias, redis, client, settings
 ) -> None:
     def take_and_give_back() -> None:
-        assert store.take(KEY, A, 60) is None
+        assert store.take(Slots((KEY,)), A, 60, heeds_epoch=True) == KEY
         store.release(KEY, A)
 
     with private_store(settings, alias, redis.url) as store:
@@ -139,10 +139,10 @@ def test_a_server_that_refuses_info_tells_by_its_epoch_that_it_forgot(
 ) -> None:
     client.execute_command("ACL", "SETUSER", "default", "-info")
     with private_store(settings, "redis", redis.url) as store:
-        assert store.take(KEY, A, 60) is None
+        assert store.take(Slots((KEY,)), A, 60, heeds_epoch=True) == KEY
         changes = store.epoch.changes
         client.flushall()
-        assert store.take(KEY, A, 60) is None
+        assert store.take(Slots((KEY,)), A, 60, heeds_epoch=True) == KEY
         assert store.epoch.changes == changes + 1
 
 
@@ -192,7 +192,7 @@ def test_a_repeatable_request_is_sent_again_if_the_connection_was_closed(
         assert store.replace(KEY, A, B, 60)
 
 
-@pytest.mark.parametrize("script", [CHANGE, READ, ADD], ids=["change", "read", "add"])
+@pytest.mark.parametrize("script", [CHANGE, READ, TAKE], ids=["change", "read", "take"])
 def test_a_renewal_whose_reply_was_lost_does_not_hide_that_the_lock_was_gone(
     script, redis, settings
 ) -> None:

@@ -173,13 +173,13 @@ class TestEnqueue:
 
     def test_an_entry_whose_reply_was_lost_is_given_back(self, sent, monkeypatch):
         store = get_store("redis")
-        add = store.add
+        take = store.take
 
-        def lose(*args):
-            add(*args)
+        def lose(*args, **options):
+            take(*args, **options)
             raise ConnectionError("lost")
 
-        monkeypatch.setattr(store, "add", lose)
+        monkeypatch.setattr(store, "take", lose)
         with pytest.raises(ConnectionError):
             unique.delay("a")
         eventually(lambda: unique.queued("a") is None)

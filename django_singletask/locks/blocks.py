@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
@@ -59,14 +59,16 @@ def innermost() -> Any:
     return None if block is None else block.lock()
 
 
-def around(cache: str, keys: Collection[str], place: Place) -> Any:
-    """Return the lease of a block around a call at this place that holds one of the keys, if any.
+def around(lease: Any, place: Place) -> Any:
+    """Return the lease of a block around a call at this place that has a slot of the same lock.
 
-    A block whose lock is lost holds none.
+    With one slot the store finds it. With several, a call that took another slot would wait for
+    itself when all others are taken.
     """
-    for lock in _around(place):
-        if lock.lease.cache == cache and lock.lease.key in keys and not lock.lost:
-            return lock.lease
+    for lock in _around(place) if len(lease.slots.keys) > 1 else ():
+        held = lock.lease
+        if held.cache == lease.cache and held.key in lease.slots.keys and not held.lost:
+            return held
     return None
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "QUEUED",
     "LockKey",
     "call_key",
+    "check_slots",
     "filled_key",
     "lock_of_slot",
     "name_key",
@@ -66,6 +67,14 @@ class LockKey(NamedTuple):
 def lock_of_slot(key: str) -> str:
     """Return the key of a lock, given that of one of its slots."""
     return key.partition(SLOT)[0]
+
+
+def check_slots(what: str, slots: Any) -> int:
+    """Return a number of slots; raise if it is none. The message begins with ``what``."""
+    if type(slots) is int and 1 <= slots <= MAX_SLOTS:
+        return slots
+    error = ValueError if type(slots) is int else TypeError
+    raise error(f"{what} must be a whole number from 1 to {MAX_SLOTS}, not {slots!r}.")
 
 
 NO_LOCK = LockKey("no lock", "none")

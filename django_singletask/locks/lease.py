@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+import math
+from collections.abc import Generator, Sequence
+from typing import Any
 
 from django_singletask import clock
 from django_singletask.exceptions import LockError
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
+from django_singletask.locks.address import Address
 from django_singletask.locks.debts import Kept, release
 from django_singletask.locks.holding import Holding, margin
+from django_singletask.locks.keys import LockKey
 from django_singletask.locks.steps import do
-from django_singletask.stores import Entry, ForgetfulStore, Forgotten, Outcome, Store, get_store
+from django_singletask.stores import Entry, ForgetfulStore, Forgotten, Outcome, Slots, get_store
+from django_singletask.stores.base import MAX_SLOTS
 
-__all__ = ["KEPT", "Adder", "Lease"]
+__all__ = ["KEPT", "Lease"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -27,13 +32,19 @@ MAX_HELD_BACK = 3
 MAX_LATE = 3
 """Leases that one take gives back because they ended before the reply came."""
 
-Adder = Callable[[str, bytes, float], Entry | None]
+# Processes that allow different numbers of slots
+#
+# A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. Who allows 2 neither
+# takes nor counts those slots, so until the old processes are gone there are 5 runs at most, never
+# more than the greatest number that a process allows. A redelivery looks at all slots that there
+# can be, and finds its own first run in whichever it is.
 
 
 class Lease(Holding):
     """One acquisition of the entry at an address, by the process in ``holder``.
 
-    Use one lease for one acquisition.
+    Use one lease for one acquisition. If the lock has several slots, the take moves ``key`` and
+    ``address`` to the slot that it took, or after a conflict to that of the blocker.
     """
 
     took_over = False
@@ -42,6 +53,15 @@ class Lease(Holding):
     """Whether the release has left the entry there, or will, as ``at_least`` says."""
     others: Sequence[Holder] = ()
     """All that were in the way, if the lock has several slots."""
+
+    def __init__(
+        self, address: Address, holder: Holder, *, redelivered: bool = False, **options: Any
+    ) -> None:
+        super().__init__(address, holder, **options)
+        self.slots = Slots((self.key,))
+        if holder.slots > 1:
+            keys = address.lock_key.slots(MAX_SLOTS if redelivered else holder.slots)
+            self.slots = Slots(keys, holder.slots, holder.mark())
 
     # Taking
 
@@ -59,21 +79,21 @@ class Lease(Holding):
         store = get_store(self.cache)
         self.watched = isinstance(store, ForgetfulStore)
         # The entry of a queued call protects nothing that runs: it need not wait for holders.
-        add = self.adder(store, heeds_epoch=self.holder.pid > 0)
+        heeds_epoch = self.holder.pid > 0
         freed = late = held_back = 0
         try:
             while True:
                 sent = clock.now()
                 try:
-                    entry = add(self.key, self.value, self.length)
+                    entry = self._ask(heeds_epoch)
                 except Forgotten as forgotten:
                     yield forgotten.pause
                     held_back += 1
                     if held_back == MAX_HELD_BACK:
                         # A cache that is emptied all the time protects nothing.
-                        add = self.adder(store, heeds_epoch=False)
+                        heeds_epoch = False
                     continue
-                if entry is None or entry.value == self.value:
+                if entry is None:
                     if self.begin(sent):
                         return None, None
                     store.release(self.key, self.value)
@@ -92,12 +112,34 @@ class Lease(Holding):
             self.abandon()
             raise
 
-    def adder(self, store: Store, *, heeds_epoch: bool) -> Adder:
-        """Return what adds the entry, as :meth:`Store.add` does.
+    def _ask(self, heeds_epoch: bool) -> Entry | None:
+        """Take a slot and move there; return None, or the entry in the way."""
+        store = get_store(self.cache)
+        taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
+        if isinstance(taken, str):
+            self.move_to(taken)
+            return None
+        key = self._nearest(taken) if len(taken) > 1 else next(iter(taken))
+        self.move_to(key)
+        return taken[key]
 
-        ``heeds_epoch``: it adds nothing while the cache may just have forgotten its locks.
-        """
-        return store.take if heeds_epoch and isinstance(store, ForgetfulStore) else store.add
+    def _nearest(self, entries: dict[str, Entry]) -> str:
+        """Return the slot that is the run's own, else of a dead holder, else the first to end."""
+        holders = {key: Holder.decode(entry.value) for key, entry in entries.items()}
+        self.others = [*holders.values()]
+
+        def rank(key: str) -> tuple[bool, bool, float]:
+            lives = liveness.proof_of_death(holders[key]) is None
+            return not self.slots.is_own(entries[key]), lives, entries[key].remaining or math.inf
+
+        return min(entries, key=rank)
+
+    def move_to(self, key: str) -> None:
+        """Be about the entry of another slot."""
+        if key != self.key:
+            self.key = key
+            lock_key = LockKey(self.address.lock_key.name, key)
+            self.address = self.address._replace(lock_key=lock_key)
 
     def _says_late(self) -> str:
         return (
@@ -145,7 +187,7 @@ class Lease(Holding):
         return True
 
     def abandon(self, kept: Kept | None = None) -> None:
-        """Give the entry back in the background, whether or not the request has taken it.
+        """Give the entry back in the background, in whichever slot the request may have put it.
 
         The request may have been carried out although an error came back, or a signal such as a
         soft time limit struck between the reply and the next line here:
@@ -155,7 +197,9 @@ class Lease(Holding):
         """
         self.held = False
         renewal.keeper().drop(self)
-        renewal.keeper().owe(self.cache, self.key, self.value, self.length, kept)
+        keys = (self.key,) if self.taken_at else self.slots.keys[: self.slots.allowed]
+        for key in keys:
+            renewal.keeper().owe(self.cache, key, self.value, self.length, kept)
 
     # Giving back
 

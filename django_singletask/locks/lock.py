@@ -20,7 +20,6 @@ from django_singletask.locks.held import HeldLock
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.run import Run, result_of
-from django_singletask.locks.slots import SlotLease
 from django_singletask.locks.steps import do, do_in_threads, in_thread
 from django_singletask.locks.use import Use
 
@@ -151,8 +150,14 @@ class TaskLock(HeldLock):
     def _attempts(self, wait: float, run: Run, place: blocks.Place) -> Generator[float, None, bool]:
         until, pause = clock.now() + wait, POLL
         while True:
-            lease = self._new_lease(run, place)
-            self.blocker, self.blocker_remaining = yield from lease.steps()
+            lease = self._new_lease(run)
+            around = blocks.around(lease, place)
+            if around is None:
+                self.blocker, self.blocker_remaining = yield from lease.steps()
+            else:
+                lease.move_to(around.key)
+                self.blocker = around.holder
+                self.blocker_remaining = max(0.0, around.deadline - clock.now())
             blocker = self.blocker
             if blocker is None:
                 self.key = lease.key
@@ -181,11 +186,15 @@ class TaskLock(HeldLock):
         finally:
             self._use.end_block()
 
-    def _new_lease(self, run: Run, place: blocks.Place) -> Lease:
-        holder = run.holder(self.name, lease_length(self.timeout))
+    def _new_lease(self, run: Run) -> Lease:
         # Known here before it is taken: whatever strikes after the take, this object can give back.
-        make = Lease if self.slots == 1 else functools.partial(SlotLease, self.slots, run, place)
-        self.lease = make(self.address, holder, renews=self.renew, at_least=self.at_least)
+        self.lease = Lease(
+            self.address,
+            run.holder(self.name, lease_length(self.timeout), self.slots),
+            renews=self.renew,
+            at_least=self.at_least,
+            redelivered=run.redelivered,
+        )
         return self.lease
 
     # A lock that outlives its process
@@ -204,7 +213,7 @@ class TaskLock(HeldLock):
         waiting = Handle.decode(handle)
         key, cache, slots = waiting.lock_key, waiting.cache, waiting.slots
         lock = cls(key, timeout=timeout, renew=renew, cache=cache, slots=slots)
-        lease = lock._new_lease(lock.run or Run.current(), blocks.here())
+        lease = lock._new_lease(lock.run or Run.current())
         try:
             receive(lease, waiting.token)
             lock._use.receive(lease)

@@ -36,10 +36,12 @@ class Run(NamedTuple):
             return NO_RUN
         return cls(task.name, task.request.id, task.request.retries or 0)
 
-    def holder(self, name: str, length: float) -> Holder:
+    def holder(self, name: str, length: float, slots: int = 1) -> Holder:
         """Return the record of an acquisition by this run, in this process, now."""
-        task, task_id, retries, token, *_ = self
-        return Holder.new(name, length, task=task, task_id=task_id, retries=retries, token=token)
+        run = {"task": self.task, "task_id": self.task_id, "retries": self.retries}
+        if slots > 1:
+            run["slots"] = slots
+        return Holder.new(name, length, token=self.token, **run)
 
 
 NO_RUN = Run()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from django_singletask.conf import conf
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Address
-from django_singletask.locks.keys import LockKey, name_key
+from django_singletask.locks.keys import LockKey, check_slots, name_key
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.run import NO_RUN, Run
-from django_singletask.locks.slots import check_slots
 from django_singletask.locks.steps import offer_in_thread
 from django_singletask.stores import Entry, get_store
 

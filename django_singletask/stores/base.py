@@ -62,13 +62,13 @@ class Entry(NamedTuple):
 class Slots(NamedTuple):
     """The slots of one lock: a take looks at all ``keys``, and takes one of the first ``allowed``.
 
-    While an entry has the bytes ``mark`` in it, nothing is taken: it is the run's own, of an
-    earlier delivery. Code outside a task has no mark.
+    Most locks have one slot. While one of several entries has the bytes ``mark`` in it, nothing is
+    taken: it is the run's own, of an earlier delivery. Code outside a task has no mark.
     """
 
     keys: tuple[str, ...]
-    allowed: int
-    mark: bytes
+    allowed: int = 1
+    mark: bytes = b""
 
     def is_own(self, entry: Entry) -> bool:
         """Say whether an entry has the mark."""
@@ -131,11 +131,11 @@ class Store(ABC):
 
     @abstractmethod
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        """Take the lock; return None if it was taken, else the entry that is in the way.
+        """Add the entry; return None if it was added, else the one that is in the way.
 
         This is atomic against all other processes. A client that lost the reply may have sent the
         request twice. So if the entry in the way has the caller's own bytes, the first request
-        took the lock.
+        added it.
         """
 
     # Two deliveries of one message must not take a slot each. Only Redis looks and takes in one
@@ -145,7 +145,7 @@ class Store(ABC):
     #   first:   reads: 3 is free      adds 3
     #   second:     reads: 3 is free         adds 3 -> held, reads: its own run has 3
 
-    def take_slot(
+    def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
     ) -> str | dict[str, Entry]:
         """Take a free slot and return its key; if none may be taken, return the entries there.
@@ -157,14 +157,15 @@ class Store(ABC):
         order = [*slots.keys[start : slots.allowed], *slots.keys[:start]]
         entries: dict[str, Entry] = {}
         for _ in range(TRIES + slots.allowed):
-            entries = self.read_many(slots.keys)
+            if len(slots.keys) > 1:
+                entries = self.read_many(slots.keys)
             free = next((key for key in order if key not in entries), None)
             if free is None or any(map(slots.is_own, entries.values())):
                 break
             entry = self.add(free, value, lease)
             if entry is None or entry.value == value:
                 return free
-            entries[free] = entry  # another run was faster
+            entries[free] = entry  # it is the only slot, or another run was faster
         return entries
 
     @abstractmethod

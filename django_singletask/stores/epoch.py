@@ -10,7 +10,7 @@ from typing import Any
 
 from django_singletask import clock
 from django_singletask.conf import is_test
-from django_singletask.stores.base import PREFIX, TRIES, Entry, Store
+from django_singletask.stores.base import PREFIX, TRIES, Store
 
 __all__ = ["CONNECT_WITHIN", "EPOCH", "LOOK", "Epoch", "ForgetfulStore", "Forgotten", "epoch_of"]
 
@@ -111,13 +111,6 @@ class ForgetfulStore(Store):
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
         self.epoch = Epoch("")  # get_store() sets that of the alias
-
-    @abstractmethod
-    def take(self, key: str, value: bytes, lease: float) -> Entry | None:
-        """Take the lock as :meth:`add` does, if the cache has not just forgotten its locks.
-
-        Raises :class:`Forgotten` while holders may still have to take their locks again.
-        """
 
     @abstractmethod
     def add_epoch(self, value: bytes) -> None:

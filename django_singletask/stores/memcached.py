@@ -64,21 +64,14 @@ class MemcachedStore(ForgetfulStore):
             # The lock was released between the two requests: try again.
         return Entry(b"", None)
 
-    def take(self, key: str, value: bytes, lease: float) -> Entry | None:
-        self._heed_epoch()
-        return self.add(key, value, lease)
-
-    def take_slot(
+    def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
     ) -> str | dict[str, Entry]:
         if heeds_epoch:
-            self._heed_epoch()
-        return super().take_slot(slots, value, lease, heeds_epoch=heeds_epoch)
-
-    def _heed_epoch(self) -> None:
-        if clock.now() >= self.epoch.seen_at + LOOK_AGAIN:
-            self.look()
-        self.epoch.check()
+            if clock.now() >= self.epoch.seen_at + LOOK_AGAIN:
+                self.look()
+            self.epoch.check()
+        return super().take(slots, value, lease, heeds_epoch=heeds_epoch)
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         cache_key = self.make_key(key)

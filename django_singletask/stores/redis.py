@@ -9,7 +9,7 @@ from typing import Any
 
 from django_singletask.stores.base import FENCE, Entry, Outcome, Slots
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
-from django_singletask.stores.scripts import ADD, CHANGE, FENCE_SCRIPT, READ, TAKE, TAKE_SLOT
+from django_singletask.stores.scripts import CHANGE, FENCE_SCRIPT, READ, TAKE
 
 __all__ = ["IDLE", "DjangoRedisStore", "DjangoValkeyStore", "RedisStore"]
 
@@ -71,9 +71,7 @@ class RedisStore(ForgetfulStore):
         self._busy = self._was_open = False
         self._used_at = 0.0
         self._calls = 0
-        self._add = self.client.register_script(ADD)
         self._take = self.client.register_script(TAKE)
-        self._take_slot = self.client.register_script(TAKE_SLOT)
         self._change = self.client.register_script(CHANGE)
         self._read = self.client.register_script(READ)
         self._fence = self.client.register_script(FENCE_SCRIPT)
@@ -144,38 +142,27 @@ class RedisStore(ForgetfulStore):
         except (self.errors.ConnectionError, self.errors.TimeoutError, OSError):
             return True
 
-    def take(self, key: str, value: bytes, lease: float) -> Entry | None:
-        keys, milliseconds = [self.make_key(key), self.epoch_key], _milliseconds(lease)
-        while True:
-            self.epoch.check()
-            self._takes = True
-            try:
-                reply = self._call(self._take, keys, [value, milliseconds, self.epoch.value or b""])
-            finally:
-                self._takes = False
-            if reply != []:
-                return _entry(reply)
-            self.look()  # and be held back if the epoch that was known is over
-
-    def take_slot(
+    def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
     ) -> str | dict[str, Entry]:
         keys = [self.epoch_key, *map(self.make_key, slots.keys)]
-        args = [value, _milliseconds(lease), slots.allowed, slots.mark]
+        limits = slots[1:] if len(slots.keys) > 1 else ()
+        epoch = b""
         while True:
             if heeds_epoch:
                 self.epoch.check()
+                epoch = self.epoch.value or b"unknown"
             self._takes = heeds_epoch
             try:
-                epoch = [self.epoch.value or b""] if heeds_epoch else []
-                reply = self._call(self._take_slot, keys, args + epoch)
+                args = [value, _milliseconds(lease), epoch, *limits]
+                reply = self._call(self._take, keys, args)
             finally:
                 self._takes = False
             if isinstance(reply, int):
                 return slots.keys[reply]
             if reply:
                 return {slots.keys[i]: Entry(_bytes(each), _left(ms)) for i, each, ms in reply}
-            self.look()
+            self.look()  # and be held back if the epoch that was known is over
 
     def add_epoch(self, value: bytes) -> None:
         self.client.set(self.epoch_key, value, nx=True)
@@ -201,7 +188,8 @@ class RedisStore(ForgetfulStore):
             self.epoch.check()
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        return _entry(self._call(self._add, [self.make_key(key)], [value, _milliseconds(lease)]))
+        taken = self.take(Slots((key,)), value, lease, heeds_epoch=False)
+        return None if isinstance(taken, str) else taken[key]
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         # A deletion that was carried out and is sent again would find the entry gone.

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-__all__ = ["ADD", "CHANGE", "FENCE_SCRIPT", "READ", "TAKE", "TAKE_SLOT"]
+__all__ = ["CHANGE", "FENCE_SCRIPT", "READ", "TAKE"]
 
 # The server runs a script alone, so nothing happens between its look and its change:
 #
 #   holder A: GET -> mine            (its lease ends here, B takes the lock)
 #   holder A: DEL                    frees B's lock: impossible inside a script
-ADD = """
-if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return false end
-return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
-"""
+#
 # A process takes a lock only in the epoch that it knows. It learns of another one in the same trip,
 # so no take comes between.
-TAKE = f"""
-if redis.call('GET', KEYS[2]) ~= ARGV[3] then return {{}} end
-{ADD}
-"""
-TAKE_SLOT = """
-if ARGV[5] and redis.call('GET', KEYS[1]) ~= ARGV[5] then return {} end
+TAKE = """
+if ARGV[3] ~= '' and redis.call('GET', KEYS[1]) ~= ARGV[3] then return {} end
 local entries, free, own = {}, false, false
 for i = 2, #KEYS do
     local value = redis.call('GET', KEYS[i])
     if value == ARGV[1] then return i - 2 end
     if value then
         entries[#entries + 1] = {i - 2, value, redis.call('PTTL', KEYS[i])}
-        own = own or (ARGV[4] ~= '' and string.find(value, ARGV[4], 1, true))
-    elseif i <= ARGV[3] + 1 then
+        own = own or (ARGV[5] or '') ~= '' and string.find(value, ARGV[5], 1, true)
+    elseif i <= (ARGV[4] or 1) + 1 then
         free = free or i
     end
 end

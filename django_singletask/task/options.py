@@ -10,11 +10,10 @@ from typing import Any
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockError
-from django_singletask.locks.keys import NO_LOCK, LockKey, template_errors
+from django_singletask.locks.keys import NO_LOCK, LockKey, check_slots, template_errors
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
-from django_singletask.locks.slots import check_slots
 from django_singletask.task.pairs import Problem, wrong_pairs
 
 Rule = Callable[[str, str, Any], object]
