@@ -437,6 +437,18 @@ class TestDecoration:
             task.apply_async((1,), **{option: 1})
         assert not sent
 
+    @pytest.mark.parametrize(
+        ("option", "here"), [("slots", "lock_slots"), ("lock_key", "lock_name")]
+    )
+    def test_an_option_of_only_one_is_named(self, app, option, here):
+        with pytest.raises(TypeError, match=f"no option '{option}': here it is {here}"):
+            app.task(base=SingletonTask, lazy=False, **{option: 1})(takes_a)
+
+    @pytest.mark.parametrize("option", ["lock_ttl", "unique_by"])
+    def test_what_looks_like_an_option_of_locks_and_is_none_is_refused(self, app, option):
+        with pytest.raises(TypeError, match=f"no option '{option}'; the options are lock_at_least"):
+            app.task(base=SingletonTask, lazy=False, **{option: 1})(takes_a)
+
     def test_a_lock_option_of_a_call_belongs_into_lock_options(self, task, sent):
         with pytest.raises(TypeError, match=r"write lock_options=\{'on_conflict': …\}"):
             task.apply_async((1,), on_conflict="raise")

@@ -84,12 +84,16 @@ NO_LOCK = LockKey("no lock", "none")
 def name_key(name: str) -> LockKey:
     """Return the lock of an explicit name.
 
-    Raises ``TypeError`` if it is no string and ``ValueError`` if it is empty, longer than 255
-    characters or holds control characters.
+    A name of more than 255 characters is shown shortened; its key is that of the whole. Raises
+    ``TypeError`` if it is no string and ``ValueError`` if it is empty or holds control characters.
     """
     if not isinstance(name, str):
         _check_name("name", name)  # raises, also for what the cache of functions cannot look up
-    return _name_key(name, conf.record_arguments)
+    if len(name) <= MAX_NAME:
+        return _name_key(name, conf.record_arguments)
+    key = _name_key.__wrapped__(name, conf.record_arguments).key  # too much to keep in memory
+    mark = f"…{_mark(key)}"
+    return LockKey(f"{name[: MAX_NAME - len(mark)]}{mark}", key)
 
 
 @lru_cache(maxsize=1024)
@@ -200,8 +204,6 @@ def _check_name(option: str, name: object) -> None:
         raise TypeError(f"{option} must be a string, not {name!r}.")
     if not name.strip():
         raise ValueError(f"{option} is empty: name what must run only once at a time.")
-    if len(name) > MAX_NAME:
-        raise ValueError(f"{option} has {len(name)} characters, at most {MAX_NAME} are allowed.")
     if _UNPRINTABLE.search(name):
         shown = f": {name!r}" if conf.record_arguments else ""
         raise ValueError(f"{option} holds control characters or lone surrogates{shown}.")

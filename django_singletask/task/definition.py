@@ -23,6 +23,18 @@ ELSEWHERE = {
 }
 """Options of celery-once and celery-singleton, which Celery would accept and nobody would read."""
 
+OF_ONLY_ONE = {
+    "key": "lock_name",
+    "slots": "lock_slots",
+    "at_least": "lock_at_least",
+    "timeout": "lock_timeout",
+    "renew": "lock_renew",
+    "wait": "lock_wait",
+    "unique": "unique_until",
+    "lock_key": "lock_name",  # and the name of a method
+}
+"""Names that a decorator may be given, because they stand elsewhere in this package."""
+
 
 def check_definition(cls: type, base: type) -> None:
     """Raise ``TypeError`` for what is wrong in the body of a class, or in its decorator.
@@ -32,9 +44,13 @@ def check_definition(cls: type, base: type) -> None:
     """
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
     if "_decorated" in cls.__dict__:
-        _refuse_foreign(what, cls.__dict__.keys() - set(dir(base)))
+        _refuse_foreign(what, cls.__dict__, {**ELSEWHERE, **OF_ONLY_ONE})
         for name, similar in misspelt(cls, base):
             raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
+        for name in cls.__dict__.keys() - set(dir(base)):
+            if name.startswith(("lock_", "unique_")):
+                options = ", ".join(sorted(NAMES))
+                raise TypeError(f"{what} has no option {name!r}; the options are {options}.")
     values = {name: getattr(cls, name) for name in NAMES}
     for name, value in [*values.items()]:
         if hasattr(value, "__get__") and not callable(value):
@@ -84,7 +100,7 @@ def misspelt(cls: type, base: type) -> Iterator[tuple[str, str]]:
 
 def refuse_unsendable(what: str, names: Iterable[str], lock_options: Any) -> None:
     """Raise ``TypeError`` for what is no option of ``apply_async``, or cannot travel."""
-    _refuse_foreign(what, names)
+    _refuse_foreign(what, names, ELSEWHERE)
     for name in names:
         if name in NAMES:
             raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
@@ -92,12 +108,13 @@ def refuse_unsendable(what: str, names: Iterable[str], lock_options: Any) -> Non
         raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
 
 
-def _refuse_foreign(what: str, names: Iterable[str]) -> None:
+def _refuse_foreign(what: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> None:
     for name in names:
-        if name in ELSEWHERE:
+        if name in elsewhere:
             raise TypeError(
-                f"{what} has no option {name!r}: here it is {ELSEWHERE[name]}; see 'Coming from "
-                "celery-once, celery-singleton, the cookbook recipe' in the documentation."
+                f"{what} has no option {name!r}: here it is {elsewhere[name]}; see the options "
+                "in the README, and 'Coming from celery-once, celery-singleton, the cookbook "
+                "recipe' in the documentation."
             )
 
 
