@@ -50,6 +50,11 @@ class Address(NamedTuple):
         """Return the entry that is there now; raises :class:`LockUnavailable`."""
         return get_store(self.cache).read(self.key)
 
+    def look(self) -> tuple[Entry | None, Holder]:
+        """Return the entry that is there now, and its holder; without an entry an empty one."""
+        entry = self.read()
+        return entry, Holder.decode(b"" if entry is None else entry.value)
+
     def tell(self, kind: str, holder: Holder | None, **facts: Any) -> None:
         """Send an event about a holder of this entry, or about what this process met there (None).
 
@@ -101,13 +106,10 @@ class Address(NamedTuple):
 
         ``how`` says how the death is known; it goes into the history. Say whether it was freed.
         """
-        entry = self.read()
-        if entry is None:
-            return False
-        holder = Holder.decode(entry.value)
+        entry, holder = self.look()
         # What a run that returned has kept has its token, and stays.
         dead = holder.token == token and not holder.kept
-        return dead and self.free_dead(entry, holder, how)
+        return entry is not None and dead and self.free_dead(entry, holder, how)
 
     def clear(self, token: str | None, actor: str, timeout: float | None) -> bool:
         """Free the entry, whoever holds it; with a ``token``, only if that holder has it.
@@ -115,11 +117,8 @@ class Address(NamedTuple):
         ``timeout`` is the length of the lease in seconds if the holder's record does not say it;
         the marker of the clearing stays for at least that long. Say whether the entry was freed.
         """
-        entry = self.read()
-        if entry is None:
-            return False
-        holder = Holder.decode(entry.value)
-        if token is not None and holder.token != token:
+        entry, holder = self.look()
+        if entry is None or token not in (None, holder.token):
             return False
         # The marker must still be there at the holder's next renewal. extend() may have given the
         # lease another length than the record says.

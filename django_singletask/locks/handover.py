@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockLost
-from django_singletask.holder import Holder, this_process
+from django_singletask.holder import this_process
 from django_singletask.locks import renewal
 from django_singletask.locks.keys import MAX_NAME, LockKey
 from django_singletask.locks.lease import Lease
@@ -113,9 +113,7 @@ def hand_over(lease: Lease, seconds: float) -> str:
 def receive(lease: Lease, token: str) -> None:
     """Take the entry that was handed over with this token; see :meth:`TaskLock.receive`."""
     address = lease.address
-    entry = address.read()
-    value = b"" if entry is None else entry.value
-    holder = Holder.decode(value)
+    entry, holder = address.look()
     how = None
     if entry is not None and holder.token != token:
         # A message that is delivered again finds the bytes of its own first run, which received.
@@ -123,7 +121,8 @@ def receive(lease: Lease, token: str) -> None:
             how = proof_of_death(holder)
         if how is None:
             raise LockLost(f"{address} was received already, or is another's: {holder} has it.")
-    if not lease.replace(value):  # also without an entry: no_locks() grants what it does not store
+    # Also without an entry: no_locks() grants what it does not store.
+    if not lease.replace(b"" if entry is None else entry.value):
         raise LockLost(
             f"{address} waits for no receiver any more: the time of its hand_over() is over, it "
             "was received or cleared, or the cache forgot it."

@@ -112,11 +112,9 @@ class QueuedCall:
 
     def _take_over(self, lease: Lease) -> bool:
         """Put the entry of this call in the place of that of a queued one; say if it is there."""
-        entry = self.address.read()
+        entry, holder = self.address.look()
         # That of a run is renewed, and stays until the run is finished.
-        if entry is None or Holder.decode(entry.value).pid:
-            return False
-        return lease.replace(entry.value)
+        return entry is not None and not holder.pid and lease.replace(entry.value)
 
     def note(self) -> None:
         """Let the calls before this one, which is published now, give way to it."""
@@ -138,9 +136,8 @@ class QueuedCall:
 
     def holder(self) -> Holder | None:
         """Ask the cache which call is queued, or runs until it is finished."""
-        entry = self.address.read()
-        holder = None if entry is None else Holder.decode(entry.value)
-        return None if holder is None or holder.kept or proof_of_death(holder) else holder
+        entry, holder = self.address.look()
+        return None if entry is None or holder.kept or proof_of_death(holder) else holder
 
     def _queued_for(self, delay: float) -> float:
         from_sending = self.options.unique_until == "expiry"
