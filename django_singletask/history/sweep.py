@@ -14,7 +14,6 @@ from django.db.migrations.recorder import MigrationRecorder
 from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.history.queries import SWEEPER, timestamp
-from django_singletask.holder import Holder
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import MAX_NAME, LockKey, name_key
 from django_singletask.locks.liveness import proof_of_death
@@ -80,9 +79,8 @@ class Sweeper:
     def look_after(self, row: TaskLockEvent) -> None:
         """Look at an open row whose lease is over, unless the lease was renewed."""
         address = Address(row.cache, LockKey(row.name, row.key))
-        entry = address.read()
-        holder = Holder.decode(entry.value) if entry is not None else None
-        if entry and holder and holder.token == row.token:
+        entry, holder = address.look()
+        if entry and holder.token == row.token:
             self.missed.pop(row.pk, None)
             if holder.kept:  # the process was killed before it could write that it had returned
                 address.tell("released", row.holder(), outcome="released", result="returned")
