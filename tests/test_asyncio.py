@@ -29,7 +29,7 @@ from django_singletask import (
 from django_singletask.locks import pool, steps
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import lock_event
-from django_singletask.stores import get_store, open_cache, open_with
+from django_singletask.stores import Forgotten, get_store, open_cache, open_with
 from django_singletask.stores.redis import RedisStore
 from tests import servers
 from tests.entries import eventually, key_of, private_store
@@ -83,6 +83,30 @@ class TestExclusion:
                 assert not TaskLock(NAME).acquire()
 
         run(main)
+
+    def test_a_take_that_was_held_back_uses_the_store_of_its_thread(self, on_redis, monkeypatch):
+        """Its next step may be done in another thread; a client of a cache serves one."""
+        users, attempts, method = {}, {}, RedisStore.take
+
+        def take(store, slots, value, *args, **options):
+            users.setdefault(store, set()).add(threading.get_ident())
+            attempts[value] = attempts.get(value, 0) + 1
+            if attempts[value] == 1:
+                raise Forgotten(random.uniform(0, 0.05))
+            return method(store, slots, value, *args, **options)
+
+        monkeypatch.setattr(RedisStore, "take", take)
+
+        async def one(number):
+            async with TaskLock(f"{NAME}-{number}"):
+                pass
+
+        async def main():
+            await asyncio.gather(*(one(number) for number in range(20)))
+
+        run(main)
+        assert [*attempts.values()] == [2] * 20
+        assert [len(threads) for threads in users.values()] == [1] * len(users)
 
     def test_a_block_meets_a_conflict_as_its_options_say(self, on_redis):
         async def main():

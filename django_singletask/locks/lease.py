@@ -16,7 +16,15 @@ from django_singletask.locks.debts import Kept, release
 from django_singletask.locks.holding import Holding, margin
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.steps import do
-from django_singletask.stores import Entry, ForgetfulStore, Forgotten, Outcome, Slots, get_store
+from django_singletask.stores import (
+    Entry,
+    ForgetfulStore,
+    Forgotten,
+    Outcome,
+    Slots,
+    Store,
+    get_store,
+)
 from django_singletask.stores.base import MAX_SLOTS
 
 __all__ = ["KEPT", "Lease"]
@@ -85,9 +93,11 @@ class Lease(Holding):
             while True:
                 sent = clock.now()
                 try:
-                    entry = self._ask(heeds_epoch)
+                    entry = self._ask(store, heeds_epoch)
                 except Forgotten as forgotten:
                     yield forgotten.pause
+                    # The next step may be done in another thread, which has stores of its own.
+                    store = get_store(self.cache)
                     held_back += 1
                     if held_back == MAX_HELD_BACK:
                         # A cache that is emptied all the time protects nothing.
@@ -112,9 +122,8 @@ class Lease(Holding):
             self.abandon()
             raise
 
-    def _ask(self, heeds_epoch: bool) -> Entry | None:
+    def _ask(self, store: Store, heeds_epoch: bool) -> Entry | None:
         """Take a slot and move there; return None, or the entry in the way."""
-        store = get_store(self.cache)
         taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
         if isinstance(taken, str):
             self.move_to(taken)
