@@ -99,8 +99,8 @@ class _StandIn(TestContextDecorator):
             # A lock that the test did not give back must not be renewed, because the renewal
             # would take it in the configured cache.
             keeper = renewal.keeper()
-            for token, key in keeper.kept() - _kept_before:
-                keeper.forget(token, key)
+            for token_and_key in keeper.kept() - _kept_before:
+                keeper.leases.pop(token_and_key, None)
             del conf.history
             open_with(None)
 

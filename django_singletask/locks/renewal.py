@@ -12,14 +12,18 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
 from django.db import connections
 
 from django_singletask import clock
 from django_singletask.locks.debts import Debt, Debts, Kept
-from django_singletask.locks.watch import Renewable, Watch
+from django_singletask.locks.watch import Watch
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.epoch import LOOK, epoch_of
+
+if TYPE_CHECKING:
+    from django_singletask.locks.holding import Holding
 
 __all__ = ["Keeper", "has_threads", "keeper"]
 
@@ -41,7 +45,7 @@ class Keeper:
 
     def __init__(self) -> None:
         # By token and key: a run has one token for its lock and for the entry of its queued call.
-        self.leases: weakref.WeakValueDictionary[tuple[str, str], Renewable]
+        self.leases: weakref.WeakValueDictionary[tuple[str, str], Holding]
         self.leases = weakref.WeakValueDictionary()
         self.watches: dict[str, Watch] = {}
         self.debts: dict[str, Debts] = {}
@@ -61,22 +65,18 @@ class Keeper:
         self.renewing = threading.RLock()
         self.thread: threading.Thread | None = None
 
-    def keep(self, lease: Renewable) -> None:
+    def keep(self, lease: Holding) -> None:
         """Renew a lease from now on, if it is one that renews, and watch the cache of any."""
         self.leases[lease.token, lease.key] = lease
         self.wake_for(lease)
 
-    def drop(self, lease: Renewable) -> None:
+    def drop(self, lease: Holding) -> None:
         """Renew a lease no longer."""
         self.leases.pop((lease.token, lease.key), None)
 
     def kept(self) -> set[tuple[str, str]]:
         """Return token and key of each lease that is kept."""
         return {reference.key for reference in self.leases.valuerefs()}
-
-    def forget(self, token: str, key: str) -> None:
-        """Renew the lease of this token and key no longer, if there is one."""
-        self.leases.pop((token, key), None)
 
     def owe(
         self, cache: str, key: str, value: bytes, lease: float, kept: Kept | None = None
@@ -86,7 +86,7 @@ class Keeper:
         debts.add(Debt(key, value, clock.now() + lease, kept))
         self.wake(debts.due_at)
 
-    def wake_for(self, lease: Renewable) -> None:
+    def wake_for(self, lease: Holding) -> None:
         """Wake the thread if the lease is due before the thread would wake by itself.
 
         Otherwise let it sleep: to wake it would cost each short run a switch of threads.
@@ -181,7 +181,7 @@ class Keeper:
             if watch.due_at(self.held()) <= now and watch.forgotten():
                 self.renew_forgotten(watch)
         if self.next_renewal() <= now:
-            by_cache: dict[str, list[Renewable]] = {}
+            by_cache: dict[str, list[Holding]] = {}
             for lease in self.held():
                 if lease.renews and lease.due_at <= now + lease.length / 10:
                     by_cache.setdefault(lease.cache, []).append(lease)
@@ -191,7 +191,7 @@ class Keeper:
             if debts.due_at <= now:
                 debts.pay()
 
-    def held(self) -> Iterator[Renewable]:
+    def held(self) -> Iterator[Holding]:
         """Yield the leases that are kept, the oldest first."""
         # valuerefs() is one step: another thread that takes a lock meanwhile cannot disturb it.
         for reference in self.leases.valuerefs():
@@ -209,7 +209,7 @@ class Keeper:
                     lease.look()
             watch.renewed(changes)
 
-    def renew_all(self, alias: str, leases: list[Renewable]) -> bool:
+    def renew_all(self, alias: str, leases: list[Holding]) -> bool:
         """Renew leases of one cache in as few trips as its store can; say whether it answered."""
         with self.renewing:
             leases = [lease for lease in leases if not lease.has_ended()]

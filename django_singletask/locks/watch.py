@@ -5,42 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from django_singletask import clock
-from django_singletask.stores import Outcome, look_at_epoch
+from django_singletask.stores import look_at_epoch
 from django_singletask.stores.epoch import LOOK, epoch_of
 
-__all__ = ["LOOK_AGAIN", "Renewable", "Watch"]
+if TYPE_CHECKING:
+    from django_singletask.locks.holding import Holding
+
+__all__ = ["LOOK_AGAIN", "Watch"]
 
 logger = logging.getLogger("django_singletask")
 
 LOOK_AGAIN = 0.2
 """Seconds until a cache that does not answer is asked for its epoch again."""
-
-
-class Renewable(Protocol):
-    """What the thread must know of a lease; see :class:`django_singletask.locks.lease.Lease`."""
-
-    cache: str
-    key: str
-    token: str
-    value: bytes
-    length: float
-    renews: bool
-    deadline: float
-    retry_at: float
-    taken_at: float
-    watched: bool
-
-    @property
-    def due_at(self) -> float: ...
-
-    def has_ended(self) -> bool: ...
-
-    def look(self) -> None: ...
-
-    def settle(self, sent: float, length: float, outcome: Outcome) -> None: ...
 
 
 class Watch:
@@ -53,7 +32,7 @@ class Watch:
         """The change of the epoch after which all locks of this process were renewed."""
         self.was_down = False
 
-    def due_at(self, leases: Iterable[Renewable]) -> float:
+    def due_at(self, leases: Iterable[Holding]) -> float:
         """Return when the next look is due, given the leases of this process, the oldest first.
 
         The oldest lease that lasts decides. So a short run costs no request.
