@@ -14,7 +14,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import DEFAULTS, HISTORY_MODES, check_seconds, conf
+from django_singletask.conf import DEFAULTS, HISTORY_MODES, check_seconds, conf, is_test
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
@@ -72,8 +72,8 @@ def check_cache(**kwargs: Any) -> Found:
     reason = refusal(cache)
     if is_a(cache, "django.core.cache.backends.locmem.LocMemCache"):
         message = f"{named} uses {backend}: each process has a memory, and so locks, of its own."
-        if current_app.conf.task_always_eager:
-            hint = "This is fine for eager tests in one process, and never for workers."
+        if current_app.conf.task_always_eager or is_test():
+            hint = "This is fine for tests in one process, and never for workers."
             yield checks.Warning(message, hint=hint, id="django_singletask.W001")
         else:
             yield checks.Error(message, hint=hint, id="django_singletask.E004")
@@ -272,7 +272,8 @@ def check_deployment(**kwargs: Any) -> Found:
         yield checks.Warning(
             f"{named} keeps the locks where {_users(others)} keeps entries "
             f"({', '.join(sorted(servers))}): its clear() and its evictions delete locks.",
-            hint="Give the locks a Redis database, or a memcached server, of their own.",
+            hint="Give the locks a Redis database, a memcached server, or the table of a "
+            "DatabaseCache of their own.",
             id="django_singletask.W007",
         )
     if backend_is(alias, "memcached") and len(servers) > 1:

@@ -181,18 +181,23 @@ def test_a_file_based_cache_is_refused(use, backend):
 
 
 @pytest.mark.parametrize("backend", [f"{DJANGO}.locmem.LocMemCache", dotted("OwnLocMem")])
-def test_local_memory_is_refused(app, use, backend):
+def test_local_memory_is_refused(app, use, backend, monkeypatch):
+    monkeypatch.setattr(checks, "is_test", lambda: False)
     use(configured(backend))
     message = only(checks.check_cache(), "E004")
     assert f"SINGLETASK_CACHE = 'locks' uses {backend}: each process has a memory" in message.msg
 
 
-def test_local_memory_gives_a_warning_in_eager_mode(app, use):
-    app.conf.task_always_eager = True
+@pytest.mark.parametrize(("eager", "test"), [(True, False), (False, True)])
+def test_local_memory_gives_a_warning_in_eager_mode_and_in_tests(
+    app, use, eager, test, monkeypatch
+):
+    monkeypatch.setattr(checks, "is_test", lambda: test)
+    app.conf.task_always_eager = eager
     use(configured(f"{DJANGO}.locmem.LocMemCache"))
     message = only(checks.check_cache(), "W001")
     assert "each process has a memory" in message.msg
-    assert "eager tests" in message.hint
+    assert "fine for tests" in message.hint
 
 
 @pytest.mark.parametrize(
@@ -659,7 +664,7 @@ def test_the_default_cache_as_lock_cache_gives_a_warning(settings):
 def test_one_memcached_under_two_aliases_gives_a_warning(use, one, other):
     use(configured(MEMCACHED, one), pages=configured(dotted("OwnPyLibMC"), other))
     message = only(checks.check_deployment(), "W007")
-    assert "a memcached server, of their own" in message.hint
+    assert "a memcached server, or the table of a DatabaseCache" in message.hint
 
 
 @pytest.mark.parametrize("location", ["x:1,y:1", "x:1;y:1", ["x:1", "y:1"]], ids=str)
