@@ -424,6 +424,22 @@ class TestFinish:
         assert deliver(sent[2], finish, retries=2) == "ran"
         assert finish.queued("a") is None
 
+    def test_the_entry_of_a_retry_is_queued_again_before_the_lock_is_free(self, sent, monkeypatch):
+        """Otherwise the next try could begin first, and find the entry of this run."""
+        pids = []
+        store = get_store("redis")
+        release = store.release
+
+        def look(key, value):
+            pids.append(entry_of(finish, "a").holder().pid)
+            return release(key, value)
+
+        monkeypatch.setattr(store, "release", look)
+        finish.delay("a", 0, 2)
+        with pytest.raises(Retry):
+            deliver(sent[0], finish)
+        assert pids == [0]
+
     @pytest.mark.parametrize("how", ["throw=False", "caught", "equal arguments"])
     def test_the_entry_stays_whichever_way_the_call_is_tried_again(self, sent, monkeypatch, how):
         def body(*args):
