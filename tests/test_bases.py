@@ -325,3 +325,42 @@ def test_hooks_are_called_in_either_order(app: Celery, order: str) -> None:
     log.clear()
     body.delay(True)
     assert log == ["sent", "before_start", "on_failure", "after_return"]
+
+
+class Defaults(Task):
+    """As projects set what holds for each of their calls."""
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        for option in ("producer", "link", "link_error", "shadow"):
+            log.append(options.setdefault(option, f"default {option}"))
+        return super().apply_async(args, kwargs, **options)
+
+
+@pytest.mark.parametrize("bases", [(SingletonTask, Defaults), (Defaults, SingletonTask)])
+def test_another_base_can_set_the_options_that_were_not_passed(
+    app: Celery, bases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(app, "send_task", lambda name, *_, **options: sent.append(options))
+    task = body_of(app, type("Base", bases, {"abstract": True}))
+    task.apply_async(("a",), link="passed link", shadow="passed shadow")
+    expected = ["default producer", "passed link", "default link_error", "passed shadow"]
+    assert log == expected
+    [message] = sent
+    # Celery's own Task.apply_async gives the shadow on as another option.
+    assert [message[option] for option in ("producer", "link", "link_error")] == expected[:3]
+
+
+def test_options_can_be_passed_by_position(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(app, "send_task", lambda name, *_, **options: sent.append(options))
+    task = body_of(app, type("Base", (SingletonTask, Defaults), {"abstract": True}))
+    task.apply_async(("a",), None, "mine", None, None, "on error")
+    assert log == ["default producer", "default link", "on error", "default shadow"]
+    assert [message["link_error"] for message in sent] == ["on error"]
+
+
+@pytest.mark.parametrize(("rest", "link"), [([None] * 5, None), ([None, "one"], "another")])
+def test_too_much_by_position_is_an_error(app: Celery, rest: Any, link: Any) -> None:
+    with pytest.raises(TypeError):
+        body_of(app, SingletonTask).apply_async(("a",), None, "mine", *rest, link=link)

@@ -85,11 +85,7 @@ class SingletonTask(LockedTask):
         args: Any = None,
         kwargs: Any = None,
         task_id: str | None = None,
-        producer: Any = None,
-        link: Any = None,
-        link_error: Any = None,
-        shadow: str | None = None,
-        *,
+        *rest: Any,
         lock_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncResult[Any]:
@@ -101,11 +97,17 @@ class SingletonTask(LockedTask):
         :class:`DuplicateTask` with ``on_duplicate="raise"``, and :class:`LockUnavailable`
         with ``unique_until``.
         """
+        # By name, and only what was passed: another base may override it as
+        # apply_async(self, args, kwargs, **options), and set defaults in these options.
+        if len(rest) > len(POSITIONAL):
+            raise TypeError(f"apply_async of {self.name} takes at most 7 arguments by position.")
+        passed = {n: v for n, v in zip(POSITIONAL, rest, strict=False) if v is not None}
+        options = dict(**passed, **options)  # it raises for an option that is passed twice
         refuse_unsendable(f"apply_async of {self.name}", options, lock_options)
         again = Header.of(options.get("headers"), task_id, self.name) is not None
         # Others wait for a call that has its id already, as the links of a chain and the members
         # of a group have, or that is to tell of its end: it must be sent.
-        awaited = task_id or link or link_error or any(map(options.get, AWAITED))
+        awaited = task_id or any(map(options.get, AWAITED))
         header = self._header(args, kwargs, task_id or uuid(), lock_options, options)
         when = options.get("countdown") or options.get("eta")
         queued_call = None if again else self._queued_call(header)
@@ -118,11 +120,7 @@ class SingletonTask(LockedTask):
                     return self.AsyncResult(queued_call.duplicate_of(holder))
             due = header.due or round(time.time() + delay_of(when), 3)
             options["headers"] = header._replace(due=due).into(options.get("headers"))
-            # By name: another base may override it as apply_async(self, args, kwargs, **options).
-            options |= {"producer": producer, "link": link, "link_error": link_error}
-            result = super().apply_async(
-                args, kwargs, task_id=header.task_id, shadow=shadow, **options
-            )
+            result = super().apply_async(args, kwargs, task_id=header.task_id, **options)
         except BaseException:
             if queued_call is not None:
                 queued_call.give_back()
@@ -243,4 +241,5 @@ class SingletonTask(LockedTask):
         return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
 
 
-AWAITED = ("chain", "chord", "group_id")
+POSITIONAL = ("producer", "link", "link_error", "shadow")
+AWAITED = ("chain", "chord", "group_id", "link", "link_error")
