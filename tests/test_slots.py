@@ -19,7 +19,7 @@ from django_singletask.stores import get_store
 from django_singletask.task.header import LOOKS, WAITS
 from django_singletask.testing import hold
 from tests.command_line import locks
-from tests.deliveries import receive, wait_for_debts
+from tests.deliveries import deliver, receive, wait_for_debts
 from tests.testapp import tasks
 
 pytestmark = [
@@ -245,6 +245,41 @@ class TestTasks:
         with pytest.raises(Postponed):
             receive(hold, "a", **message)
         assert sent[0]["headers"]["singletask"]["redelivered"] == WAITS
+
+    def test_a_redelivery_finds_its_first_run_though_one_slot_is_left(
+        self, hold, sent, monkeypatch
+    ):
+        monkeypatch.setattr(hold, "lock_slots", 1)
+        key = hold_slot(3, task_id="mine")
+        with pytest.raises(Postponed):
+            receive(hold, "a", delivery_info={"redelivered": True})
+        assert sent[0]["headers"]["singletask"]["redelivered"] == WAITS
+        get_store("redis").release(key, get_store("redis").read(key).value)
+        assert receive(hold, "a", delivery_info={"redelivered": True}) == "ran"
+
+    def test_a_retry_waits_for_the_try_before_it_beyond_its_own_number(self, hold, sent):
+        """That try has sent it, and is about to give back a slot of a time with 5 slots."""
+        hold_slot(5, task_id="mine")
+        with pytest.raises(Postponed):
+            receive(hold, "a", retries=1)
+        assert len(sent) == 1
+
+    def test_tasks_of_a_loop_in_a_body_have_a_slot_each(self, monkeypatch):
+        """They have the task id of the body, but only a delivery is one run of it."""
+
+        async def take_one(inside):
+            async with TaskLock("api", slots=3):
+                inside.append(1)
+                while len(inside) < 3:
+                    await asyncio.sleep(0.01)
+
+        async def take_three():
+            inside = []
+            await asyncio.wait_for(asyncio.gather(*(take_one(inside) for _ in range(3))), 20)
+            return len(inside)
+
+        monkeypatch.setattr(tasks, "body", lambda *args, **facts: asyncio.run(take_three()))
+        assert deliver(tasks.unique, "a").retval == 3
 
     def test_a_redelivery_takes_a_dead_run_of_another_call_for_no_proof(
         self, hold, sent, monkeypatch

@@ -15,6 +15,7 @@ from django_singletask.locks.address import Address
 from django_singletask.locks.debts import Kept, release
 from django_singletask.locks.holding import Holding, margin
 from django_singletask.locks.keys import LockKey
+from django_singletask.locks.run import NO_RUN, Run
 from django_singletask.locks.steps import do
 from django_singletask.stores import (
     Entry,
@@ -45,7 +46,8 @@ MAX_LATE = 3
 # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. Who allows 2 neither
 # takes nor counts those slots, so until the old processes are gone there are 5 runs at most, never
 # more than the greatest number that a process allows. A redelivery looks at all slots that there
-# can be, and finds its own first run in whichever it is.
+# can be, and finds its own first run in whichever it is, also if by now there is one slot. With
+# several slots a retry does so too: the try before it may still have to give back its slot.
 
 
 class Lease(Holding):
@@ -63,13 +65,19 @@ class Lease(Holding):
     """All that were in the way, if the lock has several slots."""
 
     def __init__(
-        self, address: Address, holder: Holder, *, redelivered: bool = False, **options: Any
+        self, address: Address, holder: Holder, *, run: Run | None = None, **options: Any
     ) -> None:
+        """``run`` is that of a delivery, which takes nothing beside an earlier run of its own.
+
+        A body is one run, but it may take locks in several threads and asyncio tasks.
+        """
         super().__init__(address, holder, **options)
         self.slots = Slots((self.key,))
-        if holder.slots > 1:
-            keys = address.lock_key.slots(MAX_SLOTS if redelivered else holder.slots)
-            self.slots = Slots(keys, holder.slots, holder.mark())
+        run = run or NO_RUN
+        if holder.slots > 1 or run.redelivered:
+            looks_at = MAX_SLOTS if run.redelivered or run.retries else holder.slots
+            mark = holder.mark() if run.task_id else b""
+            self.slots = Slots(address.lock_key.slots(looks_at), holder.slots, mark)
 
     # Taking
 

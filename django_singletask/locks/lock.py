@@ -193,7 +193,7 @@ class TaskLock(HeldLock):
             run.holder(self.name, lease_length(self.timeout), self.slots),
             renews=self.renew,
             at_least=self.at_least,
-            redelivered=run.redelivered,
+            run=self.run,
         )
         return self.lease
 

@@ -63,7 +63,7 @@ class Slots(NamedTuple):
     """The slots of one lock: a take looks at all ``keys``, and takes one of the first ``allowed``.
 
     Most locks have one slot. While one of several entries has the bytes ``mark`` in it, nothing is
-    taken: it is the run's own, of an earlier delivery. Code outside a task has no mark.
+    taken: it is the run's own, of an earlier delivery. Only deliveries have a mark.
     """
 
     keys: tuple[str, ...]
