@@ -309,6 +309,23 @@ def test_a_call_from_its_own_body_has_a_request_of_its_own(
     assert inner is not before
 
 
+@on_all_ways_with_a_request
+def test_a_base_that_calls_the_body_by_itself_leaves_later_requests_alone(
+    app: Celery, call: Callable[..., Any]
+) -> None:
+    base = type("LockedAndTraced", (SingletonTask, Traced), {"abstract": True})
+
+    @app.task(bind=True, base=base, shared=False)
+    def body(self: Any) -> Any:
+        self.push_request(id="inner")
+        try:
+            return self.request.id
+        finally:
+            self.pop_request()
+
+    assert call(body) == "inner"
+
+
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_hooks_are_called_in_either_order(app: Celery, order: str) -> None:
     bases = (SingletonTask, Hooks) if order == "first" else (Hooks, SingletonTask)

@@ -31,14 +31,20 @@ class ChainedTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at 
 
         def call_others(*args: Any, **kwargs: Any) -> Any:
             setattr(request, ENDS_HERE, True)
-            return call(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                vars(request).pop(ENDS_HERE, None)
 
         return call_others
 
     def push_request(self, *args: Any, **kwargs: Any) -> None:
         """Push a new request, or once more the one whose chain of calls ends here."""
         request: Any = self.request_stack.top
-        if request is not None and vars(request).pop(ENDS_HERE, False):
+        ends_here = request is not None and vars(request).pop(ENDS_HERE, False)
+        # Celery's __call__ gives these two alone. Another base may call run() instead, and then
+        # this is a request that the body has pushed.
+        if ends_here and not args and kwargs.keys() == {"args", "kwargs"}:
             self.request_stack.push(request)
         else:
             super().push_request(*args, **kwargs)
