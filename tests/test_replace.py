@@ -13,7 +13,7 @@ from django_singletask.locks.keys import LATEST
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import Entry, close_stores, get_store
 from django_singletask.task import rerun
-from django_singletask.task.header import HEADER, Header
+from django_singletask.task.header import HEADER, LOOKS, Header
 from django_singletask.task.unique import QueuedCall, discard
 from tests.command_line import alarm
 from tests.deliveries import held_by, receive, wait_for_debts
@@ -175,6 +175,48 @@ def test_a_retry_is_not_replaced(sent):
     finally:
         task.pop_request()
     assert "ticket" not in retried.options["headers"][HEADER]
+
+
+def test_a_redelivery_beside_its_first_run_leaves_the_result_to_it(sent, monkeypatch):
+    """
+    first run:   takes the lock ................................. returns its result
+    newer call:                   published, noted
+    redelivery:                                     must not answer with skip_result
+    """
+
+    postponed = []
+
+    def redeliver():
+        with pytest.raises(Postponed):
+            deliver(sent[0], delivery_info={"redelivered": True})
+        postponed.append(True)
+        connections.close_all()
+        close_stores()
+
+    def body(key, seconds, task_id, value):
+        send(2)
+        redelivery = threading.Thread(target=redeliver)
+        redelivery.start()
+        redelivery.join()
+        return "ran"
+
+    monkeypatch.setattr(tasks, "body", body)
+    send(1)
+    assert deliver(sent[0]) == "ran"
+    assert postponed
+
+
+@pytest.mark.parametrize(
+    "facts", [{"delivery_info": {"redelivered": True}}, {"redelivered": LOOKS}], ids=str
+)
+def test_a_redelivery_gives_way_once_it_has_the_lock(sent, ran, facts):
+    """Its first run was killed."""
+    send(1)
+    send(2)
+    sent[0].headers[HEADER]["redelivered"] = facts.pop("redelivered", 0)
+    assert deliver(sent[0], **facts) == "skipped"
+    assert not task.lock("a").locked()
+    assert not ran
 
 
 class TestNoWorkIsLost:

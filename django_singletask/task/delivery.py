@@ -91,7 +91,8 @@ class Delivery:
     def _run_under_lock(self) -> Any:
         if is_marked(self.request):
             self._drop_if_done(marked=True)
-        if self._is_superseded():
+        # The first run of a redelivery may go on: its result must not be replaced by this one.
+        if not self._is_redelivered() and self._is_superseded():
             return self.options.skip_result
         # The lock is given back here, so before Celery stores the result and publishes the next
         # link of a chain, which may want the same lock.
@@ -102,7 +103,8 @@ class Delivery:
                 if self.header.redelivered and not (lock.lease and lock.lease.took_over):
                     self._leave_to_first_run()
                 # The later call may have had its turn while this one waited for the lock.
-                if lock.wait and lock.lease and self._is_superseded():
+                asks = lock.wait or self._is_redelivered()
+                if asks and lock.lease and self._is_superseded():
                     lock.lease.give_back("ignored")
                     return self.options.skip_result
                 return self._run_body()
@@ -224,6 +226,10 @@ class Delivery:
         fresh = {"token": None, "hops": hops + 1, "requeued_at": 0.0}
         header = self.header._replace(lock_key=self.lock.lock_key, **{**fresh, **changes})
         postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
+
+    def _is_redelivered(self) -> bool:
+        """Say whether the broker, or a run of its own, told that this message came before."""
+        return bool(self.header.redelivered or is_marked(self.request))
 
     def _is_superseded(self) -> bool:
         """Say whether a later call of those that rerun, or replace each other, is noted."""
