@@ -161,6 +161,22 @@ def test_an_outage_in_the_body_is_the_body_s_own(
 
 @pytest.mark.usefixtures("down")
 @pytest.mark.parametrize("on_outage", ["run", "skip"])
+def test_a_message_that_the_broker_delivers_again_waits_for_the_cache(
+    app: Celery, sent: list[Any], on_outage: str
+) -> None:
+    """
+    first run:    takes the lock   goes on ...................
+    cache:                         down
+    redelivery:                          can see no first run
+    """
+    task = task_of(app, on_outage)
+    assert deliver(task, "a", delivery_info={"redelivered": True}).info.state == "IGNORED"
+    assert [message["headers"]["singletask"]["redelivered"] for message in sent] == [WAITS]
+    assert not log
+
+
+@pytest.mark.usefixtures("down")
+@pytest.mark.parametrize("on_outage", ["run", "skip"])
 def test_a_message_that_waits_for_its_own_run_goes_on_waiting(
     app: Celery, sent: list[Any], on_outage: str
 ) -> None:

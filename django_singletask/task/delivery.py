@@ -113,7 +113,7 @@ class Delivery:
         return self.policy(self)
 
     def _meet_outage(self) -> Any:
-        if self.header.redelivered:  # it has met a run of its own, which may still go on
+        if self._is_redelivered():  # its first run may still go on
             self.postpone("redelivery", redelivered=WAITS)
         self.lock.report_outage()
         return self._run_body() if self.options.on_outage == "run" else self.options.skip_result
