@@ -338,6 +338,17 @@ class TestStart:
             deliver(sent[0])
         assert unique.queued("a") is None
 
+    @pytest.mark.parametrize(
+        "options", [{"on_conflict": "wait"}, {"on_conflict": "later"}, {"lock_timeout": -1}]
+    )
+    def test_a_call_that_cannot_be_delivered_frees_the_entry(self, sent, options):
+        """As if a worker of another version had sent it, or the system check were silenced."""
+        unique.delay("a")
+        sent[0].headers[HEADER]["options"] = options
+        with pytest.raises(ValueError, match=next(iter(options))):
+            deliver(sent[0])
+        assert unique.queued("a") is None
+
     def test_a_requeued_call_that_gives_up_frees_the_entry(self, sent):
         unique.apply_async(("a",), lock_options={"on_conflict": "requeue", "lock_wait": 0})
         with held_by("another", task=unique), pytest.raises(Exception, match="is held"):

@@ -264,7 +264,6 @@ def deliver(
     ``request`` is that of the message or of ``apply()``; None for a direct call.
     """
     options = LockOptions.of(task).but(header.overrides)
-    options.check_policy(task.name)
     key = header.lock_key
     if key is None:
         hidden = request and hidden_in_message(task.app, request, args, kwargs)
@@ -278,6 +277,12 @@ def deliver(
     if message is None:  # what the header says of a message is not about this call
         header = Header(header.task_id, header.task)
     queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
-    lock, policy = DeliveryLock(key, options, run), policies[options.on_conflict]
+    try:
+        options.check_policy(task.name)
+        lock, policy = DeliveryLock(key, options, run), policies[options.on_conflict]
+    except (TypeError, ValueError):
+        if queued_call is not None:
+            queued_call.give_back()  # else it would stop its duplicates for unique_for
+        raise
     call = partial(body, *args, **kwargs)
     return Delivery(task, lock, options, header, call, policy, message, queued_call).run()
