@@ -146,6 +146,14 @@ def test_a_retry_does_not_move_its_end_and_a_revoked_one_does_not_free_it(sent):
     assert entry().remaining() <= 400
 
 
+def test_a_retry_does_not_bring_back_what_an_operator_has_cleared(sent):
+    first = send()
+    deliver(sent[0])
+    assert entry().clear()
+    receive(task, "a", task_id=first.id, header=sent[0].headers[HEADER], retries=1)
+    assert send().id != first.id
+
+
 class TestNeverBegun:
     def test_not_published(self, monkeypatch):
         def fail(*args, **options):

@@ -178,10 +178,11 @@ class QueuedCall:
         queued_call = Holder.decode(queued_value)
         begun = queued_call.keep(queued_call.timeout).encode()
         # By the clocks of two hosts, where the store cannot tell, or where the entry is gone: it
-        # was freed with a run that was killed before it began, or the cache forgot it.
+        # was freed with a run that was killed before it began, or the cache forgot it. A retry
+        # adds none: an operator may have cleared the entry since the call has begun.
         left = max(0.0, queued_call.since + queued_call.timeout - time.time())
         key, store, entry = self.address.key, get_store(self.address.cache), self.address.read()
-        if entry is None and left:
+        if entry is None and left and not self.run.retries:
             store.add(key, begun, left)
         elif entry is not None and entry.value == queued_value:
             left = left if entry.remaining is None else entry.remaining
