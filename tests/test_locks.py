@@ -930,6 +930,18 @@ class TestOnlyOne:
             @only_one(key=key)
             def sync(user_id): ...
 
+    @pytest.mark.parametrize(
+        ("function", "text"),
+        [
+            ("sync-{user_id}", r"takes its key by name: only_one\(key='sync-\{user_id\}'\)\.$"),
+            (Exception, "guards a function or a method, not <class 'Exception'>"),
+            (7, "guards a function or a method, not 7"),
+        ],
+    )
+    def test_what_is_no_function_is_refused(self, function, text):
+        with pytest.raises(TypeError, match=f"^only_one {text}"):
+            only_one(function)
+
     def test_arguments_in_a_key_can_be_hidden(self, settings):
         settings.SINGLETASK_RECORD_ARGUMENTS = False
 
