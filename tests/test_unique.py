@@ -386,7 +386,7 @@ class TestStart:
 
         monkeypatch.setattr(store, "release", fail_once)
         assert deliver(sent[0]) == "ran"
-        assert "not freed yet" in caplog.text
+        assert "the entry of a queued call could not be deleted; it is tried again" in caplog.text
         eventually(lambda: unique.queued("a") is None)
 
 

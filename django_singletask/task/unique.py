@@ -223,7 +223,8 @@ class QueuedCall:
                 self.discard()
                 if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
                     raise
-                logger.warning("%s: the entry of a call is not freed yet: %s", self.address, error)
+                text = "%s: the entry of a queued call could not be deleted; it is tried again: %s"
+                logger.warning(text, self.address, error)
         self.value = None
 
     def discard(self) -> None:
