@@ -183,4 +183,6 @@ def _like(name: str) -> list[str]:
     names = [lock.name for lock in look()]
     with reading():
         names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
-    return nearest(name, names) or nearest(name, patterns())
+    matches = nearest(name, names) or nearest(name, patterns())
+    task = name.partition("(")[0]
+    return [match for match in matches if match.partition("(")[0] == task] or matches
