@@ -28,6 +28,14 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def no_history_table():
+    """Be a project whose migrations have not run."""
+    table = TaskLockEvent._meta.db_table
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} RENAME TO {table}_gone")
+
+
 def refused(*arguments):
     """Return the error with which the command ends."""
     with pytest.raises(CommandError) as caught:
@@ -79,6 +87,17 @@ def test_skips_are_a_dash_without_history(settings, take):
 )
 def test_message_if_nothing_is_held(arguments, output):
     assert locks(*arguments) == output
+
+
+def test_list_of_nothing_says_that_the_history_cannot_be_read(no_history_table, capsys):
+    assert locks() == "No lock is held.\n"
+    assert re.match(r"The history cannot be read: .*migrate", capsys.readouterr().err)
+
+
+def test_list_of_nothing_is_silent_about_a_history_that_is_off(no_history_table, settings, capsys):
+    settings.SINGLETASK_HISTORY = "off"
+    assert locks() == "No lock is held.\n"
+    assert capsys.readouterr().err == ""
 
 
 def test_list_takes_names_and_tasks(take):
@@ -556,6 +575,17 @@ def test_history_is_a_table_newest_first():
     ]
 
 
+def test_history_says_why_a_run_was_skipped():
+    for reason in ("outage", "superseded", "rerun", "requeue"):
+        row("skipped", 1, reason=reason)
+    assert re.findall(r"skipped.*?(?=  )", locks("history")) == [
+        "skipped: requeue",
+        "skipped: rerun",
+        "skipped: superseded",
+        "skipped: outage",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -715,10 +745,7 @@ def test_command_refuses_a_cache_that_cannot_hold_locks(settings):
 
 
 @pytest.mark.parametrize("arguments", [["history"], ["prune"], ["prune", "--dry-run"]])
-def test_missing_history_table_suggests_migrate(arguments):
-    table = TaskLockEvent._meta.db_table
-    with connection.cursor() as cursor:
-        cursor.execute(f"ALTER TABLE {table} RENAME TO {table}_gone")
+def test_missing_history_table_suggests_migrate(no_history_table, arguments):
     assert re.match(r"The history cannot be read: .*migrate", str(refused(*arguments)))
 
 
@@ -735,6 +762,8 @@ def test_missing_history_table_suggests_migrate(arguments):
         (["history", "--limit", "0"], "--limit: '0' is no positive number"),
         (["history", "--kind", "x"], "--kind: invalid choice: 'x'"),
         (["prune", "--older-than", "7"], "--older-than: '7' is no duration"),
+        (["clear", "--al", "--yes"], "unrecognized arguments: --al"),
+        (["--js"], "unrecognized arguments: --js"),
     ],
 )
 def test_bad_option_is_named(arguments, message):

@@ -45,6 +45,7 @@ def test_list_fits_eighty_columns(char):
 def test_history_fits_eighty_columns(char):
     row("cleared", 1, key="singletask:x", name=char * 200, actor=char * 200)
     ran(60, name="nightly")
+    row("skipped", 1, name="nightly", reason="superseded", count=1234, host="web-1", pid=40)
     assert 78 <= max(map(columns, locks("history").splitlines())) <= 80
 
 

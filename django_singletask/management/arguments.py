@@ -38,6 +38,7 @@ def add_actions(parser: CommandParser) -> None:
     actions.add_parser("probe", help="find out whether this cache can hold locks")
     _add_prune(actions.add_parser("prune", help="delete old history, in small batches"))
     for each in (parser, *actions.choices.values()):
+        each.allow_abbrev = False  # "clear --al" must not mean --all
         # With a default of its own the action would overrule a --json before it.
         default = False if each is parser else argparse.SUPPRESS
         each.add_argument("--json", action="store_true", default=default, help="print JSON")

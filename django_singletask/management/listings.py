@@ -81,7 +81,7 @@ def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:
                 # There is no room for the year.
                 clock_time(row.last_at or row.at, dated=True).partition("-")[2],
                 row.name,
-                status(row)[1] + (f" ×{row.count}" if row.count > 1 else ""),
+                _what(row),
                 "-" if row.ended_at is None else hold_time(hold_seconds(row)),
                 # Nor for the host of somebody who used the command.
                 row.actor.rpartition(" on ")[0]
@@ -91,6 +91,12 @@ def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:
             for row in rows
         ],
     )
+
+
+def _what(row: TaskLockEvent) -> str:
+    """Say what a row is about, and of a skipped run why, if not by the policy ``skip``."""
+    because = f": {row.reason}" if row.kind == "skipped" and row.reason not in ("", "skip") else ""
+    return f"{status(row)[1]}{because}" + (f" ×{row.count}" if row.count > 1 else "")
 
 
 def probe_report(probe: Probe) -> list[str]:

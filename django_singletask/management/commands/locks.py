@@ -90,6 +90,12 @@ class Command(BaseCommand):
             locks = held.with_usual_holds(held.held(names, task=task))
             if held_over or starving:
                 alarms.must_be_known(names, task, locks)
+        if not locks and conf.history != "off":
+            try:
+                with reading():
+                    TaskLockEvent.objects.newest().first()
+            except NoHistory as error:  # a hold that expired would not be seen
+                self.stderr.write(printable(str(error)))
         if options["json"]:
             self.print_json(locks)
         elif locks:
