@@ -345,7 +345,7 @@ class TestStart:
         """As if a worker of another version had sent it, or the system check were silenced."""
         unique.delay("a")
         sent[0].headers[HEADER]["options"] = options
-        with pytest.raises(ValueError, match=next(iter(options))):
+        with pytest.raises(ValueError, match="on_conflict|timeout"):
             deliver(sent[0])
         assert unique.queued("a") is None
 
