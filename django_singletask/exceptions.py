@@ -82,7 +82,7 @@ class LockUnavailable(LockError):
 
 
 class DuplicateTask(LockError):
-    """An equal call is queued already; ``task_id`` is the id of that call."""
+    """An equal call stops this one; ``task_id`` is the id of that call."""
 
     def __init__(self, name: str, task_id: str) -> None:
         super().__init__(name, task_id)
@@ -90,7 +90,7 @@ class DuplicateTask(LockError):
         self.task_id = task_id
 
     def __str__(self) -> str:
-        return f"{self.name} is queued already, as task {self.task_id}"
+        return f"{self.name}: an equal call was sent before, as task {self.task_id}"
 
 
 class Postponed(Ignore):

@@ -146,6 +146,15 @@ def test_a_retry_does_not_move_its_end_and_a_revoked_one_does_not_free_it(sent):
     assert entry().remaining() <= 400
 
 
+def test_a_call_that_has_ended_is_not_said_to_be_queued(sent, caplog):
+    first = send()
+    deliver(sent[0])
+    with caplog.at_level("INFO", "django_singletask"):
+        send()
+    assert f"hold(key='a') ({task.lock('a').key}): task {first.id} stops this call" in caplog.text
+    assert "is queued" not in caplog.text
+
+
 def test_a_retry_does_not_bring_back_what_an_operator_has_cleared(sent):
     first = send()
     deliver(sent[0])

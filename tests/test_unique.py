@@ -100,6 +100,8 @@ class TestEnqueue:
             unique.apply_async(("a",), lock_options={"on_duplicate": "raise"})
         assert caught.value.task_id == first.id
         assert caught.value.name == unique.lock("a").name
+        before = f"{caught.value.name}: an equal call was sent before, as task {first.id}"
+        assert str(caught.value) == before
         assert pickle.loads(pickle.dumps(caught.value)).task_id == first.id
 
     def test_unique_until_in_the_options_of_one_call(self, sent):
@@ -345,7 +347,7 @@ class TestStart:
         """As if a worker of another version had sent it, or the system check were silenced."""
         unique.delay("a")
         sent[0].headers[HEADER]["options"] = options
-        with pytest.raises(ValueError, match="on_conflict|timeout"):
+        with pytest.raises(ValueError, match=r"on_conflict|timeout"):
             deliver(sent[0])
         assert unique.queued("a") is None
 
