@@ -102,7 +102,10 @@ class QueuedCall:
         except LockUnavailable as error:
             if self.options.on_outage not in {"run", "skip"}:
                 raise
-            logger.error("%s is sent, and so can equal calls be: %s", self.lock_address, error)
+            logger.error(
+                "%s: the call is sent without its entry, so equal calls can be sent beside it: %s",
+                *(self.lock_address, error),
+            )
             self.discard()
             queued_call = self.ticket = None
         self.value = None
