@@ -12,8 +12,9 @@ from celery import Celery
 from django_singletask import LockError, LockUnavailable, SingletonTask, current_lock
 from django_singletask.history.recorder import flush
 from django_singletask.models import TaskLockEvent
+from django_singletask.stores import get_store
 from django_singletask.task.header import WAITS
-from tests.deliveries import deliver
+from tests.deliveries import deliver, held_by
 from tests.entries import private_store
 from tests.servers import Memcached, Redis, Server
 
@@ -141,6 +142,36 @@ def test_what_needs_the_lock_raises_in_the_body(app: Celery) -> None:
                 use()
 
     task_of(app, "run", body)()
+
+
+@pytest.mark.usefixtures("on_redis")
+@pytest.mark.parametrize("on_outage", ["run", "skip"])
+def test_a_call_that_has_met_a_holder_never_runs_beside_it(
+    app: Celery, on_outage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    holder:  has the lock, goes on .......................
+    call:       waits for it             would run
+    cache:                       down
+    """
+    task = task_of(app, on_outage, on_conflict="wait", lock_wait=20)
+    store = get_store("redis")
+    take, answers = store.take, [True]
+
+    def go_down(*arguments: Any, **options: Any) -> Any:
+        if not answers:
+            raise LockUnavailable("down")
+        answers.pop()
+        return take(*arguments, **options)
+
+    with held_by("another", task=task):
+        monkeypatch.setattr(store, "take", go_down)
+        end = deliver(task, "a")
+    if on_outage == "run":
+        assert type(end.info.retval) is LockUnavailable
+    else:
+        assert end.retval == "skipped"
+    assert not log
 
 
 @pytest.mark.usefixtures("on_redis")

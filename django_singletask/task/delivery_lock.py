@@ -20,7 +20,8 @@ class DeliveryLock(TaskLock):
     """The lock of a delivery, which leaves a conflict to ``on_conflict``.
 
     ``outage`` is the error of a cache that could not be asked, unless ``on_outage`` is ``"raise"``.
-    The body then runs in the block of a lock that is false, or not at all.
+    The body then runs in the block of a lock that is false, or not at all. It never runs if this
+    acquisition has waited for a holder, which may go on: then the error is raised.
     """
 
     outage: LockUnavailable | None = None
@@ -44,7 +45,7 @@ class DeliveryLock(TaskLock):
         try:
             super().__enter__()
         except LockUnavailable as error:
-            if self.on_outage not in {"run", "skip"}:
+            if self.on_outage != "skip" and (self.on_outage != "run" or self.blocker is not None):
                 raise
             self.outage = error
             self._block = blocks.enter(self)
