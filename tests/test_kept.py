@@ -208,6 +208,28 @@ class TestItsOwnMessageAgain:
         header = {"options": KEEP, "redelivered": LOOKS}
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
+    @pytest.mark.parametrize("policy", ["raise", "wait", "requeue", "rerun"])
+    def test_is_dropped_with_another_policy_if_no_result_comes(self, sent, result, policy):
+        """The kept lock proves that the body has returned.
+
+        first run:  takes ... returns: kept    killed before its result is stored
+        message:                                        again: must neither fail nor run
+        """
+        options = {**KEEP, "on_conflict": policy, "lock_wait": 5}
+        due = time.time()
+        run("mine", options=options)
+        header = {"options": options, "redelivered": LOOKS, "due": due}
+        with pytest.raises(Dropped):
+            receive(tasks.hold, "a", task_id="mine", header=header)
+        assert not sent
+
+    def test_raises_if_it_is_another_call_with_the_same_id(self, sent, result):
+        run("mine")
+        options = {**KEEP, "on_conflict": "raise"}
+        header = {"options": options, "redelivered": LOOKS, "due": time.time() + 2}
+        with pytest.raises(LockConflict):
+            receive(tasks.hold, "a", task_id="mine", header=header)
+
     def test_is_skipped_if_the_id_is_used_again_and_the_result_is_older(self, sent, result):
         run("mine")
         result.state = "SUCCESS"

@@ -147,11 +147,17 @@ class Delivery:
         itself = blocker.is_run_of(request.id)
         # The next try was sent by a body that returned all the same: it is no redelivery.
         if itself and blocker.kept and blocker.retries >= request.retries:
-            # Its result is there, or is on its way; or nothing is known of it, or the id is used
-            # again for another call.
+            # Its result is there, or is on its way; or nothing is known of it.
             self._drop_if_done()
             if self.header.redelivered != LOOKS:
                 self.postpone("redelivery", redelivered=LOOKS)
+            # A run that began before this message was due is that of another call with this id.
+            # Else the body has returned, and must neither fail nor run again. If it is skipped,
+            # the links after it go on.
+            its_own = blocker.since > self.header.due - CLOCK_SKEW
+            if its_own and self.options.on_conflict != "skip":
+                logger.info("%s was delivered again, and its body returned: dropped.", request.id)
+                raise Dropped
             return
         if replaces or (itself and blocker.retries < request.retries):
             self.postpone("redelivery", SHORT_HOP)
