@@ -98,6 +98,16 @@ class Traced(Task):
         return self.run(*args, **kwargs)
 
 
+class TriesAgain(Task):
+    """As projects do it whose database connection can break."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except OSError:
+            return super().__call__(*args, **kwargs)
+
+
 class Hooks(Task):
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         log.append("sent")
@@ -263,6 +273,50 @@ def test_a_conflict_is_met_once(app: Celery, call: Callable[..., Any], base: typ
     with held_by("another", task=task):
         assert call(task, "a") == "skipped"
     assert log == ([] if base is LockFirst else [("transaction", False)])
+
+
+@pytest.mark.parametrize("deliver_to", [message, message_in_a_worker, applied])
+def test_the_second_try_of_a_base_around_the_lock_is_the_same_message(
+    app: Celery, deliver_to: Callable[..., Any]
+) -> None:
+    base = type("TriesAgainAround", (TriesAgain, SingletonTask), {"abstract": True})
+
+    @app.task(bind=True, base=base, shared=False)
+    def body(self: Any) -> str:
+        lock = current_lock()
+        log.append((self.request.id, lock and lock.run and lock.run.task_id))
+        if len(log) == 1:
+            raise OSError
+        return "ran"
+
+    assert deliver_to(body) == "ran"
+    assert log == [("mine", "mine")] * 2
+
+
+@pytest.mark.parametrize("until", ["start", "finish", "expiry"])
+def test_a_second_try_is_no_longer_queued(
+    app: Celery, until: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def send_task(name: str, *_: Any, **options: Any) -> Any:
+        sent.append(options)
+        return app.AsyncResult(options["task_id"])
+
+    monkeypatch.setattr(app, "send_task", send_task)
+    base = type("TriesAgainAround", (TriesAgain, SingletonTask), {"abstract": True})
+
+    @app.task(bind=True, base=base, shared=False, unique_until=until)
+    def body(self: Any) -> str:
+        log.append(self.request.id)
+        if len(log) == 1:
+            raise OSError
+        return "ran"
+
+    task_id = body.delay().id
+    assert deliver(body, task_id=task_id, headers=sent[0]["headers"]).retval == "ran"
+    assert log == [task_id] * 2
+    assert body.queued() is None
 
 
 @pytest.mark.parametrize("base", [LockFirst, LockLast])

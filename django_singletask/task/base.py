@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from celery.exceptions import TaskPredicate
 from celery.result import AsyncResult, EagerResult
 from celery.signals import celeryd_after_setup
 from celery.utils import uuid
@@ -238,7 +239,15 @@ class SingletonTask(LockedTask):
         request._protected = 1  # noqa: SLF001
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
         body = self.rest_of_call(request)
-        return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
+        try:
+            return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
+        except TaskPredicate:
+            raise  # it says what becomes of the message
+        except Exception:
+            # A base around this one may call again: that is the same message, not a direct call.
+            # Its queued entry has been freed, so an equal call can be queued meanwhile.
+            request._protected = 0  # noqa: SLF001
+            raise
 
 
 POSITIONAL = ("producer", "link", "link_error", "shadow")
