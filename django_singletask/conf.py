@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "SINGLETASK_RECORD_ARGUMENTS": True,
 }
 SETTINGS = {name.removeprefix("SINGLETASK_").lower(): name for name in DEFAULTS}
+RENEWED = ("timeout", "lock_timeout", "SINGLETASK_LOCK_TIMEOUT")
 HISTORY_MODES = ("background", "inline", "off")
 
 _ABSENT = object()
@@ -121,11 +122,13 @@ def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool
     if infinite and value == math.inf:
         return value
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        least = "0 or a positive" if zero else "a positive"
-        raise ValueError(f"{option} must be {least}, finite number of seconds, not {value!r}.")
+        allowed = f"{'0 or a' if zero else 'a'} positive, finite number of seconds"
+        allowed = "0 or more seconds, or math.inf" if infinite else allowed
+        raise ValueError(f"{option} must be {allowed}, not {value!r}.")
     if value > MAX_LEASE:
+        renewed = ": a lease is renewed while the task runs, so it need not be as long as the task"
+        renewed = renewed if option.partition(" ")[0] in RENEWED else ""
         raise ValueError(
-            f"{option} must be at most {MAX_LEASE} seconds (30 days), not {value!r}: "
-            "a lease is renewed while the task runs, so it need not be as long as the task."
+            f"{option} must be at most {MAX_LEASE} seconds (30 days), not {value!r}{renewed}."
         )
     return value

@@ -364,6 +364,7 @@ def test_other_tasks_are_not_checked(app):
 def test_an_option_that_is_not_a_duration_is_refused(check_task, options):
     message = only(check_task(**options), "E008")
     [(name, value)] = options.items()
+    assert ("or math.inf" in message.hint) == (name == "lock_wait")
     assert message.msg.startswith(f"{name} of bad.task must be ")
     assert repr(value) in message.msg
     assert name in message.hint

@@ -38,10 +38,10 @@ class Wrong(NamedTuple):
 
 NAN, MONTH = float("nan"), 30 * 24 * 60 * 60
 LEAST = {
-    "lock_timeout": "a positive",
-    "lock_wait": "0 or a positive",
-    "lock_at_least": "0 or a positive",
-    "unique_for": "a positive",
+    "lock_timeout": "a positive, finite number of seconds",
+    "lock_wait": "0 or more seconds, or math.inf",
+    "lock_at_least": "0 or a positive, finite number of seconds",
+    "unique_for": "a positive, finite number of seconds",
 }
 TOO_SMALL = {"lock_timeout": 0, "lock_wait": -1, "lock_at_least": -1, "unique_for": 0}
 CHOICES = {
@@ -56,18 +56,19 @@ CHOICES = {
 
 def wrong_seconds(option: str) -> list[Wrong]:
     number = f"{option} {{}} must be a number of seconds, not"
-    positive = f"{option} {{}} must be {LEAST[option]}, finite number of seconds, not"
-    too_many = (
-        f"{option} {{}} must be at most {MONTH} seconds (30 days), not {MONTH + 1}: a lease is "
-        "renewed while the task runs, so it need not be as long as the task."
-    )
+    positive = f"{option} {{}} must be {LEAST[option]}, not"
+    too_many = f"{option} {{}} must be at most {MONTH} seconds (30 days), not {MONTH + 1}"
+    if option == "lock_timeout":  # the only one of them that is renewed
+        too_many += (
+            ": a lease is renewed while the task runs, so it need not be as long as the task"
+        )
     small = TOO_SMALL[option]
     return [
         Wrong({option: "60"}, f"{number} '60'.", TypeError, TypeError, "E008"),
         Wrong({option: True}, f"{number} True.", TypeError, TypeError, "E008"),
         Wrong({option: small}, f"{positive} {small}.", None, ValueError, "E008"),
         Wrong({option: NAN}, f"{positive} nan.", None, ValueError, "E008"),
-        Wrong({option: MONTH + 1}, too_many, None, ValueError, "E008"),
+        Wrong({option: MONTH + 1}, f"{too_many}.", None, ValueError, "E008"),
     ]
 
 

@@ -187,7 +187,7 @@ SECONDS = "seconds, such as 60"
 BOOLEAN = _choice(True, False), "choice", "one of them"
 RULES: dict[str, tuple[Rule, str, str]] = {
     "lock_timeout": (_number(), "number", SECONDS),
-    "lock_wait": (_number(zero=True, infinite=True), "number", SECONDS),
+    "lock_wait": (_number(zero=True, infinite=True), "number", f"{SECONDS}, or math.inf"),
     "lock_at_least": (_number(zero=True), "number", SECONDS),
     "unique_for": (_number(), "number", SECONDS),
     "lock_slots": (_number(check_slots), "number", "a number of runs"),
