@@ -106,6 +106,29 @@ def test_no_slot_is_taken_beside_an_entry_with_the_mark(store: Store, number: in
     assert take_slot(store, B, looks_at=5) in LOCK.slots(3)
 
 
+@pytest.mark.parametrize("cache_alias", ["pymemcache", "db_postgres"], indirect=True)
+def test_two_deliveries_take_no_slot_each_if_one_is_given_back_between_their_looks(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (value.replace(b"tests", b"a file") for value in (A, B))
+    preferred = take_slot(store, first, MARK)
+    assert isinstance(preferred, str)
+    store.replace(preferred, first, C, 60)
+    read, taken = store.read_many, []
+
+    def read_then_be_overtaken(keys: tuple[str, ...]) -> object:
+        entries = read(keys)
+        monkeypatch.setattr(store, "read_many", read)
+        store.release(preferred, C)
+        taken.append(take_slot(store, second, MARK))
+        return entries
+
+    monkeypatch.setattr(store, "read_many", read_then_be_overtaken)
+    assert take_slot(store, first, MARK) == {preferred: second}
+    assert taken == [preferred]
+    assert [*store.read_many(LOCK.slots())] == [preferred]
+
+
 @pytest.mark.parametrize("cache_alias", ["redis"], indirect=True)
 def test_a_slot_that_was_taken_by_a_lost_request_is_not_taken_twice(store: Store) -> None:
     assert take_slot(store, A, MARK) == take_slot(store, A, MARK)

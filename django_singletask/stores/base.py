@@ -144,6 +144,12 @@ class Store(ABC):
     #
     #   first:   reads: 3 is free      adds 3
     #   second:     reads: 3 is free         adds 3 -> held, reads: its own run has 3
+    #
+    # If an earlier slot is given back between their looks, they try different ones. So each reads
+    # again after its add, and the later one finds the other, or both do and both give way:
+    #
+    #   first:   reads: 2 is held, 3 is free              adds 3   reads: its own run has 2
+    #   second:                         reads: 2 is free     adds 2   reads: its own run has 3
 
     def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
@@ -164,7 +170,12 @@ class Store(ABC):
                 break
             entry = self.add(free, value, lease)
             if entry is None or entry.value == value:
-                return free
+                entries = self.read_many(slots.keys) if slots.mark else {}
+                entries.pop(free, None)
+                if not any(map(slots.is_own, entries.values())):
+                    return free
+                self.release(free, value)
+                break
             entries[free] = entry  # it is the only slot, or another run was faster
         return entries
 
