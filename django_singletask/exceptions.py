@@ -78,7 +78,10 @@ class LockLost(LockError):
 
 
 class LockUnavailable(LockError):
-    """The cache cannot be asked; the error of its client is the cause (``__cause__``)."""
+    """The cache cannot be asked; the error of its client is the cause (``__cause__``).
+
+    Or it grants no lock: it answers later than the lease lasts, or keeps no new entry.
+    """
 
 
 class DuplicateTask(LockError):

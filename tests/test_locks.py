@@ -258,7 +258,7 @@ class TestLateReply:
 
     def test_a_cache_that_always_answers_late_is_an_error(self, answer_late, wait_for):
         trips = answer_late(100)
-        with pytest.raises(LockError, match="Give the lock a longer timeout"):
+        with pytest.raises(LockUnavailable, match="Give the lock a longer timeout"):
             TaskLock("nightly", timeout=30).acquire()
         assert len(trips) == 3
         wait_for(lambda: not TaskLock("nightly").locked(), "nothing is left behind")

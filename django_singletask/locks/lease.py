@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from django_singletask import clock
-from django_singletask.exceptions import LockError
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
 from django_singletask.locks.address import Address
@@ -117,7 +117,7 @@ class Lease(Holding):
                     store.release(self.key, self.value)
                     late += 1
                     if late == MAX_LATE:
-                        raise LockError(self._says_late())
+                        raise LockUnavailable(self._says_late())
                     continue
                 holder = Holder.decode(entry.value)
                 how = liveness.proof_of_death(holder)

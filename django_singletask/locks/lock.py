@@ -92,8 +92,8 @@ class TaskLock(HeldLock):
 
         When it was not, ``blocker`` is the holder that was in the way. Raises
         :class:`LockConflict` instead of waiting for the lock of a ``with`` block around this call,
-        :class:`LockError` if this object is in use already or the cache answers later than the
-        lease lasts, and :class:`LockUnavailable`.
+        :class:`LockError` if this object is in use already, and :class:`LockUnavailable`, also if
+        the cache answers later than the lease lasts.
         """
         use = object()
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from django_singletask import clock
 from django_singletask.conf import is_test
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores.base import PREFIX, TRIES, Store
 
 __all__ = ["CONNECT_WITHIN", "EPOCH", "LOOK", "Epoch", "ForgetfulStore", "Forgotten", "epoch_of"]
@@ -128,4 +129,6 @@ class ForgetfulStore(Store):
                 return self.epoch.see(entry.value)
             # Of many processes that find none, one adds its own. All read that.
             self.add_epoch(os.urandom(16).hex().encode())
-        raise RuntimeError(f"The cache does not keep its entry {self.make_key(EPOCH)}.")
+        raise LockUnavailable(
+            f"The cache {self.cache_alias!r} does not keep its entry {self.make_key(EPOCH)}."
+        )
