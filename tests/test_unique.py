@@ -570,6 +570,19 @@ class TestFinish:
         assert "an equal call can be queued beside the next try" in caplog.text
         eventually(lambda: finish.queued("a") is None)
 
+    def test_a_soft_time_limit_before_a_retry_reaches_the_task(self, sent, monkeypatch):
+        def interrupt(*args):
+            raise SoftTimeLimitExceeded
+
+        def body(*args):
+            monkeypatch.setattr(Lease, "hand_back", interrupt)
+
+        finish.delay("a", 0, 2)
+        monkeypatch.setattr(tasks, "body", body)
+        with pytest.raises(SoftTimeLimitExceeded):
+            deliver(sent[0], finish)
+        assert not finish.lock("a").locked()
+
     @pytest.mark.parametrize("task", [unique, finish], ids=["start", "finish"])
     def test_a_soft_time_limit_at_the_start_reaches_the_task(self, sent, monkeypatch, task):
         def interrupt(*args):

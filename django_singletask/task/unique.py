@@ -207,6 +207,8 @@ class QueuedCall:
             elif self.options.unique_until != "expiry":  # whose end never moves
                 store, key = get_store(self.address.cache), self.address.key
                 store.replace(key, queued_value, queued_value, length)
+        except SoftTimeLimitExceeded:
+            raise  # it is meant for the task
         except Exception:
             logger.exception("%s: an equal call can be queued beside the next try.", self.address)
 
