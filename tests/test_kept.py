@@ -10,18 +10,19 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock, only_one
 from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.history.sweep import Sweeper
 from django_singletask.holder import Holder
+from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.task.header import HEADER, LOOKS
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import alarm, locks
-from tests.deliveries import held_by, receive
+from tests.deliveries import held_by, receive, wait_for_debts
 from tests.entries import eventually
 from tests.testapp import tasks
 
@@ -118,6 +119,20 @@ def test_to_keep_costs_no_further_trip(monkeypatch):
     monkeypatch.setattr(store, "change", lambda *args: trips.append(args) or change(*args))
     run()
     assert len(trips) == 1
+
+
+def test_a_signal_before_the_release_begins_keeps_it_all_the_same(monkeypatch):
+    def strike(lease):
+        monkeypatch.undo()
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(Lease, "is_inherited", strike)
+    lock = TaskLock("nightly")
+    lock.at_least = 60
+    with lock:
+        pass
+    wait_for_debts()
+    assert lock.holder().kept
 
 
 def test_a_lost_reply_to_the_keeping_keeps_it_all_the_same(monkeypatch):

@@ -296,5 +296,5 @@ class Lease(Holding):
             self.release(result)
         except Exception:
             if self.held:  # a signal struck before the release could begin
-                self.abandon()
+                self.abandon(self._kept(result))
             logger.exception("%s could not be given back; it is tried again.", self.address)
