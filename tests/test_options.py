@@ -147,7 +147,7 @@ PROBLEMS = [
     ),
     Wrong(
         {"skip_result": dict},
-        "skip_result {} must be a value, not <class 'dict'>: use on_skip.",
+        "skip_result {} must be a value, not dict: use on_skip.",
         TypeError,
         TypeError,
         "E012",

@@ -14,7 +14,7 @@ from django_singletask.locks.keys import NO_LOCK, LockKey, check_slots, template
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
-from django_singletask.task.pairs import Problem, wrong_pairs
+from django_singletask.task.pairs import Problem, shown, wrong_pairs
 
 Rule = Callable[[str, str, Any], object]
 """Raises an error for an option, followed by the place, with a value that it cannot have."""
@@ -163,12 +163,14 @@ def _choice(*choices: Any) -> Rule:
 
 def _function(option: str, where: str, value: Any) -> None:
     if not callable(value) or iscoroutinefunction(value):
-        raise TypeError(f"{option} {where} must be a function that is not async, not {value!r}.")
+        raise TypeError(
+            f"{option} {where} must be a function that is not async, not {shown(value)}."
+        )
 
 
 def _value(option: str, where: str, value: Any) -> None:
     if callable(value):
-        raise TypeError(f"{option} {where} must be a value, not {value!r}: use on_skip.")
+        raise TypeError(f"{option} {where} must be a value, not {shown(value)}: use on_skip.")
 
 
 def _names(option: str, where: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["PAIRS", "Problem", "wrong_pairs"]
+__all__ = ["PAIRS", "Problem", "shown", "wrong_pairs"]
 
 
 class Problem(NamedTuple):
@@ -51,6 +51,11 @@ def _clash(one: tuple[Any, ...], other: tuple[Any, ...]) -> Pair:
     return Pair(one, other, "E018", TypeError, early=True, text=text, hint="Change one of them.")
 
 
+def shown(value: Any) -> str:
+    """Write the value of an option for an error: a function by its name, without its address."""
+    return str(getattr(value, "__qualname__", None) or repr(value))
+
+
 NEVER_SKIP = ("raise", "wait", "requeue")
 RETURN_SKIP_RESULT = (("on_outage", "skip"), ("on_duplicate", "replace"))
 
@@ -91,6 +96,6 @@ def wrong_pairs(options: Any, where: str, wrong: set[str]) -> Iterator[Problem]:
         if not (_has(options, *one) and _has(options, *other)) or wrong.intersection(names):
             continue
         if not any(_has(options, *side) for side in unless):
-            first, second = (f"{name}={getattr(options, name)!r}" for name in names)
+            first, second = (f"{name}={shown(getattr(options, name))}" for name in names)
             text = text.format(one=first, other=second, where=where)
             yield Problem(names, text, hint.format(*names), check, error, early)
