@@ -724,7 +724,7 @@ class TestOptions:
         with pytest.raises(ValueError, match="wait"):
             TaskLock("nightly").acquire(wait=-1)
 
-    @pytest.mark.parametrize("name", ["", " ", "a\nb", "x" * 256])
+    @pytest.mark.parametrize("name", ["", " ", "a\nb"])
     def test_a_name_that_cannot_work(self, name):
         with pytest.raises(ValueError, match="name"):
             TaskLock(name)
