@@ -497,7 +497,7 @@ def test_to_ask_needs_only_the_arguments_that_make_the_lock(made_of, args, kwarg
         ({"lock_on": ["b"]}, (1,), {}, "missing a required argument: 'b'"),
         ({"lock_on": ["a"]}, (), {"b": 2}, "missing a required argument: 'a'"),
         ({"lock_on": ["x"]}, (1,), {}, "names 'x', which is no argument of it"),
-        ({"lock_name": "c:{c}"}, (1,), {}, "cannot be filled from its arguments"),
+        ({"lock_name": "c:{c}"}, (1,), {}, "needs the argument 'c'"),
     ],
     ids=str,
 )
@@ -577,11 +577,20 @@ def test_format_string_without_text_is_refused():
         named("{a}", 1)
 
 
-@pytest.mark.parametrize("template", ["x{d}", "x{}", "x{a.y}", "x{a[9]}", "x{a:d}", "x{b:>9}"])
+@pytest.mark.parametrize(
+    "template", ["x{}", "x{0}", "x{a.y}", "x{c[d]}", "x{a[9]}", "x{a:d}", "x{b:>9}"]
+)
 def test_format_string_that_cannot_be_filled_names_option_and_task(template):
     expected = f"lock_name={template!r} of {TASK} cannot be filled from its arguments (a, b, c)"
     with pytest.raises(TypeError, match=re.escape(expected)):
-        named(template, "text", [1])
+        named(template, "text", [1], c={})
+
+
+@pytest.mark.parametrize("template", ["x{d}", "x{d.pk}"])
+def test_format_string_names_the_argument_that_it_misses(template):
+    expected = f"lock_name={template!r} of {TASK} needs the argument 'd'."
+    with pytest.raises(TypeError, match=f"^{re.escape(expected)}$"):
+        named(template, "text")
 
 
 def test_name_of_a_self_referencing_argument_is_refused():

@@ -174,7 +174,7 @@ def template_errors(what: str, template: str, parameters: Parameters) -> Iterato
         yield error
         return
     for field in fields:
-        name = re.split(r"[.\[]", field)[0]
+        name = _argument(field)
         if name not in parameters.names and not (parameters.takes_any_name and name.isidentifier()):
             yield TypeError(f"{what} uses {{{field}}}, which is no argument of it.")
 
@@ -209,11 +209,18 @@ def _check_name(option: str, name: object) -> None:
         raise ValueError(f"{option} holds control characters or lone surrogates{shown}.")
 
 
+def _argument(field: str) -> str:
+    """Return the name of the argument that a field of a format string begins with."""
+    return re.split(r"[.\[]", field)[0]
+
+
 def _format(what: str, template: str, arguments: Mapping[str, Any]) -> str:
-    template_fields(what, template)
+    names = map(_argument, template_fields(what, template))
     try:
         return template.format(**{name: formattable(value) for name, value in arguments.items()})
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, KeyError) and error.args[0] in {*names} - arguments.keys():
+            raise TypeError(f"{what} needs the argument {error}.") from None
         raise TypeError(
             f"{what} cannot be filled from its arguments ({', '.join(arguments) or 'none'}): "
             f"{type(error).__name__}: {error}"
