@@ -331,10 +331,15 @@ def test_the_sweep_closes_the_row_of_a_run_that_was_killed_before_it_reported_it
 class TestOperators:
     pytestmark = pytest.mark.usefixtures("eighty_columns")
 
-    def test_list(self):
-        run()
-        (line,) = (line for line in locks().splitlines() if "hold(" in line)
-        assert re.search(r"kept until \d\d:\d\d:\d\d$", line)
+    @pytest.mark.parametrize(
+        ("seconds", "left", "until"),
+        [(60, "59s", r"\d\d:\d\d:\d\d"), (3 * 86_400, "2d 23h", r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")],
+    )
+    def test_list(self, seconds, left, until):
+        run(options={"lock_at_least": seconds})
+        [_head, *lines] = locks().splitlines()
+        text = " ".join(line.strip() for line in lines)
+        assert re.search(rf" {left} +\d+  kept \(kept until {until}\)$", text)
 
     def test_list_where_the_cache_cannot_list_its_entries(self, settings, empty_cache):
         settings.SINGLETASK_CACHE = "pymemcache"

@@ -38,7 +38,7 @@ def lock_table(locks: Sequence[HeldLock]) -> list[str]:
             (
                 lock.name,
                 duration(lock.held_for),
-                "-" if lock.remaining is None or lock.queued else duration(lock.remaining),
+                _lease(lock),
                 "-" if lock.skipped is None else str(lock.skipped),
                 _holder(lock),
             )
@@ -48,7 +48,19 @@ def lock_table(locks: Sequence[HeldLock]) -> list[str]:
     )
 
 
+ENDING = {"kept": "kept", "blocking": "begun"}
+"""States that end at a time which a note says; the word for each in the column of holders."""
+
+
+def _lease(lock: HeldLock) -> str:
+    if lock.state in ENDING:
+        return duration(lock.left)
+    return "-" if lock.remaining is None or lock.queued else duration(lock.remaining)
+
+
 def _notes(lock: HeldLock) -> Iterator[str]:
+    if lock.state in ENDING:
+        yield f"({in_state(lock.state, lock.left)})"
     if lock.slots > 1:
         yield f"({share(lock.slots_held, lock.slots)})"
     if lock.usual and lock.slow:
@@ -57,19 +69,15 @@ def _notes(lock: HeldLock) -> Iterator[str]:
 
 
 def _holder(lock: HeldLock) -> str:
-    """Name the process that holds a lock, or the task id of the call that is queued.
-
-    Of what is kept, say until when.
-    """
+    """Name the process that holds a lock, or the task id of the call that is queued."""
     holder = lock.holder
-    state = in_state(lock.state, lock.left)
-    if lock.state in {"kept", "blocking"}:
-        return state
+    if lock.state in ENDING:
+        return ENDING[lock.state]
     if lock.queued:
         name = f"{holder.task_id[:4]}…" if holder.task_id else "unknown"
     else:
         name = process(holder.host, holder.pid) or holder.host or "unknown"
-    return name if lock.state == "held" else f"{state} {name}"
+    return name if lock.state == "held" else f"{in_state(lock.state, lock.left)} {name}"
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:
