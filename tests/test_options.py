@@ -311,6 +311,7 @@ FULL = Header(
     requeued_at=1_700_000_001.5,
     redelivered=WAITS,
     ticket=Ticket("epoch", 7),
+    never_gives_way=True,
     previous_key="singletask:before",
 )
 """A header with a value in each field."""
@@ -341,9 +342,9 @@ class TestHeader:
 
     def test_the_next_message_drops_what_is_of_this_one(self):
         header = FULL.next()
-        assert (header.token, header.hops, header.redelivered, header.ticket) == (None, 0, 0, None)
+        assert (header.token, header.hops, header.redelivered) == (None, 0, 0)
         assert header.due == header.requeued_at == 0
-        fields = {"token": FULL.token, "hops": 3, "redelivered": WAITS, "ticket": FULL.ticket}
+        fields = {"token": FULL.token, "hops": 3, "redelivered": WAITS}
         assert header.next(due=FULL.due, requeued_at=FULL.requeued_at, **fields) == FULL
 
     def test_a_wait_without_end_travels_as_json(self):
@@ -352,7 +353,14 @@ class TestHeader:
         assert Header.of(headers, "an id", NAME) == header
 
     def test_a_change_goes_before_what_is_dropped(self):
-        assert FULL.next(ticket=FULL.ticket).ticket == FULL.ticket
+        assert FULL.next(hops=2).hops == 2
+
+    def test_a_call_that_has_a_number_and_gives_way_no_more_says_so(self):
+        header = Header("an id", NAME)
+        assert header.without_ticket() == header
+        expected = header._replace(never_gives_way=True)
+        assert header._replace(ticket=FULL.ticket).without_ticket() == expected
+        assert expected.without_ticket() == expected
 
 
 def test_options_of_a_newer_version_are_ignored_by_the_worker():

@@ -6,9 +6,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from celery.exceptions import Retry
 from django.db import connections
 
-from django_singletask.exceptions import Postponed
+from django_singletask.exceptions import LockConflict, Postponed
 from django_singletask.locks.keys import LATEST
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import Entry, close_stores, get_store
@@ -164,17 +165,88 @@ def test_a_run_until_it_is_finished_is_not_replaced(sent, monkeypatch):
     assert values == [1, 3]
 
 
-def test_a_retry_is_not_replaced(sent):
+def test_a_retry_of_a_call_that_has_begun_is_not_replaced(sent, monkeypatch):
+    def body(*args, **facts):
+        raise task.retry(countdown=1)
+
+    monkeypatch.setattr(tasks, "body", body)
     send(1)
-    message = sent[0]
-    task.push_request(
-        id=message.task_id, headers=message.headers, args=message.args, kwargs={}, retries=0
-    )
-    try:
-        retried = task.signature_from_request()
-    finally:
-        task.pop_request()
-    assert "ticket" not in retried.options["headers"][HEADER]
+    with pytest.raises(Retry):
+        deliver(sent[0])
+    send(2)
+    monkeypatch.setattr(tasks, "body", lambda *args, **facts: "ran")
+    assert deliver(sent[2]) == deliver(sent[1], retries=1) == "ran"
+
+
+@pytest.mark.parametrize("way", ["autoretry_for", "on_skip"])
+def test_a_retry_of_a_call_that_has_not_begun_is_replaced(sent, ran, monkeypatch, way):
+    """
+    older:  conflict -> retry() .................. again: must not run, its arguments are old
+    newer:                        published, runs
+    """
+    if way == "on_skip":
+
+        def try_again(conflict, *args):
+            raise task.retry(countdown=1)
+
+        monkeypatch.setattr(task, "on_skip", try_again)
+    else:
+        monkeypatch.setattr(task, "autoretry_for", (LockConflict,), raising=False)
+    send(1, {"on_conflict": "skip" if way == "on_skip" else "raise"})
+    with held_by("another", task=task), pytest.raises(Retry):
+        deliver(sent[0])
+    send(2)
+    assert deliver(sent[2]) == "ran"
+    assert deliver(sent[1], retries=1) == "skipped"
+    assert ran == [2]
+
+
+def test_a_retry_for_another_lock_leaves_its_place(sent, monkeypatch):
+    def try_again(conflict, *args):
+        raise task.retry(args=("b", 0, 1), countdown=1)
+
+    monkeypatch.setattr(task, "on_skip", try_again)
+    send(1)
+    with held_by("another", task=task), pytest.raises(Retry):
+        deliver(sent[0])
+    assert not {"ticket", "never_gives_way"} & sent[1].headers[HEADER].keys()
+
+
+class TestRerunsAfterAConflict:
+    """With ``on_conflict="rerun"`` a call that gives way to no other must not displace the newest.
+
+    awaited or begun:  conflict: must take no number ........... runs
+    newest:                        conflict ....................... the highest -> runs
+    """
+
+    RERUN = {"on_conflict": "rerun"}
+
+    def conflict(self, sent, number, **request):
+        with held_by("another", task=task), pytest.raises(Postponed):
+            deliver(sent[number], **request)
+
+    def test_a_call_for_which_others_wait(self, sent, ran):
+        send(1, self.RERUN, link=tasks.plain.si("a"))
+        send(2, self.RERUN)
+        self.conflict(sent, 0)
+        self.conflict(sent, 1)
+        assert [deliver(message) for message in sent[2:]] == ["ran", "ran"]
+        assert ran == [1, 2]
+
+    def test_a_retry_of_a_call_that_has_begun(self, sent, monkeypatch, ran):
+        def body(*args, **facts):
+            raise task.retry(countdown=1)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tasks, "body", body)
+            send(1, self.RERUN)
+            with pytest.raises(Retry):
+                deliver(sent[0])
+        send(2, self.RERUN)
+        self.conflict(sent, 1, retries=1)
+        self.conflict(sent, 2)
+        assert [deliver(sent[3], retries=1), deliver(sent[4])] == ["ran", "ran"]
+        assert ran == [1, 2]
 
 
 def test_a_redelivery_beside_its_first_run_leaves_the_result_to_it(sent, monkeypatch):

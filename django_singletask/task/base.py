@@ -115,8 +115,8 @@ class SingletonTask(LockedTask):
         try:
             if queued_call is not None:
                 holder = queued_call.enqueue(delay_of(when))
-                ticket = None if awaited else queued_call.ticket
-                header = header.next(queued=queued_call.value, ticket=ticket)
+                header = header.next(queued=queued_call.value, ticket=queued_call.ticket)
+                header = header.without_ticket() if awaited else header
                 if holder is not None and not awaited:
                     return self.AsyncResult(queued_call.duplicate_of(holder))
             due = header.due or round(time.time() + delay_of(when), 3)
@@ -216,14 +216,14 @@ class SingletonTask(LockedTask):
         merged = LockOptions.of(self).but(overrides)
         key = self.lock_key(args, kwargs, merged, shown=hidden_arguments(options))
         previous = header.previous_key or (header.lock_key.key if header.lock_key else None)
+        if key.key != previous:  # the entries beside another lock are not this call's
+            header = header._replace(queued=None, ticket=None, never_gives_way=False)
         return header._replace(
             token=None,
             lock_key=key,
             previous_key=None,
             # The key is made, and a callable could not travel.
             overrides={n: v for n, v in overrides.items() if n != "lock_name" or not callable(v)},
-            # The entry beside another lock is not this call's.
-            queued=header.queued if key.key == previous else None,
         )
 
     # Running

@@ -51,6 +51,7 @@ class Delivery:
     policy: Policy
     request: Any = None
     queued_call: QueuedCall | None = None
+    redelivered: bool = False  # as the broker says, or because it has met a run of its own
     has_begun: bool = False
 
     def run(self) -> Any:
@@ -92,7 +93,7 @@ class Delivery:
         if is_marked(self.request):
             self._drop_if_done(marked=True)
         # The first run of a redelivery may go on: its result must not be replaced by this one.
-        if not self._is_redelivered() and self._is_superseded():
+        if not self.redelivered and self._is_superseded():
             return self.options.skip_result
         # The lock is given back here, so before Celery stores the result and publishes the next
         # link of a chain, which may want the same lock.
@@ -103,7 +104,7 @@ class Delivery:
                 if self.header.redelivered and not (lock.lease and lock.lease.took_over):
                     self._leave_to_first_run()
                 # The later call may have had its turn while this one waited for the lock.
-                asks = lock.wait or self._is_redelivered()
+                asks = lock.wait or self.redelivered
                 if asks and lock.lease and self._is_superseded():
                     lock.lease.give_back("ignored")
                     return self.options.skip_result
@@ -113,13 +114,16 @@ class Delivery:
         return self.policy(self)
 
     def _meet_outage(self) -> Any:
-        if self._is_redelivered():  # its first run may still go on
+        if self.redelivered:  # its first run may still go on
             self.postpone("redelivery", redelivered=WAITS)
         self.lock.report_outage()
         return self._run_body() if self.options.on_outage == "run" else self.options.skip_result
 
     def _run_body(self) -> Any:
         self.has_begun = True
+        if self.header.ticket is not None and self.request is not None:
+            # From here on the call gives way to no other, and neither do its retries.
+            self.request.headers = self.header.without_ticket().into(self.request.headers)
         queued_call = self.queued_call
         if queued_call is None:
             return self.body()
@@ -233,10 +237,6 @@ class Delivery:
         header = self.header._replace(lock_key=self.lock.lock_key, **{**fresh, **changes})
         postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
 
-    def _is_redelivered(self) -> bool:
-        """Say whether the broker, or a run of its own, told that this message came before."""
-        return bool(self.header.redelivered or is_marked(self.request))
-
     def _is_superseded(self) -> bool:
         """Say whether a later call of those that rerun, or replace each other, is noted."""
         address, ticket = self.lock.address, self.header.ticket
@@ -277,11 +277,11 @@ def deliver(
     if key == NO_LOCK:
         return body(*args, **kwargs)
     task_id, retries = (request.id, request.retries or 0) if request is not None else (None, 0)
-    redelivered = bool(header.redelivered or is_marked(request))
-    run = Run(task.name, task_id, retries, header.token, not options.lock_history, redelivered)
     message = None if request is None or request.is_eager else request
     if message is None:  # what the header says of a message is not about this call
         header = Header(header.task_id, header.task)
+    again = bool(header.redelivered or is_marked(message))
+    run = Run(task.name, task_id, retries, header.token, not options.lock_history, again)
     queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
     try:
         options.check_policy(task.name)
@@ -291,4 +291,4 @@ def deliver(
             queued_call.give_back()  # else it would stop its duplicates for unique_for
         raise
     call = partial(body, *args, **kwargs)
-    return Delivery(task, lock, options, header, call, policy, message, queued_call).run()
+    return Delivery(task, lock, options, header, call, policy, message, queued_call, again).run()

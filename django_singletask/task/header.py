@@ -47,7 +47,7 @@ HEADER = "singletask"
 # is newer, the message runs. An id may be sent again only after its earlier call has ended: a
 # result does not say to which of two calls with one id it belongs.
 
-AS_IT_IS = ("token", "due", "hops", "requeued_at", "redelivered")
+AS_IT_IS = ("token", "due", "hops", "requeued_at", "redelivered", "never_gives_way")
 """Fields that travel under their own name."""
 ENDLESS = "inf"
 """What travels for ``math.inf``, which JSON does not have."""
@@ -83,6 +83,10 @@ class Header(NamedTuple):
     requeued_at: float = 0.0
     redelivered: int = 0  # WAITS or LOOKS; written and read by the delivery
     ticket: Ticket | None = None  # its place among those that "rerun"; written and read likewise
+    # Whether it has taken a number, but gives way to no other: others wait for the call, or its
+    # body has begun. Written by apply_async and the delivery; read by "rerun", which takes no
+    # second number.
+    never_gives_way: bool = False
     # The key before retry() or replace() gave other arguments: written by signature_from_request,
     # read by apply_async, which sends it no further.
     previous_key: str | None = None
@@ -134,7 +138,13 @@ class Header(NamedTuple):
         the token is for one delivery.
         """
         fresh = {"token": None, "due": 0.0, "hops": 0, "requeued_at": 0.0, "redelivered": 0}
-        return self._replace(**{**fresh, "ticket": None, **changes})
+        return self._replace(**{**fresh, **changes})
+
+    def without_ticket(self) -> Header:
+        """Return the header of a call that gives way to no other, or not any more."""
+        return self._replace(
+            ticket=None, never_gives_way=self.never_gives_way or self.ticket is not None
+        )
 
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:

@@ -48,7 +48,8 @@ def rerun(delivery: Delivery) -> NoReturn:
     _must_be_a_message(delivery)
     entry, ticket = (delivery.lock.address, delivery.task.name), None
     with suppress(LockUnavailable):  # the next delivery meets the outage itself
-        ticket = None if delivery.header.ticket else take_ticket(*entry)
+        has_one = delivery.header.ticket or delivery.header.never_gives_way
+        ticket = None if has_one else take_ticket(*entry)
     if ticket is None:  # it has one, or others were faster: it takes one the next time
         delivery.postpone("rerun")
     try:

@@ -38,8 +38,10 @@ logger = logging.getLogger("django_singletask")
 #
 # Of equal calls that are queued, the last runs (on_duplicate="replace")
 #
-# Each call takes its number when it is sent. A call for which others wait does not carry its
-# number, so it never gives way; noted it is all the same.
+# Each call takes its number when it is sent, and keeps it in retries that its body has not sent. A
+# call for which others wait, or whose body has begun, gives way to no other; its number is noted
+# all the same. If it meets a conflict ("rerun"), it takes no second number: a call that is newer
+# would give way to that.
 #
 #   producer A: takes 1, publishes A, notes 1
 #   producer B:                          takes 2, publishes B, notes 2
