@@ -28,7 +28,8 @@ class LockConflict(LockError):
 
     ``name`` is the lock's name. ``holder`` is the :class:`Holder` that was seen, None if it gave
     the lock back at that moment. ``remaining`` is the rest of its lease in seconds, None where
-    the store cannot tell. ``lock`` is the :class:`TaskLock` that was refused; None after a pickle.
+    the store cannot tell. ``note`` says more, such as how long was waited. ``lock`` is the
+    :class:`TaskLock` that was refused; None after a pickle.
     """
 
     __slots__ = ("lock",)  # so it is not in __dict__, which an exception pickles
@@ -38,20 +39,22 @@ class LockConflict(LockError):
         name: str,
         holder: Holder | dict[str, Any] | None = None,
         remaining: float | None = None,
+        note: str = "",
     ) -> None:
         if isinstance(holder, dict):
             holder = Holder.from_dict(holder)
         # Plain values only: Celery stores these as JSON and calls the class with them again.
-        super().__init__(name, holder and dict(vars(holder)), remaining)
+        super().__init__(name, holder and dict(vars(holder)), remaining, note)
         self.name = name
         self.holder = holder
         self.remaining = remaining
+        self.note = note
         self.lock: Any = None
 
     @classmethod
     def of(cls, lock: Any) -> LockConflict:
         """Return the error for a :class:`TaskLock` that was just refused."""
-        conflict = cls(lock.name, lock.blocker, lock.blocker_remaining)
+        conflict = cls(lock.name, lock.blocker, lock.blocker_remaining, lock.note)
         conflict.lock = lock
         return conflict
 
@@ -63,7 +66,7 @@ class LockConflict(LockError):
             kept = self.holder is not None and self.holder.kept
             text += f"; {'kept for' if kept else 'its lease ends in'} {self.remaining:.0f} s"
             text += " more" if kept else " unless renewed"
-        return text
+        return f"{text}; {self.note}" if self.note else text
 
     def __repr__(self) -> str:
         # Celery logs it. The arguments would be the whole record of the holder, token and boot id.

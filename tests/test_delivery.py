@@ -408,7 +408,7 @@ class TestRequeue:
             since = header["requeued_at"]
             assert header_of(sent[0])["requeued_at"] == since
             header["requeued_at"] = since - 31
-            with pytest.raises(LockConflict):
+            with pytest.raises(LockConflict, match=r"; gave up after 30 s \(lock_wait\)$"):
                 receive(tasks.requeue, "a", header=header)
         assert since == pytest.approx(time.time(), abs=5)
         assert len(sent) == 2

@@ -794,6 +794,54 @@ def test_a_wait_without_end_gets_the_lock(settings):
     timer.join()
 
 
+class TestCodeThatWaitsForItself:
+    """A lock that is not in a block may be released by another thread, so a wait goes on."""
+
+    ITSELF = "this code itself has it already, and a lock is not re-entrant"
+
+    @pytest.mark.parametrize("enter", [TaskLock.acquire, TaskLock.__enter__])
+    def test_a_wait_without_end_is_logged_once(self, settings, caplog, enter):
+        settings.SINGLETASK_HISTORY = "off"
+        held, waiting = TaskLock("nightly"), TaskLock("nightly", wait=math.inf)
+        held.acquire()
+        timer = threading.Timer(0.3, held.release)
+        timer.start()
+        enter(waiting)
+        timer.join()
+        waiting.release()
+        [warning] = [each for each in caplog.records if each.levelname == "WARNING"]
+        expected = f"is waited for without end: {self.ITSELF}. Only another thread can release it."
+        assert warning.getMessage().endswith(expected)
+
+    def test_a_wait_for_another_thread_is_not_logged(self, settings, caplog):
+        settings.SINGLETASK_HISTORY = "off"
+        held = TaskLock("nightly")
+        thread = threading.Thread(target=held.acquire)
+        thread.start()
+        thread.join()
+        timer = threading.Timer(0.2, held.release)
+        timer.start()
+        with TaskLock("nightly", wait=math.inf):
+            timer.join()
+        assert "without end" not in caplog.text
+
+    @pytest.mark.parametrize("wait", [0, 5, math.inf])
+    def test_the_error_of_a_nested_block_says_so(self, caplog, wait):
+        caplog.set_level("INFO")
+        with TaskLock("nightly"), pytest.raises(LockConflict) as caught:
+            TaskLock("nightly", wait=wait).__enter__()
+        assert str(caught.value).endswith(f" unless renewed; {self.ITSELF}")
+        assert f"; {self.ITSELF}." in caplog.text
+
+    def test_the_error_of_a_wait_says_how_long_it_was(self, caplog):
+        caplog.set_level("INFO")
+        with pytest.raises(LockConflict) as caught, held_elsewhere("nightly"):
+            TaskLock("nightly", wait=0.05).__enter__()
+        assert str(caught.value).endswith("; gave up after 0.05 s (wait)")
+        assert ": wait; gave up after 0.05 s (wait)." in caplog.text
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
 class TestOnlyOne:
     def test_keeps_the_return_value(self):
         @only_one

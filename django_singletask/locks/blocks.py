@@ -14,15 +14,25 @@ from typing import Any, NamedTuple
 __all__ = ["Place", "around", "enter", "here", "innermost", "leave", "outlast"]
 
 
-Place = tuple[int, int | None]
-"""A thread, and the asyncio task that runs in it."""
+Place = tuple[object, int | None]
+"""A mark of a thread, and the asyncio task that runs in it."""
+
+
+class _Thread(threading.local):
+    """Mark each thread with an object: a number is given to a later thread again."""
+
+    def __init__(self) -> None:
+        self.mark = object()
+
+
+_thread = _Thread()
 
 
 def here() -> Place:
     """Return the place of the running code."""
     loop = _get_running_loop()  # a tenth of the time of get_running_loop() where none runs
     task = None if loop is None else asyncio.current_task(loop)
-    return threading.get_ident(), None if task is None else id(task)
+    return _thread.mark, None if task is None else id(task)
 
 
 class Block(NamedTuple):

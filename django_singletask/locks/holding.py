@@ -51,6 +51,8 @@ class Holding:
     """How often the cache forgot the entry and it was set again."""
     fence: int | None = None
     """The fencing token, once it was fetched."""
+    place: object = None
+    """The thread and asyncio task that took the entry."""
     reason = ""
     """What the history says of a run that lost its lock or took it again."""
     _lost = _reported = _is_missing = False

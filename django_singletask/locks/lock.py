@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import random
 from collections.abc import Coroutine, Generator
 from contextvars import Token
@@ -13,7 +14,7 @@ from django_singletask import clock
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict
 from django_singletask.holder import Holder
-from django_singletask.locks import blocks
+from django_singletask.locks import blocks, renewal
 from django_singletask.locks.address import lease_length
 from django_singletask.locks.handover import Handle, receive
 from django_singletask.locks.held import HeldLock
@@ -29,6 +30,7 @@ logger = logging.getLogger("django_singletask")
 
 POLL = 0.05
 MAX_POLL = 0.5
+BEHIND_ITSELF = "this code itself has it already, and a lock is not re-entrant"
 
 
 def current_lock() -> TaskLock | None:
@@ -49,7 +51,10 @@ class TaskLock(HeldLock):
     this package alone.
 
     The lock is an entry in the cache that ends by itself: see "What a lock of this kind cannot
-    promise" in the README. It is not re-entrant, and one object serves one acquisition at a time.
+    promise" in the README. One object serves one acquisition at a time. A lock is not re-entrant:
+    to wait for one whose ``with`` block is around the call raises at once. One that the same code
+    took by ``acquire()`` may be released by another thread, so a wait for it goes on; if it is
+    without end, a warning is logged when it begins.
     Raises ``TypeError`` and ``ValueError`` for options that cannot work. Unlike the locks of
     redis-py and ``threading``, ``acquire()`` does not wait by default.
     """
@@ -82,6 +87,8 @@ class TaskLock(HeldLock):
         self.on_conflict = on_conflict
         self.blocker: Holder | None = None
         self.blocker_remaining: float | None = None
+        self.note = ""
+        """What the log and :class:`LockConflict` add about the last conflict."""
         self._use = Use(self.name)
         self._block: Token[Any] | None = None
 
@@ -148,9 +155,9 @@ class TaskLock(HeldLock):
                 self._use.end()
 
     def _attempts(self, wait: float, run: Run, place: blocks.Place) -> Generator[float, None, bool]:
-        until, pause = clock.now() + wait, POLL
+        until, pause, self.note = clock.now() + wait, POLL, ""
         while True:
-            lease = self._new_lease(run)
+            lease = self._new_lease(run, place)
             around = blocks.around(lease, place)
             if around is None:
                 self.blocker, self.blocker_remaining = yield from lease.steps()
@@ -166,10 +173,17 @@ class TaskLock(HeldLock):
             left = until - clock.now()
             if self.run and blocker.is_run_of(self.run.task_id):
                 return False  # an earlier run of the same message: not to be waited for here
+            is_own = renewal.keeper().took(blocker.token, lease.key, place)
+            self.note = BEHIND_ITSELF if is_own else ""
             if wait and blocks.outlast(blocker.token, lease.key, until, place):
                 self.refuse("wait")
             if left <= 0:
+                if wait:
+                    self.say_gave_up(wait)
                 return False
+            if self.note and wait == math.inf and pause == POLL:
+                text = "%s is waited for without end: %s. Only another thread can release it."
+                logger.warning(text, lease.address, self.note)
             yield min(left, pause * random.uniform(0.5, 1))
             pause = min(pause * 1.5, MAX_POLL)
 
@@ -186,7 +200,7 @@ class TaskLock(HeldLock):
         finally:
             self._use.end_block()
 
-    def _new_lease(self, run: Run) -> Lease:
+    def _new_lease(self, run: Run, place: blocks.Place) -> Lease:
         # Known here before it is taken: whatever strikes after the take, this object can give back.
         self.lease = Lease(
             self.address,
@@ -195,6 +209,7 @@ class TaskLock(HeldLock):
             at_least=self.at_least,
             run=self.run,
         )
+        self.lease.place = place
         return self.lease
 
     # A lock that outlives its process
@@ -213,7 +228,7 @@ class TaskLock(HeldLock):
         waiting = Handle.decode(handle)
         key, cache, slots = waiting.lock_key, waiting.cache, waiting.slots
         lock = cls(key, timeout=timeout, renew=renew, cache=cache, slots=slots)
-        lease = lock._new_lease(lock.run or Run.current())
+        lease = lock._new_lease(lock.run or Run.current(), blocks.here())
         try:
             receive(lease, waiting.token)
             lock._use.receive(lease)
@@ -265,6 +280,11 @@ class TaskLock(HeldLock):
             self.refuse("wait" if self.wait else "raise")
         self.report_conflict("skip")
 
+    def say_gave_up(self, wait: float) -> None:
+        """Let the log and the error say that the lock was waited for, and how long."""
+        note = f"gave up after {wait:g} s ({'lock_wait' if self.run else 'wait'})"
+        self.note = f"{self.note}; {note}" if self.note else note
+
     def refuse(self, reason: str) -> NoReturn:
         """Report the conflict and raise :class:`LockConflict`."""
         self.report_conflict(reason)
@@ -273,5 +293,6 @@ class TaskLock(HeldLock):
     def report_conflict(self, reason: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
         assert self.lease is not None  # the one that was refused
-        logger.info("%s is held by %s: %s.", self.lease.address, self.blocker, reason)
+        why = f"{reason}; {self.note}" if self.note else reason
+        logger.info("%s is held by %s: %s.", self.lease.address, self.blocker, why)
         self.lease.address.tell_of_conflict("skipped", reason, self.lease.holder, self.blocker)

@@ -74,6 +74,11 @@ class Keeper:
         """Renew a lease no longer."""
         self.leases.pop((lease.token, lease.key), None)
 
+    def took(self, token: str, key: str, place: object) -> bool:
+        """Say whether the entry was taken at this place, which is a thread and asyncio task."""
+        lease = self.leases.get((token, key))
+        return lease is not None and lease.place == place
+
     def kept(self) -> set[tuple[str, str]]:
         """Return token and key of each lease that is kept."""
         return {reference.key for reference in self.leases.valuerefs()}

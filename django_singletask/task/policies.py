@@ -38,7 +38,8 @@ def requeue(delivery: Delivery) -> NoReturn:
     limit, now = delivery.options.lock_wait, time.time()
     since = delivery.header.requeued_at or now
     left = math.inf if limit is None else since + limit - now
-    if left <= 0:
+    if limit is not None and left <= 0:
+        delivery.lock.say_gave_up(limit)
         delivery.lock.refuse("requeue")
     delivery.postpone("requeue", longest=left, requeued_at=since)
 

@@ -60,6 +60,7 @@ def test_wait_raises_in_the_end(start_worker, queue):
     error = second.get(timeout=10, propagate=False)
     assert type(error).__name__ == "LockConflict"
     assert error.holder.task_id == first.id
+    assert str(error).endswith("; gave up after 0.5 s (lock_wait)")
     assert "Traceback" not in worker.text()
 
 
