@@ -363,6 +363,46 @@ class TestHeader:
         assert expected.without_ticket() == expected
 
 
+class TestMessageOfAnotherVersion:
+    """While workers are replaced one by one, each reads the messages of the other version."""
+
+    BEFORE = {
+        "id": "an id",
+        "task": NAME,
+        "name": "name",
+        "key": "singletask:key",
+        "options": {"lock_wait": 5},
+        "queued": "the entry",
+        "token": "a token",
+        "due": 1_700_000_000.5,
+        "hops": 3,
+        "redelivered": WAITS,
+        "ticket": ["epoch", 7],
+        "was": "singletask:before",
+    }
+    """What the first version with this header wrote."""
+
+    NEW = {"requeued_at": 0.0, "never_gives_way": False}
+
+    def test_one_of_the_version_before_is_read(self):
+        headers = {HEADER: self.BEFORE}
+        assert Header.of(headers, "an id", NAME) == FULL._replace(**self.NEW)
+
+    def test_the_version_before_finds_what_it_knows(self):
+        wire = json.loads(json.dumps(FULL.into({})))[HEADER]
+        assert {name: wire[name] for name in self.BEFORE} == self.BEFORE
+        assert wire.keys() - self.BEFORE.keys() == self.NEW.keys()
+
+    def test_to_the_version_before_a_call_that_never_gives_way_has_no_ticket(self):
+        """That version would let it give way, and its work would be lost."""
+        wire = FULL.without_ticket().into({})[HEADER]
+        assert "ticket" not in wire
+
+    def test_fields_of_a_newer_version_are_ignored(self):
+        headers = {HEADER: {**FULL.into({})[HEADER], "field_from_2030": [1]}}
+        assert Header.of(headers, "an id", NAME) == FULL
+
+
 def test_options_of_a_newer_version_are_ignored_by_the_worker():
     header = Header("id", NAME, overrides={"lock_wait": 3})
     headers = header.into({})
