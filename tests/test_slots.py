@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 from django.urls import reverse
@@ -359,7 +360,21 @@ class TestOperators:
         text = locks("why", "api")
         assert "2 of 3 slots are held" in text
         assert all(f"manage.py locks clear --token {lock.token}" in text for lock in three[:2])
-        assert locks("why", three[1].key) == locks("why", three[0].lock_key.key)
+
+    def test_why_begins_with_the_slot_that_is_named(self, three):
+        text = locks("why", three[1].key)
+        assert text.startswith("2 of 3 slots are held. This one:\n")
+        assert text.index("Another slot: held for") > text.index(three[1].token)
+        assert locks("why", "api").startswith("2 of 3 slots are held. This one for longest:\n")
+
+    def test_why_says_of_a_kept_slot_that_its_run_has_returned(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
+        for task_id in ("first", "second"):
+            options = {"lock_slots": 2, "lock_at_least": 60}
+            receive(tasks.hold, "a", task_id=task_id, header={"options": options})
+        text = " ".join(locks("why", tasks.hold.lock("a").name).split())
+        other = r"Another slot: kept until [\d:]{8}; task second on \S+ has returned\. To free it:"
+        assert re.search(other, text)
 
     def test_why_of_a_lock_whose_first_slot_is_free(self, three):
         three[0].release()

@@ -43,11 +43,11 @@ def _sentences(why: Why) -> Iterator[str]:
     if why.lock is not None:
         if why.lock.slots > 1:
             held = share(why.lock.slots_held, why.lock.slots)
-            yield f"{held} slots are held. This one for longest:"
+            longest = why.lock.held_for >= max(lock.held_for for lock in (why.lock, *why.beside))
+            yield f"{held} slots are held. This one{' for longest' if longest else ''}:"
         yield from _held(why, why.lock)
         for lock in why.beside:
-            state = in_state(lock.state, lock.left)
-            yield f"Another slot: {state} for {_whole(lock.held_for)} by {lock.holder}. To free it:"
+            yield f"Another slot: {_beside(lock)}. To free it:"
             yield _clear(lock)
     elif why.queued is None or why.queued.state == "blocking":
         yield f"Free: {why.name}."
@@ -61,6 +61,13 @@ def _sentences(why: Why) -> Iterator[str]:
         yield from _past(why)
     if why.no_history:
         yield why.no_history
+
+
+def _beside(lock: HeldLock) -> str:
+    state = in_state(lock.state, lock.left)
+    if lock.state == "kept":
+        return f"{state}; {lock.holder} has returned"
+    return f"{state} for {_whole(lock.held_for)} by {lock.holder}"
 
 
 def _arguments(name: str) -> str:

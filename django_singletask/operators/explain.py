@@ -84,7 +84,7 @@ def why(name: str) -> Why:
 
     Raises :class:`UnknownLock` if there is nothing, and :class:`LockUnavailable`.
     """
-    name = lock_of_slot(name) if name.startswith(PREFIX) else name
+    slot, name = name, lock_of_slot(name) if name.startswith(PREFIX) else name
     locks = with_usual_holds(look([name]))
     rows, no_history = [], ""
     try:
@@ -97,6 +97,7 @@ def why(name: str) -> Why:
     locks = [lock for lock in locks if lock.lock_key in keys]
     rows = [row for row in rows if lock_of_slot(row.key) in keys]
     holding = [lock for lock in locks if lock.state in HOLDING]
+    holding.sort(key=lambda lock: lock.key != slot)  # the slot that was named comes first
     lock = next(iter(holding), None)
     queued = next((lock for lock in locks if lock.queued), None)
     expired = [lock for lock in locks if lock.state == "expired"]
