@@ -11,6 +11,8 @@ from celery import Celery
 from django_singletask import LockConflict, LockError, LockUnavailable, SingletonTask
 from django_singletask.stores import get_store
 from tests.deliveries import deliver, held_by
+from tests.entries import private_store
+from tests.servers import Memcached
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -105,6 +107,17 @@ def test_a_cache_that_is_down_is_retried(
     failed = deliver(task, "a", retries=1).info
     assert type(failed.retval) is LockUnavailable
     assert type(failed.retval.__cause__).__name__ == "ConnectionError"
+
+
+def test_it_runs_when_the_cache_is_back(app: Celery, sent: list[Any], settings: Any) -> None:
+    settings.SINGLETASK_CACHE = "pymemcache"
+    task = task_of(app, autoretry_for=(LockUnavailable,))
+    with Memcached() as server, private_store(settings, "pymemcache", server.address):
+        server.kill()
+        assert deliver(task, "a").info.state == "RETRY"
+        server.start()
+        [message] = sent
+        assert deliver(task, "a", retries=1, headers=message["headers"]).retval == "ran"
 
 
 @pytest.mark.parametrize("errors", [(ZeroDivisionError,), (LockConflict, ZeroDivisionError)])

@@ -51,6 +51,17 @@ def test_wait_runs_when_the_lock_is_free(start_worker, queue, runs_log):
     assert "LockConflict" not in worker.text()
 
 
+@pytest.mark.parametrize("cache", ["redis", "pymemcache"])
+def test_as_many_run_at_once_as_the_lock_has_slots(start_worker, queue, on_cache, runs_log, cache):
+    on_cache(cache)
+    start_worker(cache=cache, concurrency=4)
+    options = {"queue": queue, "lock_options": {"lock_slots": 2}}
+    calls = [tasks.wait.apply_async(("a", 0.2), **options) for _ in range(8)]
+    assert [call.get(timeout=20) for call in calls] == ["ran"] * 8
+    spans = [(start, end) for _, start, end in log.runs(runs_log)]
+    assert max(sum(start <= at < end for start, end in spans) for at, _ in spans) == 2
+
+
 def test_wait_raises_in_the_end(start_worker, queue):
     worker = start_worker(concurrency=2)
     first = tasks.wait.apply_async(("a", 3), queue=queue)
