@@ -13,7 +13,7 @@ from django_singletask import SingletonTask, checks
 from django_singletask.locks.keys import LockKey
 from django_singletask.task import registered
 from django_singletask.task.header import HEADER, WAITS, Header
-from django_singletask.task.options import NAMES, POLICIES, LockOptions
+from django_singletask.task.options import NAMES, OF_RUN, POLICIES, LockOptions
 from django_singletask.task.policies import ON_CONFLICT
 from django_singletask.task.rerun import Ticket
 
@@ -241,6 +241,21 @@ def test_what_the_options_of_a_call_say(define, wrong):
     with pytest.raises(wrong.in_call) as caught:
         task.apply_async((1,), lock_options=wrong.options)
     assert str(caught.value) == wrong.text.format(OF_CALL)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [wrong for wrong in PROBLEMS if wrong.in_call and wrong.options.keys() <= {*OF_RUN}],
+    ids=identify,
+)
+def test_what_a_run_says_where_no_check_has_run(define, wrong):
+    task = define()
+    for option, value in wrong.options.items():
+        setattr(task, option, value)
+    for run in (task, lambda a: task.apply((a,), throw=True), task.lock):
+        with pytest.raises(wrong.in_call) as caught:
+            run(1)
+        assert str(caught.value) == wrong.text.format(OF_TASK)
 
 
 @pytest.mark.parametrize("wrong", WITH_ARGUMENTS, ids=identify)

@@ -284,7 +284,7 @@ def deliver(
     run = Run(task.name, task_id, retries, header.token, not options.lock_history, again)
     queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
     try:
-        options.check_policy(task.name)
+        options.check_run(task.name)
         lock, policy = DeliveryLock(key, options, run), policies[options.on_conflict]
     except (TypeError, ValueError):
         if queued_call is not None:

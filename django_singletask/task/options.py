@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -19,7 +20,7 @@ from django_singletask.task.pairs import Problem, shown, wrong_pairs
 Rule = Callable[[str, str, Any], object]
 """Raises an error for an option, followed by the place, with a value that it cannot have."""
 
-__all__ = ["NAMES", "POLICIES", "LockOptions"]
+__all__ = ["NAMES", "OF_RUN", "POLICIES", "LockOptions"]
 
 POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
@@ -64,19 +65,19 @@ class LockOptions:
             overrides = {"lock_on": None, "lock_name": None, **overrides}
         return dataclasses.replace(self, **overrides)
 
-    def check_policy(self, task: str) -> None:
-        """Raise ``ValueError`` for an ``on_conflict`` that cannot work: some run no checks."""
-        if self.on_conflict not in POLICIES or (self.on_conflict == "wait" and not self.lock_wait):
-            names = {"on_conflict", "lock_wait"}
-            wrong = (p for p in self.problems(f"of {task}") if not names.isdisjoint(p.options))
-            raise ValueError(next(wrong).text)
+    def check_run(self, task: str) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for what cannot work in a run.
+
+        Some projects run no system checks. The same values are looked at once in a process.
+        """
+        _check_run(task, *_values_of_run(self))
 
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired.
 
         Raises :class:`LockError` if the call takes none.
         """
-        self.check_policy(task)
+        self.check_run(task)
         if key == NO_LOCK:
             raise LockError(f"lock_name of {task} returned None: this call takes no lock.")
         run = Run(task, quiet=not self.lock_history)
@@ -141,6 +142,17 @@ class LockOptions:
 
 NAMES = frozenset(field.name for field in dataclasses.fields(LockOptions))
 _values = operator.attrgetter(*NAMES)
+
+OF_RUN = ("on_conflict", "lock_wait", "lock_timeout", "lock_renew", "lock_at_least", "lock_slots")
+_values_of_run = operator.attrgetter(*OF_RUN)
+
+
+@lru_cache(maxsize=1024)
+def _check_run(task: str, *values: Any) -> None:
+    options = LockOptions(**dict(zip(OF_RUN, values, strict=True)))
+    for problem in options.problems(f"of {task}"):
+        if problem.error is not None:
+            raise problem.error(problem.text)
 
 
 # The values that each option may have
