@@ -467,8 +467,8 @@ def test_a_wait_of_a_policy_that_does_not_wait_gives_a_warning(check_task, polic
 
 
 def test_a_function_is_shown_by_its_name(check_task):
-    message = only(check_task(on_skip=two, on_conflict="raise"), "W011")
-    assert message.msg == "on_skip=two of bad.task has no effect with on_conflict='raise'."
+    message = only(check_task(on_skip=print, on_conflict="raise"), "W011")
+    assert message.msg == "on_skip=print of bad.task has no effect with on_conflict='raise'."
 
 
 def test_options_that_exclude_each_other_are_refused(check_task):

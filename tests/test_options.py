@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from celery import Celery
 
-from django_singletask import SingletonTask, checks
+from django_singletask import SingletonTask, checks, only_one
 from django_singletask.locks.keys import LockKey
 from django_singletask.task import registered
 from django_singletask.task.header import HEADER, WAITS, Header
@@ -198,6 +198,51 @@ WITH_ARGUMENTS = [
 def body(a, b=2): ...
 
 
+@pytest.mark.parametrize(
+    ("on_skip", "reason"),
+    [
+        (lambda: None, "too many positional arguments"),
+        (lambda conflict: None, "too many positional arguments"),
+        (lambda conflict, a: None, "too many positional arguments"),
+        (lambda conflict, a, b: None, "missing a required argument: 'b'"),
+        (lambda conflict, a, b, c: None, "missing a required argument: 'c'"),
+    ],
+)
+def test_an_on_skip_that_cannot_take_each_call_is_refused(define, on_skip, reason):
+    define(on_skip=on_skip)
+    [message] = checks.check_tasks()
+    assert message.id == "django_singletask.E012"
+    text = f"on_skip {OF_TASK} cannot take the conflict and the task's arguments: {reason}."
+    assert message.msg == text
+    assert message.hint == "Its parameters are the conflict, then: a, b."
+    with pytest.raises(TypeError, match=f"cannot take the conflict and a call: {reason}"):
+        only_one(on_skip=on_skip)(body)
+
+
+@pytest.mark.parametrize(
+    "on_skip",
+    [
+        lambda conflict, a, b=2: None,
+        lambda conflict, x, y=None: None,  # calls may pass them by position
+        lambda conflict, *, b=1, a: None,  # or by name
+        lambda conflict, *args, **kwargs: None,
+        lambda *args, **kwargs: None,
+        type("NoSignature", (), {"__call__": print, "__signature__": 7})(),
+    ],
+)
+def test_an_on_skip_that_can_take_each_call_passes(define, on_skip):
+    define(on_skip=on_skip)
+    assert checks.check_tasks() == []
+    only_one(on_skip=on_skip)(body)
+
+
+def test_an_on_skip_of_a_task_that_takes_anything_is_not_looked_at(define):
+    def take_anything(*args): ...
+
+    define(take_anything, on_skip=lambda conflict, a: None)
+    assert checks.check_tasks() == []
+
+
 @pytest.fixture
 def app(monkeypatch):
     """Give a Celery application of the test's own, whose tasks alone are checked."""
@@ -212,7 +257,7 @@ def app(monkeypatch):
 def define(app):
     """Make the task, with options in its decorator."""
 
-    def define_task(**options):
+    def define_task(body=body, **options):
         return app.task(body, base=SingletonTask, name=NAME, lazy=False, shared=False, **options)
 
     return define_task

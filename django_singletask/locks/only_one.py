@@ -91,6 +91,9 @@ def only_one(
         key_of = _key_maker(function, key)
         if inspect.iscoroutinefunction(on_skip) and not inspect.iscoroutinefunction(function):
             raise TypeError(f"on_skip={on_skip!r} is awaited only for a coroutine function.")
+        misfit = on_skip and Parameters(inspect.signature(function)).misfit(on_skip, "the conflict")
+        if misfit:
+            raise TypeError(f"on_skip={on_skip!r} cannot take the conflict and a call: {misfit}.")
 
         def lock_for(*args: Any, **kwargs: Any) -> Any:
             lock_key = key_of(args, kwargs)

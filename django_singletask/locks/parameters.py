@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from django_singletask.locks.canonical import Unstable, canonical, same
 
 __all__ = ["AS_SHOWN", "Parameters"]
+
+BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Parameters:
@@ -41,6 +43,26 @@ class Parameters:
     def takes_any_name(self) -> bool:
         """Whether the body has ``**kwargs``."""
         return self._extra is not None
+
+    def misfit(self, function: Callable[..., Any], *first: str) -> str:
+        """Say why a function cannot take ``first`` and then each call's arguments; empty if it can.
+
+        A call may pass its arguments by position or by name: the function must take all arguments,
+        and those without a default alone, in one of the two ways. A function without a signature
+        and a body that takes any arguments are not looked at.
+        """
+        parameters = [*self.signature.parameters.values()]
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return ""
+        if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
+            return ""
+        for called in (parameters, [each for each in parameters if each.default is each.empty]):
+            reasons = [_misfit(signature, first, called, kinds) for kinds in (BY_NAME[:1], BY_NAME)]
+            if all(reasons):
+                return reasons[0]
+        return ""
 
     def bind(
         self,
@@ -91,6 +113,21 @@ class Parameters:
             if name not in self._defaults or not same(form, self._defaults[name]):
                 forms[name] = form
         return forms
+
+
+def _misfit(
+    signature: inspect.Signature,
+    first: Sequence[str],
+    called: Sequence[inspect.Parameter],
+    by_name: Collection[Any],
+) -> str:
+    names = [each.name for each in called if each.kind in by_name]
+    places = [each.name for each in called if each.kind not in by_name]
+    try:
+        signature.bind(*first, *places, **dict.fromkeys(names))
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 # Binds the arguments that the name of a lock shows, of any task: they have no defaults.

@@ -135,6 +135,11 @@ class LockOptions:
                 arguments = ", ".join(parameters.names) or "none; use lock_on=[]"
                 hint = f"Its arguments are: {arguments}."
                 yield Problem(("lock_on",), f"{text} of it.", hint, CHECKS["lock_on"])
+        misfit = "" if self.on_skip is None else parameters.misfit(self.on_skip, "the conflict")
+        if misfit:
+            text = f"on_skip {where} cannot take the conflict and the task's arguments: {misfit}."
+            hint = f"Its parameters are the conflict, then: {', '.join(parameters.names)}."
+            yield Problem(("on_skip",), text, hint, CHECKS["choice"])
         if isinstance(self.lock_name, str):
             what = f"lock_name={self.lock_name!r} {where}"
             yield from _wrong_template(self.lock_name, what, parameters)
@@ -147,7 +152,7 @@ OF_RUN = ("on_conflict", "lock_wait", "lock_timeout", "lock_renew", "lock_at_lea
 _values_of_run = operator.attrgetter(*OF_RUN)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024, typed=True)
 def _check_run(task: str, *values: Any) -> None:
     options = LockOptions(**dict(zip(OF_RUN, values, strict=True)))
     for problem in options.problems(f"of {task}"):
