@@ -61,7 +61,8 @@ class Conf:
         setting = SETTINGS.get(name)
         if setting is None:
             raise AttributeError(name)
-        source = vars(settings)["_wrapped"]
+        # Django's own __getattribute__ of its settings takes as long as the rest of this function.
+        source = object.__getattribute__(settings, "__dict__")["_wrapped"]
         if self._source is not source:  # the first use, or override_settings()
             getattr(settings, setting, None)  # Django may not have read the settings yet
             self._source = source = vars(settings)["_wrapped"]

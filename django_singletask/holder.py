@@ -100,8 +100,9 @@ class Holder(Process):
         """
         token = str(data.get("token") or "")
         texts = ("host", "boot_id", "pid_ns", "start", "name")
-        return cls(
-            **{name: _text(data.get(name)) or "" for name in texts},
+        holder = object.__new__(cls)
+        vars(holder).update(
+            {name: _text(data.get(name)) or "" for name in texts},
             token=token if IS_TOKEN.fullmatch(token) else "",
             task=_text(data.get("task")),
             task_id=_text(data.get("task_id")),
@@ -112,6 +113,7 @@ class Holder(Process):
             kept=data.get("kept") is True,
             slots=int(_number(data.get("slots"), MOST)) or 1,
         )
+        return holder
 
     def keep(self, length: float) -> Holder:
         """Return the record of the entry that stays for ``length`` seconds from ``since``."""

@@ -65,17 +65,15 @@ class Lease(Holding):
     """All that were in the way, if the lock has several slots."""
 
     def __init__(
-        self, address: Address, holder: Holder, *, run: Run | None = None, **options: Any
+        self, address: Address, holder: Holder, *, run: Run = NO_RUN, **options: Any
     ) -> None:
-        """``run`` is that of a delivery, which takes nothing beside an earlier run of its own.
-
-        A body is one run, but it may take locks in several threads and asyncio tasks.
-        """
+        """``run`` is that of a delivery, which takes nothing beside an earlier run of its own."""
         super().__init__(address, holder, **options)
-        self.slots = Slots((self.key,))
-        run = run or NO_RUN
-        if holder.slots > 1 or run.redelivered:
+        if holder.slots == 1 and not run.redelivered:
+            self.slots = Slots((self.key,))
+        else:
             looks_at = MAX_SLOTS if run.redelivered or run.retries else holder.slots
+            # A body may take slots in several threads and asyncio tasks: those have no mark.
             mark = holder.mark() if run.task_id else b""
             self.slots = Slots(address.lock_key.slots(looks_at), holder.slots, mark)
 

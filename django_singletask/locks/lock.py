@@ -20,7 +20,7 @@ from django_singletask.locks.handover import Handle, receive
 from django_singletask.locks.held import HeldLock
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lease import Lease
-from django_singletask.locks.run import Run, result_of
+from django_singletask.locks.run import NO_RUN, Run, result_of
 from django_singletask.locks.steps import do, do_in_threads, in_thread
 from django_singletask.locks.use import Use
 
@@ -207,7 +207,7 @@ class TaskLock(HeldLock):
             run.holder(self.name, lease_length(self.timeout), self.slots),
             renews=self.renew,
             at_least=self.at_least,
-            run=self.run,
+            run=self.run or NO_RUN,
         )
         self.lease.place = place
         return self.lease

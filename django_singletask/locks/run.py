@@ -38,10 +38,11 @@ class Run(NamedTuple):
 
     def holder(self, name: str, length: float, slots: int = 1) -> Holder:
         """Return the record of an acquisition by this run, in this process, now."""
-        run = {"task": self.task, "task_id": self.task_id, "retries": self.retries}
-        if slots > 1:
-            run["slots"] = slots
-        return Holder.new(name, length, token=self.token, **run)
+        task, task_id, retries, token, *_ = self
+        more = {"slots": slots} if slots > 1 else {}
+        return Holder.new(
+            name, length, token=token, task=task, task_id=task_id, retries=retries, **more
+        )
 
 
 NO_RUN = Run()

@@ -11,6 +11,9 @@ from django_singletask.exceptions import LockUnavailable
 
 __all__ = ["raise_unavailable"]
 
+ASKS_NOTHING = {"client_key", "close", "lock_key", "make_key", "prefix"}
+"""The public methods of stores that send no request; each take calls some of them."""
+
 
 def raise_unavailable(store_class: type) -> None:
     """Let the public methods of a class of stores raise :class:`LockUnavailable`.
@@ -19,7 +22,7 @@ def raise_unavailable(store_class: type) -> None:
     still see the client's own errors, so that they can ask once more.
     """
     for name, method in list(vars(store_class).items()):
-        if inspect.isfunction(method) and not name.startswith("_"):
+        if inspect.isfunction(method) and not name.startswith("_") and name not in ASKS_NOTHING:
             setattr(store_class, name, _asking(method))
 
 

@@ -239,9 +239,10 @@ class Delivery:
 
     def _is_superseded(self) -> bool:
         """Say whether a later call of those that rerun, or replace each other, is noted."""
-        address, ticket = self.lock.address, self.header.ticket
-        if ticket is None or not gives_way(address, self.task.name, ticket):
+        ticket = self.header.ticket
+        if ticket is None or not gives_way(self.lock.address, self.task.name, ticket):
             return False
+        address = self.lock.address
         if not self.header.hops:  # else its conflict was reported
             logger.info("%s: a later call replaces task %s.", address, self.header.task_id)
             address.tell_of_conflict("skipped", "superseded", self.lock.run or NO_RUN, None)
