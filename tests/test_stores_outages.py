@@ -18,6 +18,7 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
+from django.test.utils import override_settings
 from pymemcache.exceptions import MemcacheError
 from redis.exceptions import RedisError
 from valkey.exceptions import ValkeyError
@@ -153,6 +154,33 @@ def test_a_dead_server_raises(alias, request_name, server, open_store) -> None:
             assert isinstance(cause, CAUSES[KINDS[alias]])
             begin = f"The cache {alias!r} cannot be asked: {type(cause).__name__}: "
             assert str(raised.value).startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("backend", "location", "place"),
+    [
+        (
+            "django.core.cache.backends.redis.RedisCache",
+            "redis://ada:secret@127.0.0.1:1/3",
+            "RedisCache on 127.0.0.1:1 database 3",
+        ),
+        (
+            "django.core.cache.backends.memcached.PyMemcacheCache",
+            "localhost:1",
+            "PyMemcacheCache on 127.0.0.1:1",
+        ),
+    ],
+)
+def test_the_error_names_the_server_and_the_next_step(settings, backend, location, place) -> None:
+    settings.CACHES = {**settings.CACHES, "dead": {"BACKEND": backend, "LOCATION": location}}
+    settings.SINGLETASK_CACHE = "dead"
+    with pytest.raises(LockUnavailable) as raised:
+        TaskLock("nightly").acquire()
+    assert str(raised.value).endswith(f". It is {place}. 'manage.py locks probe' tests it.")
+    assert "secret" not in str(raised.value)
+    with pytest.raises(LockUnavailable) as raised, override_settings(SINGLETASK_CACHE="redis"):
+        TaskLock("nightly", cache="dead").acquire()
+    assert str(raised.value).endswith(f". It is {place}.")  # the command tests another cache
 
 
 @pytest.mark.parametrize("request_name", REQUESTS)

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from django.conf import settings
+
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
+from django_singletask.stores.places import place_of
 
 __all__ = ["raise_unavailable"]
 
@@ -36,8 +40,11 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
             return iter([*answer]) if yields else answer
         except self.client_errors as error:
             reason = f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
-            raise LockUnavailable(
-                f"The cache {self.cache_alias!r} cannot be asked: {reason}"
-            ) from error
+            text = f"The cache {self.cache_alias!r} cannot be asked: {reason}."
+            if self.cache_alias in settings.CACHES:
+                text += f" It is {place_of(self.cache_alias)}."
+            if self.cache_alias == conf.cache:
+                text += " 'manage.py locks probe' tests it."
+            raise LockUnavailable(text) from error
 
     return ask

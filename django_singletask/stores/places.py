@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 from django.conf import settings
 from django.utils.module_loading import import_string
 
-__all__ = ["backend_is", "servers_of"]
+__all__ = ["backend_is", "place_of", "servers_of"]
 
 
 def backend_is(alias: str, kind: str) -> bool:
@@ -40,6 +40,13 @@ def servers_of(alias: str) -> set[str]:
     if backend_is(alias, "redis") or backend_is(alias, "valkey"):
         return {_redis(url, configuration.get("OPTIONS") or {}) for url in servers[:1]}
     return set()
+
+
+def place_of(alias: str) -> str:
+    """Name the class and the servers of an alias, without user names and passwords."""
+    backend = str(settings.CACHES[alias]["BACKEND"]).rpartition(".")[2]
+    servers = ", ".join(sorted(servers_of(alias)))
+    return f"{backend} on {servers}" if servers else backend
 
 
 def _redis(url: str, options: dict[str, Any]) -> str:
