@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import threading
 import time
 import uuid
@@ -140,7 +141,8 @@ class hold(_StandIn):
     is held; others are taken as usual. They are gone when the outermost ``hold()`` or
     ``no_locks()`` ends.
 
-    Raises ``TypeError`` on entry for what is no lock, and for arguments that do not fit the task.
+    Raises ``TypeError`` on entry for what is no lock, and for arguments that do not fit the task,
+    and ``ValueError`` for the key of an ``only_one`` function whose fields are not filled.
     Raises :class:`LockConflict` on entry if the test itself took that lock inside another
     ``hold()``.
     """
@@ -198,6 +200,11 @@ def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLo
         )
     if args or kwargs:
         raise TypeError(f"hold({task!r}) takes no arguments: only the lock of a task has some.")
+    if isinstance(task, str) and re.search(r"\{[A-Za-z_][\w.]*\}", task):
+        raise ValueError(
+            f"hold({task!r}) has a field that is not filled: write the name that a call makes of "
+            "it, such as 'sync-7', or pass a TaskLock if the braces are meant."
+        )
     return TaskLock(task) if isinstance(task, str) else task
 
 

@@ -338,6 +338,13 @@ def test_hold_refuses_arguments_that_do_not_fit_the_task(dead):
         pass
 
 
+def test_hold_refuses_a_key_whose_fields_are_not_filled(dead):
+    with pytest.raises(ValueError, match=r"^hold\('sync-{user_id}'\) has a field"):
+        hold("sync-{user_id}").enable()
+    with hold(TaskLock("sync-{user_id}")), hold("shop.tasks.add({'a': 1})"):
+        assert TaskLock("sync-{user_id}").locked()
+
+
 @pytest.mark.parametrize("lock", ["a", TaskLock("a")])
 def test_hold_refuses_arguments_for_a_lock_by_name(dead, lock):
     with pytest.raises(TypeError, match="takes no arguments"), hold(lock, 1):
