@@ -724,6 +724,13 @@ class TestOptions:
         with pytest.raises(ValueError, match="wait"):
             TaskLock("nightly").acquire(wait=-1)
 
+    def test_a_name_with_a_field_is_logged_once(self, caplog):
+        for name in ("lost-f-{user_id}", "lost-f-{user_id}", "{'a': 1}", "{}"):
+            TaskLock(name)
+        [record] = caplog.records
+        expected = "TaskLock('lost-f-{user_id}') is one lock, since nothing fills its field."
+        assert record.getMessage() == f"{expected} Write an f-string."
+
     @pytest.mark.parametrize("name", ["", " ", "a\nb"])
     def test_a_name_that_cannot_work(self, name):
         with pytest.raises(ValueError, match="name"):

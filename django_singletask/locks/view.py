@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from functools import lru_cache
+
 from django_singletask.conf import conf
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Address
@@ -12,6 +16,16 @@ from django_singletask.locks.steps import offer_in_thread
 from django_singletask.stores import Entry, get_store
 
 __all__ = ["LockView"]
+
+logger = logging.getLogger("django_singletask")
+
+
+@lru_cache(maxsize=128)
+def _report_field(name: str) -> None:
+    """Log once that a name has a field that nothing fills: an f-string may have lost its f."""
+    if re.search(r"\{[A-Za-z_][\w.]*\}", name):
+        text = "TaskLock(%r) is one lock, since nothing fills its field. Write an f-string."
+        logger.warning(text, name)
 
 
 class LockView:
@@ -33,6 +47,8 @@ class LockView:
         run: Run | None = None,
     ) -> None:
         self.lock_key = name if isinstance(name, LockKey) else name_key(name)
+        if isinstance(name, str) and "{" in name:
+            _report_field(name)
         self.name, self.key = self.lock_key
         self.timeout = timeout
         self.cache = cache
