@@ -270,3 +270,18 @@ def test_importing_the_package_imports_no_model_and_no_database_client() -> None
 def test_no_module_is_longer_than_300_lines() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
+def test_no_function_is_longer_than_50_lines() -> None:
+    functions = [
+        (name, node)
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    assert [f"{name}.{node.name}" for name, node in functions if lines_of(node) > 50] == []
+
+
+def lines_of(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1

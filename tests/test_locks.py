@@ -901,7 +901,7 @@ class TestOnlyOne:
     )
     def test_options_of_a_skip_that_cannot_work_are_refused(self, options, text):
         with pytest.raises(TypeError, match=text):
-            only_one(**options)
+            only_one(**options)(print)
 
     def test_is_named_after_the_function(self):
         @only_one

@@ -72,28 +72,15 @@ def only_one(
     task objects, for a field in ``key`` that is no argument, and for a ``skip_result`` that is a
     function. The name is that of the recipe by Ted Tieken (2012).
     """
-    if callable(skip_result):
-        raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
-    if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
-        raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
     make_lock = functools.partial(
         TaskLock, timeout=timeout, renew=renew, wait=wait, on_conflict=on_conflict, slots=slots
     )
     check_seconds("at_least", at_least, zero=True)
     make_lock("any")  # raises at decoration, not at the first call, for options that cannot work
 
-    def answer(lock: TaskLock, *args: Any, **kwargs: Any) -> Any:
-        if on_skip is None:
-            return skip_result
-        return on_skip(LockConflict.of(lock), *args, **kwargs)
-
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         key_of = _key_maker(function, key)
-        if inspect.iscoroutinefunction(on_skip) and not inspect.iscoroutinefunction(function):
-            raise TypeError(f"on_skip={on_skip!r} is awaited only for a coroutine function.")
-        misfit = on_skip and Parameters(inspect.signature(function)).misfit(on_skip, "the conflict")
-        if misfit:
-            raise TypeError(f"on_skip={on_skip!r} cannot take the conflict and a call: {misfit}.")
+        _check_skip(function, on_conflict, skip_result, on_skip)
 
         def lock_for(*args: Any, **kwargs: Any) -> Any:
             lock_key = key_of(args, kwargs)
@@ -103,7 +90,7 @@ def only_one(
             lock.at_least = at_least
             return lock
 
-        return _guarded(function, lock_for, answer)
+        return _guarded(function, lock_for, on_skip, skip_result)
 
     return decorate if function is None else decorate(function)
 
@@ -133,10 +120,31 @@ def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
     return lambda args, kwargs: name_key(name)
 
 
+def _check_skip(function: Any, on_conflict: str, skip_result: Any, on_skip: Any) -> None:
+    """Raise ``TypeError`` for what a skipped call of the function cannot return or call."""
+    if callable(skip_result):
+        raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
+    if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
+        raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
+    if inspect.iscoroutinefunction(on_skip) and not inspect.iscoroutinefunction(function):
+        raise TypeError(f"on_skip={on_skip!r} is awaited only for a coroutine function.")
+    misfit = on_skip and Parameters(inspect.signature(function)).misfit(on_skip, "the conflict")
+    if misfit:
+        raise TypeError(f"on_skip={on_skip!r} cannot take the conflict and a call: {misfit}.")
+
+
 def _guarded(
-    function: Callable[P, Any], lock_for: Callable[P, Any], answer: Callable[..., Any]
+    function: Callable[P, Any],
+    lock_for: Callable[P, Any],
+    on_skip: Callable[..., Any] | None,
+    skip_result: Any,
 ) -> Callable[P, Any]:
-    """Return the function with a lock around each call; ``answer`` is for a skipped call."""
+    """Return the function with a lock around each call."""
+
+    def answer(lock: TaskLock, *args: Any, **kwargs: Any) -> Any:
+        if on_skip is None:
+            return skip_result
+        return on_skip(LockConflict.of(lock), *args, **kwargs)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
