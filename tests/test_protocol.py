@@ -156,6 +156,7 @@ class World(RuleBasedStateMachine):
             keep=lambda lease: None,
             drop=lambda lease: None,
             wake_for=lambda lease: None,
+            took=lambda token, key, place: False,
             owe=lambda cache, key, value, length, kept=None: self.debts.append(
                 (key, value, self.now + length)
             ),

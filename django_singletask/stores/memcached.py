@@ -82,7 +82,7 @@ class MemcachedStore(ForgetfulStore):
                 return Outcome.GONE
             if present not in (old, new):
                 return Outcome.TAKEN
-            if self._send(self.client.cas, cache_key, new, cas, expiry):
+            if self._cas(cache_key, new, cas, expiry):
                 return Outcome.OK
             # A renewal or a takeover changed the entry between the two requests: look again.
         return Outcome.TAKEN
@@ -136,6 +136,9 @@ class MemcachedStore(ForgetfulStore):
             if not was_open:
                 raise
             return ask()
+
+    def _cas(self, cache_key: str, *args: Any) -> Any:
+        return self._send(self.client.cas, cache_key, *args)
 
     def _send(self, request: Any, cache_key: str, *args: Any) -> Any:
         """Send a request about one entry."""
@@ -193,6 +196,7 @@ class PyLibMCStore(MemcachedStore):
         )
         self.not_found = cache.LibraryValueNotFoundException
         self.client_errors = (cache._lib.Error, OSError)  # noqa: SLF001 - it is pylibmc
+        self.unsent = cache._lib.ServerDown  # noqa: SLF001
         errors = ("ConnectionError", "ReadError", "ServerDown", "SomeErrors", "UnknownReadFailure")
         self.hung_up = tuple(getattr(cache._lib, name) for name in errors)  # noqa: SLF001
 
@@ -220,6 +224,14 @@ class PyLibMCStore(MemcachedStore):
             value, cas = super()._gets(cache_key)
             if value is not None or self._send(self.client.get, cache_key) is None:
                 return value, cas
+
+    def _cas(self, cache_key: str, *args: Any) -> Any:
+        # With the binary protocol libmemcached can refuse a cas unsent, if the last part of the
+        # reply to gets comes late, as in a network. The number of gets holds on any connection.
+        try:
+            return super()._cas(cache_key, *args)
+        except self.unsent:
+            return super()._cas(cache_key, *args)
 
     def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
         # get_multi, too, says that there are no entries if the server has closed the connection.
