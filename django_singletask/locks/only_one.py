@@ -99,11 +99,11 @@ def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
     """Return what makes the lock key of a call of its arguments."""
     if isinstance(function, str):
         raise TypeError(f"only_one takes its key by name: only_one(key={function!r}).")
-    if inspect.isclass(function) or not callable(function):
-        raise TypeError(f"only_one guards a function or a method, not {function!r}.")
     for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
         if hasattr(function, attribute):
             raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
+    if inspect.isclass(function) or not callable(function):
+        raise TypeError(f"only_one guards a function or a method, not {function!r}.")
     refuse_deferred(function, "only_one", awaits=True)
     path = name = f"{function.__module__}.{function.__qualname__}"
     if key is not None:
