@@ -50,7 +50,7 @@ class RedisStore(ForgetfulStore):
     """
 
     family = "redis"
-    library = "redis"
+    client_package = "redis"
     """The package of the client, whose exceptions are its own. The other may not be installed."""
 
     shared_calls = 0
@@ -58,8 +58,8 @@ class RedisStore(ForgetfulStore):
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
-        self.errors: Any = import_module(f"{self.library}.exceptions")
-        self.client_errors = (getattr(self.errors, f"{self.library.title()}Error"), OSError)
+        self.errors: Any = import_module(f"{self.client_package}.exceptions")
+        self.client_errors = (getattr(self.errors, f"{self.client_package.title()}Error"), OSError)
         self.client = self._client()
         self.epoch_key = self.make_key(EPOCH)
         pool = self.client.connection_pool
@@ -264,4 +264,4 @@ class DjangoRedisStore(RedisStore):
 class DjangoValkeyStore(DjangoRedisStore):
     """Do the same on django-valkey, with its default client: valkey-py has the API of redis-py."""
 
-    library = "valkey"
+    client_package = "valkey"
