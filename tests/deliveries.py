@@ -27,6 +27,18 @@ def receive(
         task.pop_request()
 
 
+def collect_sent(app: Any, monkeypatch: Any, make: Any = dict) -> list[Any]:
+    """Collect the messages that would be published, each as ``make(name=…, args=…, …)``."""
+    messages: list[Any] = []
+
+    def send_task(name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        messages.append(make(name=name, args=args, **options))
+        return app.AsyncResult(options["task_id"])
+
+    monkeypatch.setattr(app, "send_task", send_task)
+    return messages
+
+
 class held_by:
     """Let the run of a task id hold the lock of ``task("a")``, in Redis."""
 

@@ -10,7 +10,7 @@ from celery import Celery
 
 from django_singletask import LockConflict, LockError, LockUnavailable, SingletonTask
 from django_singletask.stores import get_store
-from tests.deliveries import deliver, held_by
+from tests.deliveries import collect_sent, deliver, held_by
 from tests.entries import private_store
 from tests.servers import Memcached
 
@@ -30,14 +30,7 @@ def app() -> Iterator[Celery]:
 @pytest.fixture
 def sent(app: Celery, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Collect what would be published."""
-    messages: list[dict[str, Any]] = []
-
-    def send_task(name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        messages.append({"name": name, "args": args, **options})
-        return app.AsyncResult(options["task_id"])
-
-    monkeypatch.setattr(app, "send_task", send_task)
-    return messages
+    return collect_sent(app, monkeypatch)
 
 
 def run(key: str) -> str:

@@ -23,7 +23,7 @@ from django_singletask.stores import close_stores, get_store
 from django_singletask.task import policies, postpone, rerun, unique
 from django_singletask.task.header import HEADER, LOOKS, WAITS
 from django_singletask.task.postpone import hop
-from tests.deliveries import held_by, receive
+from tests.deliveries import collect_sent, held_by, receive
 from tests.testapp import tasks
 
 pytestmark = [
@@ -35,13 +35,7 @@ pytestmark = [
 @pytest.fixture
 def sent(monkeypatch):
     """Collect the messages that would be published."""
-    messages = []
-
-    def send_task(name, args=None, kwargs=None, **options):
-        messages.append({"args": args, **options})
-
-    monkeypatch.setattr(tasks.hold.app, "send_task", send_task)
-    return messages
+    return collect_sent(tasks.hold.app, monkeypatch)
 
 
 @pytest.fixture

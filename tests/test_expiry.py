@@ -20,7 +20,7 @@ from django_singletask.task.header import HEADER, Header
 from django_singletask.task.unique import discard
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import locks
-from tests.deliveries import held_by, receive, wait_for_debts
+from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
 from tests.entries import eventually
 from tests.testapp import tasks
 
@@ -35,14 +35,7 @@ DAILY = {"unique_until": "expiry", "unique_for": 1000}
 
 @pytest.fixture
 def sent(monkeypatch):
-    messages = []
-
-    def send_task(name, args=None, kwargs=None, **options):
-        messages.append(SimpleNamespace(args=args, **options))
-        return task.AsyncResult(options["task_id"])
-
-    monkeypatch.setattr(task.app, "send_task", send_task)
-    return messages
+    return collect_sent(task.app, monkeypatch, SimpleNamespace)
 
 
 @pytest.fixture(autouse=True)

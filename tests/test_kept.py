@@ -22,7 +22,7 @@ from django_singletask.stores import get_store
 from django_singletask.task.header import HEADER, LOOKS
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import alarm, locks
-from tests.deliveries import held_by, receive, wait_for_debts
+from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
 from tests.entries import eventually
 from tests.testapp import tasks
 
@@ -41,13 +41,7 @@ def runs_log(monkeypatch, tmp_path):
 
 @pytest.fixture
 def sent(monkeypatch):
-    messages = []
-
-    def send_task(name, args=None, kwargs=None, **options):
-        messages.append({"args": args, **options})
-
-    monkeypatch.setattr(tasks.hold.app, "send_task", send_task)
-    return messages
+    return collect_sent(tasks.hold.app, monkeypatch)
 
 
 @pytest.fixture

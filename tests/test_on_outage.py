@@ -14,7 +14,7 @@ from django_singletask.history.recorder import flush
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.task.header import WAITS
-from tests.deliveries import deliver, held_by
+from tests.deliveries import collect_sent, deliver, held_by
 from tests.entries import private_store
 from tests.servers import Memcached, Redis, Server
 
@@ -45,14 +45,7 @@ def down(settings: Any, dead_redis: str) -> None:
 @pytest.fixture
 def sent(app: Celery, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Collect what would be published."""
-    messages: list[dict[str, Any]] = []
-
-    def send_task(name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
-        messages.append({"name": name, "args": args, **options})
-        return app.AsyncResult(options["task_id"])
-
-    monkeypatch.setattr(app, "send_task", send_task)
-    return messages
+    return collect_sent(app, monkeypatch)
 
 
 def run(key: str) -> str:

@@ -17,7 +17,7 @@ from django_singletask.task import rerun
 from django_singletask.task.header import HEADER, LOOKS, Header
 from django_singletask.task.unique import QueuedCall, discard
 from tests.command_line import alarm
-from tests.deliveries import held_by, receive, wait_for_debts
+from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
 from tests.testapp import tasks
 
 pytestmark = [
@@ -31,14 +31,7 @@ REPLACE = {"on_duplicate": "replace"}
 
 @pytest.fixture
 def sent(monkeypatch):
-    messages = []
-
-    def send_task(name, args=None, kwargs=None, **options):
-        messages.append(SimpleNamespace(args=args, **options))
-        return task.AsyncResult(options["task_id"])
-
-    monkeypatch.setattr(task.app, "send_task", send_task)
-    return messages
+    return collect_sent(task.app, monkeypatch, SimpleNamespace)
 
 
 @pytest.fixture(autouse=True)
