@@ -13,6 +13,16 @@ from django_singletask.task.header import HEADER
 from tests.entries import eventually
 from tests.testapp import tasks
 
+AWAITED: list[dict[str, Any]] = [
+    {"task_id": "mine"},
+    {"link": tasks.plain.si("a")},
+    {"link_error": tasks.plain.si("a")},
+    {"chord": tasks.plain.si("a")},
+    {"group_id": "a group"},
+    {"chain": [tasks.plain.si("a")]},
+]
+"""Options of calls for which others wait."""
+
 
 def receive(
     task: Any, *args: Any, task_id: str = "mine", header: Any = None, **request: Any

@@ -17,7 +17,7 @@ from django_singletask.task import rerun
 from django_singletask.task.header import HEADER, LOOKS, Header
 from django_singletask.task.unique import QueuedCall, discard
 from tests.command_line import alarm
-from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
+from tests.deliveries import AWAITED, collect_sent, held_by, receive, wait_for_debts
 from tests.testapp import tasks
 
 pytestmark = [
@@ -81,18 +81,7 @@ def test_calls_that_follow_each_other_all_run(sent, ran):
     assert ran == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"task_id": "mine"},
-        {"link": tasks.plain.si("a")},
-        {"link_error": tasks.plain.si("a")},
-        {"chord": tasks.plain.si("a")},
-        {"group_id": "a group"},
-        {"chain": [tasks.plain.si("a")]},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+@pytest.mark.parametrize("options", AWAITED, ids=lambda options: next(iter(options)))
 def test_a_call_for_which_others_wait_runs_all_the_same(sent, ran, options):
     send(1, **options)
     send(2)

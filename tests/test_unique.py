@@ -22,7 +22,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task.header import HEADER, LOOKS, Header
 from django_singletask.task.unique import QueuedCall, delay_of, discard
-from tests.deliveries import held_by, receive, wait_for_debts
+from tests.deliveries import AWAITED, held_by, receive, wait_for_debts
 from tests.entries import eventually
 from tests.testapp import tasks
 
@@ -280,18 +280,7 @@ class TestLease:
 class TestAwaited:
     """A call whose end others wait for is sent, and adds the entry if there is none."""
 
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"task_id": "mine"},
-            {"link": tasks.plain.si("a")},
-            {"link_error": tasks.plain.si("a")},
-            {"chord": tasks.plain.si("a")},
-            {"group_id": "a group"},
-            {"chain": [tasks.plain.si("a")]},
-        ],
-        ids=lambda options: next(iter(options)),
-    )
+    @pytest.mark.parametrize("options", AWAITED, ids=lambda options: next(iter(options)))
     def test_an_awaited_call_is_always_sent(self, sent, options):
         first = unique.delay("a")
         second = unique.apply_async(("a",), **options)
