@@ -398,6 +398,14 @@ def test_a_closed_connection_hides_no_entry(alias, server, open_store) -> None:
         assert list(store.read_many([OTHER, KEY])) == [KEY]
 
 
+@pytest.mark.parametrize("alias", ["pylibmc_binary"])
+def test_a_release_that_the_client_refuses_unsent_is_sent_again(alias, server, open_store) -> None:
+    with Proxy(server.port) as proxy, open_store(alias, proxy.port) as store:
+        for _ in range(2):
+            assert store.add(KEY, A, 60) is None
+            assert store.release(KEY, A) is Outcome.OK
+
+
 @on_all_clients
 def test_a_server_that_restarted_causes_no_error(alias, server, open_store) -> None:
     with open_store(alias, server.port) as store:

@@ -226,8 +226,9 @@ class PyLibMCStore(MemcachedStore):
                 return value, cas
 
     def _cas(self, cache_key: str, *args: Any) -> Any:
-        # With the binary protocol libmemcached can refuse a cas unsent, if the last part of the
-        # reply to gets comes late, as in a network. The number of gets holds on any connection.
+        # With the binary protocol and a proxy before the server, libmemcached refuses a cas unsent
+        # (error 47) after a gets that has succeeded; why is not known. The number that gets has
+        # returned holds on any connection.
         try:
             return super()._cas(cache_key, *args)
         except self.unsent:
