@@ -63,6 +63,10 @@ def compared(
     return Table(title, text, ("Candidate", "median", "ratio"), cells, checks, series)
 
 
+def titled(title: str, busy: bool) -> str:
+    return f"{title}, one core busy" if busy else title
+
+
 def at_most(series: Series, name: str, bound: float, other: str) -> Check:
     ratio = series.ratio(name, other)
     return Check(f"{name}: ≤ {bound:.2f} × {other}", f"{ratio:.2f}", ratio <= bound)
@@ -108,7 +112,9 @@ def results(tables: Sequence[Table], servers: str, loads: Sequence[float], minut
             "``python benchmarks/run.py`` wrote this in one run. The candidates of a table took "
             "turns, in another order in each round. The times are medians over the rounds. A ratio "
             "is the median of the ratios within a round, to the first row unless another is named. "
-            "Times depend on the machine, ratios hardly."
+            "Times depend on the machine, ratios hardly. A heading that ends in "
+            "*one core busy* means that another process computed all the time: the machines of "
+            "users are not quiet."
         ),
         "",
         *wrapped(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS.rst"
 PICTURE = ROOT / "docs/pictures/benchmarks.svg"
 PARTS = ["redis", "loop", "memcached", "database", "conflict", "enqueue", "keys", "worker", "held"]
+BUSY_PARTS = ["redis", "memcached", "conflict", "worker"]
+"""They are measured again while another process keeps one core busy: no user's machine is quiet."""
 
 
 def main() -> None:
@@ -46,6 +49,9 @@ def main() -> None:
             print(f"{part} …", file=sys.stderr, flush=True)
             with nullcontext() if part == "worker" else kept_apart():
                 tables_of[part] = measure(part, arguments.quick)
+            if part in BUSY_PARTS and not arguments.quick:
+                with nullcontext() if part == "worker" else kept_apart(), one_core_busy():
+                    tables_of[part] += measure(part, busy=True)
     from benchmarks import picture, report
 
     loads, minutes = (load, os.getloadavg()[0]), (time.monotonic() - began) / 60
@@ -114,6 +120,21 @@ def place(ours: list[int], theirs: list[int]) -> None:
                 os.sched_setaffinity(int(thread.name), cores)
 
 
+@contextmanager
+def one_core_busy() -> Iterator[None]:
+    """Let another process compute all the time, on whichever core the system gives it."""
+    # The launcher ends it when this process ends, as it does with the servers.
+    launcher = [sys.executable, "-I", "-S", "-c", servers.LAUNCHER, str(os.getpid()), "", ""]
+    spin = [str(int(signal.SIGTERM)), sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen([*launcher, *spin]) as process:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(process.pid, range(os.cpu_count() or 1))
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
 def version_of(server: servers.Server) -> str:
     program = servers.find(server.program) or server.program
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
@@ -121,24 +142,24 @@ def version_of(server: servers.Server) -> str:
     return f"{type(server).__name__} {number.lstrip('v=')}"
 
 
-def measure(part: str, quick: bool) -> list[Table]:
+def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
     """Measure one part. "held" comes last, because many held locks slow down everything else."""
     from benchmarks import calls, conflicts, held, locks, workers
 
     rounds = 20 if quick else 300
     levels = [10, 1000, 2000] if quick else [10, 100, 1000, 10_000, 100_000]
     parts: dict[str, Callable[[], list[Table]]] = {
-        "redis": lambda: [locks.on_redis(rounds)],
+        "redis": lambda: [locks.on_redis(rounds, busy)],
         "loop": lambda: [locks.in_a_loop(rounds)],
-        "memcached": lambda: locks.on_memcached(rounds),
+        "memcached": lambda: locks.on_memcached(rounds, busy),
         "database": lambda: [locks.in_database(rounds)],
         "conflict": lambda: [
-            conflicts.conflict_on_redis(rounds),
-            *conflicts.conflict_on_memcached(rounds),
+            conflicts.conflict_on_redis(rounds, busy),
+            *conflicts.conflict_on_memcached(rounds, busy),
         ],
         "enqueue": lambda: [calls.enqueue(rounds)],
         "keys": lambda: [calls.keys(rounds)],
-        "worker": lambda: [workers.throughput(*((2, 200) if quick else (11, 1000)))],
+        "worker": lambda: [workers.throughput(*((2, 200) if quick else (11, 1000)), busy)],
         "held": lambda: [held.held(rounds, levels)],
     }
     return parts[part]()

@@ -22,7 +22,7 @@ from celery import Task
 
 from benchmarks import app
 from benchmarks.measure import Series
-from benchmarks.report import Table, at_least, compared
+from benchmarks.report import Table, at_least, compared, titled
 from benchmarks.settings import REDIS
 from django_singletask.models import TaskLockEvent
 from tests import servers
@@ -61,7 +61,7 @@ CANDIDATES = {
 }
 
 
-def throughput(rounds: int, calls: int) -> Table:
+def throughput(rounds: int, calls: int, busy: bool) -> Table:
     """Let one worker at a time process its queue. The others are running, but idle."""
     client = redis.Redis.from_url(f"{REDIS}/1")
     numbers = itertools.count()
@@ -81,8 +81,8 @@ def throughput(rounds: int, calls: int) -> Table:
                     if candidate.history:
                         lags.append(result.lag)
     checks = [
-        at_least(series, LISTENING, 0.85, PLAIN),
-        at_least(series, SILENT, 0.90, PLAIN),
+        at_least(series, LISTENING, 0.82, PLAIN),
+        at_least(series, SILENT, 0.93, PLAIN),
     ]
     text = (
         f"In each turn, {calls:,} messages wait in the queue before the worker gets it. Measured "
@@ -91,7 +91,7 @@ def throughput(rounds: int, calls: int) -> Table:
         f"{median(lags) * 1000:.0f} ms after the last run. celery-singleton and celery-once "
         "take their lock when the call is sent: half of their work is not in this figure."
     )
-    return compared("Throughput of a worker", text, series, checks, "tasks/s")
+    return compared(titled("Throughput of a worker", busy), text, series, checks, "tasks/s")
 
 
 @contextmanager
