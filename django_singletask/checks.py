@@ -14,7 +14,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import DEFAULTS, HISTORY_MODES, check_seconds, conf, is_test
+from django_singletask.conf import DEFAULTS, DOCS, HISTORY_MODES, check_seconds, conf, is_test
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
@@ -51,8 +51,17 @@ def run() -> list[checks.CheckMessage]:
 
 
 def _listed(check: Callable[..., Found]) -> Callable[..., list[checks.CheckMessage]]:
-    """Let a check yield its messages; Django wants them as a list."""
-    return wraps(check)(lambda **kwargs: list(check(**kwargs)))
+    """Let a check yield its messages, and let each hint name its row in the documentation."""
+
+    @wraps(check)
+    def messages(**kwargs: Any) -> list[checks.CheckMessage]:
+        found = list(check(**kwargs))
+        for message in found:
+            row = str(message.id).rpartition(".")[2].lower()
+            message.hint = f"{message.hint} See {DOCS}/reference/checks.html#{row}"
+        return found
+
+    return messages
 
 
 @_listed
@@ -146,7 +155,7 @@ def _database(table: str, alias: str, named: str) -> Found:
             f"{named} keeps the locks in DATABASES['default'], an SQLite file: a lock cannot be "
             "taken while a transaction is open there.",
             hint="Add another SQLite file to DATABASES, and a router that sends the cache table "
-            "to it (see the README).",
+            "to it.",
             id="django_singletask.W006",
         )
 

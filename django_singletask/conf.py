@@ -12,6 +12,7 @@ from django.conf import settings
 
 __all__ = [
     "DEFAULTS",
+    "DOCS",
     "HISTORY_MODES",
     "MAX_LEASE",
     "check_installed",
@@ -21,6 +22,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("django_singletask")
+
+DOCS = "https://django-singletask.readthedocs.io/en/latest"
+"""Where the documentation is, for messages that name a page of it."""
 
 MAX_LEASE = 30 * 24 * 60 * 60
 """Longest lease in seconds: memcached takes anything above as a date."""

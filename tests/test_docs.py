@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["what-happens-when.rst", "evidence.rst"]
-PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in PAGES)
+PAGE = "\n".join((ROOT / "docs/explanation" / name).read_text() for name in PAGES)
 DEFINED = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")

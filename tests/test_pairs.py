@@ -1,4 +1,4 @@
-"""The table of pairs of options in docs/options.rst is what the three places say of each pair."""
+"""The table of pairs of options in the reference is what the three places say of each pair."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from django_singletask.task.options import NAMES, LockOptions
 from django_singletask.task.pairs import PAIRS
 from django_singletask.testing import hold
 
-PAGE = (Path(__file__).parent.parent / "docs" / "options.rst").read_text()
-README = (Path(__file__).parent.parent / "README.rst").read_text()
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+PAGE = (REFERENCE / "pairs-of-options.rst").read_text()
+CHECKS = (REFERENCE / "checks.rst").read_text()
 
 
 def report(*args: Any, **kwargs: Any) -> str:
@@ -163,7 +164,7 @@ def run_and_meet_a_conflict(task: SingletonTask) -> None:
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_the_readme_has_the_id_of_each_row(row):
-    assert f"``django_singletask.{row.check}``" in README
+    assert f"``django_singletask.{row.check}``" in CHECKS
 
 
 def test_skip_result_has_an_effect_beside_what_returns_it_too():

@@ -19,7 +19,7 @@ from django.db import transaction
 from django_singletask import LockConflict, SingletonTask, TaskLock
 from tests.deadline import wait_for
 
-DOCS = Path(__file__).parent.parent / "docs"
+GUIDES = Path(__file__).parent.parent / "docs" / "guides"
 ACCOUNTS = ["account:1", "account:2"]
 
 pytestmark = pytest.mark.usefixtures("on_redis")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("on_redis")
 
 def blocks(page: str) -> list[str]:
     """Return the Python code on a page of the docs."""
-    text = (DOCS / page).read_text()
+    text = (GUIDES / page).read_text()
     found = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", text)
     return [textwrap.dedent(block) for block in found]
 

@@ -94,8 +94,9 @@ def remedy(error: Exception) -> str:
     """Say what to do about a failed statement of the history, as far as the error tells."""
     if is_missing(error):
         return " Has 'manage.py migrate' run?"
-    cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL (see the README)"
-    return f" Give the SQLite file {cure}." if is_busy(error) else ""
+    cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL"
+    where = "as 'The history' in the documentation shows"
+    return f" Give the SQLite file {cure}, {where}." if is_busy(error) else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,8 +50,8 @@ class TaskLock(HeldLock):
     (default ``SINGLETASK_CACHE``). ``slots`` is how many may hold the lock at once. ``run`` is for
     this package alone.
 
-    The lock is an entry in the cache that ends by itself: see "What a lock of this kind cannot
-    promise" in the README. One object serves one acquisition at a time. A lock is not re-entrant:
+    The lock is an entry in the cache that ends by itself: see "What such a lock cannot promise" in
+    the documentation. One object serves one acquisition at a time. A lock is not re-entrant:
     to wait for one whose ``with`` block is around the call raises at once. One that the same code
     took by ``acquire()`` may be released by another thread, so a wait for it goes on; if it is
     without end, a warning is logged when it begins.

@@ -13,7 +13,7 @@ from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
-from django_singletask.conf import check_installed, conf
+from django_singletask.conf import DOCS, check_installed, conf
 from django_singletask.stores.base import CannotList, Entry, Outcome, Slots, Store
 from django_singletask.stores.epoch import CONNECT_WITHIN, ForgetfulStore, Forgotten, epoch_of
 
@@ -111,7 +111,8 @@ def _open_store(alias: str) -> Store:
     if reason is not None:
         raise ImproperlyConfigured(
             f"{_named(alias)} cannot hold locks: {reason}. "
-            "Use Redis, memcached or Django's DatabaseCache; the README's store table lists them."
+            "Use Redis, memcached or Django's DatabaseCache: "
+            f"{DOCS}/operating/choosing-a-cache.html lists them."
         )
     path = next(STORES[name] for name in _ancestors(type(cache)) if name in STORES)
     module, _, name = path.partition(".")

@@ -259,7 +259,7 @@ class DatabaseStore(Store):
                 f"{text}: DATABASES[{self.alias!r}] is an SQLite file in which this or another "
                 "connection has a transaction open, and SQLite allows only one writer. Keep the "
                 "locks in an SQLite file of their own: a second entry in DATABASES and a router "
-                "for the cache table (see the README)."
+                "for the cache table, as 'Choosing a cache' in the documentation shows."
             ) from error
         if is_missing(error):
             reason = text.partition("\n")[0].rstrip(".")

@@ -10,6 +10,7 @@ from typing import Any
 
 from celery import Task
 
+from django_singletask.conf import DOCS
 from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.task.options import NAMES, LockOptions
 
@@ -112,9 +113,8 @@ def _refuse_foreign(what: str, names: Iterable[str], elsewhere: Mapping[str, str
     for name in names:
         if name in elsewhere:
             raise TypeError(
-                f"{what} has no option {name!r}: here it is {elsewhere[name]}; see the options "
-                "in the README, and 'Coming from celery-once, celery-singleton, the cookbook "
-                "recipe' in the documentation."
+                f"{what} has no option {name!r}: here it is {elsewhere[name]}. "
+                f"{DOCS}/guides/coming-from.html has the options of other projects."
             )
 
 

@@ -1,4 +1,4 @@
-"""Which two lock options do not go together; ``docs/options.rst`` has the same table."""
+"""Which two lock options do not go together; the reference has the same table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
     error: type[Exception] | None = None
     early: bool = False
     text: str = "{one} {where} has no effect with {other}."
-    hint: str = "Change {1}, or remove {0}; docs/options.rst says which options go together."
+    hint: str = "Change {1}, or remove {0}."
     unless: tuple[tuple[Any, ...], ...] = ()
 
 

@@ -76,7 +76,7 @@ def test_another_task_does_not_receive_the_lock_of_a_killed_receiver(start_worke
 
 
 def start_import(queue):
-    """Answer a request as the view in docs/handing-over.rst does."""
+    """Answer a request as the view in docs/guides/handing-over.rst does."""
     with TaskLock("import", on_conflict="skip") as lock:
         if not lock:
             return 409

@@ -1,0 +1,24 @@
+"""Configuration of the documentation: ``sphinx-build -W docs docs/_build``."""
+
+from __future__ import annotations
+
+import django
+from django.conf import settings
+
+import django_singletask
+
+# The reference imports the package.
+settings.configure(INSTALLED_APPS=["django.contrib.contenttypes", "django_singletask"])
+django.setup()
+
+project = "django-singletask"
+copyright = "the authors of django-singletask"
+release = django_singletask.__version__
+extensions = ["sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "django-singletask"
+nitpicky = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True}
