@@ -1,0 +1,80 @@
+"""The Python code in the README and the documentation runs: what it defines can be defined.
+
+The bodies of its functions do not run here. Other tests run those of the recipes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import doctest
+import functools
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import celery
+import pytest
+from django.apps import AppConfig
+from django.core.management import BaseCommand
+
+import django_singletask
+from django_singletask.signals import lock_event
+from django_singletask.testing import no_locks
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^( *)\.\. code-block:: python\n\n((?:\1    .*\n|\n)+)", re.MULTILINE)
+
+
+def blocks(page: Path) -> list[str]:
+    """Return the Python code on a page; of code before and after a change, that after it."""
+    texts = [textwrap.dedent(text) for _indent, text in BLOCK.findall(page.read_text())]
+    texts = [text.rpartition("# after\n")[2] for text in texts]
+    return [doctest.script_from_examples(text) if ">>> " in text else text for text in texts]
+
+
+PAGES = [
+    page for page in (ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))) if blocks(page)
+]
+
+
+class Names(dict[str, Any]):
+    """The names of a page. What the page leaves to its reader, such as ``Feed``, is a mock."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return self.setdefault(name, MagicMock(name=name))
+
+
+@pytest.fixture
+def names(monkeypatch) -> Iterator[Names]:
+    with celery.Celery("docs", set_as_current=False, broker="memory://") as app:
+        shared_task = functools.partial(app.task, shared=False, lazy=False)
+        monkeypatch.setattr(celery, "shared_task", shared_task)
+        monkeypatch.setattr(lock_event, "receivers", [])
+        monkeypatch.setitem(sys.modules, "feeds", MagicMock())
+        monkeypatch.setitem(sys.modules, "feeds.tasks", SimpleNamespace(import_feed=MagicMock()))
+        names = Names(vars(django_singletask), shared_task=shared_task, __name__="docs")
+        names |= {"app": app, "AppConfig": AppConfig, "BaseCommand": BaseCommand, "TestCase": object}
+        with no_locks():
+            yield names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page, names):
+    for block in blocks(page):
+        exec(compile(block, page, "exec"), names)
+        names["app"].tasks.clear()  # a page may define a task anew
+
+
+def test_control_code_with_an_option_that_does_not_exist_fails(names, tmp_path):
+    page = tmp_path / "page.rst"
+    code = "@shared_task(base=SingletonTask, lock_wiat=5)\ndef import_feed(feed_id):\n    ...\n"
+    page.write_text(".. code-block:: python\n\n" + textwrap.indent(code, "    "))
+    with pytest.raises(TypeError, match="lock_wiat"):
+        test_the_code_of_a_page_runs(page, names)
