@@ -60,7 +60,12 @@ def names(monkeypatch) -> Iterator[Names]:
         monkeypatch.setitem(sys.modules, "feeds", MagicMock())
         monkeypatch.setitem(sys.modules, "feeds.tasks", SimpleNamespace(import_feed=MagicMock()))
         names = Names(vars(django_singletask), shared_task=shared_task, __name__="docs")
-        names |= {"app": app, "AppConfig": AppConfig, "BaseCommand": BaseCommand, "TestCase": object}
+        names |= {
+            "app": app,
+            "AppConfig": AppConfig,
+            "BaseCommand": BaseCommand,
+            "TestCase": object,
+        }
         with no_locks():
             yield names
 
