@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -31,20 +31,28 @@ def raise_unavailable(store_class: type) -> None:
 
 
 def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
-    yields = inspect.isgeneratorfunction(method)
-
     @wraps(method)
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            answer = method(self, *args, **kwargs)
-            return iter([*answer]) if yields else answer
+            return method(self, *args, **kwargs)
         except self.client_errors as error:
-            reason = f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
-            text = f"The cache {self.cache_alias!r} cannot be asked: {reason}."
-            if self.cache_alias in settings.CACHES:
-                text += f" It is {place_of(self.cache_alias)}."
-            if self.cache_alias == conf.cache:
-                text += " 'manage.py locks probe' tests it."
-            raise LockUnavailable(text) from error
+            raise _unavailable(self, error) from error
 
-    return ask
+    @wraps(method)
+    def ask_page_by_page(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        try:
+            yield from method(self, *args, **kwargs)
+        except self.client_errors as error:
+            raise _unavailable(self, error) from error
+
+    return ask_page_by_page if inspect.isgeneratorfunction(method) else ask
+
+
+def _unavailable(store: Any, error: Exception) -> LockUnavailable:
+    reason = f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
+    text = f"The cache {store.cache_alias!r} cannot be asked: {reason}."
+    if store.cache_alias in settings.CACHES:
+        text += f" It is {place_of(store.cache_alias)}."
+    if store.cache_alias == conf.cache:
+        text += " 'manage.py locks probe' tests it."
+    return LockUnavailable(text)

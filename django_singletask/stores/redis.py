@@ -9,7 +9,7 @@ from typing import Any
 
 from django_singletask.stores.base import FENCE, Entry, Outcome, Slots
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
-from django_singletask.stores.scripts import CHANGE, FENCE_SCRIPT, READ, TAKE
+from django_singletask.stores.scripts import CHANGE, FENCE_SCRIPT, LIST, READ, TAKE
 
 __all__ = ["IDLE", "DjangoRedisStore", "DjangoValkeyStore", "RedisStore"]
 
@@ -74,6 +74,7 @@ class RedisStore(ForgetfulStore):
         self._take = self.client.register_script(TAKE)
         self._change = self.client.register_script(CHANGE)
         self._read = self.client.register_script(READ)
+        self._list = self.client.register_script(LIST)
         self._fence = self.client.register_script(FENCE_SCRIPT)
 
     def _client(self) -> Any:
@@ -230,17 +231,17 @@ class RedisStore(ForgetfulStore):
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self.prefix()) + "*"
-        # A set, because SCAN may name an entry twice.
-        scanned = {_bytes(name) for name in self.client.scan_iter(match=pattern, count=BATCH)}
-        decoded = ((name, name.decode(errors="replace")) for name in scanned)
-        keys = {name: key for name, text in decoded if (key := self.lock_key(text)) is not None}
-        names = list(keys)
-        for start in range(0, len(names), BATCH):
-            batch = names[start : start + BATCH]
-            replies = self._call(self._read, batch, ["what can be read"])
-            for name, reply in zip(batch, replies, strict=True):
-                if (entry := _entry(reply)) is not None:
-                    yield keys[name], entry
+        cursor, seen = b"0", set()
+        while cursor is not None:
+            args = [cursor, pattern, BATCH]
+            cursor, names, values, left = self._call(self._list, [], args)
+            for name, value, milliseconds in zip(names, values, left.split(), strict=True):
+                key = self.lock_key(_bytes(name).decode(errors="replace"))
+                # SCAN may name an entry twice.
+                if value is not None and key is not None and key not in seen:
+                    seen.add(key)
+                    yield key, Entry(_bytes(value), _left(int(milliseconds)))
+            cursor = cursor if int(cursor) else None
 
     def close(self) -> None:
         self.connection.disconnect()
