@@ -231,9 +231,10 @@ class RedisStore(ForgetfulStore):
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self.prefix()) + "*"
-        cursor, seen = b"0", set()
-        while cursor is not None:
-            args = [cursor, pattern, BATCH]
+        cursor: Any = None
+        seen: set[str] = set()
+        while cursor not in (b"0", "0"):
+            args = [cursor or 0, pattern, BATCH]
             cursor, names, values, left = self._call(self._list, [], args)
             for name, value, milliseconds in zip(names, values, left.split(), strict=True):
                 key = self.lock_key(_bytes(name).decode(errors="replace"))
@@ -241,7 +242,6 @@ class RedisStore(ForgetfulStore):
                 if value is not None and key is not None and key not in seen:
                     seen.add(key)
                     yield key, Entry(_bytes(value), _left(int(milliseconds)))
-            cursor = cursor if int(cursor) else None
 
     def close(self) -> None:
         self.connection.disconnect()
