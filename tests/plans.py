@@ -41,7 +41,7 @@ def plans(alias: str, ask: Callable[[], object]) -> list[Plan]:
 
     def note(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
         if sql.startswith(("SELECT", "UPDATE")):
-            statements.append((sql, params))
+            statements.append((sql, params[0] if many else params))
         return execute(sql, params, many, context)
 
     with connection.execute_wrapper(note):

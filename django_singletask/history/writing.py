@@ -8,16 +8,30 @@ from collections.abc import Iterable
 from typing import Any
 
 from django.conf import settings
-from django.db import IntegrityError, models, router, transaction
-from django.db.models import Case, F, Value, When
+from django.db import (
+    IntegrityError,
+    InterfaceError,
+    InternalError,
+    NotSupportedError,
+    OperationalError,
+    ProgrammingError,
+    models,
+    router,
+    transaction,
+)
+from django.db.models import F
 from django.utils.timezone import get_default_timezone, make_naive
 
-from django_singletask.history.queries import BATCH, TaskLockEventQuerySet
+from django_singletask.history import bulk
+from django_singletask.history.queries import TaskLockEventQuerySet
 from django_singletask.holder import clean
 from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.signals import LockEvent
 
-__all__ = ["write"]
+__all__ = ["is_outage", "write"]
+
+INCORRECT_STRING = 1366
+"""MySQL's code for a text that it refuses; Django takes that for an operational error."""
 
 LENGTHS = {
     field.name: field.max_length
@@ -27,15 +41,32 @@ LENGTHS = {
 """Characters that each column of text holds."""
 
 
+def is_outage(error: Exception) -> bool:
+    """Say whether a later attempt may succeed: away, read-only, or without the table yet."""
+    kinds = (OperationalError, InterfaceError, InternalError, ProgrammingError)
+    return isinstance(error, kinds) and error.args[:1] != (INCORRECT_STRING,)
+
+
 def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
     """Write events in one transaction, in a savepoint if the caller is in one.
 
     ``again`` says that an attempt failed which may have been committed all the same. Raises the
     errors of the database; then nothing is written.
     """
-    with transaction.atomic(using=router.db_for_write(TaskLockEvent)):
+    events = [_fitted(event) for event in events]
+    try:
+        _write(events, again)
+    except NotSupportedError:
+        # Row-level security refuses COPY. Nothing is written yet.
+        if not bulk.stop_copying(_alias()):
+            raise
+        _write(events, again)
+
+
+def _write(events: Iterable[LockEvent], again: bool) -> None:
+    with transaction.atomic(using=_alias()):
         batch = Batch(again)
-        for event in map(_fitted, events):
+        for event in events:
             if event.kind in TROUBLE:
                 # It closes the row of a run, which must be there.
                 batch.save()
@@ -55,18 +86,15 @@ class Batch:
 
     def __init__(self, again: bool) -> None:
         self.again = again
-        self.acquired: dict[str, TaskLockEvent] = {}
+        self.acquired: dict[str, dict[str, Any]] = {}
         self.released: dict[str, LockEvent] = {}
         self.counted: dict[tuple[Any, ...], list[LockEvent]] = defaultdict(list)
 
     def add(self, event: LockEvent) -> None:
         if event.kind == "acquired":
-            self.acquired[event.token] = _row(event)
+            self.acquired[event.token] = vars(event)
         elif event.kind == "released" and event.token in self.acquired and not self.again:
-            row = self.acquired[event.token]
-            for field, value in _ending(event).items():
-                setattr(row, field, value)
-            row.ended_at = event.at
+            self.acquired[event.token] = {**self.acquired[event.token], **_ending(event)}
         elif event.kind == "released":
             self.released[event.token] = event
         else:
@@ -79,7 +107,7 @@ class Batch:
             for run in _rows().runs(self.acquired):
                 self.acquired.pop(run.token, None)
         if self.acquired:
-            _rows().bulk_create(self.acquired.values(), batch_size=BATCH)
+            bulk.insert(_alias(), self.acquired.values())
         if self.released:
             _close(self.released)
         # In the same order in all processes. Two that count the same rows in different orders
@@ -89,6 +117,10 @@ class Batch:
         #   other:         changes b ...... waits for a
         for _key, repeats in sorted(self.counted.items(), key=lambda item: str(item[0])):
             _count(repeats, self.again)
+
+
+def _alias() -> str:
+    return router.db_for_write(TaskLockEvent)
 
 
 def _rows() -> TaskLockEventQuerySet:
@@ -129,32 +161,23 @@ def _insert(event: LockEvent, again: bool) -> None:
 
 
 def _close(released: dict[str, LockEvent]) -> None:
-    """Close the rows of runs, with one statement for those that ended alike."""
-    alike: dict[tuple[Any, ...], list[tuple[int, LockEvent]]] = defaultdict(list)
-    for run in _rows().only("token", "kind", "outcome").runs(released):
+    endings = {token: _ending(event) for token, event in released.items()}
+    if bulk.close(_alias(), endings) == len(released):
+        return
+    for run in _rows().only("token", "kind", "outcome", "ended_at").runs(released):
         event = released[run.token]
-        if run.outcome:
+        if (run.outcome, run.ended_at) != (event.outcome, event.at):
             _close_again(run, event)
-        else:
-            alike[tuple(_ending(event).values())].append((run.pk, event))
-    ended_at: Any = TaskLockEvent._meta.get_field("ended_at")
-    for group in alike.values():
-        for start in range(0, len(group), BATCH):
-            part = group[start : start + BATCH]
-            ends = [When(pk=pk, then=Value(event.at)) for pk, event in part]
-            _rows().filter(pk__in=[pk for pk, _event in part]).update(
-                ended_at=Case(*ends, output_field=ended_at), **_ending(part[0][1])
-            )
 
 
 def _ending(event: LockEvent) -> dict[str, Any]:
     fields = ("outcome", "result", "reason", "longest_renewal_gap")
-    return {field: getattr(event, field) for field in fields}
+    return {"ended_at": event.at, **{field: getattr(event, field) for field in fields}}
 
 
 def _close_again(run: TaskLockEvent, event: LockEvent) -> None:
     """Close a row that others have closed meanwhile, or an earlier attempt with this event."""
-    ending = {"ended_at": event.at, **_ending(event)}
+    ending = _ending(event)
     if event.outcome == "lost":
         # The run knows no more than that it lost its lock; who cleared the lock knew why.
         del ending["outcome"]
@@ -178,7 +201,7 @@ def _count(repeats: list[LockEvent], again: bool) -> None:
     row = _counted(first)
     if row is None:
         try:
-            with transaction.atomic(using=router.db_for_write(TaskLockEvent)):
+            with transaction.atomic(using=_alias()):
                 _row(first, count=len(repeats), last_at=last.at, outcome="").save(force_insert=True)
                 return
         except IntegrityError:
