@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 from django.db import InternalError, OperationalError, connections, transaction
+from django.test.utils import CaptureQueriesContext
 
 from django_singletask import TaskLock
 from django_singletask.conf import conf
@@ -90,6 +91,43 @@ def test_what_happens_is_written_soon():
     with TaskLock("nightly"):
         wait_for(lambda: rows(outcome=""), "the open row")
     wait_for(lambda: rows(outcome="released", result="returned"), "its end")
+
+
+def write_once(writer):
+    writer.write_some(threading.Event())
+
+
+def test_run_that_goes_on_is_left_to_the_next_write_once(background):
+    background.events.append(event())
+    write_once(background)
+    assert rows() == []
+    write_once(background)
+    assert len(rows(outcome="")) == 1
+
+
+def test_run_that_ends_before_the_next_write_changes_no_row(background):
+    begun, ended = runs(1)
+    background.events.append(begun)
+    write_once(background)
+    background.events.append(ended)
+    with CaptureQueriesContext(connections["default"]) as queries:
+        write_once(background)
+    assert "UPDATE" not in str(queries.captured_queries)
+    assert len(rows(outcome="released")) == 1
+
+
+def test_run_in_trouble_is_not_left_to_the_next_write(background):
+    begun = event()
+    background.events += [begun, dataclasses.replace(begun, kind="lost")]
+    write_once(background)
+    assert [row.kind for row in rows(outcome="lost")] == ["acquired"]
+
+
+def test_skip_is_written_before_the_run_that_is_left_to_the_next_write(background):
+    background.events += [event(token=""), *skips(1)]
+    write_once(background)
+    write_once(background)
+    assert sorted(row.kind for row in rows()) == ["acquired", "skipped"]
 
 
 def test_rows_are_written_beside_the_transaction_of_the_task():

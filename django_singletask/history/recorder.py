@@ -13,18 +13,11 @@ from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.core.signals import setting_changed
-from django.db import (
-    Error,
-    InterfaceError,
-    InternalError,
-    OperationalError,
-    ProgrammingError,
-    connections,
-)
+from django.db import Error, connections
 
 from django_singletask.conf import conf
 from django_singletask.history.queries import remedy
-from django_singletask.history.writing import write
+from django_singletask.history.writing import is_outage, write
 from django_singletask.locks.renewal import has_threads
 from django_singletask.models import TROUBLE
 from django_singletask.signals import LockEvent, lock_event
@@ -56,16 +49,10 @@ RETRY = 1.0
 """Seconds between two attempts to write while the database is away."""
 PATIENCE = 10.0
 """Seconds for which a database that asks to try again is asked again, and nothing is logged."""
-PAUSE = 0.005
-"""Seconds for which a few events gather: many small writes take processor time from the tasks."""
-SHARE = 10
-"""A pause is so many times as long as the last write took: under load, more events gather."""
-LONGEST = 0.05
-"""Seconds of the longest pause."""
+GATHER = 0.1
+"""Seconds for which events gather before a write, unless there are enough or flush() waits."""
 IDLE = 5.0
 """Seconds without an event after which the connection is closed."""
-INCORRECT_STRING = 1366
-"""MySQL's code for a text that it refuses; Django takes that for an operational error."""
 
 
 def connect(**kwargs: Any) -> None:
@@ -120,14 +107,16 @@ def warn(error: Exception, consequence: str) -> None:
 
 # Group commit
 #
-# The thread writes in one transaction all events that have come since its last write. Unless they
-# are many already, it waits some milliseconds more, in which a short run ends: then one row is
-# inserted, and none is changed. No task waits.
+# The thread writes in one transaction all events that have gathered in a tenth of a second. A run
+# that began in that time and goes on is left to the next write, but once only. So a run of up to a
+# tenth of a second is always one row inserted, and none changed. No task waits.
 #
-#   tasks:    a        b c d                e
-#   thread:    .. write a   .. write b c d    .. write e
+#   tasks:    a begins . a ends . b begins ............................... b ends ......
+#   thread:   gathers ......................... writes a, leaves b, gathers .......... writes b
 #
-# SIGKILL loses the events since the last write. An outage of the database loses none up to BOUND.
+# SIGKILL loses what is not written: events of the last tenth of a second, or two for the beginning
+# of a run. Whoever frees the lock of a killed run writes a row about it in any case. An outage of
+# the database loses none up to BOUND.
 
 
 class Writer:
@@ -137,7 +126,9 @@ class Writer:
         self.events: deque[LockEvent] = deque()
         self.dropped = self.lost = 0
         self.unwritten = 0  # events that the thread has taken, and not written yet
+        self.left = 0  # how many of the first events were left to the next write
         self.arrived = threading.Event()
+        self.awaited = threading.Event()  # flush() waits
         self.starting = threading.Lock()
         self.thread: threading.Thread | None = None
         self.ended = threading.Event()
@@ -180,7 +171,8 @@ class Writer:
         while self.events or self.unwritten:
             if time.monotonic() >= until:
                 return False
-            time.sleep(PAUSE)
+            self.awaited.set()
+            time.sleep(0.002)
         return True
 
     def run(self, ended: threading.Event) -> None:
@@ -189,20 +181,19 @@ class Writer:
                 self.close()
                 continue
             self.arrived.clear()
-            pause = PAUSE
             while self.events and not ended.is_set():
-                if len(self.events) < AT_ONCE:
-                    time.sleep(pause)
-                began = time.monotonic()
+                if len(self.events) < AT_ONCE and self.awaited.wait(GATHER):
+                    self.awaited.clear()
+                    self.left = len(self.events)
                 self.write_some(ended)
-                took = time.monotonic() - began
-                pause = min(max(PAUSE, SHARE * took), LONGEST)
         self.close()
 
     def write_some(self, ended: threading.Event) -> None:
         # Counted before they are taken, so that flush() never sees both empty.
         self.unwritten = at_once = min(len(self.events), AT_ONCE)
         events = [self.events.popleft() for _ in range(at_once)]
+        young = still_young(events[self.left :])
+        events = [event for event in events if young.get(event.token) is not event]
         again = False
         while events and not ended.is_set():
             try:
@@ -222,7 +213,8 @@ class Writer:
             finally:
                 self.open_connections = list(connections.all(initialized_only=True))
             del events[:at_once]
-        self.events.extendleft(reversed(events))
+        self.left = len(young)
+        self.events.extendleft(reversed([*events, *young.values()]))
         self.unwritten = 0
 
     def lose(self, error: Exception) -> None:
@@ -264,10 +256,15 @@ class Writer:
         self.open_connections = []
 
 
-def is_outage(error: Exception) -> bool:
-    """Say whether a later attempt may succeed: away, read-only, or without the table yet."""
-    kinds = (OperationalError, InterfaceError, InternalError, ProgrammingError)
-    return isinstance(error, kinds) and error.args[:1] != (INCORRECT_STRING,)
+def still_young(events: list[LockEvent]) -> dict[str, LockEvent]:
+    """Return the first events of runs about which no other event has come yet, by token."""
+    young: dict[str, LockEvent] = {}
+    for event in events:
+        if event.kind == "acquired":
+            young[event.token] = event
+        else:
+            young.pop(event.token, None)
+    return young
 
 
 writer = Writer()
