@@ -25,8 +25,9 @@ class LockEvent:
     ``retaken``, ``cleared`` or ``unguarded`` (``on_outage="run"``). ``cache`` is the alias of the
     cache that holds the lock. ``token``, ``host``, ``pid``, ``task`` and ``task_id`` are those of
     the holder; if ``kind`` is ``skipped``, those of the run that was skipped. ``at`` is an aware
-    UTC time, ``timeout`` and ``longest_renewal_gap`` are seconds. ``quiet`` is set for tasks with
-    ``lock_history=False``.
+    UTC time, ``timeout`` and ``longest_renewal_gap`` are seconds. ``held_for`` is set when a hold
+    ends: the seconds for which the lock was held. It is None where these are not known. ``quiet``
+    is set for tasks with ``lock_history=False``.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class LockEvent:
     actor: str = ""
     longest_renewal_gap: float | None = None
     quiet: bool = False
+    held_for: float | None = None
 
     @classmethod
     def about(

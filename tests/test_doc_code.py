@@ -57,7 +57,8 @@ def names(monkeypatch) -> Iterator[Names]:
         shared_task = functools.partial(app.task, shared=False, lazy=False)
         monkeypatch.setattr(celery, "shared_task", shared_task)
         monkeypatch.setattr(lock_event, "receivers", [])
-        monkeypatch.setitem(sys.modules, "feeds", MagicMock())
+        for absent in ("feeds", "prometheus_client"):
+            monkeypatch.setitem(sys.modules, absent, MagicMock())
         monkeypatch.setitem(sys.modules, "feeds.tasks", SimpleNamespace(import_feed=MagicMock()))
         names = Names(vars(django_singletask), shared_task=shared_task, __name__="docs")
         names |= {

@@ -141,7 +141,7 @@ def _fitted(event: LockEvent) -> LockEvent:
 
 def _row(event: LockEvent, **facts: Any) -> TaskLockEvent:
     facts = {**vars(event), **facts}
-    del facts["quiet"]
+    facts = {name: fact for name, fact in facts.items() if name not in ("quiet", "held_for")}
     return TaskLockEvent(**facts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -98,7 +99,8 @@ class Address(NamedTuple):
         if get_store(self.cache).release(self.key, entry.value) is not Outcome.OK:
             return False
         logger.warning("%s was held by %s: freed, since %s.", self, holder, how)
-        self.tell("expired", holder, outcome="dead", reason=how)
+        held_for = max(0.0, time.time() - holder.since)  # it was a process of this host
+        self.tell("expired", holder, outcome="dead", reason=how, held_for=held_for)
         return True
 
     def bury(self, token: str, how: str) -> bool:

@@ -286,6 +286,7 @@ class Lease(Holding):
             result=result,
             reason=reason,
             longest_renewal_gap=self.longest_gap or None,
+            held_for=clock.now() - self.taken_at,
         )
 
     def give_back(self, result: str) -> None:

@@ -1,0 +1,54 @@
+"""Count what happens to the locks, with the API of OpenTelemetry.
+
+* ``singletask.lock.hold``: a histogram of the seconds for which locks were held, by ``task`` and
+  ``outcome``.
+* ``singletask.lock.skipped``: calls that found their lock held, by ``task`` and ``reason``.
+* ``singletask.lock.duplicates``: calls that were not sent, by ``task``.
+* ``singletask.lock.trouble``: locks that expired, were lost, retaken or cleared, and runs without
+  their lock, by ``task`` and ``kind``.
+
+The names of locks are left out: there is no limit to their number. The metrics go to the meter
+provider of the process, whenever that is set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentelemetry import metrics
+
+from django_singletask.models import TROUBLE
+from django_singletask.signals import LockEvent, lock_event
+
+__all__ = ["connect"]
+
+meter = metrics.get_meter("django_singletask")
+holds = meter.create_histogram(
+    "singletask.lock.hold", unit="s", description="Seconds for which a lock was held."
+)
+skipped = meter.create_counter(
+    "singletask.lock.skipped", description="Calls that found their lock held."
+)
+duplicates = meter.create_counter(
+    "singletask.lock.duplicates", description="Calls that an identical queued call stopped."
+)
+trouble = meter.create_counter(
+    "singletask.lock.trouble", description="Locks that expired, were lost, retaken or cleared."
+)
+
+
+def connect() -> None:
+    """Receive the events of locks."""
+    lock_event.connect(record, sender=LockEvent, dispatch_uid=__name__)
+
+
+def record(*, event: LockEvent, **kwargs: Any) -> None:
+    task = {"task": event.task}
+    if event.held_for is not None:
+        holds.record(event.held_for, {**task, "outcome": event.result or event.outcome})
+    if event.kind == "skipped":
+        skipped.add(1, {**task, "reason": event.reason})
+    elif event.kind == "duplicate":
+        duplicates.add(1, task)
+    elif event.kind in TROUBLE:
+        trouble.add(1, {**task, "kind": event.kind})
