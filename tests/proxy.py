@@ -20,6 +20,8 @@ class Proxy:
         self.target = port
         self.doomed: bytes | None = None
         self.lost = 0
+        self.requests = 0
+        """How often the client has sent something."""
 
     def __enter__(self) -> Proxy:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -68,6 +70,7 @@ class Proxy:
             while True:
                 for source in select.select([client, server], [], [])[0]:
                     data = source.recv(65536)
+                    self.requests += source is client
                     if source is client and self.doomed and self.doomed in data:
                         losing, self.doomed = True, None
                     if not data or (losing and source is server):

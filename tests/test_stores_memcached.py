@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from django.core.cache import caches
@@ -12,8 +14,9 @@ from django.core.cache.backends.base import InvalidCacheKey
 from pymemcache.client.base import Client
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.stores import Entry, Outcome, Store, close_stores, get_store
+from django_singletask.stores import Entry, Outcome, Store, close_stores, get_store, pipeline
 from tests.entries import eventually, holder, key_of, private_store
+from tests.proxy import Proxy
 from tests.servers import Memcached
 from tests.settings import MEMCACHED
 
@@ -158,7 +161,7 @@ def test_a_take_that_is_spoiled_each_time_is_a_conflict(
 ) -> None:
     store.add(KEY, A, 60)
     # As if the lock were released before each look, and taken before each add.
-    monkeypatch.setattr(store.client, "gets", lambda key: (None, None))
+    monkeypatch.setattr(store.pipeline, "add", lambda *args: None)
     assert store.add(KEY, B, 60) == Entry(b"", None)
 
 
@@ -227,3 +230,105 @@ def test_control_the_cache_answers_during_an_outage_without_asking(settings) -> 
         with pytest.raises(ConnectionRefusedError):
             caches["pymemcache"].add("name", "value")
         assert caches["pymemcache"].add("name", "value") is False
+
+
+# What pymemcache sends together
+
+
+class Slow:
+    """A socket that receives one byte at a time."""
+
+    def __init__(self, sock: Any) -> None:
+        self.sock = sock
+
+    def recv(self, size: int) -> bytes:
+        return self.sock.recv(1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)
+
+
+@contextmanager
+def store_behind_proxy(settings) -> Iterator[tuple[Store, Proxy]]:
+    with Proxy(int(MEMCACHED.split(":")[1])) as proxy:
+        with private_store(settings, "pymemcache", f"127.0.0.1:{proxy.port}") as store:
+            store.client.flush_all()
+            yield store, proxy
+
+
+def test_pymemcache_takes_in_one_trip_and_gives_back_in_one(settings) -> None:
+    with store_behind_proxy(settings) as (store, proxy):
+        for work, trips in (
+            (lambda: store.add(KEY, A, 60), 1),
+            (lambda: store.release(KEY, A), 1),
+            (lambda: store.add(KEY, A, 60), 1),
+            (lambda: store.add(KEY, B, 60), 1),
+            (lambda: store.renew(KEY, A, 60), 1),
+            (lambda: store.release(KEY, A), 2),  # the renewal has changed the number
+        ):
+            before = proxy.requests
+            work()
+            assert proxy.requests - before == trips
+        assert store.read(KEY) is None
+
+
+on_pymemcache = pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+
+
+@on_pymemcache
+@pytest.mark.parametrize("value", [b"", b"END\r\n", b"x\r\nEND\r\ny\r\nEND\r\n"])
+def test_an_answer_that_comes_in_pieces_is_read_to_its_end(
+    store: Store, server: Client, value: bytes
+) -> None:
+    store.read(KEY)
+    store.client.sock = Slow(store.client.sock)
+    server.set(store.make_key(KEY), value, noreply=False)
+    assert store.add(KEY, A, 60) == Entry(value, None)
+    assert store.add(key_of("other"), A, 60) is None
+
+
+@on_pymemcache
+def test_an_error_of_the_server_is_raised_and_shifts_no_replies(store: Store) -> None:
+    store.read(KEY)
+    with pytest.raises(LockUnavailable, match="MemcacheServerError: b'object too large"):
+        store.add(KEY, b"x" * 2_000_000, 60)
+    assert store.add(KEY, A, 60) is None
+    assert store.add(KEY, B, 60) == Entry(A, None)
+
+
+@on_pymemcache
+def test_an_entry_that_has_changed_since_the_take_is_not_given_back(
+    store: Store, server: Client
+) -> None:
+    store.read(KEY)
+    store.add(KEY, A, 60)
+    server.set(store.make_key(KEY), B, noreply=False)
+    assert store.release(KEY, A) is Outcome.TAKEN
+    assert store.read(KEY) == Entry(B, None)
+
+
+def test_the_number_of_a_server_that_was_restarted_is_not_used(settings, monkeypatch) -> None:
+    monkeypatch.setattr(pipeline, "FRESH", 60)
+    with (
+        Memcached() as memcached,
+        private_store(settings, "pymemcache", memcached.address) as store,
+    ):
+        store.read(KEY)
+        store.add(KEY, A, 60)
+        _, cas = store.client.gets(store.make_key(KEY))
+        memcached.restart_empty()
+        store.read(KEY)  # connects again
+        other = Client(("127.0.0.1", memcached.port))
+        other.add(store.make_key(KEY), B, noreply=False)
+        assert other.gets(store.make_key(KEY)) == (B, cas)
+        other.close()
+        assert store.release(KEY, A) is Outcome.TAKEN
+        assert store.read(KEY) == Entry(B, None)
+
+
+def test_a_connection_that_was_closed_while_idle_hinders_no_release(settings, monkeypatch) -> None:
+    monkeypatch.setattr(pipeline, "FRESH", 0)
+    with store_behind_proxy(settings) as (store, proxy):
+        store.add(KEY, A, 60)
+        proxy.hang_up()
+        assert store.release(KEY, A) is Outcome.OK

@@ -348,7 +348,7 @@ def test_an_interrupted_request_does_not_shift_the_replies(
             assert store.read(KEY).value == A
 
 
-TAKES = {"db_postgres": b"INSERT INTO", "db_mariadb": b"INSERT IGNORE"}
+TAKES = {"db_postgres": b"INSERT INTO", "db_mariadb": b"INSERT IGNORE", "pymemcache": KEY.encode()}
 
 
 @on_all_clients
@@ -366,7 +366,7 @@ def test_a_server_that_was_away_is_asked_at_once(alias, server, open_store) -> N
         assert time.monotonic() - began < 1
 
 
-@on_databases
+@pytest.mark.parametrize("alias", TAKES)
 def test_a_take_whose_reply_was_lost_is_an_acquisition(alias, server, open_store) -> None:
     with Proxy(server.port) as proxy, open_store(alias, proxy.port) as store:
         store.read(KEY)

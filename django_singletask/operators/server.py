@@ -91,7 +91,7 @@ def _redis(store: Any) -> Iterator[Finding]:
 
 def _memcached(store: Any) -> Iterator[Finding]:
     before = time.time()
-    servers = dict(_stats(store.client))
+    servers = dict(_stats(store))
     for server, stats in servers.items():
         if not stats:
             yield Finding("unfit", f"{server} does not answer")
@@ -115,7 +115,7 @@ def _memcached(store: Any) -> Iterator[Finding]:
             "on the list they do not see each other's",
         )
     for server in servers:
-        if _settings(store.client, server).get("evictions") == "off":
+        if _settings(store, server).get("evictions") == "off":
             yield Finding(
                 "unfit",
                 f"{server} was started with -M: when its memory is full, it refuses to renew locks "
@@ -125,23 +125,23 @@ def _memcached(store: Any) -> Iterator[Finding]:
             yield Finding("note", f"when the memory of {server} is full, it evicts locks too")
 
 
-def _stats(client: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    if hasattr(client, "get_stats"):  # pylibmc
-        for server, stats in client.get_stats():
+def _stats(store: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    if hasattr(store.client, "get_stats"):  # pylibmc
+        for server, stats in store.client.get_stats():
             texts = _texts(stats)
             # libmemcached calls the socket /x "/x:0 (0)", and makes numbers up for a server that
             # does not answer.
             name = _text(server).partition(" ")[0].removesuffix(":0")
             yield name, texts if texts.get("pid") != "-1" else {}
     else:
-        for server, each in client.clients.items():
+        for server, each in store.clients.items():
             yield str(server), _texts(each.stats())
 
 
-def _settings(client: Any, server: str) -> dict[str, str]:
+def _settings(store: Any, server: str) -> dict[str, str]:
     """Return the answer of a server to ``stats settings``."""
-    if not hasattr(client, "get_stats"):
-        clients = {str(name): each for name, each in client.clients.items()}
+    if not hasattr(store.client, "get_stats"):
+        clients = {str(name): each for name, each in store.clients.items()}
         return _texts(clients[server].stats("settings"))
     # libmemcached knows no such question.
     with _connect(server) as connection:

@@ -18,6 +18,7 @@ from django_singletask.stores.outage import raise_unavailable
 __all__ = [
     "FENCE",
     "LONGEST_KEY",
+    "MAX_KEY",
     "MAX_SLOTS",
     "PREFIX",
     "SLOT",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from django_singletask import clock
-from django_singletask.stores.base import TRIES, Entry, Outcome, Slots
+from django_singletask.stores.base import MAX_KEY, TRIES, Entry, Outcome, Slots
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
+from django_singletask.stores.pipeline import Pipeline
 
 __all__ = ["PyLibMCStore", "PyMemcacheStore"]
 
 T = TypeVar("T")
 
+PLAIN_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY}}}")
+"""Keys that memcached takes; Django looks at each character, and that takes fifty times as long."""
 LOOK_AGAIN = 0.05
 """Seconds after which a process that takes locks asks for the epoch again."""
 
@@ -47,18 +51,21 @@ class MemcachedStore(ForgetfulStore):
     hung_up: Any = ConnectionError
     """What the client raises if the server has closed the connection."""
     is_open = False
+    pipeline: Pipeline | None = None
 
     def make_key(self, key: str) -> str:
         """Make the cache key; raise ``InvalidCacheKey`` for one that the server would refuse."""
-        cache_key: str = self.cache.make_and_validate_key(key)
+        cache_key = super().make_key(key)
+        if not PLAIN_KEY.fullmatch(cache_key):
+            self.cache.validate_key(cache_key)
         return cache_key
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        cache_key = self.make_key(key)
+        name, expiry = self._name(key), _expiry(lease)
         for _ in range(TRIES):
-            if self._repeat(lambda: self._send(self.client.add, cache_key, value, _expiry(lease))):
+            present = self._repeat(self._add, name, value, expiry)
+            if present == value:
                 return None
-            present, _cas = self._look_up(cache_key)
             if present is not None:
                 return Entry(present, None)
             # The lock was released between the two requests: try again.
@@ -74,26 +81,27 @@ class MemcachedStore(ForgetfulStore):
         return super().take(slots, value, lease, heeds_epoch=heeds_epoch)
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        cache_key = self.make_key(key)
+        name = self._name(key)
         expiry = PAST if lease is None else _expiry(lease)
         for _ in range(TRIES):
-            present, cas = self._look_up(cache_key)
+            taken = self.pipeline and self.pipeline.remembered(name, old)
+            present, cas = taken or self._repeat(self._gets, name)
             if present is None:
                 return Outcome.GONE
             if present not in (old, new):
                 return Outcome.TAKEN
-            if self._cas(cache_key, new, cas, expiry):
+            if self._cas(name, new, cas, expiry):
                 return Outcome.OK
             # A renewal or a takeover changed the entry between the two requests: look again.
         return Outcome.TAKEN
 
     def read(self, key: str) -> Entry | None:
-        value, _cas = self._look_up(self.make_key(key))
+        value, _cas = self._repeat(self._gets, self._name(key))
         return None if value is None else Entry(value, None)
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         cache_keys = {self.make_key(key): key for key in keys}
-        values = self._repeat(lambda: self._get_many([*cache_keys]))
+        values = self._repeat(self._get_many, [*cache_keys])
         return {
             cache_keys[each]: Entry(values[each], None) for each in cache_keys if each in values
         }
@@ -106,24 +114,35 @@ class MemcachedStore(ForgetfulStore):
         )
 
     def add_epoch(self, value: bytes) -> None:
-        self._send(self.client.add, self.make_key(EPOCH), value, 0)
+        self._ask(self.client.add, self._name(EPOCH), value, 0)
 
     def close(self) -> None:
         self.client.disconnect_all()
 
-    def _look_up(self, cache_key: str) -> tuple[bytes | None, Any]:
-        return self._repeat(lambda: self._gets(cache_key))
+    def _name(self, key: str) -> Any:
+        """Return the cache key as the client wants it."""
+        return self.make_key(key)
 
-    def _gets(self, cache_key: str) -> tuple[bytes | None, Any]:
+    def _add(self, name: Any, value: bytes, expiry: int) -> bytes | None:
+        """Add an entry if there is none; return the value that is there then, None if it is gone.
+
+        A request that was sent twice finds its own value there.
+        """
+        if self.pipeline and self.client.sock:  # the client connects at its own requests
+            present: bytes | None = self._ask(self.pipeline.add, name, value, expiry)
+            return present
+        return value if self._ask(self.client.add, name, value, expiry) else self._gets(name)[0]
+
+    def _gets(self, name: Any) -> tuple[bytes | None, Any]:
         """Return the value, None if there is no entry, and its cas number."""
-        value, cas = self._send(self.client.gets, cache_key) or (None, None)
+        value, cas = self._ask(self.client.gets, name) or (None, None)
         return value, cas
 
     def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
         values: dict[str, bytes] = self._ask(self.client.get_multi, cache_keys)
         return values
 
-    def _repeat(self, ask: Callable[[], T]) -> T:
+    def _repeat(self, ask: Callable[..., T], *args: Any) -> T:
         """Ask once more if the server has closed the connection; for what can be asked twice.
 
         A server that was restarted has closed it, however long ago that was, and the client learns
@@ -131,18 +150,14 @@ class MemcachedStore(ForgetfulStore):
         """
         was_open = self.is_open
         try:
-            return ask()
+            return ask(*args)
         except self.hung_up:
             if not was_open:
                 raise
-            return ask()
+            return ask(*args)
 
-    def _cas(self, cache_key: str, *args: Any) -> Any:
-        return self._send(self.client.cas, cache_key, *args)
-
-    def _send(self, request: Any, cache_key: str, *args: Any) -> Any:
-        """Send a request about one entry."""
-        return self._ask(request, self.client_key(cache_key), *args)
+    def _cas(self, *args: Any) -> Any:
+        return self._ask(self.client.cas, *args)
 
     def _ask(self, request: Any, *args: Any) -> Any:
         """Send a request; after any error, also one that a signal raises, close the connection.
@@ -168,10 +183,6 @@ class MemcachedStore(ForgetfulStore):
     def hang_up(self) -> None:
         """Close the connection; the next request opens another."""
         self.client.disconnect_all()
-
-    def client_key(self, cache_key: str) -> Any:
-        """Return a cache key as the client wants it."""
-        return cache_key
 
 
 class PyLibMCStore(MemcachedStore):
@@ -209,41 +220,40 @@ class PyLibMCStore(MemcachedStore):
         super().hang_up()
         self.client = self.client.clone()
 
-    def client_key(self, cache_key: str) -> bytes:
+    def _name(self, key: str) -> bytes:
         # From a str, gets() of pylibmc 1.6.3 makes bytes of its own and frees them before it sends
         # them, without the GIL. By then another thread may have put its own key at that address:
         #
         #   thread 1: gets("a") -> frees b"a" .............. sends b"b" -> reads the entry of b
         #   thread 2:                          b"b" ...
-        return cache_key.encode()
+        return self.make_key(key).encode()
 
-    def _gets(self, cache_key: str) -> tuple[bytes | None, Any]:
+    def _gets(self, name: bytes) -> tuple[bytes | None, Any]:
         # gets says "no entry" too if the server does not answer or has closed the connection. get
         # raises then. If get finds an entry, gets must be asked again, for the cas number.
         while True:
-            value, cas = super()._gets(cache_key)
-            if value is not None or self._send(self.client.get, cache_key) is None:
+            value, cas = super()._gets(name)
+            if value is not None or self._ask(self.client.get, name) is None:
                 return value, cas
 
-    def _cas(self, cache_key: str, *args: Any) -> Any:
+    def _cas(self, *args: Any) -> Any:
         # With the binary protocol and a proxy before the server, libmemcached refuses a cas unsent
         # (error 47) after a gets that has succeeded; why is not known. The number that gets has
         # returned holds on any connection.
         try:
-            return super()._cas(cache_key, *args)
+            return super()._cas(*args)
         except self.unsent:
-            return super()._cas(cache_key, *args)
+            return super()._cas(*args)
 
     def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
         # get_multi, too, says that there are no entries if the server has closed the connection.
         # The epoch is an entry that a server has. With several servers ask each, key by key.
-        wanted = [*cache_keys, self.make_key(EPOCH)]
-        names = [name.encode() for name in wanted]
+        names = [*(cache_key.encode() for cache_key in cache_keys), self._name(EPOCH)]
         while True:
             values = self._ask(self.client.get_multi, names)
-            missing = [name for name in wanted if name.encode() not in values]
+            missing = [name for name in names if name not in values]
             doubtful = missing if len(self.cache.client_servers) > 1 or not values else []
-            if all(self._send(self.client.get, name) is None for name in doubtful):
+            if all(self._ask(self.client.get, name) is None for name in doubtful):
                 return {name.decode(): value for name, value in values.items()}
 
 
@@ -268,7 +278,13 @@ class PyMemcacheStore(MemcachedStore):
             "dead_timeout": -1,
         }
         self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
+        self.clients: dict[str, Any] = self.client.clients
+        if type(self.client) is cache._lib.HashClient and len(self.clients) == 1:  # noqa: SLF001
+            # To choose one server of one costs more than to ask it.
+            (self.client,) = self.clients.values()
+            if type(self.client) is cache._lib.Client:  # noqa: SLF001 - and no pool of them
+                self.pipeline = Pipeline(self.client)
 
     def connect_within(self, seconds: float) -> None:
-        for client in self.client.clients.values():
+        for client in self.clients.values():
             client.connect_timeout = seconds

@@ -15,7 +15,7 @@ from django_singletask.stores.places import place_of
 
 __all__ = ["raise_unavailable"]
 
-ASKS_NOTHING = {"client_key", "close", "lock_key", "make_key", "prefix"}
+ASKS_NOTHING = {"close", "lock_key", "make_key", "prefix"}
 """The public methods of stores that send no request; each take calls some of them."""
 
 

@@ -1,0 +1,68 @@
+"""Take a lock in memcached by one round trip, and learn there what the release needs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from django_singletask import clock
+
+__all__ = ["FRESH", "Pipeline"]
+
+REPLY = re.compile(
+    rb"(?:NOT_)?STORED\r\n"
+    rb"(?:VALUE \S+ \d+ (?P<size>\d+) (?P<cas>\d+)\r\n(?P<value>.*)\r\n)?END\r\n",
+    re.DOTALL,
+)
+NO_REPLY = re.compile(rb"(?!(?:NOT_)?STORED\r\n(?:VALUE |END\r\n)).*\n.*\n")
+FRESH = 1.0
+"""Seconds for which a cas number is used: a server may close a connection that is idle."""
+
+
+class Pipeline:
+    """Send ``add`` and ``gets`` together, on the connection of a pymemcache client.
+
+      one by one:  add -> stored   gets -> A's bytes, cas 17   ...   gets -> the same   cas 17
+      together:    add, gets -> stored, A's bytes, cas 17      ...                      cas 17
+
+    A restarted server may give the number again, to another holder. It has closed the connection,
+    so a number is used only on the connection on which it came:
+
+      holder A:  add, gets -> cas 17                 connects again   cas 17 -> frees B's lock
+      server:                          restarts
+      holder B:                                  add -> cas 17
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self._taken: Any = None
+
+    def add(self, name: str, value: bytes, expiry: int) -> bytes | None:
+        """Add an entry if there is none; return the value that is there then, None if it is gone.
+
+        Raises ``ConnectionError`` for an answer of another form, such as an error. The same request
+        through the client then raises what the client says about it.
+        """
+        sock, reply, answer = self.client.sock, b"", None
+        key = self.client.check_key(name, self.client.key_prefix)
+        add = b"add %b 0 %d %d\r\n%b\r\n" % (key, expiry, len(value), value)
+        sock.sendall(add + b"gets %b\r\n" % key)
+        # The value of something else may have the end of a reply in it.
+        while answer is None or len(answer["value"] or b"") != int(answer["size"] or 0):
+            received = sock.recv(4096)
+            reply += received
+            if not received or NO_REPLY.match(reply):
+                raise ConnectionError(f"No answer of memcached: {reply[:80]!r}")
+            answer = REPLY.fullmatch(reply)
+        present: bytes | None = answer["value"]
+        if present == value:
+            self._taken = name, value, answer["cas"], sock, clock.now() + FRESH
+        return present
+
+    def remembered(self, name: str, value: bytes) -> tuple[bytes, bytes] | None:
+        """Return the value and the cas number of an entry that was just added here, once."""
+        taken, self._taken = self._taken, None
+        if taken is None or taken[:2] != (name, value):
+            return None
+        *_, cas, sock, until = taken
+        return (value, cas) if sock is self.client.sock and clock.now() < until else None
