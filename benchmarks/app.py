@@ -9,9 +9,11 @@ import os
 import struct
 import time
 from functools import cache
+from typing import Any
 
 import django
-from celery import Celery
+from celery import Celery, Task
+from celery.signals import task_prerun
 from celery_once import QueueOnce
 from celery_singleton import Singleton
 
@@ -22,6 +24,9 @@ from django.apps import apps  # noqa: E402
 from django.core.cache import cache as django_cache  # noqa: E402
 
 from benchmarks.settings import REDIS  # noqa: E402
+
+NOTE = struct.Struct("=iid")
+RUNS = -1
 
 app = Celery("benchmarks")
 app.conf.update(
@@ -40,6 +45,17 @@ app.conf.ONCE = {
 @cache
 def marks() -> int:
     return os.open(os.environ["BENCHMARK_MARKS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+
+@cache
+def deliveries() -> int:
+    path = os.environ["BENCHMARK_DELIVERIES"]
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+
+def note(number: int, hops: int) -> None:
+    """Note a delivery of a call and how often it was postponed before, or that it runs."""
+    os.write(deliveries(), NOTE.pack(number, hops, time.monotonic()))
 
 
 def ran() -> None:
@@ -77,6 +93,7 @@ def celery_once(number: int) -> None:
 
 if apps.is_installed("django_singletask"):
     from django_singletask import SingletonTask
+    from django_singletask.task.header import Header
 
     @app.task(base=SingletonTask)
     def ours(number: int) -> None:
@@ -85,3 +102,14 @@ if apps.is_installed("django_singletask"):
     @app.task(base=SingletonTask, unique_until="start")
     def ours_unique(number: int) -> None:
         ran()
+
+    @app.task(base=SingletonTask, lock_on=[], on_conflict="requeue")
+    def requeued(number: int) -> None:
+        note(number, RUNS)
+
+    if "BENCHMARK_DELIVERIES" in os.environ:
+
+        @task_prerun.connect(sender=requeued)
+        def deliver(task_id: str, task: Task, args: tuple[int], **kwargs: Any) -> None:
+            header = Header.of(task.request.headers, task_id, task.name)
+            note(args[0], header.hops if header else 0)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS.rst"
 PICTURE = ROOT / "docs/pictures/benchmarks.svg"
-PARTS = ["redis", "loop", "memcached", "database", "conflict", "enqueue", "keys", "worker", "held"]
+PARTS = ["redis", "loop", "memcached", "database", "conflict", "enqueue", "keys", "worker"]
+PARTS += ["requeue", "held"]
 BUSY_PARTS = ["redis", "memcached", "conflict", "worker"]
 """They are measured again while another process keeps one core busy: no user's machine is quiet."""
 
@@ -47,7 +48,7 @@ def main() -> None:
         tables_of = {}
         for part in arguments.only or PARTS:
             print(f"{part} …", file=sys.stderr, flush=True)
-            with nullcontext() if part == "worker" else kept_apart():
+            with nullcontext() if part in ("worker", "requeue") else kept_apart():
                 tables_of[part] = measure(part, arguments.quick)
             if part in BUSY_PARTS and not arguments.quick:
                 with nullcontext() if part == "worker" else kept_apart(), one_core_busy():
@@ -144,7 +145,7 @@ def version_of(server: servers.Server) -> str:
 
 def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
     """Measure one part. "held" comes last, because many held locks slow down everything else."""
-    from benchmarks import calls, conflicts, held, locks, workers
+    from benchmarks import calls, conflicts, held, locks, requeue, workers
 
     rounds = 20 if quick else 300
     levels = [10, 1000, 2000] if quick else [10, 100, 1000, 10_000, 100_000]
@@ -160,6 +161,7 @@ def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
         "enqueue": lambda: [calls.enqueue(rounds)],
         "keys": lambda: [calls.keys(rounds)],
         "worker": lambda: [workers.throughput(*((2, 200) if quick else (11, 1000)), busy)],
+        "requeue": lambda: [requeue.requeue(300 if quick else 20_000)],
         "held": lambda: [held.held(rounds, levels)],
     }
     return parts[part]()

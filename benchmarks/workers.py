@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -51,7 +51,8 @@ class Turn(NamedTuple):
     """Seconds from the last run until the history is written."""
 
 
-CANDIDATES = {
+Tasks = Mapping[str, tuple[Task, dict[str, str]]]
+CANDIDATES: Tasks = {
     PLAIN: (app.plain, {"BENCHMARK_PEER": "yes"}),
     LISTENING: (app.ours, {"BENCHMARK_HISTORY": "background"}),
     SILENT: (app.ours, {"BENCHMARK_HISTORY": "off"}),
@@ -95,11 +96,11 @@ def throughput(rounds: int, calls: int, busy: bool) -> Table:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[list[Candidate]]:
+def running(folder: Path, tasks: Tasks = CANDIDATES) -> Iterator[list[Candidate]]:
     """Run a worker for each candidate. Print the workers' logs if something fails."""
     candidates, processes = [], []
     try:
-        for number, (name, (task, variables)) in enumerate(CANDIDATES.items()):
+        for number, (name, (task, variables)) in enumerate(tasks.items()):
             queue = f"queue-{number}"
             history = variables.get("BENCHMARK_HISTORY") == "background"
             candidates.append(Candidate(name, task, queue, folder / f"{queue}.marks", history))
@@ -162,9 +163,9 @@ def done(candidate: Candidate) -> int:
     return candidate.marks.stat().st_size // MARK if candidate.marks.exists() else 0
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + TIMEOUT
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = TIMEOUT) -> None:
+    until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
-            raise RuntimeError(f"Not within {TIMEOUT} s: {what}.")
+            raise RuntimeError(f"Not within {seconds:.0f} s: {what}.")
         time.sleep(0.02)
