@@ -104,7 +104,7 @@ class Delivery:
                 if self.header.redelivered and not (lock.lease and lock.lease.took_over):
                     self._leave_to_first_run()
                 # The later call may have had its turn while this one waited for the lock.
-                asks = lock.wait or self.redelivered
+                asks = lock.wait or lock.has_waited or self.redelivered
                 if asks and lock.lease and self._is_superseded():
                     lock.lease.give_back("ignored")
                     return self.options.skip_result
@@ -286,7 +286,8 @@ def deliver(
     queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
     try:
         options.check_run(task.name)
-        lock, policy = DeliveryLock(key, options, run), policies[options.on_conflict]
+        lock = DeliveryLock(key, options, run, is_message=message is not None)
+        policy = policies[options.on_conflict]
     except (TypeError, ValueError):
         if queued_call is not None:
             queued_call.give_back()  # else it would stop its duplicates for unique_for
