@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
@@ -35,13 +33,13 @@ class Held:
     def __init__(self, monkeypatch, *, age=0.0, ends_at=0, task_id="another", **fields):
         self.key, self.sleeps, self.ends_at = tasks.requeue.lock("a").key, [], ends_at
         holder = Holder.new("a", 60, task=tasks.requeue.name, task_id=task_id, retries=0)
-        vars(holder).update(since=time.time() - age, **fields)
+        vars(holder).update(fields)
         self.value = holder.encode()
         assert get_store("redis").add(self.key, self.value, 60) is None
         monkeypatch.setattr(delivery_lock, "sleep", self.sleep)
+        monkeypatch.setattr(delivery_lock, "time", lambda: holder.since + age)
 
     def sleep(self, seconds):
-        time.sleep(seconds)
         self.sleeps.append(seconds)
         if len(self.sleeps) == self.ends_at:
             self.end()
