@@ -74,6 +74,7 @@ NEEDS = [
     Need("Memcached", "memcached", "memcached", program="memcached"),
     Need("PostgreSQL", "postgresql", "postgresql@17", program="initdb"),
     Need("MariaDB", "mariadb-server", "mariadb", program="mariadbd"),
+    Need("PgBouncer", "pgbouncer", "pgbouncer", program="pgbouncer", optional=True),
     Need("RabbitMQ", "rabbitmq-server", "rabbitmq", program="rabbitmq-server", optional=True),
     Need("pylibmc", "gcc libmemcached-dev zlib1g-dev", "libmemcached zlib", module="pylibmc"),
     Need("mysqlclient", "gcc libmariadb-dev pkg-config", "mariadb pkgconf", module="MySQLdb"),
@@ -371,9 +372,30 @@ class PostgreSQL(Server):
         return [self.program, "-D", str(folder / "data"), *settings]
 
     def answers(self) -> bool:
-        # This is a real log-in, which a server that is still starting answers with an error.
-        body = struct.pack("!i", 196_608) + b"user\0singletask\0database\0postgres\0\0"
-        return ask(self.port, struct.pack("!i", len(body) + 4) + body).startswith(b"R")
+        return logs_in(self.port)
+
+
+class PgBouncer(Server):
+    """A pool of connections to a PostgreSQL server, which each transaction may change."""
+
+    program = "pgbouncer"
+    user = "postgres"
+
+    def __init__(self, target: int) -> None:
+        super().__init__()
+        self.target = target  # the port of PostgreSQL
+
+    def command(self, folder: Path) -> list[str]:
+        file = folder / "pgbouncer.ini"
+        file.write_text(
+            f"[databases]\n* = host=127.0.0.1 port={self.target} user=singletask\n"
+            f"[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {self.port}\n"
+            "unix_socket_dir =\nauth_type = any\npool_mode = transaction\n"
+        )
+        return [self.program, str(file)]
+
+    def answers(self) -> bool:
+        return logs_in(self.port)
 
 
 class MariaDB(Server):
@@ -492,6 +514,12 @@ def ask(port: int, request: bytes = b"") -> bytes:
             connection.sendall(request)
             return connection.recv(4096)
     return b""
+
+
+def logs_in(port: int) -> bool:
+    """Log in to PostgreSQL, which a server that is still starting answers with an error."""
+    body = struct.pack("!i", 196_608) + b"user\0singletask\0database\0postgres\0\0"
+    return ask(port, struct.pack("!i", len(body) + 4) + body).startswith(b"R")
 
 
 def children(pid: int) -> list[int]:

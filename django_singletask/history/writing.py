@@ -58,8 +58,9 @@ def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
         _write(events, again)
     except NotSupportedError:
         # Row-level security refuses COPY. Nothing is written yet.
-        if not bulk.stop_copying(_alias()):
+        if _alias() in bulk.no_copy:
             raise
+        bulk.no_copy.add(_alias())
         _write(events, again)
 
 
