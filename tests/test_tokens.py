@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -48,9 +50,24 @@ def request_of(calls):
 def watched(monkeypatch):
     """Collect the deliveries that the watcher looks after, by pid."""
     deliveries = {}
-    watcher = SimpleNamespace(accepted=deliveries.__setitem__)
+    watcher = SimpleNamespace(deliveries=deliveries)
     monkeypatch.setattr(tokens, "current_watcher", lambda: watcher)
     return deliveries
+
+
+class Request:
+    """Has its handlers in its class, as Celery's has."""
+
+    id = "an id"
+
+    def __init__(self, task):
+        self.task, self.request_dict = task, {}
+
+    def on_accepted(self, pid, time_accepted):
+        pass
+
+    def on_success(self, result):
+        pass
 
 
 class TestHandOutToken:
@@ -86,12 +103,39 @@ class TestHandOutToken:
         request = request_of(tasks.hold)
         tokens.hand_out_token(consumer("prefork"), request)
         request.on_accepted(77, 0.5)
-        token = request.request_dict[HEADER]["token"]
-        assert watched[77].header.token == token
+        assert watched[77].header.token == request.request_dict[HEADER]["token"]
+        assert calls == [("accepted", 77, 0.5)]
+
+    def test_the_watcher_learns_that_the_run_of_a_queued_call_has_ended(
+        self, request_of, watched, calls
+    ):
+        request = request_of(tasks.unique)
+        request.request_dict.update(
+            Header("an id", tasks.unique.name, queued=b"an entry").into(None)
+        )
+        tokens.hand_out_token(consumer("prefork"), request)
+        request.on_accepted(77, 0.5)
         assert not watched[77].ended
         request.on_success("a result")
         assert watched[77].ended
         assert calls == [("accepted", 77, 0.5), ("success", "a result")]
+
+    def test_a_request_whose_run_has_ended_needs_no_collection(self, watched):
+        """Otherwise its message stays in the memory of the main process for a while."""
+        request = Request(tasks.unique)
+        header = Header("an id", tasks.unique.name, queued=b"an entry")
+        request.request_dict.update(header.into(None))
+        tokens.hand_out_token(consumer("prefork"), request)
+        gone = weakref.ref(request)
+        request.on_accepted(77, 0.5)
+        request.on_success("a result")
+        watched.clear()
+        gc.disable()
+        try:
+            del request
+            assert gone() is None
+        finally:
+            gc.enable()
 
     def test_before_the_worker_is_ready_there_is_no_watcher(self, request_of, calls, monkeypatch):
         monkeypatch.setattr(tokens, "current_watcher", lambda: None)

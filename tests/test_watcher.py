@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from django.core.cache import caches
 from django.db import connections
 
 from django_singletask import TaskLock, clock
+from django_singletask.holder import start_time
+from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.run import Run
 from django_singletask.stores.epoch import epoch_of
 from django_singletask.task.header import Header
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.django_db(databases="__all__")
 def test_a_run_whose_arguments_give_no_lock_has_nothing_to_free(monkeypatch):
     request = SimpleNamespace(task=hold, request_dict={}, id="i", _payload=((), {"x": 1}, {}))
     pool = Watcher()
-    pool.deliveries[1] = Accepted(Header("i", hold.name, token="token"), request)
+    pool.deliveries[1] = Accepted(request)
     monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
     pool.look()
     assert pool.deliveries == {}
@@ -61,7 +64,7 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     monkeypatch.setattr(connections, "close_all", lambda: None)
     pool = Watcher()
     now = time.monotonic()
-    delivery = Accepted(Header("i", hold.name, token="token"), None)
+    delivery = accepted(hold)
     killed = Killed(delivery, TaskLock("nightly").address, "gone", now + 100)
     over = killed._replace(until=now - 1)
     pool.killed = [killed, over]
@@ -73,8 +76,10 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
 
 def accepted(task, *args, **fields):
     """Return the delivery of a message for ``task``, without a header unless ``fields`` has one."""
-    request = SimpleNamespace(task=task, request_dict={}, id="i", _payload=(args, {}, {}))
-    return Accepted(Header("i", task.name, token="token", **fields), request)
+    headers = Header("i", task.name, token="token", **fields).into(None)
+    return Accepted(
+        SimpleNamespace(task=task, request_dict=headers, id="i", _payload=(args, {}, {}))
+    )
 
 
 class TestKilledRun:
@@ -124,6 +129,24 @@ class TestKilledRun:
         pool.free()
         assert lock.owned()
         assert 1 in pool.deliveries
+        lock.release()
+
+    def test_the_lock_of_a_later_process_with_the_same_pid_stays(self, held, monkeypatch):
+        """Its start is read at a look, so it may be that of the later process: no proof of death.
+
+        Negative control: with the start of the first process that would be one.
+        """
+        monkeypatch.setattr(watcher, "is_gone", is_gone)
+        lock, pool = held(hold), Watcher()
+        pool.deliveries[os.getpid()] = accepted(hold, "a")
+        pool.look()
+        assert pool.deliveries[os.getpid()].start == start_time(os.getpid())
+        pool.look()
+        pool.free()
+        assert lock.owned()
+        pool.deliveries[os.getpid()].start = "1"
+        pool.look()
+        assert len(pool.killed) == 1
         lock.release()
 
     @pytest.mark.parametrize("ended", [False, True])

@@ -14,7 +14,15 @@ from django_singletask.locks.keys import LockKey
 from django_singletask.task.options import NAMES
 from django_singletask.task.rerun import Ticket
 
-__all__ = ["HEADER", "LOOKS", "WAITS", "Header", "hidden_arguments", "hidden_in_message"]
+__all__ = [
+    "HEADER",
+    "LOOKS",
+    "WAITS",
+    "Header",
+    "hidden_arguments",
+    "hidden_in_message",
+    "put_token",
+]
 
 HEADER = "singletask"
 """Name of the message header that holds all this."""
@@ -56,6 +64,18 @@ WAITS = 1
 LOOKS = 2
 """``redelivered`` of a message whose first run has ended; the result decides at the next look."""
 
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
+
+
+def wire_of(
+    headers: Mapping[str, Any] | None, task_id: str | None, task: str
+) -> dict[str, Any] | None:
+    """Return what the headers of a message carry for this call; None if there is none."""
+    wire = headers.get(HEADER) if headers else None
+    if not isinstance(wire, dict) or task_id is None:
+        return None
+    return wire if wire.get("id") == task_id and wire.get("task") == task else None
+
 
 class Header(NamedTuple):
     """What this package writes into a message, and who writes and reads it.
@@ -69,7 +89,7 @@ class Header(NamedTuple):
     # Written by apply_async, read by the delivery and by the watcher. None: the worker computes it.
     lock_key: LockKey | None = None
     # The lock options of this call: written by apply_async, read by the delivery and the watcher.
-    overrides: Mapping[str, Any] = MappingProxyType({})
+    overrides: Mapping[str, Any] = NO_OVERRIDES
     # The entry of the queued call (unique_until), as the producer has added it: written by
     # apply_async, read by the delivery, the watcher and a worker that discards the message.
     queued: bytes | None = None
@@ -94,24 +114,30 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
         """Read the header of a call; None if there is none that was made for this call."""
-        wire = (headers or {}).get(HEADER)
-        if not isinstance(wire, Mapping) or task_id is None:
+        wire = wire_of(headers, task_id, task)
+        if wire is None:
             return None
-        if (wire.get("id"), wire.get("task")) != (task_id, task):
-            return None
-        ticket, queued, options = wire.get("ticket"), wire.get("queued"), wire.get("options") or {}
-        if options.get("lock_wait") == ENDLESS:
-            options = {**options, "lock_wait": math.inf}
-        return cls(
-            task_id,
-            task,
-            lock_key=LockKey(wire["name"], wire["key"]) if wire.get("key") else None,
+        field, options = wire.get, wire.get("options")
+        key, queued, ticket = field("key"), field("queued"), field("ticket")
+        if options:
+            if options.get("lock_wait") == ENDLESS:
+                options = {**options, "lock_wait": math.inf}
             # A newer version may know more options: those are ignored here.
-            overrides={name: options[name] for name in options if name in NAMES},
-            queued=queued.encode() if queued else None,
-            ticket=Ticket(*ticket) if ticket else None,
-            previous_key=wire.get("was"),
-            **{field: wire[field] for field in AS_IT_IS if wire.get(field)},
+            options = {name: options[name] for name in options if name in NAMES}
+        return cls(
+            wire["id"],
+            task,
+            LockKey(wire["name"], key) if key else None,
+            options or NO_OVERRIDES,
+            queued.encode() if queued else None,
+            field("token"),
+            field("due", 0.0),
+            field("hops", 0),
+            field("requeued_at", 0.0),
+            field("redelivered", 0),
+            Ticket(*ticket) if ticket else None,
+            field("never_gives_way", False),
+            field("was"),
         )
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -145,6 +171,12 @@ class Header(NamedTuple):
         return self._replace(
             ticket=None, never_gives_way=self.never_gives_way or self.ticket is not None
         )
+
+
+def put_token(headers: dict[str, Any], task_id: str, task: str, token: str) -> None:
+    """Choose the token of a delivery in the headers of its message, whatever else is in them."""
+    wire = wire_of(headers, task_id, task) or {"id": task_id, "task": task}
+    headers[HEADER] = {**wire, "token": token}
 
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:

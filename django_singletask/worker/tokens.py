@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from django_singletask.task.base import SingletonTask
-from django_singletask.task.header import Header
+from django_singletask.task.header import HEADER, Header, put_token
 from django_singletask.task.unique import discard
-from django_singletask.worker.watcher import Accepted, current_watcher, has_processes, header_of
+from django_singletask.worker.watcher import Accepted, current_watcher, has_processes
 
 __all__ = ["free_revoked", "free_unreadable", "hand_out_token"]
 
@@ -21,24 +21,32 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     """
     if not isinstance(request.task, SingletonTask) or not has_processes(sender):
         return
-    token = os.urandom(16).hex()
-    header = header_of(request)._replace(token=token)
-    request.request_dict.update(header.into(None))
-    delivery = Accepted(header, request)
-    accepted, succeeded = request.on_accepted, request.on_success
+    put_token(request.request_dict, request.id, request.task.name, os.urandom(16).hex())
+    delivery = Accepted(request)
+    accepted = request.on_accepted
 
     def on_accepted(pid: int, time_accepted: float) -> None:
+        del request.on_accepted  # else the request refers to itself, and stays until a collection
         watcher = current_watcher()
         if watcher is not None and pid:
-            watcher.accepted(pid, delivery)
+            watcher.deliveries[pid] = delivery
         accepted(pid, time_accepted)
 
+    request.on_accepted = on_accepted
+    if "queued" in request.request_dict[HEADER]:
+        note_end(request, delivery)
+
+
+def note_end(request: Any, delivery: Accepted) -> None:
+    """Note that the process of a delivery has reported it, whatever became of the task."""
+    succeeded = request.on_success
+
     def on_success(*args: Any, **kwargs: Any) -> None:
-        # Whatever became of the task, its process has reported it.
+        del request.on_success
         delivery.ended = True
         succeeded(*args, **kwargs)
 
-    request.on_accepted, request.on_success = on_accepted, on_success
+    request.on_success = on_success
 
 
 def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:

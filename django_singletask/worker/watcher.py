@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -32,7 +31,6 @@ __all__ = [
     "Watcher",
     "current_watcher",
     "has_processes",
-    "header_of",
     "sweep",
     "watch",
 ]
@@ -49,15 +47,21 @@ LEARN = 1.0
 """Seconds between two looks at the epoch of the cache."""
 
 
-@dataclasses.dataclass
 class Accepted:
     """The delivery that a pool process has accepted last."""
 
-    header: Header
-    request: Any
-    start: str = ""
+    start = ""
     """When the process started: tells it from a later process with the same pid."""
-    ended: bool = False
+    ended = False
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+
+    @property
+    def header(self) -> Header:
+        request = self.request
+        name = request.task.name
+        return Header.of(request.request_dict, request.id, name) or Header(request.id, name)
 
 
 class Killed(NamedTuple):
@@ -95,6 +99,13 @@ class Killed(NamedTuple):
 #
 # A process runs one task at a time, so the delivery that it accepted last is the one to look
 # after, and an earlier one is over. Releasing what the child has released finds nothing.
+#
+# When the process started is read at the first look, not when it accepts each delivery, which would
+# cost more than all the rest here. If the process was killed before that look, and another has its
+# pid already, nothing proves the death: the lease ends the lock, and no living run is harmed.
+#
+#   main:         accepted by pid 7                               looks: start of the new pid 7
+#   process 7:                      runs   killed   new process 7
 
 
 class Watcher(threading.Thread):
@@ -112,10 +123,6 @@ class Watcher(threading.Thread):
         self.leader: TaskLock | None = None
         """The lock of the worker that sweeps, from the first sweep on."""
         self.sweep_failed = False
-
-    def accepted(self, pid: int, delivery: Accepted) -> None:
-        delivery.start = start_time(pid)
-        self.deliveries[pid] = delivery
 
     def run(self) -> None:
         while True:
@@ -152,6 +159,7 @@ class Watcher(threading.Thread):
         for pid, delivery in list(self.deliveries.items()):
             how = is_gone(pid, delivery.start)
             if how is None:
+                delivery.start = delivery.start or start_time(pid)
                 continue
             if self.deliveries.get(pid) is delivery:
                 del self.deliveries[pid]
@@ -176,11 +184,6 @@ class Watcher(threading.Thread):
             self.killed = [one for one in self.killed if now < one.until]
         finally:
             connections.close_all()
-
-
-def header_of(request: Any) -> Header:
-    name = request.task.name
-    return Header.of(request.request_dict, request.id, name) or Header(request.id, name)
 
 
 def lock_of(delivery: Accepted) -> TaskLock | None:
