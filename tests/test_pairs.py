@@ -93,7 +93,7 @@ def test_every_value_of_the_table_is_tried():
 
 def test_every_option_is_tried():
     assert VALUES.keys() == NAMES
-    assert {name: values[0] for name, values in VALUES.items()} == vars(LockOptions())
+    assert {name: values[0] for name, values in VALUES.items()} == LockOptions()._asdict()
 
 
 def test_the_table_has_the_pairs_of_the_package_and_no_more():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from inspect import iscoroutinefunction
-from typing import Any
+from typing import Any, NamedTuple
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockError
@@ -28,8 +27,7 @@ CHECKS = {"number": "E008", "lock_on": "E009", "lock_name": "E010", "choice": "E
 """Numbers of the system checks of single options; those of pairs are in PAIRS."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LockOptions:
+class LockOptions(NamedTuple):
     """The lock options of one task, or of one call; see :class:`SingletonTask`."""
 
     lock_timeout: float | None = None
@@ -51,10 +49,7 @@ class LockOptions:
     @classmethod
     def of(cls, task: object) -> LockOptions:
         """Return the options that are the attributes of a task, or of its class."""
-        options = object.__new__(cls)
-        # A quarter of the time of a frozen dataclass's own way to set its fields one by one.
-        vars(options).update(zip(NAMES, _values(task), strict=True))
-        return options
+        return cls._make(_values(task))
 
     def but(self, overrides: Mapping[str, Any]) -> LockOptions:
         """Return these options with those of one call; see :meth:`check_call`."""
@@ -63,7 +58,7 @@ class LockOptions:
         if "lock_on" in overrides or "lock_name" in overrides:
             # They exclude each other: the one of the call replaces the other of the task.
             overrides = {"lock_on": None, "lock_name": None, **overrides}
-        return dataclasses.replace(self, **overrides)
+        return self._replace(**overrides)
 
     def check_run(self, task: str) -> None:
         """Raise ``TypeError`` or ``ValueError`` for what cannot work in a run.
@@ -96,7 +91,7 @@ class LockOptions:
                 f"{unknown[0]!r} {where} is unknown; the options are {', '.join(sorted(NAMES))}."
             )
         both = overrides.get("lock_on") is not None and overrides.get("lock_name") is not None
-        options = dataclasses.replace(self, **overrides) if both else self.but(overrides)
+        options = self._replace(**overrides) if both else self.but(overrides)
         for problem in options.problems(where):
             # What is wrong with the task's own options is the task's problem, not the call's.
             if problem.error is not None and overrides.keys() & set(problem.options):
@@ -119,8 +114,8 @@ class LockOptions:
     def _wrong_values(self, where: str) -> Iterator[Problem]:
         for option, (check, number, right) in RULES.items():
             value = getattr(self, option)
-            if value is getattr(type(self), option):
-                continue  # its default
+            if value is self._field_defaults[option]:
+                continue
             try:
                 check(option, where, value)
             except (TypeError, ValueError) as error:
@@ -145,8 +140,8 @@ class LockOptions:
             yield from _wrong_template(self.lock_name, what, parameters)
 
 
-NAMES = frozenset(field.name for field in dataclasses.fields(LockOptions))
-_values = operator.attrgetter(*NAMES)
+NAMES = frozenset(LockOptions._fields)
+_values = operator.attrgetter(*LockOptions._fields)
 
 OF_RUN = ("on_conflict", "lock_wait", "lock_timeout", "lock_renew", "lock_at_least", "lock_slots")
 _values_of_run = operator.attrgetter(*OF_RUN)

@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 
 def _has(options: Any, name: str, *values: Any) -> bool:
-    value, default = getattr(options, name), getattr(type(options), name)
+    value, default = getattr(options, name), options._field_defaults[name]
     return value in values if values else bool(value != default)
 
 
