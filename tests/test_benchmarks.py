@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks import picture, report
+import pytest
+
+from benchmarks import fleet, picture, report
 from benchmarks.measure import Series
 
 SLOWER_MACHINE_LATER = Series(
@@ -38,3 +43,20 @@ def test_the_picture_is_an_svg_with_a_bar_for_each_but_the_first() -> None:
         element for element in drawing.iter() if element.get("class", "").split()[:1] == ["bar"]
     ]
     assert len(bars) == 4
+
+
+@pytest.mark.race
+def test_ten_processes_send_the_commands_that_the_model_of_a_fleet_says() -> None:
+    script = Path(fleet.__file__)
+    command = [sys.executable, str(script), "--check", "--processes", "10"]
+    done = subprocess.run(command, cwd=script.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 processes, tasks of 1.1 s" in done.stdout
+
+
+def test_calls_that_are_postponed_wait_for_their_lock_and_then_run() -> None:
+    load = fleet.Workload(100, 1.0, shared=0.5, policy="requeue", pool=0)
+    demand = fleet.simulate(load, 10, 50)
+    assert demand.actions["take"] == pytest.approx(100, rel=0.02)
+    assert demand.actions["conflict"] > 20
+    assert 10 < demand.waiting < 400

@@ -13,7 +13,16 @@ from django_singletask.conf import is_test
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores.base import PREFIX, TRIES, Store
 
-__all__ = ["CONNECT_WITHIN", "EPOCH", "LOOK", "Epoch", "ForgetfulStore", "Forgotten", "epoch_of"]
+__all__ = [
+    "CONNECT_WITHIN",
+    "EPOCH",
+    "HOLD_BACK",
+    "LOOK",
+    "Epoch",
+    "ForgetfulStore",
+    "Forgotten",
+    "epoch_of",
+]
 
 logger = logging.getLogger("django_singletask")
 

@@ -26,6 +26,8 @@ from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
 
 __all__ = [
+    "LEARN",
+    "SWEEP",
     "Accepted",
     "Killed",
     "Watcher",
