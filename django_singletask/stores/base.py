@@ -160,12 +160,15 @@ class Store(ABC):
         ``heeds_epoch``: if the cache has just forgotten its locks, raise
         :class:`~django_singletask.stores.epoch.Forgotten`.
         """
+        if len(slots.keys) == 1:
+            (key,) = slots.keys
+            entry = self.add(key, value, lease)
+            return key if entry is None or entry.value == value else {key: entry}
         start = zlib.crc32(slots.mark or os.urandom(4)) % slots.allowed
         order = [*slots.keys[start : slots.allowed], *slots.keys[:start]]
         entries: dict[str, Entry] = {}
         for _ in range(TRIES + slots.allowed):
-            if len(slots.keys) > 1:
-                entries = self.read_many(slots.keys)
+            entries = self.read_many(slots.keys)
             free = next((key for key in order if key not in entries), None)
             if free is None or any(map(slots.is_own, entries.values())):
                 break
@@ -177,7 +180,7 @@ class Store(ABC):
                     return free
                 self.release(free, value)
                 break
-            entries[free] = entry  # it is the only slot, or another run was faster
+            entries[free] = entry  # another run was faster
         return entries
 
     @abstractmethod

@@ -55,7 +55,7 @@ class MemcachedStore(ForgetfulStore):
 
     def make_key(self, key: str) -> str:
         """Make the cache key; raise ``InvalidCacheKey`` for one that the server would refuse."""
-        cache_key = super().make_key(key)
+        cache_key: str = self.cache.make_key(key)
         if not PLAIN_KEY.fullmatch(cache_key):
             self.cache.validate_key(cache_key)
         return cache_key
@@ -192,10 +192,7 @@ class PyLibMCStore(MemcachedStore):
         super().__init__(cache)
 
         class Client(cache._class):  # type: ignore[misc] # noqa: SLF001 - it is pylibmc.Client
-            """Keep bytes as they are: a lock is never unpickled."""
-
-            def serialize(self, value: bytes) -> tuple[bytes, int]:
-                return value, 0
+            """Return bytes as they are: a lock is never unpickled."""
 
             def deserialize(self, value: bytes, flags: int) -> bytes:
                 return value
