@@ -15,7 +15,16 @@ from functools import cache
 from typing import Any
 from unicodedata import category
 
-__all__ = ["Holder", "boot_id", "clean", "describe_run", "read_stat", "start_time", "this_process"]
+__all__ = [
+    "Holder",
+    "Process",
+    "boot_id",
+    "clean",
+    "describe_run",
+    "read_stat",
+    "start_time",
+    "this_process",
+]
 
 # A part of the key of a marker, which memcached must take.
 IS_TOKEN = re.compile("[!-9;-~]{1,32}")

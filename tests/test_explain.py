@@ -88,7 +88,7 @@ def test_name_key_and_call_explain_the_same():
     hold_elsewhere()
     for name in (KEY, NAME, f"{TASK}( feed_id = 7 )"):
         assert why(name).name == NAME
-        assert why(name).lock.holder.token == "9ab2"
+        assert why(name).lock.token == "9ab2"
 
 
 def test_process_elsewhere_cannot_be_seen():
@@ -266,7 +266,7 @@ def test_lock_and_its_queued_call_are_no_two_locks():
     queued = Holder.from_dict({"name": LONG, "task": TASK, "token": "q", "timeout": 60})
     get_store("redis").add(key, queued.encode(), 30)
     assert why(LONG).same_name == []
-    assert why(LONG).queued.holder.token == "q"
+    assert why(LONG).queued.token == "q"
 
 
 def test_task_that_never_ran_is_free():

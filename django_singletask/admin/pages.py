@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -24,7 +24,7 @@ from django_singletask.locks.liveness import is_alive, proof_of_death, started_a
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.errors import cannot_ask, without_secrets
-from django_singletask.operators.held import HeldLock
+from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.timeline import SPANS, draw
 from django_singletask.operators.words import (
@@ -142,7 +142,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         locks, trouble = attempt(held.held, list[HeldLock]())
         hungry, unknown = attempt(partial(starving, HOUR), list[Starving]())
         shown = locks[:SHOWN]
-        tokens = [lock.holder.token for lock in shown]
+        tokens = [lock.token for lock in shown]
         of_tokens = reading(even_if_off=True)(TaskLockEvent.objects.of_tokens)
         events, _reason = attempt(partial(of_tokens, tokens), list[TaskLockEvent]())
         return self.render(
@@ -196,7 +196,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def ask_to_clear(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
         """Show who holds a lock, and a form that frees it."""
-        started = started_at(lock.holder)
+        started = started_at(lock.process)
         terminate = "" if lock.queued else ", terminate=True"
         return self.render(
             request,
@@ -204,22 +204,22 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             title=_("Forget this queued call?") if lock.queued else _("Clear this lock?"),
             lock=lock,
             row=held_rows([lock])[0],
-            alive=is_alive(lock.holder),
-            proof=proof_of_death(lock.holder),
+            alive=is_alive(lock.process),
+            proof=proof_of_death(lock.process),
             started=clock_time(started, dated=True) if started else "",
-            revoke=f"app.control.revoke({json.dumps(lock.holder.task_id)}{terminate})",
+            revoke=f"app.control.revoke({json.dumps(lock.task_id)}{terminate})",
         )
 
     def report_cleared(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
         """Tell the user and the admin's own log; the lock itself tells the history."""
         read_runs = reading(even_if_off=True)(TaskLockEvent.objects.runs)
-        runs, trouble = attempt(partial(read_runs, [lock.holder.token]), list[TaskLockEvent]())
+        runs, trouble = attempt(partial(read_runs, [lock.token]), list[TaskLockEvent]())
         if trouble and conf.history != "off":
             text = _("For now, only the admin's own log has a record of this. {}")
             self.message_user(request, text.format(trouble), messages.WARNING)
         event = TaskLockEvent(name=lock.name, outcome="cleared", pk=runs[0].pk if runs else None)
         text = _("Cleared the lock {}, held by {}, token {}.")
-        self.log_change(request, event, text.format(lock.name, lock.holder, lock.holder.token))
+        self.log_change(request, event, text.format(lock.name, lock.run, lock.token))
         text = _("The lock {} was freed. The run that held it, if there is one, goes on.")
         if lock.queued:
             text = _("The queued call of {} is forgotten: equal calls can be sent again.")
@@ -257,22 +257,22 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         )
 
 
-def held_rows(locks: Sequence[HeldLock]) -> list[dict[str, Any]]:
-    locks, _reason = attempt(partial(held.with_usual_holds, locks), [*locks])
+def held_rows(locks: list[HeldLock]) -> list[dict[str, Any]]:
+    attempt(partial(held.with_history, locks), locks)
     return [held_row(lock) for lock in locks]
 
 
 def held_row(lock: HeldLock) -> dict[str, Any]:
-    holder, usual = lock.holder, lock.usual
+    usual = lock.usual
     return {
         "lock": lock,
         "word": in_state(lock.state, lock.left),
         "share": share(lock.slots_held, lock.slots) if lock.slots > 1 else "",
-        "held_for": duration(lock.held_for) if holder.since else "-",
+        "held_for": duration(lock.held_for) if lock.since else "-",
         "usual": [unbroken(usual.median), unbroken(usual.longest)] if usual is not None else [],
         "remaining": "-" if lock.remaining is None else duration(lock.remaining),
-        "since": clock_time(holder.since, dated=True) if holder.since else "",
-        "process": process(holder.host, holder.pid) or holder.host or "-",
+        "since": clock_time(lock.since, dated=True) if lock.since else "",
+        "process": process(lock.host, lock.pid) or lock.host or "-",
     }
 
 

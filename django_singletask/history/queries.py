@@ -206,9 +206,8 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     def of_tokens(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
         """Return the rows of holders with these tokens.
 
-        Here as below, rows are looked up by one indexed column, and the rest is looked at in
-        Python: with two conditions SQLite and MySQL may use the index of the other column, which
-        half of all rows meet.
+        Here as below, the database looks at one indexed column, and Python at the rest: with two
+        conditions SQLite and MySQL may use the index of the other, which half of all rows meet.
         """
         return self._among("token", tokens)
 
@@ -220,16 +219,19 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         """Return the skips, and the duplicates, that holders with these tokens caused."""
         return [row for row in self._among("blocked_by", tokens) if row.is_counted]
 
-    def still_open(self, rows: Iterable[TaskLockEvent]) -> list[TaskLockEvent]:
-        """Read open rows anew, and return those that nobody has closed meanwhile."""
-        return [row for row in self._among("pk", (row.pk for row in rows)) if not row.outcome]
+    def counts_behind(self, tokens: Iterable[str]) -> list[tuple[str, str, int]]:
+        """Return kind, token and count of the rows about calls that met one of these holders."""
+        return self._among("blocked_by", tokens, "kind", "blocked_by", "count")
 
-    def _among(self, field: str, values: Iterable[Any]) -> list[TaskLockEvent]:
+    def still_open(self, ids: Iterable[int]) -> list[TaskLockEvent]:
+        """Return the rows with these ids, without those that have been closed meanwhile."""
+        return [row for row in self._among("pk", ids) if not row.outcome]
+
+    def _among(self, field: str, values: Iterable[Any], *columns: str) -> list[Any]:
         wanted = [value for value in dict.fromkeys(values) if value]
-        rows: list[TaskLockEvent] = []
-        for start in range(0, len(wanted), BATCH):
-            rows += self.filter(**{f"{field}__in": wanted[start : start + BATCH]}).order_by()
-        return rows
+        batches = (wanted[start : start + BATCH] for start in range(0, len(wanted), BATCH))
+        found = (self.filter(**{f"{field}__in": batch}).order_by() for batch in batches)
+        return [row for rows in found for row in (rows.values_list(*columns) if columns else rows)]
 
     def name_of_key(self, key: str) -> str:
         """Return the name that belongs to a key, among the newest rows of its task, or "".

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from django_singletask.holder import Holder, read_stat, this_process
+from django_singletask.holder import Process, read_stat, this_process
 
 __all__ = ["is_alive", "is_gone", "proof_of_death", "started_at"]
 
 
-def proof_of_death(holder: Holder) -> str | None:
+def proof_of_death(holder: Process) -> str | None:
     """Say how it is known that a holder's process is gone; None if there is no proof.
 
     Only a process of this boot of this machine, in this pid namespace, can be judged: elsewhere
@@ -50,7 +50,7 @@ def is_gone(pid: int, start: str) -> str | None:
     return None
 
 
-def is_alive(holder: Holder) -> bool | None:
+def is_alive(holder: Process) -> bool | None:
     """Say whether a holder's process is there; None if that cannot be told from this host."""
     process = this_process()
     same = (holder.boot_id, holder.pid_ns) == (process.boot_id, process.pid_ns)
@@ -59,7 +59,7 @@ def is_alive(holder: Holder) -> bool | None:
     return proof_of_death(holder) is None
 
 
-def started_at(holder: Holder) -> float | None:
+def started_at(holder: Process) -> float | None:
     """Return the Unix time at which a holder's process on this host started, if it is known."""
     try:
         with open("/proc/stat") as file:

@@ -10,7 +10,7 @@ from django_singletask.history.queries import NoHistory
 from django_singletask.management.tables import few, printable
 from django_singletask.operators import names as calls
 from django_singletask.operators.explain import HOLDING, why
-from django_singletask.operators.held import HeldLock
+from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import starving
 from django_singletask.operators.words import compact, in_words, plural
 
@@ -25,7 +25,7 @@ def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLo
     for name in names:
         if not is_among(name, locks):
             why(name)
-    if task is None or any(lock.holder.task == task for lock in locks) or calls.is_task(task):
+    if task is None or any(lock.task == task for lock in locks) or calls.is_task(task):
         return
     tasks = [call.partition("(")[0] for call in calls.patterns()]
     raise CommandError(unknown("task", task, calls.nearest(task, tasks)), returncode=2)

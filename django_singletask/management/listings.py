@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
 from django_singletask.history.queries import timestamp
-from django_singletask.management.tables import LEFT, LONG, RIGHT, printable, table, width
+from django_singletask.management.tables import LEFT, LONG, NAME, RIGHT, printable, table, width
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.held import HeldLock
 from django_singletask.operators.probe import Probe
+from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.words import (
     clock_time,
     duration,
@@ -24,16 +25,16 @@ from django_singletask.operators.words import (
     status,
 )
 
-__all__ = ["COMMAND", "as_json", "history_table", "lock_table", "probe_report"]
+__all__ = ["COMMAND", "as_json", "history_table", "json_rows", "lock_table", "probe_report"]
 
 COMMAND = " (manage.py locks)"
 """End of the actor's name if it was this command."""
 
 
-def lock_table(locks: Sequence[HeldLock]) -> list[str]:
+def lock_table(locks: Sequence[HeldLock]) -> Iterator[str]:
     return table(
         ("LOCK", "HELD FOR", "LEASE", "SKIPPED", "HOLDER"),
-        (LONG, RIGHT, RIGHT, RIGHT, LONG),
+        (NAME, RIGHT, RIGHT, RIGHT, LONG),
         [
             (
                 lock.name,
@@ -44,7 +45,7 @@ def lock_table(locks: Sequence[HeldLock]) -> list[str]:
             )
             for lock in locks
         ],
-        [" ".join(_notes(lock)) for lock in locks],
+        map(_note, locks),
     )
 
 
@@ -58,32 +59,33 @@ def _lease(lock: HeldLock) -> str:
     return "-" if lock.remaining is None or lock.queued else duration(lock.remaining)
 
 
-def _notes(lock: HeldLock) -> Iterator[str]:
+def _note(lock: HeldLock) -> str:
+    notes = []
     if lock.state in ENDING:
-        yield f"({in_state(lock.state, lock.left)})"
+        notes.append(f"({in_state(lock.state, lock.left)})")
     if lock.slots > 1:
-        yield f"({share(lock.slots_held, lock.slots)})"
+        notes.append(f"({share(lock.slots_held, lock.slots)})")
     if lock.usual and lock.slow:
         usual = duration(max(1, round(lock.usual.median)))
-        yield f"(slow: usual {usual.partition(' ')[0]})"
+        notes.append(f"(slow: usual {usual.partition(' ')[0]})")
+    return " ".join(notes)
 
 
 def _holder(lock: HeldLock) -> str:
     """Name the process that holds a lock, or the task id of the call that is queued."""
-    holder = lock.holder
     if lock.state in ENDING:
         return ENDING[lock.state]
     if lock.queued:
-        name = f"{holder.task_id[:4]}…" if holder.task_id else "unknown"
+        name = f"{lock.task_id[:4]}…" if lock.task_id else "unknown"
     else:
-        name = process(holder.host, holder.pid) or holder.host or "unknown"
+        name = process(lock.host, lock.pid) or lock.host or "unknown"
     return name if lock.state == "held" else f"{in_state(lock.state, lock.left)} {name}"
 
 
-def history_table(rows: Sequence[TaskLockEvent]) -> list[str]:
+def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
     return table(
         ("AT", "LOCK", "WHAT", "HELD", "BY"),
-        (LEFT, LONG, LEFT, RIGHT, LONG),
+        (LEFT, NAME, LEFT, RIGHT, LONG),
         [
             (
                 # There is no room for the year.
@@ -125,6 +127,15 @@ def probe_report(probe: Probe) -> list[str]:
     return lines
 
 
+def json_rows(rows: Sequence[Any]) -> Iterator[str]:
+    """Yield the lines of a JSON array, with a line for each row."""
+    encode, last = json.JSONEncoder(default=as_json).encode, len(rows) - 1
+    for number, row in enumerate(rows):
+        yield f"{' ' if number else '['}{encode(row)}{',' if number < last else ']'}"
+    if not rows:
+        yield "[]"
+
+
 def as_json(fact: Any) -> Any:
     """Return what JSON has for a fact that ``json`` does not know by itself.
 
@@ -134,7 +145,6 @@ def as_json(fact: Any) -> Any:
         return round(timestamp(fact), 3)
     if isinstance(fact, HeldLock):
         facts = {name: getattr(fact, name) for name in LOCK}
-        facts |= {name: getattr(fact.holder, name) for name in HOLDER}
     elif isinstance(fact, TaskLockEvent):
         facts = {field.name: getattr(fact, field.name) for field in fact._meta.concrete_fields}
     else:
@@ -148,5 +158,5 @@ def as_json(fact: Any) -> Any:
 LOCK = (
     *("name", "key", "slots", "slots_held", "state", "queued", "held_for", "remaining"),
     *("skipped", "usual", "slow"),
+    *("token", "task", "task_id", "host", "pid", "since", "timeout"),
 )
-HOLDER = ("token", "task", "task_id", "host", "pid", "since", "timeout")

@@ -14,7 +14,7 @@ from django_singletask.holder import describe_run
 from django_singletask.locks.liveness import started_at
 from django_singletask.management.tables import few, printable, width
 from django_singletask.operators.explain import Why
-from django_singletask.operators.held import HeldLock
+from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR
 from django_singletask.operators.words import clock_time, in_state, in_words, plural, share
 
@@ -66,8 +66,8 @@ def _sentences(why: Why) -> Iterator[str]:
 def _beside(lock: HeldLock) -> str:
     state = in_state(lock.state, lock.left)
     if lock.state == "kept":
-        return f"{state}; {lock.holder} has returned"
-    return f"{state} for {_whole(lock.held_for)} by {lock.holder}"
+        return f"{state}; {lock.run} has returned"
+    return f"{state} for {_whole(lock.held_for)} by {lock.run}"
 
 
 def _arguments(name: str) -> str:
@@ -76,14 +76,14 @@ def _arguments(name: str) -> str:
 
 
 def _held(why: Why, lock: HeldLock) -> Iterator[str]:
-    holder, to_free, runs = lock.holder, "To free it now:", False
+    to_free, runs = "To free it now:", False
     if lock.state == "kept":
         state = in_state("kept", lock.left).capitalize()
-        yield f"{state}, for {_whole(lock.left)} more: {holder} has returned (lock_at_least)."
+        yield f"{state}, for {_whole(lock.left)} more: {lock.run} has returned (lock_at_least)."
     elif lock.state == "handed_over":
         to_free = "To free it now, so that its receiver finds it lost:"
         yield (
-            f"Handed over {_whole(lock.held_for)} ago by {holder}: no process has it. It "
+            f"Handed over {_whole(lock.held_for)} ago by {lock.run}: no process has it. It "
             f"waits for its receiver for {_whole(lock.left)} more at most."
         )
     else:
@@ -93,14 +93,14 @@ def _held(why: Why, lock: HeldLock) -> Iterator[str]:
             alive, runs = f"dead: {why.death}", False
         elif why.alive:
             alive = f"alive: same host{_started(lock)}"
-        since = f"for {_whole(lock.held_for)} " if holder.since else ""
-        yield f"Held {since}by {holder} ({alive})."
+        since = f"for {_whole(lock.held_for)} " if lock.since else ""
+        yield f"Held {since}by {lock.run} ({alive})."
         yield f"{_lease(lock)} {_usual(why)}"
     yield f"{_skipped(why, lock)} {_completed(why)}".strip()
     yield from _hungry(why, lock)
-    if runs and holder.task_id:
+    if runs and lock.task_id:
         yield "It is freed when the task ends or its process dies. To stop the task:"
-        yield f"{COMMAND}app.control.revoke({json.dumps(holder.task_id)}, terminate=True)"
+        yield f"{COMMAND}app.control.revoke({json.dumps(lock.task_id)}, terminate=True)"
     elif runs:
         yield "It is freed when its block of code ends or its process dies."
     if runs:
@@ -110,7 +110,7 @@ def _held(why: Why, lock: HeldLock) -> Iterator[str]:
 
 
 def _started(lock: HeldLock) -> str:
-    started = started_at(lock.holder)
+    started = started_at(lock.process)
     if started is None:
         return ""
     another_day = time.localtime(started)[:3] != time.localtime()[:3]
@@ -118,7 +118,7 @@ def _started(lock: HeldLock) -> str:
 
 
 def _lease(lock: HeldLock) -> str:
-    lease, left = lock.holder.timeout, lock.remaining
+    lease, left = lock.timeout, lock.remaining
     parts = [f"Lease: {in_words(lease)}"]
     if left is not None:
         renewed = max(0.0, lease - left)
@@ -180,8 +180,8 @@ def _queued(lock: HeldLock) -> Iterator[str]:
     if lock.state == "blocking":
         state, until = "Has begun", f"for {_whole(lock.left)} more, although it may have ended"
     yield (
-        f"{state}: task {lock.holder.task_id}, sent {_whole(lock.held_for)} ago from "
-        f"{lock.holder.host or 'an unknown host'}. It stops equal calls {until}."
+        f"{state}: task {lock.task_id}, sent {_whole(lock.held_for)} ago from "
+        f"{lock.host or 'an unknown host'}. It stops equal calls {until}."
         f"{'' if lock.skipped is None else f' {stopped}.'}"
     )
     yield "To forget it, so that an equal call can be sent beside it:"
@@ -192,17 +192,17 @@ def _clear(lock: HeldLock) -> str:
     """Return the command that frees a lock, or forgets a queued call, and no other one."""
     # Where the cache cannot list its entries, a queued call is found by its name or key alone. An
     # entry that something else wrote has no token.
-    if lock.queued or not lock.holder.token:
+    if lock.queued or not lock.token:
         which = f"{'--queued ' if lock.queued else ''}{shlex.quote(lock.key)}"
     else:
-        which = f"--token {shlex.quote(lock.holder.token)}"
+        which = f"--token {shlex.quote(lock.token)}"
     return f"{COMMAND}manage.py locks clear {which}"
 
 
 def _expired(lock: HeldLock) -> str:
     return (
-        f"An open row of the history: {lock.holder} took it {_whole(lock.held_for)} ago, for "
-        f"{in_words(lock.holder.timeout)} unless renewed, and the cache has it no more. There is "
+        f"An open row of the history: {lock.run} took it {_whole(lock.held_for)} ago, for "
+        f"{in_words(lock.timeout)} unless renewed, and the cache has it no more. There is "
         "nothing to free. If its process lives, that may take the lock again at its next renewal; "
         "else a worker's sweep closes the row."
     )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shutil
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from django_singletask.holder import clean
 
-__all__ = ["LEFT", "LONG", "RIGHT", "columns", "few", "printable", "table", "width"]
+__all__ = ["LEFT", "LONG", "NAME", "RIGHT", "columns", "few", "printable", "table", "width"]
 
 WIDTH = 80
 SHOWN = 5
 """Locks that a sentence names."""
 
-LEFT, RIGHT, LONG = "left", "right", "long"
+LEFT, RIGHT, NAME, LONG = "left", "right", "name", "long"
 
 
 def width() -> int:
@@ -26,36 +27,40 @@ def table(
     heads: Sequence[str],
     kinds: Sequence[str],
     rows: Sequence[Sequence[str]],
-    notes: Sequence[str] = (),
-) -> list[str]:
-    """Lay out rows below their heads.
+    notes: Iterable[str] = (),
+) -> Iterator[str]:
+    """Lay out rows below their heads, and yield the lines.
 
-    A column is ``"left"`` or ``"right"`` and as wide as its texts, or ``"long"``. Of the two long
-    ones the last has up to a third of the room that is left, and the first, of names, the rest. A
-    row's note stands behind its last cell, or below where it does not fit.
+    A column is ``"left"`` or ``"right"`` and as wide as its texts; the last is ``"long"``, and one
+    has the ``"name"``. The last has up to a third of the room that is left, and the names the rest.
+    A row's note stands behind its last cell, or below where it does not fit.
     """
-    first, last = kinds.index(LONG), len(kinds) - 1
-    cells = [[printable(cell) for cell in row] for row in (heads, *rows)]
-    widths = [max(columns(row[n]) for row in cells) for n in range(len(heads))]
-    left = width() - sum(widths[n] for n in range(last) if n != first) - 2 * last
+    first, last, room = kinds.index(NAME), len(kinds) - 1, width()
+    # A text that many rows have is measured once.
+    texts = ({head, *(row[n] for row in rows)} for n, head in enumerate(heads))
+    widths = [max(columns(printable(text)) for text in column) for column in texts]
+    left = room - sum(widths[n] for n in range(last) if n != first) - 2 * last
     # The last may have the room that the first does not need.
     widths[last] = min(widths[last], max(left // 3, left - widths[first]))
     widths[first] = min(widths[first], left - widths[last])
-    lines = []
-    for row, note in zip(cells, ["", *(notes or [""] * len(rows))], strict=True):
+    yield "  ".join(map(_fit, heads, widths, kinds)).rstrip()
+    for row, note in zip_longest(rows, notes, fillvalue=""):
+        line = "  ".join(map(_fit, row, widths, kinds)).rstrip()
+        if note and columns(f"{line} {note}") > room:
+            yield line
+            yield f"    {note}"
+        else:
+            yield f"{line} {note}" if note else line
+
+
+def _fit(text: str, width: int, kind: str) -> str:
+    """Cut or pad a cell, so that it has a width."""
+    if not (text.isascii() and text.isprintable() and len(text) <= width):
         # The names of two pods differ at their ends, as those of two locks do: cut the middle.
-        fitted = [printable(cell, widths[n]) for n, cell in enumerate(row)]
-        fitted[first] = _name(row[first], widths[first])
-        gaps = [" " * (widths[n] - columns(cell)) for n, cell in enumerate(fitted)]
-        padded = [
-            gap + cell if kind == RIGHT else cell + gap
-            for cell, gap, kind in zip(fitted, gaps, kinds, strict=True)
-        ]
-        line = "  ".join(padded).rstrip()
-        if note and columns(f"{line} {note}") <= width():
-            line, note = f"{line} {note}", ""
-        lines += [line, f"    {note}"] if note else [line]
-    return lines
+        text = printable(text)
+        text = _name(text, width) if kind == NAME else printable(text, width)
+        width -= columns(text) - len(text)
+    return text.rjust(width) if kind == RIGHT else text.ljust(width)
 
 
 def _name(text: str, width: int) -> str:

@@ -9,8 +9,9 @@ from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago,
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
-from django_singletask.operators.held import HeldLock, look, with_usual_holds
+from django_singletask.operators.held import look, with_history
 from django_singletask.operators.names import is_call, keys_of, names_of, nearest, patterns
+from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import hold_seconds
 from django_singletask.stores.base import PREFIX
@@ -85,7 +86,7 @@ def why(name: str) -> Why:
     Raises :class:`UnknownLock` if there is nothing, and :class:`LockUnavailable`.
     """
     slot, name = name, lock_of_slot(name) if name.startswith(PREFIX) else name
-    locks = with_usual_holds(look([name]))
+    locks = with_history(look([name]))
     rows, no_history = [], ""
     try:
         rows = _newest_rows(name, locks)
@@ -103,11 +104,11 @@ def why(name: str) -> Why:
     expired = [lock for lock in locks if lock.state == "expired"]
     shown, key, task = name, next(iter(keys_of(name)), name), name.partition("(")[0]
     if first := lock or queued or next(iter(expired), None):
-        shown, key, task = first.name, first.lock_key, first.holder.task or ""
+        shown, key, task = first.name, first.lock_key, first.task or ""
     elif rows:
         shown, key, task = rows[0].name, lock_of_slot(rows[0].key), rows[0].task
     skips = [row for row in rows if row.is_counted]
-    behind = [row for row in skips if lock and row.blocked_by == lock.holder.token]
+    behind = [row for row in skips if lock and row.blocked_by == lock.token]
     newest = {row.kind: row for row in reversed(rows)}
     return Why(
         name=shown,
@@ -116,8 +117,8 @@ def why(name: str) -> Why:
         beside=holding[1:],
         queued=queued,
         expired=expired,
-        alive=is_alive(lock.holder) if lock else None,
-        death=proof_of_death(lock.holder) if lock else None,
+        alive=is_alive(lock.process) if lock else None,
+        death=proof_of_death(lock.process) if lock else None,
         usual=TaskLockEvent.objects.usual_hold(shown, task),
         completed=next((_past(row) for row in rows if row.is_completed), None),
         skipped=next(map(_past, skips), None),
@@ -148,7 +149,7 @@ def _keys(
     was seen last.
     """
     held_first = sorted(locks, key=lambda lock: lock.state not in HOLDING)
-    tasks = {lock.lock_key: lock.holder.task or "" for lock in held_first}
+    tasks = {lock.lock_key: lock.task or "" for lock in held_first}
     for row in rows:
         tasks.setdefault(lock_of_slot(row.key), row.task)
     lock_keys = [key for key in tasks if not key.startswith(QUEUED)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from operator import attrgetter
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
@@ -19,90 +19,20 @@ from django_singletask.history.queries import (
     reading,
     timestamp,
 )
-from django_singletask.holder import Holder, clean
 from django_singletask.locks.address import Address
-from django_singletask.locks.keys import LATEST, QUEUED, LockKey, lock_of_slot
+from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.locks.lease import KEPT
-from django_singletask.locks.liveness import proof_of_death
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import COUNTED, TaskLockEvent
 from django_singletask.operators.names import keys_of
-from django_singletask.stores import CannotList, Entry, get_store
+from django_singletask.operators.rows import HeldLock, lock_of, locks_of
+from django_singletask.stores import CannotList, get_store
 
-__all__ = [
-    "USUAL",
-    "HeldLock",
-    "clear",
-    "held",
-    "look",
-    "must_list",
-    "still_held",
-    "with_usual_holds",
-]
+__all__ = ["USUAL", "clear", "held", "look", "must_list", "still_held", "with_history"]
 
 logger = logging.getLogger("django_singletask")
 
 USUAL = 30
 """Locks whose usual hold is looked up."""
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldLock:
-    """A lock that the store holds now, or what looks like one.
-
-    ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
-    next call on that host; ``"handed_over"``, left to a process that has not received it yet;
-    ``"kept"`` by a run that has returned (``lock_at_least``); ``"queued"``, no lock but the entry
-    of a call that stops its duplicates; ``"blocking"``, such an entry of a call that has begun,
-    which stays until its time is over; or ``"expired"``, an open row of the history whose first
-    lease is over and whose token the store no longer has: the lock is free, or another holder has
-    it. A worker's sweep closes the row, unless its process lives and takes the lock again, as it
-    may when the cache has forgotten the lock.
-
-    ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell;
-    ``skipped`` counts the runs that this holder was in the way of (of a queued call: its
-    duplicates), None without a history. ``usual`` is set by :func:`with_usual_holds`. Each holder
-    of a lock with several slots is a lock here, and ``slots_held`` counts them.
-    """
-
-    name: str
-    key: str
-    holder: Holder
-    held_for: float
-    state: str
-    remaining: float | None
-    skipped: int | None = None
-    usual: UsualHold | None = None
-    slots_held: int = 1
-
-    @property
-    def slots(self) -> int:
-        """How many may hold the lock at once, as its holder knows it."""
-        return self.holder.slots
-
-    @property
-    def lock_key(self) -> str:
-        """The key of the lock; ``key`` is that of the slot if the lock has several."""
-        return lock_of_slot(self.key)
-
-    def goes_by(self, name: str, keys: Collection[str]) -> bool:
-        """Say whether a name, which can stand for these keys, means this lock or this slot."""
-        return self.name == name or self.key in keys or self.lock_key in keys
-
-    @property
-    def queued(self) -> bool:
-        """Whether this is no lock, but the entry of a call that stops its duplicates."""
-        return self.state in {"queued", "blocking"}
-
-    @property
-    def left(self) -> float:
-        """Seconds until an entry ends that nobody renews, by clocks if the store cannot tell."""
-        left = self.holder.timeout - self.held_for if self.remaining is None else self.remaining
-        return max(0.0, left)
-
-    @property
-    def slow(self) -> bool:
-        """Whether it has been held for longer than is usual, as far as that is known."""
-        return self.usual is not None and self.usual.is_exceeded_by(self.held_for)
 
 
 def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
@@ -113,18 +43,23 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
     there are none to be had, and :class:`LockUnavailable`.
     """
     wanted = {name: keys_of(name) for name in sorted(set(names))}
-    locks = _with_slots(_find(wanted))
-    locks += _expired({lock.holder.token for lock in locks})
+    locks = _find(wanted)
+    holders = Counter(lock.lock_key for lock in locks)
+    for lock in locks:
+        lock.slots_held = holders[lock.lock_key]
+    locks += _expired({lock.token for lock in locks})
     locks = [
         lock
         for lock in locks
         if lock.name != SWEEPER
         # A call that is unique until it has finished has its lock as well while it runs.
-        and not (lock.queued and lock.holder.pid)
+        and not (lock.queued and lock.pid)
         and (not wanted or any(lock.goes_by(n, keys) for n, keys in wanted.items()))
-        and (task is None or lock.holder.task == task)
+        and (task is None or lock.task == task)
     ]
-    return sorted(_with_skips(locks), key=lambda lock: (-lock.held_for, lock.name))
+    locks.sort(key=attrgetter("name"))
+    locks.sort(key=attrgetter("held_for"), reverse=True)
+    return locks
 
 
 def look(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
@@ -141,7 +76,7 @@ def still_held(key: str, token: str) -> HeldLock | None:
     Raises :class:`LockUnavailable`.
     """
     locks = (lock for lock in look([key]) if lock.state != "expired")
-    return next((lock for lock in locks if (lock.key, lock.holder.token) == (key, token)), None)
+    return next((lock for lock in locks if (lock.key, lock.token) == (key, token)), None)
 
 
 def must_list() -> None:
@@ -155,23 +90,32 @@ def must_list() -> None:
         ) from error
 
 
-def with_usual_holds(locks: Sequence[HeldLock]) -> list[HeldLock]:
-    """Return the locks and, of those that are held, how long they usually are, by task or name.
+def with_history(locks: list[HeldLock]) -> list[HeldLock]:
+    """Set how many runs each lock was in the way of, and how long it usually is held.
 
-    Each costs a query, so only the longest held, which come first, are looked up: a hold that has
-    only begun cannot be an unusually long one.
+    What is usual for a task, or a name without one, costs a query, so only the longest held, which
+    come first, are looked up: a hold that has only begun cannot be an unusually long one.
     """
+    if conf.history == "off":
+        return locks
+    skipped: Counter[str] = Counter()
+    try:
+        with reading():
+            tokens = (lock.token for lock in locks)
+            for kind, token, count in TaskLockEvent.objects.counts_behind(tokens):
+                skipped[token] += count if kind in COUNTED else 0
+    except NoHistory as error:
+        logger.warning("The skipped runs cannot be counted. %s", error)
+        return locks
     holds: dict[str, UsualHold | None] = {}
     for lock in locks:
-        owner = _owner(lock)
-        if owner and owner not in holds and len(holds) < USUAL:
-            holds[owner] = TaskLockEvent.objects.usual_hold(lock.name, lock.holder.task or "")
-    return [dataclasses.replace(lock, usual=holds.get(_owner(lock))) for lock in locks]
-
-
-def _owner(lock: HeldLock) -> str:
-    """Return the task, or the name without one, whose usual hold is that of a held lock."""
-    return (lock.holder.task or lock.name) if lock.state == "held" else ""
+        lock.skipped = skipped[lock.token]
+        if lock.state == "held":
+            owner = lock.task or lock.name
+            if owner not in holds and len(holds) < USUAL:
+                holds[owner] = TaskLockEvent.objects.usual_hold(lock.name, lock.task or "")
+            lock.usual = holds.get(owner)
+    return locks
 
 
 def clear(lock: HeldLock, *, actor: str) -> bool:
@@ -183,12 +127,12 @@ def clear(lock: HeldLock, *, actor: str) -> bool:
     """
     if not _clear(lock, actor):
         return False
-    if lock.holder.task and not lock.queued:
-        beside = LockKey(lock.name, lock.key).beside(QUEUED, lock.holder.task).key
+    if lock.task and not lock.queued:
+        beside = LockKey(lock.name, lock.key).beside(QUEUED, lock.task).key
         try:
             for entry in _read([beside]):
                 # The entry of a call that is queued behind this one stays.
-                if entry.holder.task_id == lock.holder.task_id:
+                if entry.task_id == lock.task_id:
                     _clear(entry, actor)
         except LockUnavailable as error:
             # Not raised: the lock itself is free, and the caller must hear that.
@@ -198,7 +142,7 @@ def clear(lock: HeldLock, *, actor: str) -> bool:
 
 def _clear(lock: HeldLock, actor: str) -> bool:
     address = Address(conf.cache, LockKey(lock.name, lock.key))
-    return address.clear(lock.holder.token, actor, timeout=None)
+    return address.clear(lock.token, actor, timeout=None)
 
 
 def _find(wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
@@ -216,7 +160,7 @@ def _find(wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
     # A name that hides its arguments, for example, is only found in the list.
     try:
         entries = get_store(conf.cache).entries()
-        return [_stored(key, entry) for key, entry in entries if not key.startswith(LATEST)]
+        return locks_of((key, entry) for key, entry in entries if not key.startswith(LATEST))
     except CannotList:
         return _read({**keys, **dict.fromkeys(_open_keys())})
 
@@ -236,64 +180,22 @@ def _open_keys() -> list[str]:
 
 
 def _read(keys: Iterable[str]) -> list[HeldLock]:
-    entries = get_store(conf.cache).read_many(keys)
-    return [_stored(key, entry) for key, entry in entries.items()]
-
-
-def _with_slots(locks: list[HeldLock]) -> list[HeldLock]:
-    counts = Counter(lock.lock_key for lock in locks)
-    return [
-        dataclasses.replace(lock, slots_held=counts[lock.lock_key]) if lock.slots > 1 else lock
-        for lock in locks
-    ]
-
-
-def _stored(key: str, entry: Entry) -> HeldLock:
-    holder = Holder.decode(entry.value)
-    if holder.kept:
-        state = "blocking" if key.startswith(QUEUED) else "kept"
-    elif key.startswith(QUEUED):
-        state = "queued"
-    elif holder.token and not holder.pid:
-        state = "handed_over"
-    else:
-        state = "dead" if proof_of_death(holder) else "held"
-    return _lock(key, holder, state, entry.remaining)
+    return locks_of(get_store(conf.cache).read_many(keys).items())
 
 
 def _expired(tokens: Collection[str]) -> list[HeldLock]:
     """Return the holds that are open in the history although their tokens are not held."""
-    now = time.time()
+    now, caches = time.time(), {"", conf.cache}
+    rows = TaskLockEvent.objects.open().values_list("pk", "token", "cache", "at", "timeout")
     try:
         with reading():
             over = [
-                row
-                for row in TaskLockEvent.objects.open()[:OPEN]
-                if row.cache in {"", conf.cache}
-                and row.token not in tokens
-                and timestamp(row.at) + row.timeout < now
+                pk
+                for pk, token, cache, at, timeout in rows[:OPEN]
+                if cache in caches and token not in tokens and timestamp(at) + timeout < now
             ]
             # A run may have ended since the store was read: its row is closed by now.
-            over = TaskLockEvent.objects.still_open(over)
+            holders = [(row.key, row.holder()) for row in TaskLockEvent.objects.still_open(over)]
     except NoHistory:
         return []
-    return [_lock(row.key, row.holder(), "expired") for row in over]
-
-
-def _lock(key: str, holder: Holder, state: str, remaining: float | None = None) -> HeldLock:
-    held_for = max(0.0, time.time() - holder.since) if holder.since else 0.0
-    return HeldLock(holder.name or clean(key, 255), key, holder, held_for, state, remaining)
-
-
-def _with_skips(locks: list[HeldLock]) -> list[HeldLock]:
-    if conf.history == "off":
-        return locks
-    skipped = dict.fromkeys((lock.holder.token for lock in locks), 0)
-    try:
-        with reading():
-            for row in TaskLockEvent.objects.blocked_by(skipped):
-                skipped[row.blocked_by] += row.count
-    except NoHistory as error:
-        logger.warning("The skipped runs cannot be counted. %s", error)
-        return locks
-    return [dataclasses.replace(lock, skipped=skipped[lock.holder.token]) for lock in locks]
+    return [lock_of(key, holder, holder, "expired", now) for key, holder in holders]

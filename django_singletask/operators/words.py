@@ -78,15 +78,13 @@ def compact(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h 02m``, ``3d 04h``."""
-    parts: list[str] = []
-    left = int(seconds)
-    for letter, unit in UNITS.items():
-        number, left = divmod(left, unit)
-        if parts:
-            parts.append(f"{number:02d}{letter}")
-        elif number or letter == "s":
-            parts.append(f"{number}{letter}")
-    return " ".join(parts[:2])
+    minutes, left = divmod(int(seconds), 60)
+    if not minutes:
+        return f"{left}s"
+    if minutes < 60:
+        return f"{minutes}m {left:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m" if hours < 24 else f"{hours // 24}d {hours % 24:02d}h"
 
 
 def in_words(seconds: float) -> str:

@@ -8,8 +8,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -27,9 +28,9 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.explain import UnknownLock, why
-from django_singletask.operators.held import HeldLock
 from django_singletask.operators.names import names_of
 from django_singletask.operators.probe import probe
+from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.words import compact, plural
 
 __all__ = ["Command"]
@@ -87,7 +88,7 @@ class Command(BaseCommand):
         names, task = options["names"], options["task"]
         held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
         with asking_the_cache():
-            locks = held.with_usual_holds(held.held(names, task=task))
+            locks = held.with_history(held.held(names, task=task))
             if held_over or starving:
                 alarms.must_be_known(names, task, locks)
         if not locks and conf.history != "off":
@@ -97,7 +98,7 @@ class Command(BaseCommand):
             except NoHistory as error:  # a hold that expired would not be seen
                 self.stderr.write(printable(str(error)))
         if options["json"]:
-            self.print_json(locks)
+            self.print_lines(listings.json_rows(locks))
         elif locks:
             self.print_table(listings.lock_table(locks))
         else:
@@ -121,8 +122,8 @@ class Command(BaseCommand):
         with asking_the_cache():
             if options["queued"] and not names:
                 held.must_list()
-            locks = held.with_usual_holds(held.held(names, task=task))
-            chosen = [lock for lock in locks if _is_chosen(lock, options)]
+            locks = held.held(names, task=task)
+            chosen = held.with_history([lock for lock in locks if _is_chosen(lock, options)])
             missing = [name for name in names if not alarms.is_among(name, chosen)]
             nothing = _not_there(missing, locks, options) if missing or not chosen else ""
         if nothing and (names or task or options["token"]):
@@ -136,7 +137,7 @@ class Command(BaseCommand):
             self.confirm(len(chosen), options)
         with asking_the_cache():
             to_free = [] if options["dry_run"] else chosen
-            freed = [lock for lock in to_free if held.clear(lock, actor=actor())]
+            freed = {lock.key for lock in to_free if held.clear(lock, actor=actor())}
         self.report(chosen, freed, options)
 
     def confirm(self, count: int, options: dict[str, Any]) -> None:
@@ -157,19 +158,20 @@ class Command(BaseCommand):
             raise CommandError("Nothing was freed; --yes frees without asking.")
 
     def report(
-        self, locks: Sequence[HeldLock], freed: Sequence[HeldLock], options: dict[str, Any]
+        self, locks: Sequence[HeldLock], freed: Collection[str], options: dict[str, Any]
     ) -> None:
-        """Say what was freed, or would be; exit with 1 if a lock was not."""
+        """Say what was freed (``freed`` are keys), or would be; exit with 1 if a lock was not."""
         noun, would, done = "lock", "Would free", "Freed"
         if options["queued"]:
             noun, would, done = "queued call", "Would forget", "Forgot"
         if options["json"]:
-            self.print_json([{**listings.as_json(each), "freed": each in freed} for each in locks])
+            rows = [{**listings.as_json(lock), "freed": lock.key in freed} for lock in locks]
+            self.print_lines(listings.json_rows(rows))
         elif options["dry_run"]:
             self.stdout.write(f"{would} {plural(len(locks), noun)}.")
         elif freed:
             self.stdout.write(self.style.SUCCESS(f"{done} {plural(len(freed), noun)}."))
-        kept = [printable(lock.name) for lock in locks if lock not in freed]
+        kept = [printable(lock.name) for lock in locks if lock.key not in freed]
         if kept and not options["dry_run"]:
             raise CommandError(
                 f"Not freed: {', '.join(kept)}. The holder that was shown no longer has it."
@@ -187,7 +189,7 @@ class Command(BaseCommand):
         if conf.history == "off":
             self.stderr.write("SINGLETASK_HISTORY = 'off': only old rows are there.")
         if options["json"]:
-            self.print_json(rows)
+            self.print_lines(listings.json_rows(rows))
         elif rows:
             self.print_table(listings.history_table(rows))
         else:
@@ -234,9 +236,14 @@ class Command(BaseCommand):
     def print_json(self, data: Any) -> None:
         self.stdout.write(json.dumps(data, indent=2, default=listings.as_json))
 
-    def print_table(self, lines: Sequence[str]) -> None:
+    def print_table(self, lines: Iterator[str]) -> None:
         """Print a table, its head in colour on a terminal."""
-        self.stdout.write("\n".join([self.style.MIGRATE_HEADING(lines[0]), *lines[1:]]))
+        self.print_lines(chain([self.style.MIGRATE_HEADING(next(lines))], lines))
+
+    def print_lines(self, lines: Iterator[str]) -> None:
+        """Print lines while they are made: there may be very many."""
+        while some := [*islice(lines, 1000)]:
+            self.stdout.write("\n".join(some))
 
 
 @contextmanager
@@ -261,7 +268,7 @@ def actor() -> str:
 
 def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
     return (
-        options["token"] in (None, lock.holder.token)
+        options["token"] in (None, lock.token)
         and lock.queued == options["queued"]
         and lock.state != "expired"
         and (lock.state == "dead" or not options["dead"])
@@ -282,7 +289,7 @@ def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[
     if criteria:
         by = " by that token" if token and missing else ""
         sentences = [f"Not {what}{by}: {', '.join(map(printable, criteria))}."]
-    states = {lock.state for lock in locks if token in (None, lock.holder.token)}
+    states = {lock.state for lock in locks if token in (None, lock.token)}
     if "expired" in states:
         sentences.append("Expired is not held: there is nothing to free.")
     if "queued" in states and not (queued or dead):

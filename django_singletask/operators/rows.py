@@ -1,0 +1,122 @@
+"""Turn what a store has into rows: a list of 100,000 locks keeps what is shown, and no more."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Iterable
+from operator import attrgetter
+from typing import Any
+
+from django_singletask.history.queries import UsualHold
+from django_singletask.holder import Holder, Process, clean, describe_run
+from django_singletask.locks.keys import QUEUED, lock_of_slot
+from django_singletask.locks.liveness import proof_of_death
+from django_singletask.stores import Entry
+
+__all__ = ["HeldLock", "lock_of", "locks_of"]
+
+PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
+RECORD = attrgetter("token", "task", "task_id", "since", "timeout", "slots")
+"""What is read of a holder: of its process, which many locks share, and of the rest."""
+
+
+@dataclasses.dataclass(slots=True)
+class HeldLock:
+    """A lock that the store holds now, or what looks like one.
+
+    ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
+    next call on that host; ``"handed_over"``, left to a process that has not received it yet;
+    ``"kept"`` by a run that has returned (``lock_at_least``); ``"queued"``, no lock but the entry
+    of a call that stops its duplicates; ``"blocking"``, such an entry of a call that has begun,
+    which stays until its time is over; or ``"expired"``, an open row of the history whose first
+    lease is over and whose token the store no longer has: the lock is free, or another holder has
+    it. A worker's sweep closes the row, unless its process lives and takes the lock again, as it
+    may when the cache has forgotten the lock.
+
+    ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell.
+    Each holder of a lock with several slots is a lock here, and ``slots_held`` counts them.
+    :func:`with_history` sets ``skipped`` and ``usual``: ``skipped`` counts the runs that this
+    holder was in the way of (of a queued call: its duplicates), and is None without a history.
+    """
+
+    name: str
+    key: str
+    state: str
+    held_for: float
+    remaining: float | None
+    process: Process
+    token: str
+    task: str | None
+    task_id: str | None
+    since: float
+    timeout: float
+    slots: int
+    slots_held: int = 1
+    skipped: int | None = None
+    usual: UsualHold | None = None
+
+    @property
+    def host(self) -> str:
+        return self.process.host
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def run(self) -> str:
+        """The run that has the lock, and its process, in words."""
+        return describe_run(self.task_id, self.host, self.pid)
+
+    @property
+    def lock_key(self) -> str:
+        """The key of the lock; ``key`` is that of the slot if the lock has several."""
+        return lock_of_slot(self.key)
+
+    def goes_by(self, name: str, keys: Collection[str]) -> bool:
+        """Say whether a name, which can stand for these keys, means this lock or this slot."""
+        return self.name == name or self.key in keys or self.lock_key in keys
+
+    @property
+    def queued(self) -> bool:
+        """Whether this is no lock, but the entry of a call that stops its duplicates."""
+        return self.state in {"queued", "blocking"}
+
+    @property
+    def left(self) -> float:
+        """Seconds until an entry ends that nobody renews, by clocks if the store cannot tell."""
+        left = self.timeout - self.held_for if self.remaining is None else self.remaining
+        return max(0.0, left)
+
+    @property
+    def slow(self) -> bool:
+        """Whether it has been held for longer than is usual, as far as that is known."""
+        return self.usual is not None and self.usual.is_exceeded_by(self.held_for)
+
+
+def locks_of(entries: Iterable[tuple[str, Entry]]) -> list[HeldLock]:
+    """Return entries of the store as locks. Each process is kept once, and judged once."""
+    processes: dict[Any, tuple[Process, str]] = {}
+    now, locks = time.time(), []
+    for key, entry in entries:
+        holder = Holder.decode(entry.value)
+        facts = PROCESS(holder)
+        if facts not in processes:
+            processes[facts] = Process(*facts), "dead" if proof_of_death(holder) else "held"
+        process, state = processes[facts]
+        if holder.kept:
+            state = "blocking" if key.startswith(QUEUED) else "kept"
+        elif key.startswith(QUEUED):
+            state = "queued"
+        elif holder.token and not holder.pid:
+            state = "handed_over"
+        locks.append(lock_of(key, holder, process, state, now, entry.remaining))
+    return locks
+
+
+def lock_of(
+    key: str, holder: Holder, process: Process, state: str, now: float, left: float | None = None
+) -> HeldLock:
+    name, held_for = holder.name or clean(key, 255), max(0.0, now - (holder.since or now))
+    return HeldLock(name, key, state, held_for, left, process, *RECORD(holder))
