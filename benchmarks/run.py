@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS.rst"
 PICTURE = ROOT / "docs/pictures/benchmarks.svg"
 PARTS = ["redis", "loop", "memcached", "database", "conflict", "enqueue", "keys", "worker"]
-PARTS += ["requeue", "held"]
+PARTS += ["history", "requeue", "held"]
 BUSY_PARTS = ["redis", "memcached", "conflict", "worker"]
 """They are measured again while another process keeps one core busy: no user's machine is quiet."""
 
@@ -145,7 +145,7 @@ def version_of(server: servers.Server) -> str:
 
 def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
     """Measure one part. "held" comes last, because many held locks slow down everything else."""
-    from benchmarks import calls, conflicts, held, locks, requeue, workers
+    from benchmarks import calls, conflicts, held, history, locks, requeue, workers
 
     rounds = 20 if quick else 300
     levels = [10, 1000, 2000] if quick else [10, 100, 1000, 10_000, 100_000]
@@ -161,6 +161,7 @@ def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
         "enqueue": lambda: [calls.enqueue(rounds)],
         "keys": lambda: [calls.keys(rounds)],
         "worker": lambda: [workers.throughput(*((2, 200) if quick else (11, 1000)), busy)],
+        "history": lambda: history.cost(*((1, 200) if quick else (5, 3000))),
         "requeue": lambda: [requeue.requeue(300 if quick else 20_000)],
         "held": lambda: [held.held(rounds, levels)],
     }

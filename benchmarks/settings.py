@@ -22,7 +22,12 @@ DATABASES = {
         "USER": "singletask",
         "HOST": "127.0.0.1",
         "PORT": os.environ["BENCHMARK_POSTGRES_PORT"],
-    }
+    },
+    # The benchmark of the history names the file.
+    "sqlite": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "OPTIONS": {"transaction_mode": "IMMEDIATE", "init_command": "PRAGMA journal_mode=WAL"},
+    },
 }
 CACHES = {
     "default": {"BACKEND": f"{BACKENDS}.redis.RedisCache", "LOCATION": f"{REDIS}/0"},

@@ -123,13 +123,6 @@ def test_run_in_trouble_is_not_left_to_the_next_write(background):
     assert [row.kind for row in rows(outcome="lost")] == ["acquired"]
 
 
-def test_skip_is_written_before_the_run_that_is_left_to_the_next_write(background):
-    background.events += [event(token=""), *skips(1)]
-    write_once(background)
-    write_once(background)
-    assert sorted(row.kind for row in rows()) == ["acquired", "skipped"]
-
-
 def test_rows_are_written_beside_the_transaction_of_the_task():
     with transaction.atomic():
         with TaskLock("nightly"):
