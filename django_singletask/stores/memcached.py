@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from django_singletask import clock
 from django_singletask.stores.base import MAX_KEY, TRIES, Entry, Outcome, Slots
@@ -13,8 +13,6 @@ from django_singletask.stores.epoch import EPOCH, ForgetfulStore
 from django_singletask.stores.pipeline import Pipeline
 
 __all__ = ["PyLibMCStore", "PyMemcacheStore"]
-
-T = TypeVar("T")
 
 PLAIN_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY}}}")
 """Keys that memcached takes; Django looks at each character, and that takes fifty times as long."""
@@ -123,26 +121,23 @@ class MemcachedStore(ForgetfulStore):
         """Return the cache key as the client wants it."""
         return self.make_key(key)
 
-    def _add(self, name: Any, value: bytes, expiry: int) -> bytes | None:
+    def _add(self, name: Any, value: bytes, expiry: int) -> Any:
         """Add an entry if there is none; return the value that is there then, None if it is gone.
 
         A request that was sent twice finds its own value there.
         """
         if self.pipeline and self.client.sock:  # the client connects at its own requests
-            present: bytes | None = self._ask(self.pipeline.add, name, value, expiry)
-            return present
+            return self._ask(self.pipeline.add, name, value, expiry)
         return value if self._ask(self.client.add, name, value, expiry) else self._gets(name)[0]
 
-    def _gets(self, name: Any) -> tuple[bytes | None, Any]:
+    def _gets(self, name: Any) -> Any:
         """Return the value, None if there is no entry, and its cas number."""
-        value, cas = self._ask(self.client.gets, name) or (None, None)
-        return value, cas
+        return self._ask(self.client.gets, name) or (None, None)
 
-    def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
-        values: dict[str, bytes] = self._ask(self.client.get_multi, cache_keys)
-        return values
+    def _get_many(self, cache_keys: list[str]) -> Any:
+        return self._ask(self.client.get_multi, cache_keys)
 
-    def _repeat(self, ask: Callable[..., T], *args: Any) -> T:
+    def _repeat(self, ask: Any, *args: Any) -> Any:
         """Ask once more if the server has closed the connection; for what can be asked twice.
 
         A server that was restarted has closed it, however long ago that was, and the client learns
@@ -225,7 +220,7 @@ class PyLibMCStore(MemcachedStore):
         #   thread 2:                          b"b" ...
         return self.make_key(key).encode()
 
-    def _gets(self, name: bytes) -> tuple[bytes | None, Any]:
+    def _gets(self, name: bytes) -> Any:
         # gets says "no entry" too if the server does not answer or has closed the connection. get
         # raises then. If get finds an entry, gets must be asked again, for the cas number.
         while True:

@@ -35,7 +35,7 @@ class Pipeline:
 
     def __init__(self, client: Any) -> None:
         self.client = client
-        self._taken: Any = None
+        self._taken: tuple[Any, ...] = (None,)
 
     def add(self, name: str, value: bytes, expiry: int) -> bytes | None:
         """Add an entry if there is none; return the value that is there then, None if it is gone.
@@ -54,15 +54,14 @@ class Pipeline:
             if not received or NO_REPLY.match(reply):
                 raise ConnectionError(f"No answer of memcached: {reply[:80]!r}")
             answer = REPLY.fullmatch(reply)
-        present: bytes | None = answer["value"]
-        if present == value:
+        if answer["value"] == value:
             self._taken = name, value, answer["cas"], sock, clock.now() + FRESH
-        return present
+        return answer["value"]
 
     def remembered(self, name: str, value: bytes) -> tuple[bytes, bytes] | None:
         """Return the value and the cas number of an entry that was just added here, once."""
-        taken, self._taken = self._taken, None
-        if taken is None or taken[:2] != (name, value):
+        taken, self._taken = self._taken, (None,)
+        if taken[:2] != (name, value):
             return None
         *_, cas, sock, until = taken
         return (value, cas) if sock is self.client.sock and clock.now() < until else None
