@@ -42,6 +42,10 @@ app.conf.ONCE = {
 }
 
 
+WORK = 0.02
+"""Seconds that a task computes which is no no-op."""
+
+
 @cache
 def marks() -> int:
     return os.open(os.environ["BENCHMARK_MARKS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -63,9 +67,21 @@ def ran() -> None:
     os.write(marks(), struct.pack("d", time.monotonic()))
 
 
+def work() -> None:
+    ends = time.thread_time() + WORK
+    while time.thread_time() < ends:
+        pass
+    ran()
+
+
 @app.task
 def plain(number: int) -> None:
     ran()
+
+
+@app.task
+def plain_works(number: int) -> None:
+    work()
 
 
 @app.task
@@ -113,3 +129,7 @@ if apps.is_installed("django_singletask"):
         def deliver(task_id: str, task: Task, args: tuple[int], **kwargs: Any) -> None:
             header = Header.of(task.request.headers, task_id, task.name)
             note(args[0], header.hops if header else 0)
+
+    @app.task(base=SingletonTask)
+    def ours_works(number: int) -> None:
+        work()

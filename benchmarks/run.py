@@ -160,7 +160,10 @@ def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
         ],
         "enqueue": lambda: [calls.enqueue(rounds)],
         "keys": lambda: [calls.keys(rounds)],
-        "worker": lambda: [workers.throughput(*((2, 200) if quick else (11, 1000)), busy)],
+        "worker": lambda: [
+            workers.throughput(*((2, 200) if quick else (11, 1000)), busy),
+            workers.working(*((2, 20) if quick else (11, 200)), busy),
+        ],
         "history": lambda: history.cost(*((1, 200) if quick else (5, 3000))),
         "requeue": lambda: [requeue.requeue(300 if quick else 20_000)],
         "held": lambda: [held.held(rounds, levels)],

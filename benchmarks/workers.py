@@ -60,27 +60,28 @@ CANDIDATES: Tasks = {
     "celery-once (no owner check)": (app.celery_once, {"BENCHMARK_PEER": "yes"}),
     "recipe, RedisCache (no owner check)": (app.recipe, {"BENCHMARK_PEER": "yes"}),
 }
+WORKING: Tasks = {
+    PLAIN: (app.plain_works, {"BENCHMARK_PEER": "yes"}),
+    LISTENING: (app.ours_works, {"BENCHMARK_HISTORY": "background"}),
+    SILENT: (app.ours_works, {"BENCHMARK_HISTORY": "off"}),
+}
+
+
+def working(rounds: int, calls: int, busy: bool) -> Table:
+    """Measure tasks that work, as most do."""
+    series, _lags = rates(WORKING, rounds, calls)
+    text = (
+        f"Each task computes for {app.WORK * 1000:.0f} ms, by the clock of its thread. In each "
+        f"turn, {calls:,} messages wait in the queue."
+    )
+    checks = [at_least(series, LISTENING, 0.98, PLAIN)]
+    title = titled(f"Throughput of a worker, {app.WORK * 1000:.0f} ms of work", busy)
+    return compared(title, text, series, checks, "tasks/s")
 
 
 def throughput(rounds: int, calls: int, busy: bool) -> Table:
-    """Let one worker at a time process its queue. The others are running, but idle."""
-    client = redis.Redis.from_url(f"{REDIS}/1")
-    numbers = itertools.count()
-    series = Series({name: [] for name in CANDIDATES})
-    lags: list[float] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="singletask-") as folder,
-        running(Path(folder)) as order,
-    ):
-        shuffle = random.Random(6).shuffle
-        for number in range(-1, rounds):  # the first round warms up all processes
-            shuffle(order)
-            for candidate in order:
-                result = turn(client, candidate, numbers, calls)
-                if number >= 0:
-                    series[candidate.name].append(result.rate)
-                    if candidate.history:
-                        lags.append(result.lag)
+    """Measure no-op tasks."""
+    series, lags = rates(CANDIDATES, rounds, calls)
     checks = [
         at_least(series, LISTENING, 0.82, PLAIN),
         at_least(series, SILENT, 0.93, PLAIN),
@@ -93,6 +94,31 @@ def throughput(rounds: int, calls: int, busy: bool) -> Table:
         "take their lock when the call is sent: half of their work is not in this figure."
     )
     return compared(titled("Throughput of a worker", busy), text, series, checks, "tasks/s")
+
+
+def rates(tasks: Tasks, rounds: int, calls: int) -> tuple[Series, list[float]]:
+    """Let one worker at a time process its queue. The others are running, but idle.
+
+    Return tasks a second, and the seconds from the last run until the history is written.
+    """
+    client = redis.Redis.from_url(f"{REDIS}/1")
+    numbers = itertools.count()
+    series = Series({name: [] for name in tasks})
+    lags: list[float] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="singletask-") as folder,
+        running(Path(folder), tasks) as order,
+    ):
+        shuffle = random.Random(6).shuffle
+        for number in range(-1, rounds):  # the first round warms up all processes
+            shuffle(order)
+            for candidate in order:
+                result = turn(client, candidate, numbers, calls)
+                if number >= 0:
+                    series[candidate.name].append(result.rate)
+                    if candidate.history:
+                        lags.append(result.lag)
+    return series, lags
 
 
 @contextmanager
