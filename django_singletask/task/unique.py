@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from datetime import datetime, timezone
@@ -66,8 +65,9 @@ class QueuedCall:
     def __init__(
         self, key: LockKey, options: LockOptions, run: Run, value: bytes | None = None
     ) -> None:
-        self.lock_address = Address(conf.cache, key, quiet=not options.lock_history)
-        self.address = Address(conf.cache, key.beside(QUEUED, run.task or ""), silent=True)
+        cache = conf.cache
+        self.lock_address = Address(cache, key, quiet=not options.lock_history)
+        self.address = Address(cache, key.beside(QUEUED, run.task or ""), silent=True)
         self.options = options
         self.run = run
         self.value = value
@@ -88,8 +88,7 @@ class QueuedCall:
         """
         # The producer may end while its call is queued, so its death proves nothing: store no
         # process.
-        holder = dataclasses.replace(self._holder(self._queued_for(delay)), pid=0, start="")
-        lease = Lease(self.address, holder)
+        lease = Lease(self.address, self._holder(self._queued_for(delay), pid=0, start=""))
         # Known here before it is added: whatever strikes after that, give_back() can free it.
         self.value = lease.value
         replaces = self.options.on_duplicate == "replace"
@@ -146,8 +145,10 @@ class QueuedCall:
         from_sending = self.options.unique_until == "expiry"
         return float(min(self.options.unique_for + (0 if from_sending else delay), MAX_LEASE))
 
-    def _holder(self, length: float) -> Holder:
-        return self.run.holder(self.address.lock_key.name, length)
+    def _holder(self, length: float, **process: Any) -> Holder:
+        task, task_id, retries, token, *_ = self.run
+        run = {"task": task, "task_id": task_id, "retries": retries, **process}
+        return Holder.new(self.address.lock_key.name, length, token=token, **run)
 
     # In the worker
 
