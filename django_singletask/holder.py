@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from unicodedata import category
 
@@ -30,6 +30,8 @@ __all__ = [
 IS_TOKEN = re.compile("[!-9;-~]{1,32}")
 LONGEST = 255
 """Characters of a text: of a column, and of the longest name or task id."""
+USUAL = 4096
+"""Bytes of a record that is worth keeping in memory."""
 MOST = 2**31 - 1
 """The largest number that a column holds."""
 MONTH = 30 * 24 * 60 * 60
@@ -95,10 +97,7 @@ class Holder(Process):
     @classmethod
     def decode(cls, value: bytes) -> Holder:
         """Read a record; bytes that something else wrote become a holder without a name."""
-        try:
-            return cls.from_dict(json.loads(value))
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-            return cls.from_dict({})
+        return _decode(value) if len(value) <= USUAL else _decode.__wrapped__(value)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Holder:
@@ -141,6 +140,15 @@ class Holder(Process):
 
     def __str__(self) -> str:
         return describe_run(self.task_id, self.host, self.pid)
+
+
+@lru_cache(maxsize=64)
+def _decode(value: bytes) -> Holder:
+    """Read a record once, although many runs may meet its holder."""
+    try:
+        return Holder.from_dict(json.loads(value))
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return Holder.from_dict({})
 
 
 def describe_run(task_id: str | None, host: str, pid: int) -> str:
