@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
+from django_singletask import clock
 from django_singletask.holder import Process, read_stat, this_process
 
 __all__ = ["is_alive", "is_gone", "proof_of_death", "started_at"]
+
+ALIVE_FOR = 0.01
+"""Seconds for which a process that was seen alive is only asked whether its number is in use."""
+_alive: tuple[int, str, float] = 0, "", 0.0
+"""The process that was seen alive last, and until when it counts as alive."""
 
 
 def proof_of_death(holder: Process) -> str | None:
@@ -29,6 +35,7 @@ def proof_of_death(holder: Process) -> str | None:
 
 def is_gone(pid: int, start: str) -> str | None:
     """Say how it is known that a process of this machine is gone; None if there is no proof."""
+    global _alive
     if os.name == "nt":
         return None  # kill(pid, 0) would end the process there
     try:
@@ -39,6 +46,10 @@ def is_gone(pid: int, start: str) -> str | None:
         return None  # no pid at all
     except OSError:
         pass  # it is somebody else's: it lives
+    # Many runs may meet one holder at the same time. If its process has ended since the last look
+    # and its number is still in use, this look finds no proof; one after ALIVE_FOR finds it.
+    if _alive[:2] == (pid, start) and clock.now() < _alive[2]:
+        return None
     # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
     fields = read_stat(pid)
     if not fields:
@@ -47,6 +58,7 @@ def is_gone(pid: int, start: str) -> str | None:
         return f"process {pid} has ended"
     if start and fields[19] != start:
         return f"process {pid} is another one by now"
+    _alive = pid, start, clock.now() + ALIVE_FOR
     return None
 
 
