@@ -162,7 +162,8 @@ class RedisStore(ForgetfulStore):
             if isinstance(reply, int):
                 return slots.keys[reply]
             if reply:
-                return {slots.keys[i]: Entry(_bytes(each), _left(ms)) for i, each, ms in reply}
+                parts = (_bytes(each).split(b" ", 2) for each in reply)
+                return {slots.keys[int(i)]: Entry(each, _left(int(ms))) for i, ms, each in parts}
             self.look()  # and be held back if the epoch that was known is over
 
     def add_epoch(self, value: bytes) -> None:
