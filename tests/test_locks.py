@@ -1120,7 +1120,7 @@ def take_and_give_back(name, use, line):
     return False
 
 
-FILES = {"lock.py", "lease.py", "use.py", "handover.py"}
+FILES = {"acquisition.py", "held.py", "lock.py", "lease.py", "handover.py"}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
-__all__ = ["Place", "around", "enter", "here", "innermost", "leave", "outlast"]
+__all__ = ["around", "enter", "here", "innermost", "leave", "outlast"]
 
 
 Place = tuple[object, int | None]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockError, LockLost
 from django_singletask.locks.fencing import fencing_token
 from django_singletask.locks.handover import hand_over
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.steps import offer_in_thread
-from django_singletask.locks.use import Use
 from django_singletask.locks.view import LockView
+
+if TYPE_CHECKING:
+    from django_singletask.locks.acquisition import Acquisition
 
 __all__ = ["HeldLock"]
 
@@ -19,7 +23,10 @@ class HeldLock(LockView):
 
     lease: Lease | None = None
     """The last acquisition; ``lease.held`` says whether it lasts."""
-    _use: Use
+    _user: Acquisition | None = None
+    """The acquisition, or the block, that uses this object now."""
+    _received: Acquisition | None = None
+    """The same until a block enters a lock that was received."""
 
     def __repr__(self) -> str:
         state = f"held, token {self.token}" if self.token else "not held"
@@ -43,7 +50,7 @@ class HeldLock(LockView):
         try:
             return lease.release("returned")
         finally:
-            self._use.end()
+            self._end_use()
 
     arelease = offer_in_thread(release)
 
@@ -61,7 +68,7 @@ class HeldLock(LockView):
             return hand_over(self._held_lease(), for_)
         finally:
             if not self:
-                self._use.end()
+                self._end_use()
 
     @property
     def lost(self) -> bool:
@@ -116,3 +123,40 @@ class HeldLock(LockView):
         if self.lease is None or not self.lease.held:
             raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
         return self.lease
+
+    # Who uses this object
+    #
+    # It is in use from before the take until after the release, and for as long as a block runs,
+    # also one that is skipped. Without that, the acquisition of one thread would let the other
+    # thread in:
+    #
+    #   thread 1: with LOCK as lock: (taken)  body ...................... exit: frees it
+    #   thread 2:     with LOCK as lock: (held by another)   if lock: True, by thread 1 -> body
+    #
+    # setdefault() and pop() are one step each, also between threads.
+
+    def _reserve(self, user: Acquisition) -> None:
+        """Reserve the object; raises :class:`LockError` if it is in use."""
+        if vars(self).setdefault("_user", user) is not user:
+            raise LockError(
+                f"This TaskLock of {self.name} is in use: one object serves one acquisition at a "
+                "time. Make one for each use: with TaskLock(…):"
+            )
+
+    def _begin_block(self, block: Acquisition) -> bool:
+        """Reserve the object for a block; say whether it holds the lock already."""
+        if vars(self).pop("_received", None) is None:
+            self._reserve(block)
+            return False
+        self._user = block
+        return True
+
+    def _end_use(self) -> None:
+        """Let the object be used again; inside a block, the end of the block does it."""
+        if self._user is not None and not self._user.in_block:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        """Let the object be used again, whoever uses it."""
+        vars(self).pop("_received", None)
+        vars(self).pop("_user", None)

@@ -10,6 +10,7 @@ from django_singletask.exceptions import LockError
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.address import Address, blocker_facts
+from django_singletask.locks.run import NO_RUN, Run
 from django_singletask.stores import Outcome, get_store
 from django_singletask.stores.base import marker_key
 
@@ -51,16 +52,22 @@ class Holding:
     """How often the cache forgot the entry and it was set again."""
     fence: int | None = None
     """The fencing token, once it was fetched."""
-    place: object = None
-    """The thread and asyncio task that took the entry."""
     reason = ""
     """What the history says of a run that lost its lock or took it again."""
     _lost = _reported = _is_missing = False
     _child_asked_at = 0.0
 
     def __init__(
-        self, address: Address, holder: Holder, *, renews: bool = True, at_least: float = 0
+        self,
+        address: Address,
+        holder: Holder,
+        *,
+        renews: bool = True,
+        at_least: float = 0,
+        run: Run = NO_RUN,
+        place: object = None,
     ) -> None:
+        """``run`` is that of a delivery; ``place`` the thread and asyncio task that takes it."""
         self.address = address
         self.cache = address.cache
         self.key = address.key
@@ -70,6 +77,8 @@ class Holding:
         self.length = holder.timeout
         self.renews = renews and holder.pid > 0
         self.at_least = at_least
+        self.place = place
+        self.slots = run.slots(address.lock_key, holder)
 
     @property
     def due_at(self) -> float:

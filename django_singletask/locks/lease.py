@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
-from django_singletask.locks.address import Address
 from django_singletask.locks.debts import Kept, release
 from django_singletask.locks.holding import Holding, margin
 from django_singletask.locks.keys import LockKey
-from django_singletask.locks.run import NO_RUN, Run
 from django_singletask.locks.steps import do
 from django_singletask.stores import (
     Entry,
     ForgetfulStore,
     Forgotten,
     Outcome,
-    Slots,
     Store,
     get_store,
 )
-from django_singletask.stores.base import MAX_SLOTS
 
 __all__ = ["KEPT", "Lease"]
 
@@ -41,14 +36,6 @@ MAX_HELD_BACK = 3
 MAX_LATE = 3
 """Leases that one take gives back because they ended before the reply came."""
 
-# Processes that allow different numbers of slots
-#
-# A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. Who allows 2 neither
-# takes nor counts those slots, so until the old processes are gone there are 5 runs at most, never
-# more than the greatest number that a process allows. A redelivery looks at all slots that there
-# can be, and finds its own first run in whichever it is, also if by now there is one slot. With
-# several slots a retry does so too: the try before it may still have to give back its slot.
-
 
 class Lease(Holding):
     """One acquisition of the entry at an address, by the process in ``holder``.
@@ -61,82 +48,89 @@ class Lease(Holding):
     """Whether the take has freed the entry of a dead run of the same task id."""
     kept = False
     """Whether the release has left the entry there, or will, as ``at_least`` says."""
+    blocker: Holder | None = None
+    """Who is in the way, after a conflict."""
+    blocker_remaining: float | None = None
+    """The seconds left of the lease of ``blocker``; None where the store cannot tell."""
     others: Sequence[Holder] = ()
     """All that were in the way, if the lock has several slots."""
-
-    def __init__(
-        self, address: Address, holder: Holder, *, run: Run = NO_RUN, **options: Any
-    ) -> None:
-        """``run`` is that of a delivery, which takes nothing beside an earlier run of its own."""
-        super().__init__(address, holder, **options)
-        if holder.slots == 1 and not run.redelivered:
-            self.slots = Slots((self.key,))
-        else:
-            looks_at = MAX_SLOTS if run.redelivered or run.retries else holder.slots
-            # A body may take slots in several threads and asyncio tasks: those have no mark.
-            mark = holder.mark() if run.task_id else b""
-            self.slots = Slots(address.lock_key.slots(looks_at), holder.slots, mark)
+    is_waiting = False
+    """Whether the take goes on with another attempt, after a pause."""
+    _freed = _late = _held_back = 0
 
     # Taking
 
-    def take(self) -> tuple[Holder | None, float | None]:
-        """Do the :meth:`steps` of a take here, and return their result."""
-        return do(self.steps())
+    def take(self) -> Holder | None:
+        """Add the entry; return None if it was added, else who is in the way."""
+        try:
+            do(self.attempt)
+        except BaseException:
+            self.give_up()
+            raise
+        return self.blocker
 
-    def steps(self) -> Generator[float, None, tuple[Holder | None, float | None]]:
-        """Add the entry; return None if it was added, else who is in the way, and for how long.
+    def attempt(self) -> float | None:
+        """Try to add the entry; return the seconds until the next attempt if one is necessary.
 
-        The seconds left are None where the store cannot tell. Entries of holders that are proven
-        dead are freed first. Raises :class:`LockUnavailable`, and then gives back what the
-        request may have taken.
+        Otherwise the entry is ``held``, or ``blocker`` has it. Entries of holders that are proven
+        dead are freed first. Raises :class:`LockUnavailable`, and then gives back what the request
+        may have taken. The next attempt may be made in another thread.
         """
         store = get_store(self.cache)
         self.watched = isinstance(store, ForgetfulStore)
-        # The entry of a queued call protects nothing that runs: it need not wait for holders.
-        heeds_epoch = self.holder.pid > 0
-        freed = late = held_back = 0
+        # The entry of a queued call protects nothing that runs: it need not wait for holders. And
+        # a cache that is emptied all the time protects nothing.
+        heeds_epoch = self.holder.pid > 0 and self._held_back < MAX_HELD_BACK
         try:
+            self.is_waiting = False
             while True:
                 sent = clock.now()
-                try:
-                    entry = self._ask(store, heeds_epoch)
-                except Forgotten as forgotten:
-                    yield forgotten.pause
-                    # The next step may be done in another thread, which has stores of its own.
-                    store = get_store(self.cache)
-                    held_back += 1
-                    if held_back == MAX_HELD_BACK:
-                        # A cache that is emptied all the time protects nothing.
-                        heeds_epoch = False
-                    continue
-                if entry is None:
+                taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
+                if isinstance(taken, str):
+                    self.move_to(taken)
                     if self.begin(sent):
-                        return None, None
-                    store.release(self.key, self.value)
-                    late += 1
-                    if late == MAX_LATE:
-                        raise LockUnavailable(self._says_late())
-                    continue
-                holder = Holder.decode(entry.value)
-                how = liveness.proof_of_death(holder)
-                if how is None or freed == MAX_DEAD:
-                    return holder, entry.remaining
-                if self.address.free_dead(entry, holder, how):
-                    self.took_over |= holder.is_run_of(self.holder.task_id)
-                freed += 1
+                        return None
+                    self._give_back_late(store)
+                elif not self._free_dead(taken):
+                    return None
+        except Forgotten as forgotten:
+            self._held_back += 1
+            self.is_waiting = True
+            return forgotten.pause
         except BaseException:
             self.abandon()
             raise
 
-    def _ask(self, store: Store, heeds_epoch: bool) -> Entry | None:
-        """Take a slot and move there; return None, or the entry in the way."""
-        taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
-        if isinstance(taken, str):
-            self.move_to(taken)
-            return None
-        key = self._nearest(taken) if len(taken) > 1 else next(iter(taken))
+    def _give_back_late(self, store: Store) -> None:
+        store.release(self.key, self.value)
+        self._late += 1
+        if self._late == MAX_LATE:
+            raise LockUnavailable(
+                f"{self.address}: {MAX_LATE} leases of {self.length:g} s ended before the cache "
+                f"{self.cache!r} had answered. Give the lock a longer timeout (lock_timeout of a "
+                "task), or see why the cache is slow: manage.py locks probe."
+            )
+
+    def _free_dead(self, entries: dict[str, Entry]) -> bool:
+        """Free the entry in the way if its holder is dead; else note the holder as ``blocker``."""
+        key = self._nearest(entries) if len(entries) > 1 else next(iter(entries))
         self.move_to(key)
-        return taken[key]
+        entry = entries[key]
+        holder = Holder.decode(entry.value)
+        how = liveness.proof_of_death(holder)
+        if how is None or self._freed == MAX_DEAD:
+            self.blocker, self.blocker_remaining = holder, entry.remaining
+            return False
+        if self.address.free_dead(entry, holder, how):
+            self.took_over |= holder.is_run_of(self.holder.task_id)
+        self._freed += 1
+        return True
+
+    def meet(self, lease: Holding) -> None:
+        """Note that a lease of this process is in the way, without a request."""
+        self.move_to(lease.key)
+        self.blocker = lease.holder
+        self.blocker_remaining = max(0.0, lease.deadline - clock.now())
 
     def _nearest(self, entries: dict[str, Entry]) -> str:
         """Return the slot that is the run's own, else of a dead holder, else the first to end."""
@@ -155,13 +149,6 @@ class Lease(Holding):
             self.key = key
             lock_key = LockKey(self.address.lock_key.name, key)
             self.address = self.address._replace(lock_key=lock_key)
-
-    def _says_late(self) -> str:
-        return (
-            f"{self.address}: {MAX_LATE} leases of {self.length:g} s ended before the cache "
-            f"{self.cache!r} had answered. Give the lock a longer timeout (lock_timeout of a "
-            "task), or see why the cache is slow: manage.py locks probe."
-        )
 
     def replace(self, value: bytes) -> bool:
         """Put the bytes of this lease in the place of ``value``; say whether the store did so.
@@ -217,6 +204,12 @@ class Lease(Holding):
             renewal.keeper().owe(self.cache, key, self.value, self.length, kept)
 
     # Giving back
+
+    def give_up(self) -> None:
+        """Give back what a take that was interrupted between two attempts may have taken."""
+        if self.is_waiting:
+            self.is_waiting = False
+            self.abandon()
 
     def hand_back(self, value: bytes, length: float) -> bool:
         """Put ``value`` in the place of this lease's bytes, for ``length`` seconds; say if it is.

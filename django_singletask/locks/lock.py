@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-import random
-from collections.abc import Coroutine, Generator
 from contextvars import Token
 from typing import Any, NoReturn
 
-from django_singletask import clock
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict
 from django_singletask.holder import Holder
-from django_singletask.locks import blocks, renewal
-from django_singletask.locks.address import lease_length
+from django_singletask.locks import blocks
+from django_singletask.locks.acquisition import Acquisition
 from django_singletask.locks.handover import Handle, receive
 from django_singletask.locks.held import HeldLock
 from django_singletask.locks.keys import LockKey
-from django_singletask.locks.lease import Lease
-from django_singletask.locks.run import NO_RUN, Run, result_of
+from django_singletask.locks.run import Run, result_of
 from django_singletask.locks.steps import do, do_in_threads, in_thread
-from django_singletask.locks.use import Use
 
 __all__ = ["TaskLock", "current_lock"]
 
 logger = logging.getLogger("django_singletask")
-
-POLL = 0.05
-MAX_POLL = 0.5
-BEHIND_ITSELF = "this code itself has it already, and a lock is not re-entrant"
 
 
 def current_lock() -> TaskLock | None:
@@ -59,6 +49,13 @@ class TaskLock(HeldLock):
     redis-py and ``threading``, ``acquire()`` does not wait by default.
     """
 
+    blocker: Holder | None = None
+    """Who was in the way of the last acquisition."""
+    blocker_remaining: float | None = None
+    note = ""
+    """What the log and :class:`LockConflict` add about the last conflict."""
+    _block: Token[Any] | None = None
+
     def __init__(
         self,
         name: str | LockKey,
@@ -85,12 +82,6 @@ class TaskLock(HeldLock):
         self.renew = renew
         self.wait = wait
         self.on_conflict = on_conflict
-        self.blocker: Holder | None = None
-        self.blocker_remaining: float | None = None
-        self.note = ""
-        """What the log and :class:`LockConflict` add about the last conflict."""
-        self._use = Use(self.name)
-        self._block: Token[Any] | None = None
 
     # Taking
 
@@ -102,12 +93,13 @@ class TaskLock(HeldLock):
         :class:`LockError` if this object is in use already, and :class:`LockUnavailable`, also if
         the cache answers later than the lease lasts.
         """
-        use = object()
+        acquisition = self._acquisition(wait)
         try:
-            do(self._acquisition(use, wait))
-            return bool(self)
+            self._reserve(acquisition)
+            do(acquisition.step, self)
+            return self._keep_if_held()
         except BaseException as error:
-            self._end(use, error)
+            self._end(acquisition, error)
             raise
 
     async def aacquire(self, wait: float | None = None) -> bool:
@@ -115,102 +107,48 @@ class TaskLock(HeldLock):
 
         A call that is cancelled takes nothing: what its last request took is given back.
         """
-        await self._in_threads(wait)
-        return bool(self)
+        acquisition = self._acquisition(wait)
+        self._reserve(acquisition)
+        await self._in_threads(acquisition)
+        return self._keep_if_held()
 
-    def _in_threads(
-        self, wait: float | None = None, *, block: bool = False
-    ) -> Coroutine[Any, Any, None]:
-        use, cache = object(), self.address.cache
-        steps = self._acquisition(use, wait, block=block)
-        return do_in_threads(cache, steps, functools.partial(self._end, use))
+    async def _in_threads(self, acquisition: Acquisition) -> None:
+        step = functools.partial(acquisition.step, self)
+        undo = functools.partial(self._end, acquisition)
+        await do_in_threads(self.address.cache, step, undo)
 
     def take(self, wait: float = 0) -> bool:
         """Take the lock as :meth:`acquire` does, but report no conflict and reserve nothing."""
-        return do(self._attempts(wait, self.run or Run.current(), blocks.here()))
+        do(Acquisition(self, wait).attempt, self)
+        return bool(self)
 
-    def _acquisition(
-        self, use: object, wait: float | None = None, *, block: bool = False
-    ) -> Generator[float, None, None]:
-        """Return the steps that take the lock for an acquisition or a block.
+    def _acquisition(self, wait: float | None) -> Acquisition:
+        if wait is None:
+            return Acquisition(self, self.wait)
+        return Acquisition(self, check_seconds("wait", wait, zero=True, infinite=True))
 
-        They may be done in other threads, so who wants the lock is known before they begin.
-        """
-        wait = self.wait if wait is None else check_seconds("wait", wait, zero=True, infinite=True)
-        return self._steps(
-            use, block, self._attempts(wait, self.run or Run.current(), blocks.here())
-        )
+    def _keep_if_held(self) -> bool:
+        """Say whether the lock was taken; if not, let the object be used again."""
+        if not self:
+            self._end_use()
+        return bool(self)
 
-    def _steps(
-        self, use: object, block: bool, attempts: Generator[float, None, bool]
-    ) -> Generator[float, None, None]:
-        if block:
-            if self._use.begin_block(use) or (yield from attempts):
-                return
-            self.meet_conflict()
-        else:
-            self._use.begin(use)
-            if not (yield from attempts):
-                self.report_conflict("skip")
-                self._use.end()
-
-    def _attempts(self, wait: float, run: Run, place: blocks.Place) -> Generator[float, None, bool]:
-        until, pause, self.note = clock.now() + wait, POLL, ""
-        while True:
-            lease = self._new_lease(run, place)
-            around = blocks.around(lease, place)
-            if around is None:
-                self.blocker, self.blocker_remaining = yield from lease.steps()
-            else:
-                lease.move_to(around.key)
-                self.blocker = around.holder
-                self.blocker_remaining = max(0.0, around.deadline - clock.now())
-            blocker = self.blocker
-            if blocker is None:
-                self.key = lease.key
-                lease.address.tell("acquired", lease.holder)
-                return True
-            left = until - clock.now()
-            if self.run and blocker.is_run_of(self.run.task_id):
-                return False  # an earlier run of the same message: not to be waited for here
-            is_own = renewal.keeper().took(blocker.token, lease.key, place)
-            self.note = BEHIND_ITSELF if is_own else ""
-            if wait and blocks.outlast(blocker.token, lease.key, until, place):
-                self.refuse("wait")
-            if left <= 0:
-                if wait:
-                    self.say_gave_up(wait)
-                return False
-            if self.note and wait == math.inf and pause == POLL:
-                text = "%s is waited for without end: %s. Only another thread can release it."
-                logger.warning(text, lease.address, self.note)
-            yield min(left, pause * random.uniform(0.5, 1))
-            pause = min(pause * 1.5, MAX_POLL)
-
-    def _end(self, use: object, error: BaseException) -> None:
+    def _end(self, acquisition: Acquisition, error: BaseException) -> None:
         """End what could not be entered, for a conflict or a signal that struck after the take."""
-        if self._use.is_by(use):
+        if self._user is acquisition:
             self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
         """Give back what is held, and let the object be used again."""
         try:
-            if self.lease is not None and self.lease.held:
-                self.lease.give_back(result_of(error))
+            lease = self.lease
+            if lease is not None:
+                if lease.held:
+                    lease.give_back(result_of(error))
+                else:
+                    lease.give_up()
         finally:
-            self._use.end_block()
-
-    def _new_lease(self, run: Run, place: blocks.Place) -> Lease:
-        # Known here before it is taken: whatever strikes after the take, this object can give back.
-        self.lease = Lease(
-            self.address,
-            run.holder(self.name, lease_length(self.timeout), self.slots),
-            renews=self.renew,
-            at_least=self.at_least,
-            run=self.run or NO_RUN,
-        )
-        self.lease.place = place
-        return self.lease
+            self._end_block()
 
     # A lock that outlives its process
 
@@ -228,10 +166,11 @@ class TaskLock(HeldLock):
         waiting = Handle.decode(handle)
         key, cache, slots = waiting.lock_key, waiting.cache, waiting.slots
         lock = cls(key, timeout=timeout, renew=renew, cache=cache, slots=slots)
-        lease = lock._new_lease(lock.run or Run.current(), blocks.here())
+        acquisition = Acquisition(lock, 0)
+        lease = acquisition.new_lease(lock)
         try:
             receive(lease, waiting.token)
-            lock._use.receive(lease)
+            lock._user = lock._received = acquisition
             return lock
         except BaseException:
             if lease.held:  # a signal struck: the caller does not know that it holds the lock
@@ -239,15 +178,16 @@ class TaskLock(HeldLock):
             raise
 
     def __enter__(self) -> TaskLock:
-        use = object()
+        block = Acquisition(self, self.wait, in_block=True)
         try:
-            do(self._acquisition(use, block=True))
+            if not self._begin_block(block):
+                do(block.step, self)
             if self:
                 self._block = blocks.enter(self)
             return self
         except BaseException as error:
             # It is a conflict, or a signal struck after the take: no __exit__ follows.
-            if self._use.is_by(use):
+            if self._user is block:
                 self.__exit__(type(error), error, None)
             raise
 
@@ -258,7 +198,9 @@ class TaskLock(HeldLock):
             self._leave_block()
 
     async def __aenter__(self) -> TaskLock:
-        await self._in_threads(block=True)
+        block = Acquisition(self, self.wait, in_block=True)
+        if not self._begin_block(block):
+            await self._in_threads(block)
         if self:
             self._block = blocks.enter(self)
         return self
@@ -273,6 +215,8 @@ class TaskLock(HeldLock):
         block, self._block = self._block, None
         if block is not None:
             blocks.leave(block)
+
+    # Conflicts
 
     def meet_conflict(self) -> None:
         """Do what ``on_conflict`` says in a ``with`` that finds the lock held."""

@@ -9,6 +9,8 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
+from django_singletask.locks.keys import LockKey
+from django_singletask.stores.base import MAX_SLOTS, Slots
 
 __all__ = ["NO_RUN", "Run", "result_of"]
 
@@ -43,6 +45,24 @@ class Run(NamedTuple):
         return Holder.new(
             name, length, token=token, task=task, task_id=task_id, retries=retries, **more
         )
+
+    # Processes that allow different numbers of slots
+    #
+    # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. Who allows 2
+    # neither takes nor counts those slots, so until the old processes are gone there are 5 runs at
+    # most, never more than the greatest number that a process allows. A redelivery looks at all
+    # slots that there can be, and finds its own first run in whichever it is, also if by now there
+    # is one slot. With several slots a retry does so too: the try before it may still have to give
+    # back its slot.
+
+    def slots(self, lock_key: LockKey, holder: Holder) -> Slots:
+        """Return the slots at which a take looks; a delivery takes none beside its earlier run."""
+        if holder.slots == 1 and not self.redelivered:
+            return Slots((lock_key.key,))
+        looks_at = MAX_SLOTS if self.redelivered or self.retries else holder.slots
+        # A body may take slots in several threads and asyncio tasks: those have no mark.
+        mark = holder.mark() if self.task_id else b""
+        return Slots(lock_key.slots(looks_at), holder.slots, mark)
 
 
 NO_RUN = Run()

@@ -1,7 +1,7 @@
 """Go through the steps of an acquisition: in this thread, or in others while a loop goes on.
 
-The steps are a generator. It makes its requests itself, and yields the seconds to sleep before
-it goes on.
+A step is a function that makes requests. It returns the seconds to sleep until it is called again,
+or None when there is nothing left to do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,19 +24,14 @@ GRACE = 1.0
 """Seconds for which a cancelled call waits for the reply to its request, to give back at once."""
 
 
-def do(steps: Generator[float, None, T]) -> T:
-    """Do the steps here, and return their result."""
-    while True:
-        try:
-            pause = next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+def do(step: Callable[P, float | None], /, *args: P.args, **kwargs: P.kwargs) -> None:
+    """Do the steps here."""
+    while (pause := step(*args, **kwargs)) is not None:
         time.sleep(pause)
 
 
 async def do_in_threads(
-    cache: str, steps: Generator[float, None, Any], undo: Callable[[BaseException], None]
+    cache: str, step: Callable[[], float | None], undo: Callable[[BaseException], None]
 ) -> None:
     """Do each step in a thread of the cache, and sleep in the loop between two steps.
 
@@ -49,27 +44,23 @@ async def do_in_threads(
     job: Future[float | None] | None = None
     try:
         while True:
-            job = submit(cache, functools.partial(next, steps, None))
+            job = submit(cache, step)
             pause = await _reply(job)
             if pause is None:
                 return
             await asyncio.sleep(pause)
     except BaseException as error:
-        left = submit(cache, functools.partial(_leave, job, steps, undo, error))
+        left = submit(cache, functools.partial(_leave, job, undo, error))
         if not isinstance(error, GeneratorExit):  # after the end of the loop nothing can be awaited
             await asyncio.wait([_quiet(left)], timeout=GRACE)
         raise
 
 
 def _leave(
-    job: Future[Any] | None,
-    steps: Generator[float, None, Any],
-    undo: Callable[[BaseException], None],
-    error: BaseException,
+    job: Future[Any] | None, undo: Callable[[BaseException], None], error: BaseException
 ) -> None:
     if job is not None and not job.cancel():
         wait([job])
-    steps.close()
     undo(error)
 
 

@@ -93,7 +93,7 @@ class QueuedCall:
         self.value = lease.value
         replaces = self.options.on_duplicate == "replace"
         try:
-            queued_call, _remaining = lease.take()
+            queued_call = lease.take()
             if replaces:
                 self.ticket = take_ticket(self.lock_address, self.run.task or "")
             if queued_call is None or (replaces and self._take_over(lease)):
@@ -170,7 +170,7 @@ class QueuedCall:
             self.lease = Lease(self.address, holder, at_least=self.options.lock_at_least)
             # The entry may have ended, or have been freed with a killed earlier run: then it is
             # taken again, unless another call is queued by now.
-            if not self.lease.replace(self.value) and self.lease.take()[0] is not None:
+            if not self.lease.replace(self.value) and self.lease.take() is not None:
                 logger.warning("%s: an equal call is queued beside this one.", self.address)
         except SoftTimeLimitExceeded:
             raise  # it is meant for the task

@@ -1,0 +1,109 @@
+"""One acquisition of a TaskLock: attempts, and the time between them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from typing import TYPE_CHECKING
+
+from django_singletask import clock
+from django_singletask.holder import Holder
+from django_singletask.locks import blocks, renewal
+from django_singletask.locks.address import lease_length
+from django_singletask.locks.lease import Lease
+from django_singletask.locks.run import NO_RUN, Run
+
+if TYPE_CHECKING:
+    from django_singletask.locks.lock import TaskLock
+
+__all__ = ["Acquisition"]
+
+logger = logging.getLogger("django_singletask")
+
+POLL = 0.05
+MAX_POLL = 0.5
+BEHIND_ITSELF = "this code itself has it already, and a lock is not re-entrant"
+
+
+class Acquisition:
+    """Take a lock for the code that calls, waiting up to ``wait`` seconds.
+
+    The steps may be done in other threads, so who wants the lock is known before they begin.
+    ``in_block``: it is for a ``with`` block, which uses the lock until its end. The lock refers to
+    its acquisition, and not the other way: a cycle would keep a lease alive that nobody uses.
+    """
+
+    pause = POLL
+
+    def __init__(self, lock: TaskLock, wait: float, *, in_block: bool = False) -> None:
+        self.wait = wait
+        self.in_block = in_block
+        self.until = clock.now() + wait
+        self.run = lock.run or Run.current()
+        self.place = blocks.here()
+        lock.note = ""
+
+    def step(self, lock: TaskLock) -> float | None:
+        """Make an attempt; after the last one do what the options say about a conflict."""
+        pause = self.attempt(lock)
+        if pause is None and lock.blocker is not None:
+            if self.in_block:
+                lock.meet_conflict()
+            else:
+                lock.report_conflict("skip")
+        return pause
+
+    def attempt(self, lock: TaskLock) -> float | None:
+        """Make an attempt; return the seconds until the next one, or None after the last one."""
+        lease = lock.lease
+        if lease is None or not lease.is_waiting:
+            lease = self.new_lease(lock)
+        around = blocks.around(lease, self.place)
+        if around is None:
+            pause = lease.attempt()
+            if pause is not None:
+                return pause
+        else:
+            lease.meet(around)
+        lock.blocker, lock.blocker_remaining = lease.blocker, lease.blocker_remaining
+        if lease.blocker is not None:
+            return self._after_conflict(lock, lease, lease.blocker)
+        lock.key = lease.key
+        lease.address.tell("acquired", lease.holder)
+        return None
+
+    def _after_conflict(self, lock: TaskLock, lease: Lease, blocker: Holder) -> float | None:
+        wait = self.wait
+        if lock.run and blocker.is_run_of(lock.run.task_id):
+            return None  # an earlier run of the same message: not to be waited for here
+        is_own = renewal.keeper().took(blocker.token, lease.key, self.place)
+        lock.note = BEHIND_ITSELF if is_own else ""
+        if not wait:
+            return None
+        if blocks.outlast(blocker.token, lease.key, self.until, self.place):
+            lock.refuse("wait")
+        left = self.until - clock.now()
+        if left <= 0:
+            lock.say_gave_up(wait)
+            return None
+        if is_own and wait == math.inf and self.pause == POLL:
+            text = "%s is waited for without end: %s. Only another thread can release it."
+            logger.warning(text, lease.address, lock.note)
+        pause = min(left, self.pause * random.uniform(0.5, 1))
+        self.pause = min(self.pause * 1.5, MAX_POLL)
+        return pause
+
+    def new_lease(self, lock: TaskLock) -> Lease:
+        """Return a new lease of the lock: each attempt has a token of its own."""
+        holder = self.run.holder(lock.name, lease_length(lock.timeout), lock.slots)
+        # Known to the lock before it is taken: whatever strikes then, the lock can give it back.
+        lock.lease = Lease(
+            lock.address,
+            holder,
+            renews=lock.renew,
+            at_least=lock.at_least,
+            run=lock.run or NO_RUN,
+            place=self.place,
+        )
+        return lock.lease
