@@ -62,7 +62,7 @@ class Address(NamedTuple):
         ``facts`` are fields of the event. An error of a receiver is logged by Django; only a soft
         time limit is raised, since a signal raises it and it is meant for the task.
         """
-        if self.silent or not lock_event.has_listeners(LockEvent):
+        if self.silent or not lock_event.receivers:
             return
         event = LockEvent.about(
             kind, *self.lock_key, holder, cache=self.cache, quiet=self.quiet, **facts
@@ -75,14 +75,8 @@ class Address(NamedTuple):
         self, kind: str, reason: str, run: Run | Holder, blocker: Holder | None
     ) -> None:
         """Send the event of a run or a call that met ``blocker``."""
-        self.tell(
-            kind,
-            None,
-            reason=reason,
-            task=run.task or "",
-            task_id=run.task_id or "",
-            **blocker_facts(blocker),
-        )
+        facts = {"task": run.task or "", "task_id": run.task_id or "", **blocker_facts(blocker)}
+        self.tell(kind, None, reason=reason, **facts)
 
     def free_dead(self, entry: Entry, holder: Holder, how: str) -> bool:
         """Free the entry of a holder that is known to be dead; say whether it was freed.
