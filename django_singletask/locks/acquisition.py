@@ -8,6 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 from django_singletask import clock
+from django_singletask.conf import check_seconds
 from django_singletask.holder import Holder
 from django_singletask.locks import blocks, renewal
 from django_singletask.locks.address import lease_length
@@ -27,7 +28,7 @@ BEHIND_ITSELF = "this code itself has it already, and a lock is not re-entrant"
 
 
 class Acquisition:
-    """Take a lock for the code that calls, waiting up to ``wait`` seconds.
+    """Take a lock for the code that calls, waiting up to ``wait`` seconds (None: as it says).
 
     The steps may be done in other threads, so who wants the lock is known before they begin.
     ``in_block``: it is for a ``with`` block, which uses the lock until its end. The lock refers to
@@ -36,10 +37,12 @@ class Acquisition:
 
     pause = POLL
 
-    def __init__(self, lock: TaskLock, wait: float, *, in_block: bool = False) -> None:
-        self.wait = wait
+    def __init__(self, lock: TaskLock, wait: float | None, *, in_block: bool = False) -> None:
+        if wait is not None:
+            check_seconds("wait", wait, zero=True, infinite=True)
+        self.wait = lock.wait if wait is None else wait
+        self.until = clock.now() + self.wait
         self.in_block = in_block
-        self.until = clock.now() + wait
         self.run = lock.run or Run.current()
         self.place = blocks.here()
         lock.note = ""
@@ -59,7 +62,7 @@ class Acquisition:
         lease = lock.lease
         if lease is None or not lease.is_waiting:
             lease = self.new_lease(lock)
-        around = blocks.around(lease, self.place)
+        around = blocks.around(lease, self.place) if len(lease.slots.keys) > 1 else None
         if around is None:
             pause = lease.attempt()
             if pause is not None:

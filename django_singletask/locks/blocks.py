@@ -76,7 +76,7 @@ def around(lease: Any, place: Place) -> Any:
     With one slot the store finds it. With several, a call that took another slot would wait for
     itself when all others are taken.
     """
-    for lock in _around(place) if len(lease.slots.keys) > 1 else ():
+    for lock in _around(place):
         held = lock.lease
         if held.cache == lease.cache and held.key in lease.slots.keys and not held.lost:
             return held

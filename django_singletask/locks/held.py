@@ -135,26 +135,29 @@ class HeldLock(LockView):
     #
     # setdefault() and pop() are one step each, also between threads.
 
-    def _reserve(self, user: Acquisition) -> None:
-        """Reserve the object; raises :class:`LockError` if it is in use."""
+    def _reserve(self, user: Acquisition) -> bool:
+        """Reserve the object; say whether a block enters a lock that was received.
+
+        Raises :class:`LockError` if the object is in use.
+        """
+        if user.in_block and vars(self).pop("_received", None) is not None:
+            self._user = user
+            return True
         if vars(self).setdefault("_user", user) is not user:
             raise LockError(
                 f"This TaskLock of {self.name} is in use: one object serves one acquisition at a "
                 "time. Make one for each use: with TaskLock(…):"
             )
+        return False
 
-    def _begin_block(self, block: Acquisition) -> bool:
-        """Reserve the object for a block; say whether it holds the lock already."""
-        if vars(self).pop("_received", None) is None:
-            self._reserve(block)
-            return False
-        self._user = block
-        return True
+    def _end_use(self) -> bool:
+        """Let the object be used again; inside a block, the end of the block does it.
 
-    def _end_use(self) -> None:
-        """Let the object be used again; inside a block, the end of the block does it."""
+        Return False: it holds no lock now.
+        """
         if self._user is not None and not self._user.in_block:
             self._end_block()
+        return False
 
     def _end_block(self) -> None:
         """Let the object be used again, whoever uses it."""

@@ -70,7 +70,7 @@ class Holding:
         """``run`` is that of a delivery; ``place`` the thread and asyncio task that takes it."""
         self.address = address
         self.cache = address.cache
-        self.key = address.key
+        self.key = address.lock_key.key
         self.holder = holder
         self.token = holder.token
         self.value = holder.encode()

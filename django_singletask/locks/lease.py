@@ -65,7 +65,8 @@ class Lease(Holding):
         try:
             do(self.attempt)
         except BaseException:
-            self.give_up()
+            if self.is_waiting:
+                self.abandon()
             raise
         return self.blocker
 
@@ -81,8 +82,8 @@ class Lease(Holding):
         # The entry of a queued call protects nothing that runs: it need not wait for holders. And
         # a cache that is emptied all the time protects nothing.
         heeds_epoch = self.holder.pid > 0 and self._held_back < MAX_HELD_BACK
+        self.is_waiting = False
         try:
-            self.is_waiting = False
             while True:
                 sent = clock.now()
                 taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
@@ -94,8 +95,7 @@ class Lease(Holding):
                 elif not self._free_dead(taken):
                     return None
         except Forgotten as forgotten:
-            self._held_back += 1
-            self.is_waiting = True
+            self.is_waiting, self._held_back = True, self._held_back + 1
             return forgotten.pause
         except BaseException:
             self.abandon()
@@ -197,19 +197,13 @@ class Lease(Holding):
           here:    add ->                 SIGUSR1 (nobody would renew or free the entry)
           server:         added -> reply
         """
-        self.held = False
+        self.held = self.is_waiting = False
         renewal.keeper().drop(self)
         keys = (self.key,) if self.taken_at else self.slots.keys[: self.slots.allowed]
         for key in keys:
             renewal.keeper().owe(self.cache, key, self.value, self.length, kept)
 
     # Giving back
-
-    def give_up(self) -> None:
-        """Give back what a take that was interrupted between two attempts may have taken."""
-        if self.is_waiting:
-            self.is_waiting = False
-            self.abandon()
 
     def hand_back(self, value: bytes, length: float) -> bool:
         """Put ``value`` in the place of this lease's bytes, for ``length`` seconds; say if it is.
@@ -234,7 +228,7 @@ class Lease(Holding):
         if self.is_inherited():
             self.held = False
             return False
-        kept = self._kept(result)
+        kept = self._kept(result) if self.at_least else None
         try:
             renewal.keeper().drop(self)
             self.held = False
@@ -265,7 +259,7 @@ class Lease(Holding):
     def _kept(self, result: str) -> Kept | None:
         """Return what stays in the place of this entry; None if it is to be deleted."""
         until = self.taken_at + self.at_least
-        if not self.at_least or result != "returned" or self._lost:
+        if result != "returned" or self._lost:
             return None
         self.kept = clock.now() < min(until, self.deadline)
         return Kept(self.holder.keep(self.at_least).encode(), until) if self.kept else None
@@ -288,5 +282,5 @@ class Lease(Holding):
             self.release(result)
         except Exception:
             if self.held:  # a signal struck before the release could begin
-                self.abandon(self._kept(result))
+                self.abandon(self._kept(result) if self.at_least else None)
             logger.exception("%s could not be given back; it is tried again.", self.address)

@@ -93,11 +93,11 @@ class TaskLock(HeldLock):
         :class:`LockError` if this object is in use already, and :class:`LockUnavailable`, also if
         the cache answers later than the lease lasts.
         """
-        acquisition = self._acquisition(wait)
+        acquisition = Acquisition(self, wait)
         try:
             self._reserve(acquisition)
             do(acquisition.step, self)
-            return self._keep_if_held()
+            return self.blocker is None or self._end_use()
         except BaseException as error:
             self._end(acquisition, error)
             raise
@@ -107,10 +107,10 @@ class TaskLock(HeldLock):
 
         A call that is cancelled takes nothing: what its last request took is given back.
         """
-        acquisition = self._acquisition(wait)
+        acquisition = Acquisition(self, wait)
         self._reserve(acquisition)
         await self._in_threads(acquisition)
-        return self._keep_if_held()
+        return self.blocker is None or self._end_use()
 
     async def _in_threads(self, acquisition: Acquisition) -> None:
         step = functools.partial(acquisition.step, self)
@@ -122,17 +122,6 @@ class TaskLock(HeldLock):
         do(Acquisition(self, wait).attempt, self)
         return bool(self)
 
-    def _acquisition(self, wait: float | None) -> Acquisition:
-        if wait is None:
-            return Acquisition(self, self.wait)
-        return Acquisition(self, check_seconds("wait", wait, zero=True, infinite=True))
-
-    def _keep_if_held(self) -> bool:
-        """Say whether the lock was taken; if not, let the object be used again."""
-        if not self:
-            self._end_use()
-        return bool(self)
-
     def _end(self, acquisition: Acquisition, error: BaseException) -> None:
         """End what could not be entered, for a conflict or a signal that struck after the take."""
         if self._user is acquisition:
@@ -141,12 +130,11 @@ class TaskLock(HeldLock):
     def _leave(self, error: BaseException | None) -> None:
         """Give back what is held, and let the object be used again."""
         try:
-            lease = self.lease
-            if lease is not None:
+            if (lease := self.lease) is not None:
                 if lease.held:
                     lease.give_back(result_of(error))
-                else:
-                    lease.give_up()
+                elif lease.is_waiting:
+                    lease.abandon()
         finally:
             self._end_block()
 
@@ -178,11 +166,11 @@ class TaskLock(HeldLock):
             raise
 
     def __enter__(self) -> TaskLock:
-        block = Acquisition(self, self.wait, in_block=True)
+        block = Acquisition(self, None, in_block=True)
         try:
-            if not self._begin_block(block):
+            if not self._reserve(block):
                 do(block.step, self)
-            if self:
+            if self.blocker is None:
                 self._block = blocks.enter(self)
             return self
         except BaseException as error:
@@ -198,10 +186,10 @@ class TaskLock(HeldLock):
             self._leave_block()
 
     async def __aenter__(self) -> TaskLock:
-        block = Acquisition(self, self.wait, in_block=True)
-        if not self._begin_block(block):
+        block = Acquisition(self, None, in_block=True)
+        if not self._reserve(block):
             await self._in_threads(block)
-        if self:
+        if self.blocker is None:
             self._block = blocks.enter(self)
         return self
 

@@ -103,15 +103,11 @@ class Keeper:
             if not (self.new_dues and self.new_dues[-1] <= due):
                 self.new_dues.append(due)
         if lease.watched:
-            self.watch(lease.cache)
+            if lease.cache not in self.watches:
+                self.watches[lease.cache] = Watch(lease.cache)
             due = min(due, lease.taken_at + LOOK)
         if due < self.wakes_at:
             self.wake(due)
-
-    def watch(self, cache: str) -> None:
-        """Watch a cache from now on."""
-        if cache not in self.watches:
-            self.watches[cache] = Watch(cache)
 
     def wake(self, at: float) -> None:
         """Let the thread look again, and start it if it does not run."""

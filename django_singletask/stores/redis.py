@@ -204,16 +204,14 @@ class RedisStore(ForgetfulStore):
         return None if isinstance(taken, str) else taken[key]
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        # A deletion that was carried out and is sent again would find the entry gone.
-        repeatable = lease is not None
-        reply = self._call(
-            self._change, *self._request(key, old, new, lease), repeatable=repeatable
-        )
+        if lease is None:
+            # A deletion that was carried out and is sent again would find the entry gone.
+            reply = self._call(self._change, [self.make_key(key)], [old], repeatable=False)
+        else:
+            reply = self._call(self._change, *self._request(key, old, new, lease))
         return OUTCOMES[reply]
 
-    def _request(self, key: str, old: bytes, new: bytes, lease: float | None) -> tuple[Any, Any]:
-        if lease is None:
-            return [self.make_key(key)], [old]
+    def _request(self, key: str, old: bytes, new: bytes, lease: float) -> tuple[Any, Any]:
         # Bytes that stay the same are sent once.
         return [self.make_key(key)], [*dict.fromkeys((old, _milliseconds(lease), new))]
 
