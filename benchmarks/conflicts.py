@@ -145,7 +145,10 @@ def conflict_on_memcached(rounds: int, busy: bool) -> list[Table]:
         with held_elsewhere(client.alias):
             series = in_turns(steps, rounds)
         title = titled(f"Conflict on memcached, {client.alias}", busy)
-        text = "Floor: add and gets on the bare client. The recipe makes one trip: add."
+        text = (
+            "Floor: two trips on the bare client, add and gets. The recipe makes one trip, add. "
+            "django-singletask with pymemcache sends add and gets together, in one trip."
+        )
         return compared(title, text, series, [at_most(series, client.ours, 1.4, FLOOR)])
 
     return [compare(client) for client in bare_memcached()]
