@@ -8,9 +8,12 @@ from typing import Any
 from django_singletask.task.base import SingletonTask
 from django_singletask.task.header import HEADER, Header, put_token
 from django_singletask.task.unique import discard
+from django_singletask.worker.hops import Hops
 from django_singletask.worker.watcher import Accepted, current_watcher, has_processes
 
 __all__ = ["free_revoked", "free_unreadable", "hand_out_token"]
+
+_hops = Hops()
 
 
 def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
@@ -33,6 +36,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
         accepted(pid, time_accepted)
 
     request.on_accepted = on_accepted
+    _hops.follow(sender, request, request.request_dict[HEADER])
     if "queued" in request.request_dict[HEADER]:
         note_end(request, delivery)
 

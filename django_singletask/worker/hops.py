@@ -1,0 +1,91 @@
+"""End the hop of a call that waits in this worker when a run of its lock ends here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from celery.bootsteps import RUN  # type: ignore[attr-defined]
+from celery.exceptions import Ignore
+from celery.worker import state
+
+__all__ = ["FEW", "Hops"]
+
+FEW = 1000
+
+# A hop that is shortened
+#
+# A message that was postponed waits for its ETA in the main process, unacknowledged, as an entry
+# of the worker's timer. When a run of the same lock ends in this worker, one of those that wait is
+# started at once, by that entry itself: what Celery does at the ETA is done earlier, once, and the
+# entry is cancelled. No message depends on it:
+#
+#   worker 1: run ends -> starts A                  (B's hop goes on)
+#   worker 2:              C's hop ends: takes      A: held by C -> postponed again, nobody woken
+#
+# A run that ends elsewhere, a worker that is killed, a connection that is lost: the ETA, or the
+# redelivery of a message that was not acknowledged, comes as it would without this.
+
+
+class Hops:
+    """The calls of "requeue" that wait in this worker, by the key of their lock."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, deque[Any]] = {}
+        self.most = FEW
+
+    def follow(self, consumer: Any, request: Any, wire: Mapping[str, Any]) -> None:
+        """Note a message of "requeue" if it waits here, and start the next when its run ends.
+
+        ``wire`` is what this package wrote into the message. Without a hub, as for the filesystem
+        broker, the timer is in another thread, and nothing is done.
+        """
+        key, options = wire.get("key"), wire.get("options") or {}
+        if key is None or options.get("on_conflict", request.task.on_conflict) != "requeue":
+            return
+        if getattr(consumer, "hub", None) is None or not hasattr(state, "scheduled_requests"):
+            return  # Celery 5.4 to 5.6 do not tell which messages wait
+        if wire.get("hops") and not wire.get("redelivered") and request.eta:
+            self._note(key, request)
+        succeeded = request.on_success
+
+        def on_success(outcome: Any, **kwargs: Any) -> None:
+            vars(request).pop("on_success", None)  # else the request refers to itself
+            succeeded(outcome, **kwargs)
+            if _has_ended(outcome):
+                self._start_next(consumer, key)
+
+        request.on_success = on_success
+
+    def _note(self, key: str, request: Any) -> None:
+        calls = self.calls.setdefault(key, deque())
+        while calls and not _is_waiting(calls[0]):
+            calls.popleft()
+        calls.append(request)
+        if len(self.calls) > self.most:  # forget the locks for which nobody waits any more
+            busy = {key: calls for key, calls in self.calls.items() if _is_waiting(calls[-1])}
+            self.calls, self.most = {**busy, key: calls}, max(FEW, 2 * len(busy))
+
+    def _start_next(self, consumer: Any, key: str) -> None:
+        """Start the call that has waited longest for this lock."""
+        calls = self.calls.get(key)
+        while calls and consumer.blueprint.state == RUN and consumer.connection:
+            request = calls.popleft()
+            if _is_waiting(request):
+                entry = request._eta_timer_entry  # noqa: SLF001, Celery's consumer uses it as well
+                consumer.timer.cancel(entry)
+                consumer.timer.apply_entry(entry)
+                entry.args = ()  # the timer keeps the entry until the ETA, and may be listed
+                return
+
+
+def _is_waiting(request: Any) -> bool:
+    """Say whether a message waits for its ETA."""
+    return request in state.scheduled_requests  # type: ignore[attr-defined]
+
+
+def _has_ended(outcome: Any) -> bool:
+    """Say whether what a pool's process reports is the end of a run, not of a postponed call."""
+    failed, result, _runtime = outcome
+    return not (failed and isinstance(getattr(result.exception, "exc", result.exception), Ignore))
