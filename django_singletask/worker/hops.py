@@ -13,6 +13,7 @@ from celery.worker import state
 __all__ = ["FEW", "Hops"]
 
 FEW = 1000
+"""Locks for which calls wait, before those of which none waits any more are looked for."""
 
 # A hop that is shortened
 #
