@@ -130,7 +130,7 @@ class TaskLockEventAdmin(OperatorPages):
 
     @admin.display(description=_("lock"))
     def lock(self, event: TaskLockEvent) -> SafeString:
-        return format_html('<span class="singletask-lock">{}</span>', event.name)
+        return format_html('<bdi class="singletask-lock">{}</bdi>', event.name)
 
     @admin.display(description=_("what happened"))
     def what(self, event: TaskLockEvent) -> SafeString:

@@ -120,7 +120,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             **self.common_context(tab),
             **{f"{page}_url": self.url(page) for page in (*TABS, "clear")},
             "opts": self.opts,
-            "media": self.media,
+            "sheets": ("admin/css/changelists.css", "django_singletask/admin.css"),
             **context,
         }
         return TemplateResponse(request, f"django_singletask/{template}.html", context)
