@@ -7,18 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from django import db
 from django.conf import settings
-from django.db import (
-    IntegrityError,
-    InterfaceError,
-    InternalError,
-    NotSupportedError,
-    OperationalError,
-    ProgrammingError,
-    models,
-    router,
-    transaction,
-)
+from django.db import models, router, transaction
 from django.db.models import F
 from django.utils.timezone import get_default_timezone, make_naive
 
@@ -43,7 +34,7 @@ LENGTHS = {
 
 def is_outage(error: Exception) -> bool:
     """Say whether a later attempt may succeed: away, read-only, or without the table yet."""
-    kinds = (OperationalError, InterfaceError, InternalError, ProgrammingError)
+    kinds = (db.OperationalError, db.InterfaceError, db.InternalError, db.ProgrammingError)
     return isinstance(error, kinds) and error.args[:1] != (INCORRECT_STRING,)
 
 
@@ -56,7 +47,7 @@ def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
     events = [_fitted(event) for event in events]
     try:
         _write(events, again)
-    except NotSupportedError:
+    except db.NotSupportedError:
         # Row-level security refuses COPY. Nothing is written yet.
         if _alias() in bulk.no_copy:
             raise
@@ -205,7 +196,7 @@ def _count(repeats: list[LockEvent], again: bool) -> None:
             with transaction.atomic(using=_alias()):
                 _row(first, count=len(repeats), last_at=last.at, outcome="").save(force_insert=True)
                 return
-        except IntegrityError:
+        except db.IntegrityError:
             row = _counted(first)  # another process has inserted it since
     if row is not None and not (again and row.last_at == last.at):
         _rows().filter(pk=row.pk).update(count=F("count") + len(repeats), last_at=last.at)
