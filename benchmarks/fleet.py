@@ -279,7 +279,7 @@ def main() -> int:
         django.setup()
         logging.disable(logging.CRITICAL)
         client = redis.Redis.from_url(server.url)
-        costs = clients.measure(client, rounds=1 if arguments.check else 5)
+        costs = clients.measure(client, rounds=1 if arguments.check else 15)
         show_costs(costs)
         if not arguments.check:
             show_fleets(costs)
