@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import random
 import time
 from collections import Counter
@@ -119,7 +120,8 @@ def work(number: int, runs: Any, seconds: float, lease: float, shared: float) ->
     """
     chance = random.Random(number)
     time.sleep(chance.uniform(0, seconds))
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:  # and no longer, however the parent ends
         other = number
         if chance.random() < shared:
             other = (number + chance.randrange(1, len(runs))) % len(runs)
