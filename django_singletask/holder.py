@@ -146,7 +146,7 @@ class Holder(Process):
 def _decode(value: bytes) -> Holder:
     """Read a record once, although many runs may meet its holder."""
     try:
-        return Holder.from_dict(json.loads(value))
+        return Holder.from_dict(json.loads(value.decode()))
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return Holder.from_dict({})
 
@@ -174,12 +174,16 @@ def clean(text: str, length: int | None = None) -> str:
 
 
 def _text(value: object) -> str | None:
+    if type(value) is str and value.isprintable() and len(value) <= LONGEST:
+        return value  # nearly always; a long list of locks reads many records
     return None if value is None else clean(str(value), LONGEST)
 
 
 def _number(value: Any, most: float) -> float:
     number = float(value or 0)
-    return min(max(number, 0), most) if math.isfinite(number) else 0
+    if 0 <= number <= most:
+        return number
+    return most if most < number < math.inf else 0
 
 
 @cache
