@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS.rst"
 PICTURE = ROOT / "docs/pictures/benchmarks.svg"
 PARTS = ["redis", "loop", "memcached", "database", "conflict", "enqueue", "keys", "worker"]
-PARTS += ["history", "requeue", "held"]
+PARTS += ["history", "requeue", "held", "admin"]
 BUSY_PARTS = ["redis", "memcached", "conflict", "worker"]
 """They are measured again while another process keeps one core busy: no user's machine is quiet."""
 
@@ -48,7 +48,7 @@ def main() -> None:
         tables_of = {}
         for part in arguments.only or PARTS:
             print(f"{part} …", file=sys.stderr, flush=True)
-            with nullcontext() if part in ("worker", "requeue") else kept_apart():
+            with nullcontext() if part in ("worker", "requeue", "admin") else kept_apart():
                 tables_of[part] = measure(part, arguments.quick)
             if part in BUSY_PARTS and not arguments.quick:
                 with nullcontext() if part == "worker" else kept_apart(), one_core_busy():
@@ -145,9 +145,10 @@ def version_of(server: servers.Server) -> str:
 
 def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
     """Measure one part. "held" comes last, because many held locks slow down everything else."""
-    from benchmarks import calls, conflicts, held, history, locks, requeue, workers
+    from benchmarks import admin_pages, calls, conflicts, held, history, locks, requeue, workers
 
     rounds = 20 if quick else 300
+    pages = {"postgresql": 5000 if quick else 10**7, "sqlite": 5000 if quick else 10**6}
     levels = [10, 1000, 2000] if quick else [10, 100, 1000, 10_000, 100_000]
     parts: dict[str, Callable[[], list[Table]]] = {
         "redis": lambda: [locks.on_redis(rounds, busy)],
@@ -167,6 +168,7 @@ def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
         "history": lambda: history.cost(*((1, 200) if quick else (5, 3000))),
         "requeue": lambda: [requeue.requeue(300 if quick else 20_000)],
         "held": lambda: [held.held(rounds, levels)],
+        "admin": lambda: [admin_pages.table(pages)],
     }
     return parts[part]()
 
