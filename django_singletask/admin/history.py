@@ -40,6 +40,11 @@ def moment(field: str, label: Any) -> Callable[[Any, TaskLockEvent], SafeString]
 class EventList(ChangeList):
     """A page of events that knows the rows of the runs which blocked them."""
 
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> Any:
+        """Let the index of the states serve the filters for kind and outcome."""
+        rows: Any = super().get_queryset(request, exclude_parameters)
+        return rows.of_state(request.GET.get("kind__exact"), request.GET.get("outcome__exact"))
+
     def get_results(self, request: HttpRequest) -> None:
         """Look up all these runs at once, by their tokens."""
         super().get_results(request)
@@ -49,7 +54,8 @@ class EventList(ChangeList):
             self.full_result_count = self.result_count
         events = self.result_list = list(self.result_list)
         rows: Any = self.root_queryset
-        runs = rows.runs(event.blocked_by for event in events)
+        task_ids = {event.blocked_by_task_id for event in events}
+        runs = rows.runs({event.blocked_by for event in events}, task_ids)
         pks = {run.token: run.pk for run in runs}
         for event in events:
             event.blocker_pk = pks.get(event.blocked_by)
@@ -152,7 +158,7 @@ class TaskLockEventAdmin(OperatorPages):
     @admin.display(description=_("blocked by"))
     def holder(self, event: TaskLockEvent) -> str:
         """Write the token of the run that blocked the event, with a link to its row."""
-        runs = TaskLockEvent.objects.runs([event.blocked_by])
+        runs = TaskLockEvent.objects.runs([event.blocked_by], [event.blocked_by_task_id])
         return self.link(event.blocked_by or "-", runs[0].pk if runs else None)
 
     def link(self, text: str, pk: int | None) -> str:

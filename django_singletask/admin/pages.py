@@ -142,9 +142,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         locks, trouble = attempt(held.held, list[HeldLock]())
         hungry, unknown = attempt(partial(starving, HOUR), list[Starving]())
         shown = locks[:SHOWN]
-        tokens = [lock.token for lock in shown]
-        of_tokens = reading(even_if_off=True)(TaskLockEvent.objects.of_tokens)
-        events, _reason = attempt(partial(of_tokens, tokens), list[TaskLockEvent]())
+        events, _reason = runs_of(shown)
         return self.render(
             request,
             "changelist",
@@ -212,8 +210,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def report_cleared(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
         """Tell the user and the admin's own log; the lock itself tells the history."""
-        read_runs = reading(even_if_off=True)(TaskLockEvent.objects.runs)
-        runs, trouble = attempt(partial(read_runs, [lock.token]), list[TaskLockEvent]())
+        runs, trouble = runs_of([lock])
         if trouble and conf.history != "off":
             text = _("For now, only the admin's own log has a record of this. {}")
             self.message_user(request, text.format(trouble), messages.WARNING)
@@ -255,6 +252,14 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             **only,
             **drawing,
         )
+
+
+def runs_of(locks: list[HeldLock]) -> tuple[list[TaskLockEvent], str]:
+    """Return the rows of the runs that hold locks; or none, and why they cannot be read."""
+    tokens = [lock.token for lock in locks]
+    task_ids = [lock.task_id or "" for lock in locks]
+    read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
+    return attempt(partial(read, tokens, task_ids), list[TaskLockEvent]())
 
 
 def held_rows(locks: list[HeldLock]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from django.db import connections
 
+from django_singletask.history.queries import TOKENS
 from django_singletask.models import TaskLockEvent
 
 __all__ = ["close", "insert", "no_copy"]
@@ -59,7 +60,7 @@ def close(alias: str, endings: Mapping[str, Mapping[str, Any]]) -> int:
     # With COALESCE no database looks into the indexes of the other two columns, whose values half
     # of all rows have.
     conditions = f"{quote('token')} = %s AND COALESCE({quote('kind')}, '') = 'acquired'"
-    conditions += f" AND COALESCE({quote('outcome')}, '') = ''"
+    conditions += f" AND COALESCE({quote('outcome')}, '') = '' AND {TOKENS}"
     table = quote(TaskLockEvent._meta.db_table)
     with connection.cursor() as cursor:
         cursor.executemany(f"UPDATE {table} SET {changes} WHERE {conditions}", rows)

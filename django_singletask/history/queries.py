@@ -1,8 +1,7 @@
 """Ask the history: how long a lock is held, what happened to it, what is open.
 
-Every question reads at most so many of the newest rows, by an index whose order is that of the
-ids: with ten million rows an answer takes as long as with ten thousand. What the planner of a
-database must be told for that is said here, beside the query that needs it, and nowhere else.
+Every question reads at most so many of the newest rows, by an index: with ten million rows it takes
+as long as with ten thousand. What the planner of a database must be told for that is said here.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = [
     "BATCH",
     "ENOUGH",
-    "FIRST",
     "FREQUENT",
     "NEWEST",
     "OPEN",
     "SWEEPER",
+    "TOKENS",
     "NoHistory",
     "TaskLockEventQuerySet",
     "UsualHold",
@@ -49,19 +48,18 @@ SWEEPER = "django_singletask.sweep"
 """Name of the lock of the worker that sweeps; it is no lock of the project."""
 
 NEWEST = 1000
-"""Rows of a task or of a name that are looked at."""
+"""Rows that are looked at: of a task, of a name, or at the beginning of a time window."""
 OPEN = 5000
 """Open rows that are looked at: holds that go on, or whose end nobody reported."""
-RUNS = 100
-"""Runs whose length counts as usual."""
-ENOUGH = 5
-"""Runs that are enough to say what is usual: with fewer, no run is slow."""
+RUNS, ENOUGH = 100, 5
+"""Runs at most, and at least, whose length says what is usual: with fewer, no run is slow."""
 FREQUENT = 5000
 """Rows that a search sorts at most; of more, it reads the newest."""
-FIRST = 1000
-"""Rows at the beginning of a time window among which the lowest id is looked for."""
 LATE = timedelta(hours=1)
 """How late a row may be written: a process keeps its events while the database is away."""
+# Conditions of indexes: SQLite must find them in a statement, without parameters.
+TOKENS = "(task_id = '' OR NOT (outcome = 'released'))"
+COUNTED = "kind IN ('skipped', 'duplicate') AND NOT (blocked_by = '')"
 BATCH = 500
 """Values in one condition: SQLite takes no more than 999 in older versions."""
 
@@ -75,8 +73,7 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
     """Raise :class:`NoHistory` if the history is off, or if the block finds it unreadable.
 
     ``even_if_off`` lets the block read the rows that were written before it was switched off. In a
-    transaction the block has a savepoint: after a failure PostgreSQL refuses every statement until
-    the transaction is rolled back, at least to a savepoint.
+    transaction the block has a savepoint: else PostgreSQL refuses all statements after a failure.
     """
     if conf.history == "off" and not even_if_off:
         raise NoHistory("SINGLETASK_HISTORY = 'off': nothing is known of what was.")
@@ -108,17 +105,12 @@ class UsualHold:
     runs: int
 
     def is_exceeded_by(self, held_for: float) -> bool:
-        """Say whether a hold is slow, as far as these runs are enough to tell."""
-        # What is shorter than a second is shown as 0s, and is not worth a look.
+        """Say whether a hold is slow, which one of less than a second, shown as 0s, never is."""
         return self.runs >= ENOUGH and held_for > max(self.longest, 1)
 
 
 class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
-    """The rows of the history, narrowed in ways that an index serves.
-
-    Methods that return a list ask the database at once, and raise its errors unless they say
-    otherwise.
-    """
+    """The rows of the history, narrowed in ways that an index serves; a list is read at once."""
 
     def primary(self) -> TaskLockEventQuerySet:
         """Read where the rows are written: a replica may not have them yet."""
@@ -130,23 +122,36 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     def open(self) -> TaskLockEventQuerySet:
         """Keep the rows of holds that have not ended, as far as is known.
 
-        They are in the order of their keys, which is that of the index of the open rows. With any
-        other order PostgreSQL may read the whole table, since it takes "acquired" and "no outcome"
-        for independent conditions.
+        They are in the order of their index. With any other order PostgreSQL may read the whole
+        table, since it takes "acquired" and "no outcome" for independent conditions.
         """
         rows = self.filter(kind="acquired", outcome="")
         if connections[self.db].vendor == "sqlite":
-            # SQLite must find the condition of the index in the statement, without parameters, and
-            # be told that many rows meet it: else an index of one column looks better.
+            # Many rows meet the condition: else an index of one column looks better to SQLite.
             rows = self.extra(where=["likely(kind = 'acquired') AND likely(outcome = '')"])
         return rows.order_by("key")
+
+    def of_kind(self, kind: str) -> TaskLockEventQuerySet:
+        return self.of_state(kind, None).newest()
+
+    def of_state(self, kind: str | None, outcome: str | None) -> TaskLockEventQuerySet:
+        """Keep the rows of a kind and with an outcome; None means any.
+
+        Open and released runs are so many that the newest are soon found without an index.
+        """
+        state = {"kind": kind, "outcome": outcome}
+        rows = self.filter(**{field: each for field, each in state.items() if each is not None})
+        where = ["NOT (kind = 'acquired')"] if kind not in (None, "acquired") else []
+        where += (
+            ["NOT (outcome IN ('', 'released'))"] if outcome not in (None, "", "released") else []
+        )
+        return rows.extra(where=where) if connections[self.db].vendor == "sqlite" else rows
 
     def of_task(self, task: str) -> TaskLockEventQuerySet:
         """Keep the rows of a task, the newest first.
 
-        In the order of the index of the tasks, and as a range: for ``task = …`` PostgreSQL may go
-        back through the ids instead, and does not know that a task which has made many rows may
-        have made none of the last millions.
+        In the order of their index, and as a range: for ``task = …`` PostgreSQL may go back through
+        the ids, though a task that has made many rows may have made none of the last millions.
         """
         return self.filter(task__gte=task, task__lte=task).order_by("task", "-id")
 
@@ -165,72 +170,70 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
             return self.filter(name__gte=beginning, name__lt=f"{beginning}\U0010ffff")
         return self.filter(name__startswith=beginning)
 
-    def of_kind(self, kind: str) -> TaskLockEventQuerySet:
-        """Keep the rows of one kind, the newest first: an index has those of each kind in order."""
-        return self.filter(kind=kind).newest()
-
     def since(self, start: datetime) -> TaskLockEventQuerySet:
         """Keep what began at ``start`` or later; this asks the database for the first id.
 
-        All other indexes end with the id, and rows are written nearly in the order of their times.
-        Not always: a process keeps its events while the database is away. So the lowest id is
-        looked for among many rows, the first of which began an hour earlier.
+        Rows are written nearly in the order of their times, but a process keeps its events while
+        the database is away. So the lowest id is looked for among many rows, from an hour earlier.
         """
         later = self.model.objects.using(self.db).filter(at__gte=start - LATE)
-        first = later.order_by("at").values("pk")[:FIRST].aggregate(first=models.Min("pk"))["first"]
+        first = later.order_by("at").values("pk")[:NEWEST].aggregate(low=models.Min("pk"))["low"]
         return self.filter(at__gte=start, pk__gte=first or 0)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
-        """Keep what is older, except for open rows (default: ``SINGLETASK_HISTORY_DAYS``)."""
+        """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""
         seconds = conf.history_days * 86_400 if seconds is None else seconds
         since = django_now() - timedelta(seconds=seconds)
         old = self.filter(at__lt=since).exclude(kind="acquired", outcome="")
-        # What began earlier, but went on until later, is not that old.
         return old.exclude(ended_at__gte=since).exclude(last_at__gte=since)
 
     def search(self, text: str, names: Collection[str] = ()) -> TaskLockEventQuerySet:
-        """Keep rows whose name begins with a text or is in ``names``, or whose task id it is.
-
-        This asks for their ids.
-        """
+        """Keep rows whose name begins with a text or is in ``names``, or that have its task id."""
         rows = self.model.objects.using(self.db).order_by()
         ids = list(rows.named_like(text).values_list("pk", flat=True)[: FREQUENT + 1])
         ids += rows.filter(name__in=names).values_list("pk", flat=True)[: FREQUENT + 1]
         if len(ids) > FREQUENT:
-            # To sort so many takes long: the newest are found sooner by reading from the newest on.
+            # To sort so many takes long: it is quicker to read from the newest on.
             return self.filter(models.Q(name__startswith=text) | models.Q(name__in=names))
         # A list of ids: with the condition itself PostgreSQL would look for few names in all rows.
         ids += rows.filter(task_id=text).values_list("pk", flat=True)[:FREQUENT]
         return self.filter(pk__in=ids)
 
     def of_tokens(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
-        """Return the rows of holders with these tokens.
+        """Return the rows of these tokens, but for runs of tasks that gave their lock back.
 
-        Here as below, the database looks at one indexed column, and Python at the rest: with two
-        conditions SQLite and MySQL may use the index of the other, which half of all rows meet.
+        Rows are looked up by one column, and Python looks at the rest: with two conditions SQLite
+        and MySQL may use the index of the other column.
         """
-        return self._among("token", tokens)
+        return self._among("token", tokens, where=[TOKENS])
 
-    def runs(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
-        """Return the rows of the runs that have, or had, these tokens."""
-        return [row for row in self.of_tokens(tokens) if row.kind == "acquired"]
+    def runs(self, tokens: Iterable[str], task_ids: Iterable[str] = ()) -> list[TaskLockEvent]:
+        """Return the rows of the runs that have, or had, these tokens.
+
+        Those of tasks that gave their lock back are found only if ``task_ids`` has their task ids:
+        to keep each token in an index as well costs the database a third of the time of a row.
+        """
+        rows = self.of_tokens(tokens := set(tokens))
+        rows += [row for row in self._among("task_id", task_ids) if row.token in tokens]
+        return [row for row in dict.fromkeys(rows) if row.kind == "acquired"]
 
     def blocked_by(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
         """Return the skips, and the duplicates, that holders with these tokens caused."""
-        return [row for row in self._among("blocked_by", tokens) if row.is_counted]
+        return self._among("blocked_by", tokens, where=[COUNTED])
 
     def counts_behind(self, tokens: Iterable[str]) -> list[tuple[str, str, int]]:
         """Return kind, token and count of the rows about calls that met one of these holders."""
-        return self._among("blocked_by", tokens, "kind", "blocked_by", "count")
+        return self._among("blocked_by", tokens, "kind", "blocked_by", "count", where=[COUNTED])
 
     def still_open(self, ids: Iterable[int]) -> list[TaskLockEvent]:
         """Return the rows with these ids, without those that have been closed meanwhile."""
         return [row for row in self._among("pk", ids) if not row.outcome]
 
-    def _among(self, field: str, values: Iterable[Any], *columns: str) -> list[Any]:
+    def _among(self, field: str, values: Iterable[Any], *columns: str, where: Any = ()) -> Any:
         wanted = [value for value in dict.fromkeys(values) if value]
         batches = (wanted[start : start + BATCH] for start in range(0, len(wanted), BATCH))
-        found = (self.filter(**{f"{field}__in": batch}).order_by() for batch in batches)
+        rows = self.extra(where=where).order_by()
+        found = (rows.filter(**{f"{field}__in": batch}) for batch in batches)
         return [row for rows in found for row in (rows.values_list(*columns) if columns else rows)]
 
     def name_of_key(self, key: str) -> str:
@@ -246,10 +249,7 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         return ""
 
     def task_names(self, limit: int) -> list[str]:
-        """Return the first tasks that have rows, in alphabetical order.
-
-        Each is looked up by the one before it: DISTINCT would read the whole table, or its index.
-        """
+        # DISTINCT would read the whole table, or its index.
         rows, tasks = self.order_by("task").values_list("task", flat=True), [""]
         while len(tasks) <= limit and (after := rows.filter(task__gt=tasks[-1]).first()):
             tasks.append(after)
@@ -258,8 +258,8 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     def usual_hold(self, name: str, task: str = "") -> UsualHold | None:
         """Say how long the last hundred runs of a task had their lock, or of a name without a task.
 
-        Only runs that returned count: a run that hung until it was stopped has raised, and beside
-        it the next run that hangs would not be slow. None without such runs or without a history.
+        Only runs that returned count: beside a run that hung until it was stopped, and raised, the
+        next that hangs would not be slow. None without such runs or without a history.
         """
         rows = self.of_task(task) if task else self.named(name)
         fields = rows.values_list("outcome", "result", "at", "ended_at")
@@ -279,10 +279,10 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     ) -> list[TaskLockEvent]:
         """Return the newest rows that fit, the newest first; None as a value leaves a fact out.
 
-        ``since`` is in seconds before now. Old rows are found with the history off, too. Raises
-        :class:`NoHistory` if it cannot be read.
+        ``since`` is in seconds before now. Old rows are found with the history off, too.
         """
         rows = self.newest() if task is None else self.of_task(task)
+        rows = rows.of_state(facts.pop("kind", None), facts.pop("outcome", None))
         rows = rows.filter(**{key: each for key, each in facts.items() if each is not None})
         with reading(even_if_off=True):
             if since is not None:

@@ -111,8 +111,7 @@ def prune(
         # Skips are deleted before the runs that they met: without those, they would look like
         # calls that came to nothing, between two batches or after the last batch of a limit.
         tokens = [token for _pk, _at, token in oldest if token]
-        met = rows.filter(blocked_by__in=tokens).order_by().values_list("pk", flat=True)
-        first = list(met[:batch])
+        first = [row.pk for row in rows.only("pk").blocked_by(tokens)][:batch]
         gone = rows.filter(pk__in=first or [pk for pk, _at, _token in oldest]).delete()[0]
         deleted += gone
         yield gone

@@ -96,7 +96,8 @@ class Batch:
 
     def save(self) -> None:
         if self.again:
-            for run in _rows().runs(self.acquired):
+            task_ids = {row["task_id"] for row in self.acquired.values()}
+            for run in _rows().runs(self.acquired, task_ids):
                 self.acquired.pop(run.token, None)
         if self.acquired:
             bulk.insert(_alias(), self.acquired.values())

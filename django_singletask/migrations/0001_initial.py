@@ -110,8 +110,6 @@ class Migration(migrations.Migration):
                 "permissions": (("clear_lock", "Can clear a lock"),),
                 "default_permissions": ("view", "delete"),
                 "indexes": [
-                    models.Index(fields=["kind", "-id"], name="singletask_kind"),
-                    models.Index(fields=["outcome", "-id"], name="singletask_outcome"),
                     models.Index(fields=["task", "-id"], name="singletask_task"),
                     models.Index(
                         fields=["name", "-id"],
@@ -120,12 +118,34 @@ class Migration(migrations.Migration):
                     ),
                     models.Index(fields=["at"], name="singletask_at"),
                     models.Index(fields=["task_id"], name="singletask_task_id"),
-                    models.Index(fields=["token"], name="singletask_token"),
-                    models.Index(fields=["blocked_by"], name="singletask_blocked_by"),
+                    models.Index(
+                        condition=models.Q(
+                            ("task_id", ""),
+                            models.Q(("outcome", "released"), _negated=True),
+                            _connector="OR",
+                        ),
+                        fields=["token"],
+                        name="singletask_token",
+                    ),
+                    models.Index(
+                        condition=models.Q(("kind", "acquired"), _negated=True),
+                        fields=["kind", "-id"],
+                        name="singletask_kind",
+                    ),
+                    models.Index(
+                        condition=models.Q(("outcome__in", ("", "released")), _negated=True),
+                        fields=["outcome", "-id"],
+                        name="singletask_outcome",
+                    ),
                     models.Index(
                         condition=models.Q(("kind", "acquired"), ("outcome", "")),
-                        fields=["key"],
+                        fields=["kind", "outcome", "key"],
                         name="singletask_open",
+                    ),
+                    models.Index(
+                        condition=models.Q(("blocked_by__isnull", True)),
+                        fields=["blocked_by"],
+                        name="singletask_blocked_by",
                     ),
                 ],
                 "constraints": [

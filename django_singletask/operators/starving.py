@@ -141,7 +141,8 @@ def _suspects(longer_than: float, task: str | None) -> list[str]:
         newest += [row for row in rows.of_task(task)[:NEWEST] if row.is_counted]
     skips = rows.blocked_by(rows.open().values_list("token", flat=True)[:OPEN])
     skips += [row for row in newest if (row.last_at or row.at) >= since]
-    runs = rows.runs(row.blocked_by for row in skips)
+    task_ids = {row.blocked_by_task_id for row in skips}
+    runs = rows.runs({row.blocked_by for row in skips}, task_ids)
     completed = {row.token for row in runs if row.is_completed}
     names = dict.fromkeys(
         row.name

@@ -182,8 +182,10 @@ def _read(
         fitting = (event for event in read if name in ("", event.name) and task in ("", event.task))
         events += islice(fitting, limit)
     begun = {event.token for event in events if event.kind == "acquired"}
-    tokens = {event.blocked_by or event.token for event in events if event.kind != "acquired"}
-    events += rows.runs(tokens - begun)
+    others = [event for event in events if event.kind != "acquired"]
+    tokens = {event.blocked_by or event.token for event in others}
+    task_ids = {event.blocked_by_task_id or event.task_id for event in others}
+    events += rows.runs(tokens - begun, task_ids)
     return [event for event in dict.fromkeys(events) if event.name != SWEEPER], cut
 
 
