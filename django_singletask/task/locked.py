@@ -1,25 +1,33 @@
-"""The lock of each call of a task: its options as attributes, and questions about it."""
+"""A task whose calls have locks: its options as attributes, and its place among other bases."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from celery import Task
+from celery.contrib.django.task import DjangoTask
 from celery.result import AsyncResult
 
 from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
-from django_singletask.task.chained import ChainedTask
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
 
 __all__ = ["LockedTask"]
 
+# Celery's own __call__ ends the chain of super().__call__(). As for a call without a message, it
+# pushes another request, empty (Celery 5.4) or a copy, and what the body does, such as retry(), is
+# not seen in the request of the message. In a worker Celery prevents that for the class that is
+# called first, but here SingletonTask is called before.
+ENDS_HERE = "singletask_chain_ends_here"
+"""Attribute of a request: the next one that is pushed above it is itself."""
 
-class LockedTask(ChainedTask):
+
+class LockedTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
     """A task that knows the lock of each of its calls; see :class:`SingletonTask`."""
 
     abstract = True
@@ -81,3 +89,31 @@ class LockedTask(ChainedTask):
         options = LockOptions.of(self) if options is None else options
         facts |= {"lock_on": options.lock_on, "lock_name": options.lock_name}
         return call_key(self.name, self.parameters, args or (), kwargs or {}, **facts)
+
+    # Other bases may have a __call__, which is called with the same request
+
+    def rest_of_call(self, request: Any) -> Callable[..., Any]:
+        """Return what is to be called under the lock, for a request that is pushed already."""
+        call = super().__call__
+        if getattr(call, "__func__", None) is Task.__call__:
+            return self.run  # no other base has one
+
+        def call_others(*args: Any, **kwargs: Any) -> Any:
+            setattr(request, ENDS_HERE, True)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                vars(request).pop(ENDS_HERE, None)
+
+        return call_others
+
+    def push_request(self, *args: Any, **kwargs: Any) -> None:
+        """Push a new request, or once more the one whose chain of calls ends here."""
+        request: Any = self.request_stack.top
+        ends_here = request is not None and vars(request).pop(ENDS_HERE, False)
+        # Celery's __call__ gives these two alone. Another base may call run() instead, and then
+        # this is a request that the body has pushed.
+        if ends_here and not args and kwargs.keys() == {"args", "kwargs"}:
+            self.request_stack.push(request)
+        else:
+            super().push_request(*args, **kwargs)
