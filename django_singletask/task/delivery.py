@@ -16,11 +16,10 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.run import NO_RUN, Run
-from django_singletask.task.autoretry import raise_or_retry
 from django_singletask.task.delivery_lock import DeliveryLock
 from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
 from django_singletask.task.options import LockOptions
-from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone
+from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone, raise_or_retry
 from django_singletask.task.rerun import gives_way
 from django_singletask.task.unique import QueuedCall
 

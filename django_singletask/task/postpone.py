@@ -1,4 +1,4 @@
-"""Publish a message again for a little later, so that this delivery of it can go."""
+"""Publish a message again for a later time, so that this delivery of it can go."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 from typing import Any, NoReturn
 
 from celery import Celery, Task
+from celery.app.autoretry import add_autoretry_behaviour
 from celery.exceptions import Reject, SoftTimeLimitExceeded
 
 try:
@@ -18,7 +19,7 @@ except ImportError:  # Celery 5.4
 from django_singletask.exceptions import Postponed
 from django_singletask.task.header import Header
 
-__all__ = ["FIRST_HOP", "SHORT_HOP", "detect_quorum_queues", "hop", "postpone"]
+__all__ = ["FIRST_HOP", "SHORT_HOP", "detect_quorum_queues", "hop", "postpone", "raise_or_retry"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -80,3 +81,21 @@ def _has_quorum_queues(app: Celery) -> bool:
         return False
     driver = app.producer_pool.connections.connection.transport.driver_type
     return bool(detect_quorum_queues(app, driver)[0])
+
+
+def raise_or_retry(task: Task[..., Any], error: Exception) -> NoReturn:
+    """Raise an error of the lock, or the ``Retry`` that ``autoretry_for`` makes of it.
+
+    Celery wraps the body of a task, which runs inside the lock. So its wrapper is put around a body
+    that raises the error, in a copy of the task: Celery wraps a task only once.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> NoReturn:
+        raise error
+
+    failing = object.__new__(type(task))
+    vars(failing).update(vars(task), run=run)
+    vars(failing).pop("_orig_run", None)
+    add_autoretry_behaviour(failing)
+    failing.run()
+    raise AssertionError("the body above returns nothing")
