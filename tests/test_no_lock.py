@@ -10,7 +10,6 @@ from celery import Celery
 from django_singletask import LockError, SingletonTask, current_lock
 from django_singletask.signals import lock_event
 from django_singletask.stores import get_store
-from django_singletask.task.header import Header
 from django_singletask.testing import hold
 from django_singletask.worker import watcher
 from django_singletask.worker.watcher import Accepted, Watcher
@@ -97,9 +96,10 @@ def test_there_is_no_lock_to_be_asked_for(task, ask):
 def test_the_watcher_has_no_lock_to_free(task, sent, monkeypatch):
     monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
     task.delay(0)
-    header = Header.of(sent[0]["headers"], sent[0]["task_id"], task.name)
+    [message] = sent
+    headers, task_id = message["headers"], message["task_id"]
     pool = Watcher()
-    pool.deliveries[1] = Accepted(header, SimpleNamespace(task=task))
+    pool.deliveries[1] = Accepted(SimpleNamespace(task=task, request_dict=headers, id=task_id))
     pool.look()
     assert pool.deliveries == {}
     assert pool.killed == []
