@@ -145,6 +145,15 @@ def test_locks_for_which_nobody_waits_are_forgotten(consumer, monkeypatch):
     assert len(waiting.calls) <= 4
 
 
+def test_a_call_that_waits_for_its_rate_limit_is_not_started_a_second_time(consumer):
+    """Celery lists it among those that wait for their ETA until it leaves the bucket."""
+    waiting = hops.Hops()
+    request = consumer.receive(waiting, seconds=0)
+    request._eta_timer_entry.args = request, "a bucket", 1
+    end_run(consumer, waiting)
+    assert not consumer.started
+
+
 @pytest.mark.parametrize(
     ("outcome", "started"),
     [

@@ -73,8 +73,12 @@ class Hops:
         calls = self.calls.get(key)
         while calls and consumer.blueprint.state == RUN and consumer.connection:
             request = calls.popleft()
-            if _is_waiting(request):
-                entry = request._eta_timer_entry  # noqa: SLF001, Celery's consumer uses it as well
+            if not _is_waiting(request):
+                continue
+            entry = request._eta_timer_entry  # noqa: SLF001, Celery's consumer uses it as well
+            # A task with a rate limit has its bucket there as well. After its ETA it waits in the
+            # bucket, and counts as waiting for its ETA: it would be started twice.
+            if entry.args == (request,):
                 consumer.timer.cancel(entry)
                 consumer.timer.apply_entry(entry)
                 entry.args = ()  # the timer keeps the entry until the ETA, and may be listed
