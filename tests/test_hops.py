@@ -145,6 +145,17 @@ def test_locks_for_which_nobody_waits_are_forgotten(consumer, monkeypatch):
     assert len(waiting.calls) <= 4
 
 
+def test_locks_whose_last_call_was_started_are_forgotten(consumer, monkeypatch):
+    monkeypatch.setattr(hops, "FEW", 3)
+    waiting = hops.Hops()
+    for number in range(20):
+        wire = WIRE | {"key": f"key {number}"}
+        consumer.receive(waiting, wire)
+        end_run(consumer, waiting, wire=wire)
+    assert len(consumer.started) == 20
+    assert len(waiting.calls) <= 4
+
+
 def test_a_call_that_waits_for_its_rate_limit_is_not_started_a_second_time(consumer):
     """Celery lists it among those that wait for their ETA until it leaves the bucket."""
     waiting = hops.Hops()

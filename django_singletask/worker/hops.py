@@ -65,7 +65,7 @@ class Hops:
             calls.popleft()
         calls.append(request)
         if len(self.calls) > self.most:  # forget the locks for which nobody waits any more
-            busy = {key: calls for key, calls in self.calls.items() if _is_waiting(calls[-1])}
+            busy = {key: calls for key, calls in self.calls.items() if any(map(_is_waiting, calls))}
             self.calls, self.most = {**busy, key: calls}, max(FEW, 2 * len(busy))
 
     def _start_next(self, consumer: Any, key: str) -> None:
