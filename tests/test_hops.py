@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -156,11 +158,20 @@ def test_locks_whose_last_call_was_started_are_forgotten(consumer, monkeypatch):
     assert len(waiting.calls) <= 4
 
 
+def test_a_message_that_waits_no_longer_is_not_kept(consumer):
+    waiting = hops.Hops()
+    gone = weakref.ref(consumer.receive(waiting, seconds=0))
+    consumer.pass_time()
+    consumer.started.clear()
+    gc.collect()  # Celery's request and its entry of the timer refer to each other
+    assert gone() is None
+
+
 def test_a_call_that_waits_for_its_rate_limit_is_not_started_a_second_time(consumer):
     """Celery lists it among those that wait for their ETA until it leaves the bucket."""
     waiting = hops.Hops()
     request = consumer.receive(waiting, seconds=0)
-    request._eta_timer_entry.args = request, "a bucket", 1
+    vars(request)["_eta_timer_entry"].args = request, "a bucket", 1
     end_run(consumer, waiting)
     assert not consumer.started
 

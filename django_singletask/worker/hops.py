@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
+from weakref import ref
 
 from celery.bootsteps import RUN  # type: ignore[attr-defined]
 from celery.exceptions import Ignore
@@ -33,7 +34,7 @@ class Hops:
     """The calls of "requeue" that wait in this worker, by the key of their lock."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, deque[Any]] = {}
+        self.calls: dict[str, deque[ref[Any]]] = {}
         self.most = FEW
 
     def follow(self, consumer: Any, request: Any, wire: Mapping[str, Any]) -> None:
@@ -63,7 +64,7 @@ class Hops:
         calls = self.calls.setdefault(key, deque())
         while calls and not _is_waiting(calls[0]):
             calls.popleft()
-        calls.append(request)
+        calls.append(ref(request))  # weak: a message that waits no longer may be large
         if len(self.calls) > self.most:  # forget the locks for which nobody waits any more
             busy = {key: calls for key, calls in self.calls.items() if any(map(_is_waiting, calls))}
             self.calls, self.most = {**busy, key: calls}, max(FEW, 2 * len(busy))
@@ -72,8 +73,9 @@ class Hops:
         """Start the call that has waited longest for this lock."""
         calls = self.calls.get(key)
         while calls and consumer.blueprint.state == RUN and consumer.connection:
-            request = calls.popleft()
-            if not _is_waiting(request):
+            call = calls.popleft()
+            request: Any = call()
+            if not _is_waiting(call):
                 continue
             entry = request._eta_timer_entry  # noqa: SLF001, Celery's consumer uses it as well
             # A task with a rate limit has its bucket there as well. After its ETA it waits in the
@@ -85,9 +87,9 @@ class Hops:
                 return
 
 
-def _is_waiting(request: Any) -> bool:
-    """Say whether a message waits for its ETA."""
-    return request in state.scheduled_requests  # type: ignore[attr-defined]
+def _is_waiting(call: ref[Any]) -> bool:
+    """Say whether a message is still there, and waits for its ETA."""
+    return call() in state.scheduled_requests  # type: ignore[attr-defined]
 
 
 def _has_ended(outcome: Any) -> bool:
