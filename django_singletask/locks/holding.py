@@ -6,7 +6,7 @@ import logging
 import os
 
 from django_singletask import clock
-from django_singletask.exceptions import LockError
+from django_singletask.exceptions import LockError, LockLost
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.address import Address, blocker_facts
@@ -173,6 +173,36 @@ class Holding:
         self.length = length
         self.deadline = sent + length - margin(length)
         renewal.keeper().wake_for(self)
+
+    def fencing_token(self) -> int:
+        """Return the fencing token of this acquisition; see :meth:`TaskLock.fencing_token`."""
+        if self.holder.slots > 1:
+            raise TypeError(
+                f"{self.address} has {self.holder.slots} slots: a fencing token refuses the "
+                "writes of earlier holders, and here several hold the lock at once. Use a lock of "
+                "one slot."
+            )
+        # Not while a renewal is under way. It may have taken a forgotten entry again, and a token
+        # that is drawn before this process knows it is greater than that of the run in between:
+        #
+        #   renewal:    (entry gone)                      taken again ................. retaken = 1
+        #   body:                                                       draws 9, writes stale data
+        #   other run:               draws 8, writes, ends
+        with renewal.keeper().renewing:
+            trusted = not (self.lost or self.retaken)
+            if trusted and self.fence is None:
+                # This raises NotImplementedError on memcached, which forgets counters.
+                self.fence = get_store(self.cache).fence(self.key, self.value)
+        if trusted and self.fence is not None:
+            return self.fence
+        if trusted and not self.is_inherited():
+            self.extend(self.length)  # this finds out what became of the entry, and reports it
+        if self.retaken and not self.lost:
+            raise LockLost(
+                f"The cache forgot {self.address} meanwhile, and another run may have had it: it "
+                "has no fencing token."
+            )
+        raise LockLost(f"{self.address} is no longer held by this run, so it has no fencing token.")
 
     def look(self) -> None:
         """Read the entry of a lease that is not renewed, and find out whether it is lost."""
