@@ -113,9 +113,8 @@ class Holding:
             self._lost = was_missing if entry is None else entry.value != self.value
 
     def has_ended(self) -> bool:
-        """Say whether the lease is lost; report the loss, if that is news, and renew it no more."""
+        """Say whether the lease is lost; if it is, end it as :meth:`lose` does."""
         if self.lost:
-            renewal.keeper().drop(self)
             self.lose()
         return self.lost
 
@@ -165,7 +164,6 @@ class Holding:
         self.longest_gap = max(self.longest_gap, sent - self.renewed_at)
         self.renewed_at = sent
         if self._lost or outcome in {Outcome.GONE, Outcome.TAKEN}:
-            renewal.keeper().drop(self)
             self.lose()
             return
         if outcome is Outcome.RETAKEN:
@@ -208,7 +206,6 @@ class Holding:
         """Read the entry of a lease that is not renewed, and find out whether it is lost."""
         entry = self.address.read()
         if self.held and (entry is None or entry.value != self.value):
-            renewal.keeper().drop(self)
             self.lose()
 
     def _tell_retaken(self) -> None:
@@ -224,7 +221,8 @@ class Holding:
         self.address.tell("retaken", self.holder, reason=self.reason)
 
     def lose(self) -> None:
-        """Note for good that the entry is gone, or somebody else's, and report it once."""
+        """Note for good that the entry is gone or another's: report it once, renew it no more."""
+        renewal.keeper().drop(self)
         ended = clock.now() >= self.deadline
         self._lost = True
         if self._reported:
