@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from django_singletask import LockConflict
+from django_singletask import LockConflict, LockUnavailable
 from django_singletask.exceptions import Postponed
 from django_singletask.holder import Holder
 from django_singletask.locks import blocks
@@ -115,6 +115,21 @@ def test_a_signal_while_it_waits_leaves_nothing_behind(held, monkeypatch):
     with pytest.raises(SoftTimeLimitExceeded):
         receive(tasks.requeue, "a")
     assert tasks.requeue.lock("a").holder() is None
+
+
+def test_a_call_that_cannot_look_again_is_postponed(sent, held, monkeypatch):
+    """Its conflict is known. To look again is for speed, and must cost no call its run."""
+    run, take = held(), get_store("redis").take
+
+    def take_once(*args, **kwargs):
+        if run.sleeps:
+            raise LockUnavailable("down")
+        return take(*args, **kwargs)
+
+    monkeypatch.setattr(get_store("redis"), "take", take_once)
+    with pytest.raises(Postponed):
+        receive(tasks.requeue, "a")
+    assert len(run.sleeps) == len(sent) == 1
 
 
 def test_it_gives_way_to_a_later_call_that_ran_while_it_waited(held, monkeypatch):

@@ -89,6 +89,8 @@ class DeliveryLock(TaskLock):
                 sleep(pause * random.uniform(0.5, 1))
                 if self.take():
                     self._block = blocks.enter(self)
+        except LockUnavailable as error:  # the conflict is known: the call is postponed
+            logger.warning("%s is not asked for again in this delivery. %s", self.address, error)
         except BaseException as error:  # such as a signal after the take: no __exit__ follows
             self.__exit__(type(error), error, None)
             raise
