@@ -307,6 +307,24 @@ def test_an_entry_that_has_changed_since_the_take_is_not_given_back(
     assert store.read(KEY) == Entry(B, None)
 
 
+@on_pymemcache
+def test_the_number_of_a_take_gives_back_no_other_bytes(store: Store) -> None:
+    store.read(KEY)
+    store.add(KEY, B, 60)
+    assert store.release(KEY, A) is Outcome.TAKEN
+    assert store.read(KEY) == Entry(B, None)
+
+
+@pytest.mark.parametrize("options", [{"use_pooling": True}, {"key_prefix": "prefix:"}])
+def test_pymemcache_takes_and_gives_back_with_options(settings, options) -> None:
+    with private_store(settings, "pymemcache", options=options) as store:
+        store.client.flush_all()
+        assert store.read(KEY) is None
+        assert store.add(KEY, A, 60) is None
+        assert store.add(KEY, B, 60) == Entry(A, None)
+        assert store.release(KEY, A) is Outcome.OK
+
+
 def test_the_number_of_a_server_that_was_restarted_is_not_used(settings, monkeypatch) -> None:
     monkeypatch.setattr(pipeline, "FRESH", 60)
     with (
