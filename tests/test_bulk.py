@@ -190,6 +190,8 @@ def test_odd_texts_and_times_are_stored_as_by_an_insert(settings, alias):
     assert others == [first] * 3
     assert first["name"].startswith(r"\t\n\r \N \. \\ ")
     assert (first["host"], first["at"]) == (r"a\x00b\ud800", NOW)
+    # SQLite compares times as texts.
+    assert TaskLockEvent.objects.filter(at=NOW, ended_at=NOW).count() == 4
     TaskLockEvent.objects.all().delete()
 
 
