@@ -214,7 +214,7 @@ def test_an_on_skip_that_cannot_take_each_call_is_refused(define, on_skip, reaso
     assert message.id == "django_singletask.E012"
     text = f"on_skip {OF_TASK} cannot take the conflict and the task's arguments: {reason}."
     assert message.msg == text
-    assert message.hint == "Its parameters are the conflict, then: a, b."
+    assert message.hint.startswith("Its parameters are the conflict, then: a, b. See http")
     with pytest.raises(TypeError, match=f"cannot take the conflict and a call: {reason}"):
         only_one(on_skip=on_skip)(body)
 

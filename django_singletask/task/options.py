@@ -23,6 +23,9 @@ __all__ = ["NAMES", "OF_RUN", "POLICIES", "LockOptions"]
 
 POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
+CHECKS = {"number": "E008", "lock_on": "E009", "lock_name": "E010", "choice": "E012"}
+"""Numbers of the system checks of single options; those of pairs are in PAIRS."""
+
 
 class LockOptions(NamedTuple):
     """The lock options of one task, or of one call; see :class:`SingletonTask`."""
@@ -109,7 +112,7 @@ class LockOptions(NamedTuple):
         yield from wrong_pairs(self, where, wrong)
 
     def _wrong_values(self, where: str) -> Iterator[Problem]:
-        for option, (rule, check, right) in RULES.items():
+        for option, (rule, kind, right) in RULES.items():
             value = getattr(self, option)
             if value is self._field_defaults[option]:
                 continue
@@ -118,7 +121,7 @@ class LockOptions(NamedTuple):
             except (TypeError, ValueError) as error:
                 hint = f"Set {option} to {right}, or remove it."
                 early = isinstance(error, TypeError)
-                yield Problem((option,), str(error), hint, check, type(error), early)
+                yield Problem((option,), str(error), hint, CHECKS[kind], type(error), early)
 
     def _wrong_arguments(self, where: str, parameters: Parameters) -> Iterator[Problem]:
         arguments = ", ".join(parameters.names)
@@ -126,12 +129,12 @@ class LockOptions(NamedTuple):
             if name not in parameters.names and not parameters.takes_any_name:
                 text = f"lock_on={self.lock_on!r} {where} names {name!r}, which is no argument"
                 hint = f"Its arguments are: {arguments or 'none; use lock_on=[]'}."
-                yield Problem(("lock_on",), f"{text} of it.", hint, "E009")
+                yield Problem(("lock_on",), f"{text} of it.", hint, CHECKS["lock_on"])
         misfit = "" if self.on_skip is None else parameters.misfit(self.on_skip, "the conflict")
         if misfit:
             text = f"on_skip {where} cannot take the conflict and the task's arguments: {misfit}."
             hint = f"Its parameters are the conflict, then: {arguments}."
-            yield Problem(("on_skip",), text, hint, "E012")
+            yield Problem(("on_skip",), text, hint, CHECKS["choice"])
         if isinstance(self.lock_name, str):
             what = f"lock_name={self.lock_name!r} {where}"
             for error in template_errors(what, self.lock_name, parameters):
@@ -139,7 +142,7 @@ class LockOptions(NamedTuple):
                 if isinstance(error, ValueError):
                     example = "'customer:{customer_id}'"
                     hint = f"Write what it stands for, as in {example}; double a literal brace."
-                yield Problem(("lock_name",), str(error), hint, "E010")
+                yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"])
 
 
 NAMES = frozenset(LockOptions._fields)
@@ -200,22 +203,22 @@ def _name(option: str, where: str, value: Any) -> None:
 
 
 SECONDS = "seconds, such as 60"
-BOOLEAN = _choice(True, False), "E012", "one of them"
+BOOLEAN = _choice(True, False), "choice", "one of them"
 RULES: dict[str, tuple[Rule, str, str]] = {
-    "lock_timeout": (_number(), "E008", SECONDS),
-    "lock_wait": (_number(zero=True, infinite=True), "E008", f"{SECONDS}, or math.inf"),
-    "lock_at_least": (_number(zero=True), "E008", SECONDS),
-    "unique_for": (_number(), "E008", SECONDS),
-    "lock_slots": (_number(check_slots), "E008", "a number of runs"),
-    "on_conflict": (_choice(*POLICIES), "E012", "one of them"),
-    "on_outage": (_choice("raise", "run", "skip"), "E012", "one of them"),
-    "unique_until": (_choice(None, "start", "finish", "expiry"), "E012", "one of them"),
-    "on_duplicate": (_choice("return", "raise", "replace"), "E012", "one of them"),
+    "lock_timeout": (_number(), "number", SECONDS),
+    "lock_wait": (_number(zero=True, infinite=True), "number", f"{SECONDS}, or math.inf"),
+    "lock_at_least": (_number(zero=True), "number", SECONDS),
+    "unique_for": (_number(), "number", SECONDS),
+    "lock_slots": (_number(check_slots), "number", "a number of runs"),
+    "on_conflict": (_choice(*POLICIES), "choice", "one of them"),
+    "on_outage": (_choice("raise", "run", "skip"), "choice", "one of them"),
+    "unique_until": (_choice(None, "start", "finish", "expiry"), "choice", "one of them"),
+    "on_duplicate": (_choice("return", "raise", "replace"), "choice", "one of them"),
     "lock_renew": BOOLEAN,
     "lock_history": BOOLEAN,
-    "on_skip": (_function, "E012", "a function"),
-    "skip_result": (_value, "E012", "a value"),
-    "lock_on": (_names, "E009", "a list"),
-    "lock_name": (_name, "E010", "a string or a function"),
+    "on_skip": (_function, "choice", "a function"),
+    "skip_result": (_value, "choice", "a value"),
+    "lock_on": (_names, "lock_on", "a list"),
+    "lock_name": (_name, "lock_name", "a string or a function"),
 }
-"""The rule of each option, its system check, and what the option can be set to."""
+"""The rule of each option, the kind of its check, and what the option can be set to."""
