@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict
-from django_singletask.locks.deferred import refuse_deferred
 from django_singletask.locks.keys import (
     NO_LOCK,
     LockKey,
@@ -20,7 +19,7 @@ from django_singletask.locks.keys import (
     template_fields,
 )
 from django_singletask.locks.lock import TaskLock
-from django_singletask.locks.parameters import Parameters
+from django_singletask.locks.parameters import Parameters, refuse_deferred
 
 __all__ = ["only_one"]
 

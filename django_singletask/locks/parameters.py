@@ -1,4 +1,4 @@
-"""The parameters of a task's body, which calls are bound to."""
+"""What a function must be to have a lock, and its parameters, which calls are bound to."""
 
 from __future__ import annotations
 
@@ -8,9 +8,26 @@ from typing import Any
 
 from django_singletask.locks.canonical import Unstable, canonical, same
 
-__all__ = ["AS_SHOWN", "Parameters"]
+__all__ = ["AS_SHOWN", "Parameters", "refuse_deferred"]
 
 BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def refuse_deferred(function: Any, what: str, *, awaits: bool = False) -> None:
+    """Raise ``TypeError`` for a generator function, and for a coroutine function unless ``awaits``.
+
+    The lock around its call would be free before its body runs. The message begins with ``what``.
+    """
+    for test, kind in (
+        (inspect.iscoroutinefunction, "a coroutine function"),
+        (inspect.isasyncgenfunction, "an asynchronous generator function"),
+        (inspect.isgeneratorfunction, "a generator function"),
+    ):
+        if test(function) and not (awaits and test is inspect.iscoroutinefunction):
+            raise TypeError(
+                f"{what}: {function.__qualname__} is {kind}: its lock would be free before its "
+                "body runs. Take a TaskLock inside the body of a plain function instead."
+            )
 
 
 class Parameters:

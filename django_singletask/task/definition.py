@@ -11,7 +11,7 @@ from typing import Any
 from celery import Task
 
 from django_singletask.conf import DOCS
-from django_singletask.locks.deferred import refuse_deferred
+from django_singletask.locks.parameters import refuse_deferred
 from django_singletask.task.options import NAMES, LockOptions
 
 __all__ = ["bind_functions", "check_definition", "misspelt", "refuse_unsendable"]
