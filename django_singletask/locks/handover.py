@@ -14,7 +14,7 @@ from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockLost
 from django_singletask.holder import this_process
 from django_singletask.locks import renewal
-from django_singletask.locks.keys import MAX_NAME, LockKey
+from django_singletask.locks.keys import MAX_NAME
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
@@ -70,11 +70,6 @@ class Handle(NamedTuple):
     def encode(self) -> str:
         """Return the handle as a string, which any serializer takes."""
         return json.dumps(self._asdict(), separators=(",", ":"))
-
-    @property
-    def lock_key(self) -> LockKey:
-        """Name and key of the lock."""
-        return LockKey(self.name, self.key)
 
 
 def hand_over(lease: Lease, seconds: float) -> str:

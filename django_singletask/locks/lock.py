@@ -151,13 +151,13 @@ class TaskLock(HeldLock):
         Raises :class:`LockLost` if the lock is gone or somebody else's, ``ValueError`` for what
         :meth:`hand_over` did not return, and :class:`LockUnavailable`.
         """
-        waiting = Handle.decode(handle)
-        key, cache, slots = waiting.lock_key, waiting.cache, waiting.slots
-        lock = cls(key, timeout=timeout, renew=renew, cache=cache, slots=slots)
+        name, key, cache, token, slots = Handle.decode(handle)
+        lock_key = LockKey(name, key)
+        lock = cls(lock_key, timeout=timeout, renew=renew, cache=cache, slots=slots)
         acquisition = Acquisition(lock, 0)
         lease = acquisition.new_lease(lock)
         try:
-            receive(lease, waiting.token)
+            receive(lease, token)
             lock._user = lock._received = acquisition
             return lock
         except BaseException:
