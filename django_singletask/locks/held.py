@@ -36,7 +36,7 @@ def _report_field(name: str) -> None:
 
 
 class HeldLock:
-    """A lock by name, which this object may hold; several may hold one of ``slots``.
+    """A lock by name and its options, which are explained in :class:`TaskLock`.
 
     Each question to the cache is one request, and raises :class:`LockUnavailable`.
     """
@@ -55,6 +55,9 @@ class HeldLock:
         name: str | LockKey,
         *,
         timeout: float | None = None,
+        renew: bool = True,
+        wait: float = 0,
+        on_conflict: str = "raise",
         cache: str | None = None,
         slots: int = 1,
         run: Run | None = None,
@@ -67,6 +70,19 @@ class HeldLock:
         self.cache = cache
         self.slots = check_slots("slots", slots)
         self.run = run
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        elif not renew:
+            raise TypeError("renew=False needs a timeout: after it the lock ends under the run.")
+        check_seconds("wait", wait, zero=True, infinite=True)
+        if on_conflict not in ("raise", "skip"):
+            hint = (
+                f'on_conflict must be "raise" or "skip", not {on_conflict!r}. To wait, use wait=….'
+            )
+            raise ValueError(hint)
+        self.renew = renew
+        self.wait = wait
+        self.on_conflict = on_conflict
 
     def __repr__(self) -> str:
         state = f"held, token {self.token}" if self.token else "not held"

@@ -7,7 +7,6 @@ import logging
 from contextvars import Token
 from typing import Any, NoReturn
 
-from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict
 from django_singletask.holder import Holder
 from django_singletask.locks import blocks
@@ -15,7 +14,7 @@ from django_singletask.locks.acquisition import Acquisition
 from django_singletask.locks.handover import Handle, receive
 from django_singletask.locks.held import HeldLock
 from django_singletask.locks.keys import LockKey
-from django_singletask.locks.run import Run, result_of
+from django_singletask.locks.run import result_of
 from django_singletask.locks.steps import do, do_in_threads, in_thread
 
 __all__ = ["TaskLock", "current_lock"]
@@ -55,33 +54,6 @@ class TaskLock(HeldLock):
     note = ""
     """What the log and :class:`LockConflict` add about the last conflict."""
     _block: Token[Any] | None = None
-
-    def __init__(
-        self,
-        name: str | LockKey,
-        *,
-        timeout: float | None = None,
-        renew: bool = True,
-        wait: float = 0,
-        on_conflict: str = "raise",
-        cache: str | None = None,
-        slots: int = 1,
-        run: Run | None = None,
-    ) -> None:
-        super().__init__(name, timeout=timeout, cache=cache, slots=slots, run=run)
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        elif not renew:
-            raise TypeError("renew=False needs a timeout: after it the lock ends under the run.")
-        check_seconds("wait", wait, zero=True, infinite=True)
-        if on_conflict not in ("raise", "skip"):
-            hint = (
-                f'on_conflict must be "raise" or "skip", not {on_conflict!r}. To wait, use wait=….'
-            )
-            raise ValueError(hint)
-        self.renew = renew
-        self.wait = wait
-        self.on_conflict = on_conflict
 
     # Taking
 
