@@ -9,7 +9,7 @@ import uuid
 import psycopg
 import pytest
 from django.contrib.auth.models import User
-from django.db import DataError, connection, connections, transaction
+from django.db import DataError, ProgrammingError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from django_singletask.history import bulk, recorder
@@ -139,6 +139,29 @@ def test_row_level_security_is_met_by_inserts(monkeypatch):
         assert not is_copied(runs(3))
         transaction.set_rollback(True)
     assert bulk.no_copy == {"default"}
+
+
+def test_view_is_met_by_inserts(background, monkeypatch):
+    monkeypatch.setattr(bulk, "no_copy", set())
+    execute(f"CREATE VIEW history AS SELECT * FROM {TABLE}")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(TaskLockEvent._meta, "db_table", "history")
+            write_in_background(runs(3))
+    finally:
+        recorder.stop()
+        execute("DROP VIEW history")
+    assert len(tokens()) == 3
+    assert bulk.no_copy == {"default"}
+
+
+def test_table_that_is_missing_does_not_end_copying(monkeypatch):
+    monkeypatch.setattr(bulk, "no_copy", set())
+    with monkeypatch.context() as patch:
+        patch.setattr(TaskLockEvent._meta, "db_table", "not_migrated")
+        with pytest.raises(ProgrammingError):
+            write(runs(3))
+    assert is_copied(runs(3))
 
 
 def test_copy_that_fails_in_a_transaction_leaves_it_usable(at_third_row):

@@ -47,12 +47,17 @@ def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
     events = [_fitted(event) for event in events]
     try:
         _write(events, again)
-    except db.NotSupportedError:
-        # Row-level security refuses COPY. Nothing is written yet.
-        if _alias() in bulk.no_copy:
+    except (db.NotSupportedError, db.ProgrammingError):
+        # Row-level security refuses COPY, and so does a view. Nothing is written yet.
+        alias = _alias()
+        if alias in bulk.no_copy:
             raise
-        bulk.no_copy.add(_alias())
-        _write(events, again)
+        bulk.no_copy.add(alias)
+        try:
+            _write(events, again)
+        except db.Error:
+            bulk.no_copy.discard(alias)  # COPY was not the reason: the table may be missing
+            raise
 
 
 def _write(events: Iterable[LockEvent], again: bool) -> None:
