@@ -481,7 +481,9 @@ def test_entries_lists_the_locks_that_are_held(store: Store, cache_alias: str) -
             list(store.entries())
         return
     eventually(lambda: store.read(key_of("expired")) is None)
-    entries = dict(store.entries())
+    # A worker that another test has started holds the lock of its sweep for a minute.
+    sweep = "singletask:django_singletask.sweep"
+    entries = {key: entry for key, entry in store.entries() if not key.startswith(sweep)}
     assert sorted(entries) == sorted(keys)
     assert {entry.value for entry in entries.values()} == {A}
     assert all(50 < (entry.remaining or 0) < 60.01 for entry in entries.values())
