@@ -14,6 +14,7 @@ import pytest
 
 from django_singletask import TaskLock
 from django_singletask.holder import Holder, start_time, this_process
+from django_singletask.locks import liveness
 from django_singletask.locks.liveness import is_gone, proof_of_death
 
 pytestmark = pytest.mark.skipif(
@@ -66,6 +67,23 @@ def test_a_zombie_is_dead(child: subprocess.Popen[bytes], wait_for: Any) -> None
 def test_a_process_whose_pid_another_has_now_is_dead(child: subprocess.Popen[bytes]) -> None:
     holder = held_by(child.pid, start="1")
     assert proof_of_death(holder) == f"process {child.pid} is another one by now"
+
+
+def test_what_was_just_seen_alive_says_nothing_of_another_process_with_the_same_pid(
+    child: subprocess.Popen[bytes],
+) -> None:
+    assert proof_of_death(held_by(child.pid)) is None
+    assert proof_of_death(held_by(child.pid, start="1")) is not None
+
+
+def test_a_process_that_was_just_seen_alive_is_found_dead_however_often_it_is_asked_for(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, wait_for: Any
+) -> None:
+    monkeypatch.setattr(liveness, "ALIVE_FOR", 0.1)
+    holder = held_by(child.pid)
+    assert proof_of_death(holder) is None
+    child.kill()
+    wait_for(lambda: proof_of_death(holder), "it is a zombie", 2)
 
 
 def test_a_process_of_another_user_is_not_dead(
