@@ -19,10 +19,9 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
 from django_singletask.stores.places import backend_is, servers_of
-from django_singletask.task.base import SingletonTask
+from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
 from django_singletask.task.definition import misspelt
 from django_singletask.task.options import LockOptions
-from django_singletask.task.registered import import_tasks, singleton_tasks
 
 __all__ = ["check_cache", "check_deployment", "check_settings", "check_tasks", "register", "run"]
 

@@ -30,7 +30,7 @@ from django.db import connections
 from django_redis.cache import RedisCache as DjangoRedisCache
 
 from django_singletask import SingletonTask, checks
-from django_singletask.task import options, pairs, registered
+from django_singletask.task import base, options, pairs
 from tests.settings import cache as configured
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +108,7 @@ def app(monkeypatch):
     """Give the Celery application whose tasks are checked, and no others."""
     app = Celery("checked", set_as_current=False, broker="memory://")
     monkeypatch.setattr(checks, "current_app", app)
-    monkeypatch.setattr(registered, "current_app", app)
+    monkeypatch.setattr(base, "current_app", app)
     return app
 
 

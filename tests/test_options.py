@@ -11,7 +11,7 @@ from celery import Celery
 
 from django_singletask import SingletonTask, checks, only_one
 from django_singletask.locks.keys import LockKey
-from django_singletask.task import registered
+from django_singletask.task import base
 from django_singletask.task.header import HEADER, WAITS, Header
 from django_singletask.task.options import NAMES, OF_RUN, POLICIES, LockOptions
 from django_singletask.task.policies import ON_CONFLICT
@@ -248,7 +248,7 @@ def app(monkeypatch):
     """Give a Celery application of the test's own, whose tasks alone are checked."""
     app = Celery("checked", set_as_current=False, broker="memory://")
     monkeypatch.setattr(checks, "current_app", app)
-    monkeypatch.setattr(registered, "current_app", app)
+    monkeypatch.setattr(base, "current_app", app)
     monkeypatch.setattr(app, "send_task", lambda *args, **options: None)
     return app
 

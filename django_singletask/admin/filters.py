@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.timeline import SPANS
-from django_singletask.task.registered import import_tasks, singleton_tasks
+from django_singletask.task.base import import_tasks, singleton_tasks
 
 __all__ = ["TASKS", "SinceFilter", "TaskFilter", "UncountedPaginator", "recorded_tasks"]
 

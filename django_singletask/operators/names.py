@@ -15,8 +15,7 @@ from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores.base import PREFIX
-from django_singletask.task.base import SingletonTask
-from django_singletask.task.registered import import_tasks, singleton_tasks
+from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
 
 __all__ = ["is_call", "is_task", "keys_of", "locks_of", "names_of", "nearest", "patterns"]
 

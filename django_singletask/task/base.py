@@ -1,4 +1,4 @@
-"""The Celery base class: a task that takes its lock around each run."""
+"""The Celery base class: a task that takes its lock around each run; and all such tasks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from celery import current_app
 from celery.exceptions import TaskPredicate
 from celery.result import AsyncResult, EagerResult
 from celery.signals import celeryd_after_setup
 from celery.utils import uuid
 from django.db import transaction
+from django.utils.module_loading import autodiscover_modules
 
 from django_singletask.conf import check_installed
 from django_singletask.exceptions import DuplicateTask, LockConflict
@@ -27,7 +29,7 @@ from django_singletask.task.options import LockOptions
 from django_singletask.task.policies import ON_CONFLICT
 from django_singletask.task.unique import QueuedCall, delay_of
 
-__all__ = ["SingletonTask"]
+__all__ = ["SingletonTask", "import_tasks", "singleton_tasks"]
 
 # Here, because the receivers in worker.startup are connected by the app itself.
 celeryd_after_setup.connect(check_installed)
@@ -253,3 +255,22 @@ class SingletonTask(LockedTask):
 
 POSITIONAL = ("producer", "link", "link_error", "shadow")
 AWAITED = ("chain", "chord", "group_id", "link", "link_error")
+
+
+def import_tasks() -> None:
+    """Import the modules of tasks that a worker imports: only a worker does so by itself.
+
+    Not by the loader's own ``import_default_modules()``, which makes Celery run the checks.
+    """
+    autodiscover_modules("tasks")
+    for module in (*current_app.conf.imports, *current_app.conf.include):
+        current_app.loader.import_task_module(module)
+
+
+def singleton_tasks() -> dict[str, SingletonTask]:
+    """Return the registered tasks that take locks, by name, in the order of their names.
+
+    Call :func:`import_tasks` first, unless a worker or a check has done so.
+    """
+    tasks = sorted(current_app.tasks.items())
+    return {name: task for name, task in tasks if isinstance(task, SingletonTask)}
