@@ -8,7 +8,7 @@ import sys
 from django_singletask import clock
 from django_singletask.holder import Process, read_stat, this_process
 
-__all__ = ["is_alive", "is_gone", "proof_of_death", "started_at"]
+__all__ = ["ALIVE_FOR", "is_alive", "is_gone", "proof_of_death", "started_at"]
 
 ALIVE_FOR = 0.01
 """Seconds for which a process that was seen alive is only asked whether its number is in use."""
