@@ -242,6 +242,18 @@ def test_run_has_the_last_word_about_its_row():
     assert [row.outcome for row in rows(kind="acquired")] == ["released"]
 
 
+@pytest.mark.parametrize("task_id", ["", "i"])
+@pytest.mark.parametrize("run_is_first", [True, False])
+def test_run_has_the_last_word_against_a_sweep_that_found_its_kept_entry(task_id, run_is_first):
+    ending = {"task_id": task_id, "outcome": "released", "result": "returned"}
+    by_run = event("released", reason="kept for 5 s", **ending)
+    by_sweep = event("released", at=NOW + datetime.timedelta(minutes=1), **ending)
+    write([event(task_id=task_id)])
+    for each in [by_run, by_sweep] if run_is_first else [by_sweep, by_run]:
+        write([each])
+    assert [(row.ended_at, row.reason) for row in rows()] == [(NOW, "kept for 5 s")]
+
+
 def test_trouble_of_an_unknown_holder_closes_no_row():
     write([event(token="")])
     write([event("cleared", token="")])

@@ -162,9 +162,11 @@ def _close(released: dict[str, LockEvent]) -> None:
     endings = {token: _ending(event) for token, event in released.items()}
     if bulk.close(_alias(), endings) == len(released):
         return
-    for run in _rows().only("token", "kind", "outcome", "ended_at").runs(released):
+    rows = _rows().only("token", "kind", "outcome", "ended_at")
+    for run in rows.runs(released, {event.task_id for event in released.values()}):
         event = released[run.token]
-        if (run.outcome, run.ended_at) != (event.outcome, event.at):
+        # The sweep closes the row of a run that keeps its lock: later than that run does.
+        if run.outcome != "released" or run.ended_at > event.at:
             _close_again(run, event)
 
 
