@@ -27,14 +27,7 @@ from django_singletask.operators.errors import cannot_ask, without_secrets
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.timeline import SPANS, draw
-from django_singletask.operators.words import (
-    clock_time,
-    duration,
-    hold_time,
-    in_state,
-    process,
-    share,
-)
+from django_singletask.operators.words import clock_time, duration, hold_time, process
 
 __all__ = ["SHOWN", "OperatorPages", "or_unreadable", "unbroken"]
 
@@ -271,8 +264,6 @@ def held_row(lock: HeldLock) -> dict[str, Any]:
     usual = lock.usual
     return {
         "lock": lock,
-        "word": in_state(lock.state, lock.left),
-        "share": share(lock.slots_held, lock.slots) if lock.slots > 1 else "",
         "held_for": duration(lock.held_for) if lock.since else "-",
         "usual": [unbroken(usual.median), unbroken(usual.longest)] if usual is not None else [],
         "remaining": "-" if lock.remaining is None else duration(lock.remaining),

@@ -18,10 +18,8 @@ from django_singletask.operators.words import (
     duration,
     hold_seconds,
     hold_time,
-    in_state,
     plural,
     process,
-    share,
     status,
 )
 
@@ -62,9 +60,9 @@ def _lease(lock: HeldLock) -> str:
 def _note(lock: HeldLock) -> str:
     notes = []
     if lock.state in ENDING:
-        notes.append(f"({in_state(lock.state, lock.left)})")
-    if lock.slots > 1:
-        notes.append(f"({share(lock.slots_held, lock.slots)})")
+        notes.append(f"({lock.word})")
+    if lock.share:
+        notes.append(f"({lock.share})")
     if lock.usual and lock.slow:
         usual = duration(max(1, round(lock.usual.median)))
         notes.append(f"(slow: usual {usual.partition(' ')[0]})")
@@ -79,7 +77,7 @@ def _holder(lock: HeldLock) -> str:
         name = f"{lock.task_id[:4]}…" if lock.task_id else "unknown"
     else:
         name = process(lock.host, lock.pid) or lock.host or "unknown"
-    return name if lock.state == "held" else f"{in_state(lock.state, lock.left)} {name}"
+    return name if lock.state == "held" else f"{lock.word} {name}"
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:

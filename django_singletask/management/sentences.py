@@ -16,7 +16,7 @@ from django_singletask.management.tables import few, printable, width
 from django_singletask.operators.explain import Why
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR
-from django_singletask.operators.words import clock_time, in_state, in_words, plural, share
+from django_singletask.operators.words import clock_time, in_words, plural
 
 __all__ = ["explain"]
 
@@ -41,10 +41,9 @@ def _sentences(why: Why) -> Iterator[str]:
             f"key {why.key}. The others: {few(why.same_name)}."
         )
     if why.lock is not None:
-        if why.lock.slots > 1:
-            held = share(why.lock.slots_held, why.lock.slots)
+        if why.lock.share:
             longest = why.lock.held_for >= max(lock.held_for for lock in (why.lock, *why.beside))
-            yield f"{held} slots are held. This one{' for longest' if longest else ''}:"
+            yield f"{why.lock.share} slots are held. This one{' for longest' if longest else ''}:"
         yield from _held(why, why.lock)
         for lock in why.beside:
             yield f"Another slot: {_beside(lock)}. To free it:"
@@ -64,10 +63,9 @@ def _sentences(why: Why) -> Iterator[str]:
 
 
 def _beside(lock: HeldLock) -> str:
-    state = in_state(lock.state, lock.left)
     if lock.state == "kept":
-        return f"{state}; {lock.run} has returned"
-    return f"{state} for {_whole(lock.held_for)} by {lock.run}"
+        return f"{lock.word}; {lock.run} has returned"
+    return f"{lock.word} for {_whole(lock.held_for)} by {lock.run}"
 
 
 def _arguments(name: str) -> str:
@@ -78,7 +76,7 @@ def _arguments(name: str) -> str:
 def _held(why: Why, lock: HeldLock) -> Iterator[str]:
     to_free, runs = "To free it now:", False
     if lock.state == "kept":
-        state = in_state("kept", lock.left).capitalize()
+        state = lock.word.capitalize()
         yield f"{state}, for {_whole(lock.left)} more: {lock.run} has returned (lock_at_least)."
     elif lock.state == "handed_over":
         to_free = "To free it now, so that its receiver finds it lost:"

@@ -8,10 +8,13 @@ from collections.abc import Collection, Iterable
 from operator import attrgetter
 from typing import Any
 
+from django.utils.translation import gettext
+
 from django_singletask.history.queries import UsualHold
 from django_singletask.holder import Holder, Process, clean, describe_run
 from django_singletask.locks.keys import QUEUED, lock_of_slot
 from django_singletask.locks.liveness import proof_of_death
+from django_singletask.operators.words import STATES, clock_time
 from django_singletask.stores import Entry
 
 __all__ = ["HeldLock", "lock_of", "locks_of"]
@@ -88,6 +91,18 @@ class HeldLock:
         """Seconds until an entry ends that nobody renews, by clocks if the store cannot tell."""
         left = self.timeout - self.held_for if self.remaining is None else self.remaining
         return max(0.0, left)
+
+    @property
+    def word(self) -> str:
+        """The state in words, with the time at which it ends where that is known."""
+        # A time within half a day needs no date.
+        until = clock_time(time.time() + self.left, dated=self.left > 43_200)
+        return str(STATES[self.state]).format(until)
+
+    @property
+    def share(self) -> str:
+        """How many of its slots are held, as ``2 of 3``; empty if it has only one."""
+        return gettext("{} of {}").format(self.slots_held, self.slots) if self.slots > 1 else ""
 
     @property
     def slow(self) -> bool:

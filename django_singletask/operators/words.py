@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import re
-import time
 from datetime import datetime, timezone
 
 from django.utils.formats import date_format
 from django.utils.timezone import is_aware, localtime
-from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.models import TaskLockEvent
 
 __all__ = [
+    "STATES",
     "clock_time",
     "compact",
     "duration",
     "hold_seconds",
     "hold_time",
-    "in_state",
     "in_words",
     "parse_duration",
     "plural",
     "process",
-    "share",
     "status",
 ]
 
@@ -44,12 +41,6 @@ STATES = {
     "blocking": _("blocks duplicates until {}"),
 }
 """The words for the states of a lock."""
-
-
-def in_state(state: str, left: float) -> str:
-    """Write the state of a lock whose entry ends in ``left`` seconds."""
-    # A time within half a day needs no date.
-    return str(STATES[state]).format(clock_time(time.time() + left, dated=left > 43_200))
 
 
 def parse_duration(text: str) -> float:
@@ -136,12 +127,6 @@ def status(event: TaskLockEvent) -> tuple[str, str]:
     if event.outcome == "released" and event.result:
         return event.result, event.get_result_display()
     return event.outcome, event.get_outcome_display()
-
-
-def share(held: int, slots: int) -> str:
-    """Write how many slots of a lock are held: ``2 of 3``."""
-    text: str = gettext("{} of {}")
-    return text.format(held, slots)
 
 
 def plural(count: int, noun: str) -> str:
