@@ -110,6 +110,7 @@ def why(name: str) -> Why:
     skips = [row for row in rows if row.is_counted]
     behind = [row for row in skips if lock and row.blocked_by == lock.token]
     newest = {row.kind: row for row in reversed(rows)}
+    others = look(task=task) if task and not lock else []
     return Why(
         name=shown,
         key=key,
@@ -124,7 +125,7 @@ def why(name: str) -> Why:
         skipped=next(map(_past, skips), None),
         troubles=[_past(newest[kind]) for kind in sorted(TROUBLE & newest.keys())],
         starving=starvation(shown, rows),
-        others=[] if lock else _others(task),
+        others=[other.name for other in others if other.state in HOLDING],
         same_name=same_name,
         duplicates=sum(row.count for row in behind if row.kind == "duplicate"),
         no_history=no_history,
@@ -174,11 +175,6 @@ def _past(row: TaskLockEvent) -> Past:
         actor=row.actor,
         lasted=hold_seconds(row) if row.kind == "acquired" else None,
     )
-
-
-def _others(task: str) -> list[str]:
-    """Return the names of the locks that a task holds now, as far as they can be listed."""
-    return [lock.name for lock in look(task=task) if lock.state in HOLDING] if task else []
 
 
 def _like(name: str) -> list[str]:
