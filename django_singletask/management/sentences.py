@@ -55,7 +55,12 @@ def _sentences(why: Why) -> Iterator[str]:
     if why.others:
         yield f"Held with other arguments: {few(list(map(_arguments, why.others)))}."
     for lock in why.expired:
-        yield _expired(lock)
+        yield (
+            f"An open row of the history: {lock.run} took it {_whole(lock.held_for)} ago, for "
+            f"{in_words(lock.timeout)} unless renewed, and the cache has it no more. There is "
+            "nothing to free. If its process lives, that may take the lock again at its next "
+            "renewal; else a worker's sweep closes the row."
+        )
     if why.lock is None:
         yield from _past(why)
     if why.no_history:
@@ -195,15 +200,6 @@ def _clear(lock: HeldLock) -> str:
     else:
         which = f"--token {shlex.quote(lock.token)}"
     return f"{COMMAND}manage.py locks clear {which}"
-
-
-def _expired(lock: HeldLock) -> str:
-    return (
-        f"An open row of the history: {lock.run} took it {_whole(lock.held_for)} ago, for "
-        f"{in_words(lock.timeout)} unless renewed, and the cache has it no more. There is "
-        "nothing to free. If its process lives, that may take the lock again at its next renewal; "
-        "else a worker's sweep closes the row."
-    )
 
 
 def _past(why: Why) -> Iterator[str]:
