@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from django_singletask.history.queries import timestamp
-from django_singletask.management.tables import LEFT, LONG, NAME, RIGHT, printable, table, width
+from django_singletask.management.tables import LEFT, NAME, RIGHT, printable, table, width
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.probe import Probe
 from django_singletask.operators.rows import HeldLock
@@ -32,7 +32,7 @@ COMMAND = " (manage.py locks)"
 def lock_table(locks: Sequence[HeldLock]) -> Iterator[str]:
     return table(
         ("LOCK", "HELD FOR", "LEASE", "SKIPPED", "HOLDER"),
-        (NAME, RIGHT, RIGHT, RIGHT, LONG),
+        (NAME, RIGHT, RIGHT, RIGHT, LEFT),
         [
             (
                 lock.name,
@@ -83,7 +83,7 @@ def _holder(lock: HeldLock) -> str:
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
     return table(
         ("AT", "LOCK", "WHAT", "HELD", "BY"),
-        (LEFT, NAME, LEFT, RIGHT, LONG),
+        (LEFT, NAME, LEFT, RIGHT, LEFT),
         [
             (
                 # There is no room for the year.

@@ -9,13 +9,13 @@ from itertools import zip_longest
 
 from django_singletask.holder import clean
 
-__all__ = ["LEFT", "LONG", "NAME", "RIGHT", "columns", "few", "printable", "table", "width"]
+__all__ = ["LEFT", "NAME", "RIGHT", "columns", "few", "printable", "table", "width"]
 
 WIDTH = 80
 SHOWN = 5
 """Locks that a sentence names."""
 
-LEFT, RIGHT, NAME, LONG = "left", "right", "name", "long"
+LEFT, RIGHT, NAME = "left", "right", "name"
 
 
 def width() -> int:
@@ -31,8 +31,8 @@ def table(
 ) -> Iterator[str]:
     """Lay out rows below their heads, and yield the lines.
 
-    A column is ``"left"`` or ``"right"`` and as wide as its texts; the last is ``"long"``, and one
-    has the ``"name"``. The last has up to a third of the room that is left, and the names the rest.
+    A column is ``"left"`` or ``"right"`` and as wide as its texts, but one has the ``"name"``. The
+    last column has up to a third of the room that is left, and the names the rest.
     A row's note stands behind its last cell, or below where it does not fit.
     """
     first, last, room = kinds.index(NAME), len(kinds) - 1, width()
