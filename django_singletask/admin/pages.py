@@ -23,7 +23,7 @@ from django_singletask.locks.keys import QUEUED
 from django_singletask.locks.liveness import is_alive, proof_of_death, started_at
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
-from django_singletask.operators.errors import cannot_ask, without_secrets
+from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.timeline import SPANS, draw
@@ -67,8 +67,8 @@ def or_unreadable(tab: str, view: Callable[..., HttpResponse]) -> Callable[..., 
             with reading(even_if_off=True):
                 return view(self, request, *args, **kwargs)
         except NoHistory as error:
-            reason = without_secrets(str(error))
-            answer: HttpResponse = self.render(request, "unreadable", tab, trouble=reason)
+            trouble = cannot_ask(error)
+            answer: HttpResponse = self.render(request, "unreadable", tab, trouble=trouble)
             return answer
 
     return view_or_reason
