@@ -19,6 +19,9 @@ from django_singletask.task.base import SingletonTask, import_tasks, singleton_t
 
 __all__ = ["is_call", "is_task", "keys_of", "locks_of", "names_of", "nearest", "patterns"]
 
+COMPARED = 2000
+"""Calls of one task, at most, whose arguments are compared with those of an unknown name."""
+
 
 def locks_of(name: str) -> list[LockKey]:
     """Return the locks, and the entries of queued calls, that a name can stand for.
@@ -99,7 +102,8 @@ def nearest(name: str, candidates: Iterable[str]) -> list[str]:
         part = task if typed and typed in candidate.lower() else ".".join(parts)
         alike.setdefault(part, []).append(candidate)
     tasks = get_close_matches(task, alike)
-    return [each for part in tasks for each in get_close_matches(typed, alike[part], cutoff=0)][:3]
+    calls = (alike[part][:COMPARED] for part in tasks)
+    return [each for some in calls for each in get_close_matches(typed, some, cutoff=0)][:3]
 
 
 def _parse(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
