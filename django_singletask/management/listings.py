@@ -11,17 +11,9 @@ from typing import Any
 from django_singletask.history.queries import timestamp
 from django_singletask.management.tables import LEFT, NAME, RIGHT, printable, table, width
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators import words
 from django_singletask.operators.probe import Probe
 from django_singletask.operators.rows import HeldLock
-from django_singletask.operators.words import (
-    clock_time,
-    duration,
-    hold_seconds,
-    hold_time,
-    plural,
-    process,
-    status,
-)
 
 __all__ = ["COMMAND", "as_json", "history_table", "json_rows", "lock_table", "probe_report"]
 
@@ -36,7 +28,7 @@ def lock_table(locks: Sequence[HeldLock]) -> Iterator[str]:
         [
             (
                 lock.name,
-                duration(lock.held_for),
+                words.duration(lock.held_for),
                 _lease(lock),
                 "-" if lock.skipped is None else str(lock.skipped),
                 _holder(lock),
@@ -53,8 +45,8 @@ ENDING = {"kept": "kept", "blocking": "begun"}
 
 def _lease(lock: HeldLock) -> str:
     if lock.state in ENDING:
-        return duration(lock.left)
-    return "-" if lock.remaining is None or lock.queued else duration(lock.remaining)
+        return words.duration(lock.left)
+    return "-" if lock.remaining is None or lock.queued else words.duration(lock.remaining)
 
 
 def _note(lock: HeldLock) -> str:
@@ -64,7 +56,7 @@ def _note(lock: HeldLock) -> str:
     if lock.share:
         notes.append(f"({lock.share})")
     if lock.usual and lock.slow:
-        usual = duration(max(1, round(lock.usual.median)))
+        usual = words.duration(max(1, round(lock.usual.median)))
         notes.append(f"(slow: usual {usual.partition(' ')[0]})")
     return " ".join(notes)
 
@@ -76,7 +68,7 @@ def _holder(lock: HeldLock) -> str:
     if lock.queued:
         name = f"{lock.task_id[:4]}…" if lock.task_id else "unknown"
     else:
-        name = process(lock.host, lock.pid) or lock.host or "unknown"
+        name = words.process(lock.host, lock.pid) or lock.host or "unknown"
     return name if lock.state == "held" else f"{lock.word} {name}"
 
 
@@ -87,14 +79,14 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
         [
             (
                 # There is no room for the year.
-                clock_time(row.last_at or row.at, dated=True).partition("-")[2],
+                words.clock_time(row.last_at or row.at, dated=True).partition("-")[2],
                 row.name,
                 _what(row),
-                "-" if row.ended_at is None else hold_time(hold_seconds(row)),
+                "-" if row.ended_at is None else words.hold_time(words.hold_seconds(row)),
                 # Nor for the host of somebody who used the command.
                 row.actor.rpartition(" on ")[0]
                 if row.actor.endswith(COMMAND)
-                else row.actor or process(row.host, row.pid) or row.host or "unknown",
+                else row.actor or words.process(row.host, row.pid) or row.host or "unknown",
             )
             for row in rows
         ],
@@ -104,7 +96,7 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
 def _what(row: TaskLockEvent) -> str:
     """Say what a row is about, and of a skipped run why, if not by the policy ``skip``."""
     because = f": {row.reason}" if row.kind == "skipped" and row.reason not in ("", "skip") else ""
-    return f"{status(row)[1]}{because}" + (f" ×{row.count}" if row.count > 1 else "")
+    return f"{words.status(row)[1]}{because}" + (f" ×{row.count}" if row.count > 1 else "")
 
 
 def probe_report(probe: Probe) -> list[str]:
@@ -120,7 +112,7 @@ def probe_report(probe: Probe) -> list[str]:
         )
     warnings = sum(finding.level == "warning" for finding in probe.findings)
     if probe.fit:
-        but = f", with {plural(warnings, 'warning')}" if warnings else ""
+        but = f", with {words.plural(warnings, 'warning')}" if warnings else ""
         lines.append(f"Fit to hold locks{but}.")
     return lines
 

@@ -20,14 +20,7 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from django_singletask.history.queries import OPEN, SWEEPER, TaskLockEventQuerySet
 from django_singletask.models import TROUBLE, TaskLockEvent
-from django_singletask.operators.words import (
-    clock_time,
-    duration,
-    hold_seconds,
-    hold_time,
-    process,
-    status,
-)
+from django_singletask.operators import words
 
 __all__ = ["LANES", "ROWS", "SIGNS", "SPANS", "TROUBLES", "draw"]
 
@@ -110,17 +103,17 @@ class Mark:
             word = self.word if self.count == 1 else f"{self.word} × {self.count}"
             parts = [word, *sorted(reasons), blocker and blocked.format(blocker)]
         elif len(self.events) > 1:
-            holds = sorted(hold_seconds(event) for event in self.events)
+            holds = sorted(words.hold_seconds(event) for event in self.events)
             runs = ngettext("{} run: {}", "{} runs: {}", len(holds)).format(len(holds), self.word)
-            parts = [runs, f"{hold_time(holds[0])} – {hold_time(holds[-1])}"]
+            parts = [runs, f"{words.hold_time(holds[0])} – {words.hold_time(holds[-1])}"]
         else:
             word = self.word
             if self.shape == "bar":
                 text = _("{} after {}") if event.ended_at else _("{} for {}")
-                word = text.format(word, hold_time(hold_seconds(event, self.until)))
+                word = text.format(word, words.hold_time(words.hold_seconds(event, self.until)))
             actor = event.actor and _("by {}").format(event.actor)
             task = event.task_id and _("task {}").format(event.task_id)
-            parts = [word, event.reason, actor, task, process(event.host, event.pid)]
+            parts = [word, event.reason, actor, task, words.process(event.host, event.pid)]
         return ", ".join(filter(None, parts))
 
 
@@ -157,7 +150,7 @@ def draw(
         "tasks": tasks,
         "marks": drawn,
         "legend": [legend[look] for look in sorted(legend)],
-        "read_back_to": clock_time(cut, dated=span.length >= DAY) if cut else "",
+        "read_back_to": words.clock_time(cut, dated=span.length >= DAY) if cut else "",
         "unread": f"{_percent(cut, start, now):.2f}%" if cut else "",
     }
 
@@ -203,7 +196,7 @@ def _mark_of(event: TaskLockEvent, start: datetime, now: datetime) -> Mark | Non
         return None
     end = _percent(until, start, now)
     x = _percent(event.at, start, now) if shape == "bar" else end
-    return Mark(shape, *status(event), event.at, until, x, max(end - x, NEAR), [event])
+    return Mark(shape, *words.status(event), event.at, until, x, max(end - x, NEAR), [event])
 
 
 def _percent(at: datetime, start: datetime, now: datetime) -> float:
@@ -253,9 +246,9 @@ def _merged(marks: list[Mark]) -> list[Mark]:
 
 
 def _when(mark: Mark, *, dated: bool) -> str:
-    begin = clock_time(mark.at, dated=dated)
+    begin = words.clock_time(mark.at, dated=dated)
     is_open = mark.shape == "bar" and mark.events[0].ended_at is None
-    end = "…" if is_open else clock_time(mark.until, dated=dated)
+    end = "…" if is_open else words.clock_time(mark.until, dated=dated)
     return begin if begin == end else f"{begin} – {end}"
 
 
@@ -278,7 +271,7 @@ def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> dict[s
     ``field`` says which of the two ``label`` names: ``"task"`` or ``"name"``.
     """
     runs = [event for event in events if event.kind == "acquired"]
-    holds = [hold_seconds(run, now) for run in runs]
+    holds = [words.hold_seconds(run, now) for run in runs]
     skipped = sum(event.count for event in events if event.kind == "skipped")
     calls = len(runs) + skipped
     longest = max(holds, default=0.0)
@@ -287,9 +280,9 @@ def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> dict[s
         "label": label,
         "field": "task" if events[0].task else "name",
         "runs": len(runs),
-        "median": hold_time(statistics.median(holds)) if holds else "-",
-        "longest": hold_time(longest) if holds else "-",
-        "lease": duration(lease) if lease else "-",
+        "median": words.hold_time(statistics.median(holds)) if holds else "-",
+        "longest": words.hold_time(longest) if holds else "-",
+        "lease": words.duration(lease) if lease else "-",
         "of_lease": f"{longest / lease:.1f} ×" if lease and longest >= lease / 10 else "",
         "skipped": skipped,
         "skip_rate": f"{100 * skipped / calls:.0f} %" if calls else "-",
