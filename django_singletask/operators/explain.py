@@ -100,13 +100,12 @@ def why(name: str) -> Why:
     holding = [lock for lock in locks if lock.state in HOLDING]
     holding.sort(key=lambda lock: lock.key != slot)  # the slot that was named comes first
     lock = next(iter(holding), None)
-    queued = next((lock for lock in locks if lock.queued), None)
+    queued = [lock for lock in locks if lock.queued]
     expired = [lock for lock in locks if lock.state == "expired"]
     shown, key, task = name, next(iter(keys_of(name)), name), name.partition("(")[0]
-    if first := lock or queued or next(iter(expired), None):
-        shown, key, task = first.name, first.lock_key, first.task or ""
-    elif rows:
-        shown, key, task = rows[0].name, lock_of_slot(rows[0].key), rows[0].task
+    known: list[HeldLock | TaskLockEvent] = [*holding, *queued, *expired, *rows]
+    if known:
+        shown, key, task = known[0].name, lock_of_slot(known[0].key), known[0].task or ""
     skips = [row for row in rows if row.is_counted]
     behind = [row for row in skips if lock and row.blocked_by == lock.token]
     newest = {row.kind: row for row in reversed(rows)}
@@ -116,7 +115,7 @@ def why(name: str) -> Why:
         key=key,
         lock=lock,
         beside=holding[1:],
-        queued=queued,
+        queued=next(iter(queued), None),
         expired=expired,
         alive=is_alive(lock.process) if lock else None,
         death=proof_of_death(lock.process) if lock else None,
