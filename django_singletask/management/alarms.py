@@ -27,8 +27,7 @@ def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLo
             why(name)
     if task is None or any(lock.task == task for lock in locks) or calls.is_task(task):
         return
-    tasks = [call.partition("(")[0] for call in calls.patterns()]
-    raise CommandError(unknown("task", task, calls.nearest(task, tasks)), returncode=2)
+    raise CommandError(unknown("task", task, calls.nearest(task, calls.tasks())), returncode=2)
 
 
 def unknown(noun: str, name: str, matches: Sequence[str]) -> str:

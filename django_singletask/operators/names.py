@@ -17,7 +17,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores.base import PREFIX
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
 
-__all__ = ["is_call", "is_task", "keys_of", "locks_of", "names_of", "nearest", "patterns"]
+__all__ = ["is_call", "is_task", "keys_of", "locks_of", "names_of", "nearest", "patterns", "tasks"]
 
 COMPARED = 2000
 """Calls of one task, at most, whose arguments are compared with those of an unknown name."""
@@ -70,7 +70,7 @@ def is_call(name: str) -> bool:
 
 def is_task(name: str) -> bool:
     """Say whether this project has a task of this name, or the history knows one."""
-    _tasks()
+    tasks()
     recorded = False
     with suppress(NoHistory), reading():
         recorded = bool(TaskLockEvent.objects.of_task(name)[:1])
@@ -80,7 +80,7 @@ def is_task(name: str) -> bool:
 def patterns() -> list[str]:
     """Return a call of each task that takes a lock, such as ``feeds.import_feed(feed_id=…)``."""
     calls = []
-    for name, task in _tasks().items():
+    for name, task in tasks().items():
         parameters = task.parameters.signature.parameters.values()
         needed = [f"{each.name}=…" for each in parameters if each.default is each.empty]
         calls.append(f"{name}({', '.join(needed)})")
@@ -101,8 +101,7 @@ def nearest(name: str, candidates: Iterable[str]) -> list[str]:
         # Whoever types a part of a name means that name.
         part = task if typed and typed in candidate.lower() else ".".join(parts)
         alike.setdefault(part, []).append(candidate)
-    tasks = get_close_matches(task, alike)
-    calls = (alike[part][:COMPARED] for part in tasks)
+    calls = (alike[part][:COMPARED] for part in get_close_matches(task, alike))
     return [each for some in calls for each in get_close_matches(typed, some, cutoff=0)][:3]
 
 
@@ -123,12 +122,12 @@ def _parse(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
 def _lock_of(task: str, args: list[Any], kwargs: dict[str, Any]) -> LockKey | None:
     """Return the lock of a call of a task of this project, or None if it has no such call."""
     try:
-        return _tasks()[task].lock_key(args, kwargs)
+        return tasks()[task].lock_key(args, kwargs)
     except Exception:  # a callable lock_name may raise anything
         return None
 
 
-def _tasks() -> dict[str, SingletonTask]:
+def tasks() -> dict[str, SingletonTask]:
     """Return the tasks of this project that take locks, as far as its modules can be imported."""
     with suppress(Exception):
         import_tasks()
