@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from celery import current_task
 from celery.exceptions import Ignore, Reject, Retry
@@ -38,10 +38,10 @@ class Run(NamedTuple):
             return NO_RUN
         return cls(task.name, task.request.id, task.request.retries or 0)
 
-    def holder(self, name: str, length: float, slots: int = 1) -> Holder:
-        """Return the record of an acquisition by this run, in this process, now."""
+    def holder(self, name: str, length: float, slots: int = 1, **process: Any) -> Holder:
+        """Return the record of an acquisition by this run now, in this process or ``process``."""
         task, task_id, retries, token, *_ = self
-        more = {"slots": slots} if slots > 1 else {}
+        more = {"slots": slots, **process} if slots > 1 else process
         return Holder.new(
             name, length, token=token, task=task, task_id=task_id, retries=retries, **more
         )

@@ -88,7 +88,8 @@ class QueuedCall:
         """
         # The producer may end while its call is queued, so its death proves nothing: store no
         # process.
-        lease = Lease(self.address, self._holder(self._queued_for(delay), pid=0, start=""))
+        name, length = self.address.lock_key.name, self._queued_for(delay)
+        lease = Lease(self.address, self.run.holder(name, length, pid=0, start=""))
         # Known here before it is added: whatever strikes after that, give_back() can free it.
         self.value = lease.value
         replaces = self.options.on_duplicate == "replace"
@@ -145,11 +146,6 @@ class QueuedCall:
         from_sending = self.options.unique_until == "expiry"
         return float(min(self.options.unique_for + (0 if from_sending else delay), MAX_LEASE))
 
-    def _holder(self, length: float, **process: Any) -> Holder:
-        task, task_id, retries, token, *_ = self.run
-        run = {"task": task, "task_id": task_id, "retries": retries, **process}
-        return Holder.new(self.address.lock_key.name, length, token=token, **run)
-
     # In the worker
 
     def start(self) -> None:
@@ -166,7 +162,8 @@ class QueuedCall:
                 queued_value, self.value = self.value, None
                 self._let_stay(queued_value)
                 return
-            holder = self._holder(lease_length(self.options.lock_timeout))
+            length = lease_length(self.options.lock_timeout)
+            holder = self.run.holder(self.address.lock_key.name, length)
             self.lease = Lease(self.address, holder, at_least=self.options.lock_at_least)
             # The entry may have ended, or have been freed with a killed earlier run: then it is
             # taken again, unless another call is queued by now.
