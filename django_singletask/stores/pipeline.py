@@ -16,7 +16,11 @@ REPLY = re.compile(
 )
 NO_REPLY = re.compile(rb"(?!(?:NOT_)?STORED\r\n(?:VALUE |END\r\n)).*\n.*\n")
 FRESH = 1.0
-"""Seconds for which a cas number is used: a server may close a connection that is idle."""
+"""Seconds for which a cas number is used: a server may close a connection that is idle.
+
+No longer than ``HOLD_BACK``: a proxy may keep the connection open while its server restarts, and
+for that time no process takes a lock that knew the epoch of before.
+"""
 
 
 class Pipeline:
