@@ -76,10 +76,9 @@ class HeldLock:
             raise TypeError("renew=False needs a timeout: after it the lock ends under the run.")
         check_seconds("wait", wait, zero=True, infinite=True)
         if on_conflict not in ("raise", "skip"):
-            hint = (
+            raise ValueError(
                 f'on_conflict must be "raise" or "skip", not {on_conflict!r}. To wait, use wait=….'
             )
-            raise ValueError(hint)
         self.renew = renew
         self.wait = wait
         self.on_conflict = on_conflict

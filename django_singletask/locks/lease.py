@@ -14,14 +14,7 @@ from django_singletask.locks.debts import Kept, release
 from django_singletask.locks.holding import Holding, margin
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.steps import do
-from django_singletask.stores import (
-    Entry,
-    ForgetfulStore,
-    Forgotten,
-    Outcome,
-    Store,
-    get_store,
-)
+from django_singletask.stores import Entry, ForgetfulStore, Forgotten, Outcome, Store, get_store
 
 __all__ = ["KEPT", "Lease"]
 
