@@ -226,9 +226,7 @@ class Keeper:
                     lease.retry_at = clock.now() + min(RETRY, lease.length / 10)
                 logger.warning("%d locks could not be renewed: %s", len(leases), error)
                 return False
-            for lease, (_key, _value, length), outcome in zip(
-                leases, requests, outcomes, strict=True
-            ):
+            for lease, (_, _, length), outcome in zip(leases, requests, outcomes, strict=True):
                 lease.settle(sent, length, outcome)
             return True
 
