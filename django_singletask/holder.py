@@ -123,9 +123,9 @@ class Holder(Process):
         )
         return holder
 
-    def keep(self, length: float) -> Holder:
-        """Return the record of the entry that stays for ``length`` seconds from ``since``."""
-        return dataclasses.replace(self, pid=0, start="", timeout=length, kept=True)
+    def without_process(self, timeout: float, **changes: Any) -> Holder:
+        """Return the record of an entry that no process has and that ends after ``timeout``."""
+        return dataclasses.replace(self, pid=0, start="", timeout=timeout, **changes)
 
     def is_run_of(self, task_id: str | None) -> bool:
         """Say whether the task of this id has the lock; the record may have its id cleaned."""

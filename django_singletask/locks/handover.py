@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -80,21 +79,15 @@ def hand_over(lease: Lease, seconds: float) -> str:
     check_seconds("for_", seconds)
     if lease.lost or lease.holder.pid != this_process().pid:  # in a fork, it is the parent's
         raise LockLost(f"{lease.address} is not held by this process: nothing to hand over.")
-    holder = dataclasses.replace(
-        lease.holder,
-        pid=0,
-        start="",
-        token=os.urandom(16).hex(),
-        since=time.time(),
-        timeout=seconds,
-    )
+    token = os.urandom(16).hex()
+    holder = lease.holder.without_process(seconds, token=token, since=time.time())
     value = holder.encode()
     try:
         if lease.hand_back(value, seconds):
             lease.tell_released(reason=f"handed over for {seconds:g} s")
             lease.address.tell("acquired", holder)
             key, slots = lease.address.lock_key, holder.slots
-            return Handle(*key, lease.cache, holder.token, slots).encode()
+            return Handle(*key, lease.cache, token, slots).encode()
     except BaseException as error:
         # Whether or not the store has handed it over, nobody got the handle.
         renewal.keeper().owe(lease.cache, lease.key, value, seconds)

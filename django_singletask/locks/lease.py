@@ -255,7 +255,9 @@ class Lease(Holding):
         if result != "returned" or self._lost:
             return None
         self.kept = clock.now() < min(until, self.deadline)
-        return Kept(self.holder.keep(self.at_least).encode(), until) if self.kept else None
+        if not self.kept:
+            return None
+        return Kept(self.holder.without_process(self.at_least, kept=True).encode(), until)
 
     def tell_released(self, result: str = "", reason: str = "") -> None:
         """Report that this lease has ended: how its body did, or why there is no such result."""

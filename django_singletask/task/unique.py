@@ -177,7 +177,7 @@ class QueuedCall:
     def _let_stay(self, queued_value: bytes) -> None:
         """Say in the entry that the call has begun, without moving its end."""
         queued_call = Holder.decode(queued_value)
-        begun = queued_call.keep(queued_call.timeout).encode()
+        begun = queued_call.without_process(queued_call.timeout, kept=True).encode()
         # By the clocks of two hosts, where the store cannot tell, or where the entry is gone: it
         # was freed with a run that was killed before it began, or the cache forgot it. A retry
         # adds none: an operator may have cleared the entry since the call has begun.
