@@ -140,7 +140,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             request,
             "changelist",
             "changelist",
-            rows=held_rows(shown),
+            rows=[held_row(lock) for lock in held.with_history(shown)],
             recorded={event.token for event in events},
             left_out=len(locks) - len(shown),
             trouble=trouble,
@@ -187,6 +187,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def ask_to_clear(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
         """Show who holds a lock, and a form that frees it."""
+        held.with_history([lock])
         started = started_at(lock.process)
         terminate = "" if lock.queued else ", terminate=True"
         return self.render(
@@ -194,7 +195,7 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
             "clear",
             title=_("Forget this queued call?") if lock.queued else _("Clear this lock?"),
             lock=lock,
-            row=held_rows([lock])[0],
+            row=held_row(lock),
             alive=is_alive(lock.process),
             proof=proof_of_death(lock.process),
             started=clock_time(started, dated=True) if started else "",
@@ -253,11 +254,6 @@ def runs_of(locks: list[HeldLock]) -> tuple[list[TaskLockEvent], str]:
     task_ids = [lock.task_id or "" for lock in locks]
     read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
     return attempt(partial(read, tokens, task_ids), list[TaskLockEvent]())
-
-
-def held_rows(locks: list[HeldLock]) -> list[dict[str, Any]]:
-    attempt(partial(held.with_history, locks), locks)
-    return [held_row(lock) for lock in locks]
 
 
 def held_row(lock: HeldLock) -> dict[str, Any]:
