@@ -9,12 +9,13 @@ from operator import attrgetter
 from typing import Any
 
 from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from django_singletask.history.queries import UsualHold
 from django_singletask.holder import Holder, Process, clean, describe_run
 from django_singletask.locks.keys import QUEUED, lock_of_slot
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.operators.words import STATES, clock_time
+from django_singletask.operators.words import clock_time
 from django_singletask.stores import Entry
 
 __all__ = ["HeldLock", "lock_of", "locks_of"]
@@ -22,6 +23,17 @@ __all__ = ["HeldLock", "lock_of", "locks_of"]
 PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
 RECORD = attrgetter("token", "task", "task_id", "since", "timeout", "slots")
 """What is read of a holder: of its process, which many locks share, and of the rest."""
+
+STATES = {
+    "held": _("held"),
+    "dead": _("dead"),
+    "handed_over": _("handed over"),
+    "expired": _("expired"),
+    "kept": _("kept until {}"),
+    "queued": _("queued"),
+    "blocking": _("blocks duplicates until {}"),
+}
+"""The words for the states of a lock."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,12 +7,11 @@ from datetime import datetime, timezone
 
 from django.utils.formats import date_format
 from django.utils.timezone import is_aware, localtime
-from django.utils.translation import gettext_lazy as _
+from django.utils.translation import gettext
 
 from django_singletask.models import TaskLockEvent
 
 __all__ = [
-    "STATES",
     "clock_time",
     "compact",
     "duration",
@@ -30,17 +29,6 @@ UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
 LONGEST = 100 * 365 * 86_400
 """Seconds: no database has a time that lies further back."""
-
-STATES = {
-    "held": _("held"),
-    "dead": _("dead"),
-    "handed_over": _("handed over"),
-    "expired": _("expired"),
-    "kept": _("kept until {}"),
-    "queued": _("queued"),
-    "blocking": _("blocks duplicates until {}"),
-}
-"""The words for the states of a lock."""
 
 
 def parse_duration(text: str) -> float:
@@ -123,7 +111,7 @@ def status(event: TaskLockEvent) -> tuple[str, str]:
     if event.kind != "acquired":
         return event.kind, event.get_kind_display()
     if not event.outcome:
-        return "held", str(STATES["held"])
+        return "held", gettext("held")
     if event.outcome == "released" and event.result:
         return event.result, event.get_result_display()
     return event.outcome, event.get_outcome_display()
