@@ -7,16 +7,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from celery.signals import (
-    task_received,
-    task_rejected,
-    task_revoked,
-    task_unknown,
-    worker_init,
-    worker_process_shutdown,
-    worker_ready,
-    worker_shutdown,
-)
+from celery import signals
 from django.db import router
 
 from django_singletask.checks import run
@@ -32,15 +23,15 @@ __all__ = ["connect", "load", "refuse"]
 
 def connect() -> None:
     for signal, receiver in (
-        (worker_init, refuse),
-        (worker_init, load),
-        (task_received, hand_out_token),
-        (task_revoked, free_revoked),
-        (task_rejected, free_unreadable),
-        (task_unknown, free_unreadable),
-        (worker_ready, watch),
-        (worker_process_shutdown, flush_history),
-        (worker_shutdown, flush_history),
+        (signals.worker_init, refuse),
+        (signals.worker_init, load),
+        (signals.task_received, hand_out_token),
+        (signals.task_revoked, free_revoked),
+        (signals.task_rejected, free_unreadable),
+        (signals.task_unknown, free_unreadable),
+        (signals.worker_ready, watch),
+        (signals.worker_process_shutdown, flush_history),
+        (signals.worker_shutdown, flush_history),
     ):
         uid = f"django_singletask.{receiver.__name__}"
         signal.connect(receiver, dispatch_uid=uid, weak=False)
