@@ -23,7 +23,7 @@ from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone,
 from django_singletask.task.rerun import gives_way
 from django_singletask.task.unique import QueuedCall
 
-__all__ = ["QUEUED_AGAIN", "Delivery", "Policy", "deliver"]
+__all__ = ["QUEUED_AGAIN", "Delivery", "deliver"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -47,7 +47,7 @@ class Delivery:
     options: LockOptions
     header: Header
     body: partial[Any]
-    policy: Policy
+    policy: Callable[[Delivery], Any]
     request: Any = None
     queued_call: QueuedCall | None = None
     redelivered: bool = False  # as the broker says, or because it has met a run of its own
@@ -248,9 +248,6 @@ class Delivery:
         return True
 
 
-Policy = Callable[[Delivery], Any]
-
-
 def is_marked(request: Any) -> bool:
     """Say whether the broker says that it has delivered this message before."""
     return request is not None and bool((request.delivery_info or {}).get("redelivered"))
@@ -258,7 +255,7 @@ def is_marked(request: Any) -> bool:
 
 def deliver(
     task: Any,
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, Callable[[Delivery], Any]],
     header: Header,
     body: Callable[..., Any],
     args: Any,

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask.exceptions import LockConflict, LockUnavailable, Postponed
-from django_singletask.task.delivery import Delivery, Policy
+from django_singletask.task.delivery import Delivery
 from django_singletask.task.rerun import gives_way, take_ticket
 
 __all__ = ["ON_CONFLICT"]
@@ -67,7 +67,7 @@ def _must_be_a_message(delivery: Delivery) -> None:
         delivery.lock.refuse("raise")  # a direct call cannot be postponed
 
 
-ON_CONFLICT: dict[str, Policy] = {
+ON_CONFLICT = {
     "skip": skip,
     "raise": refuse,
     "wait": refuse,
