@@ -256,7 +256,8 @@ def store_behind_proxy(settings) -> Iterator[tuple[Store, Proxy]]:
             yield store, proxy
 
 
-def test_pymemcache_takes_in_one_trip_and_gives_back_in_one(settings) -> None:
+def test_pymemcache_takes_in_one_trip_and_gives_back_in_one(settings, monkeypatch) -> None:
+    monkeypatch.setattr(pipeline, "FRESH", 60)
     with store_behind_proxy(settings) as (store, proxy):
         for work, trips in (
             (lambda: store.add(KEY, A, 60), 1),

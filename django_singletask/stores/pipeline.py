@@ -15,11 +15,11 @@ REPLY = re.compile(
     re.DOTALL,
 )
 NO_REPLY = re.compile(rb"(?!(?:NOT_)?STORED\r\n(?:VALUE |END\r\n)).*\n.*\n")
-FRESH = 1.0
-"""Seconds for which a cas number is used: a server may close a connection that is idle.
+FRESH = 0.1
+"""Seconds for which a cas number is used; in a longer run, one trip less is not noticed.
 
-No longer than ``HOLD_BACK``: a proxy may keep the connection open while its server restarts, and
-for that time no process takes a lock that knew the epoch of before.
+A server may close a connection that is idle. A proxy may keep one open while its server restarts:
+that takes longer.
 """
 
 
