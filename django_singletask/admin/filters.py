@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,8 +22,6 @@ __all__ = ["TASKS", "SinceFilter", "TaskFilter", "UncountedPaginator", "recorded
 TASKS = 100
 """Tasks of the history that the filter offers; each costs a query."""
 
-Choices = Sequence[tuple[str, Any]]
-
 
 class SinceFilter(admin.SimpleListFilter):
     """Offer the time spans of the timeline."""
@@ -32,7 +29,7 @@ class SinceFilter(admin.SimpleListFilter):
     title = _("time")
     parameter_name = "since"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
         return [(value, _("Past {}").format(span.label)) for value, span in SPANS.items()]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
@@ -46,7 +43,7 @@ class TaskFilter(admin.SimpleListFilter):
     title = _("task")
     parameter_name = "task"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
         import_tasks()
         tasks = {*singleton_tasks(), *recorded_tasks(int(time.monotonic() // 60))}
         return [(name, name) for name in sorted(tasks)]

@@ -53,13 +53,12 @@ def attempt(ask: Callable[[], T], otherwise: T) -> tuple[T, str]:
 
 
 def or_unreadable(tab: str, view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
-    """Return a view that, if the history cannot be read, says so below the tabs.
-
-    ``view`` is a method of a class with the methods ``render`` and ``url``.
-    """
+    """Return a view that, if the history cannot be read, says so below the tabs."""
 
     @wraps(view)
-    def view_or_reason(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+    def view_or_reason(
+        self: OperatorPages, request: HttpRequest, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
         if any("\0" in value for _name, values in request.GET.lists() for value in values):
             # PostgreSQL refuses a NUL character, and no row has one.
             return HttpResponseRedirect(self.url(tab))
@@ -67,9 +66,7 @@ def or_unreadable(tab: str, view: Callable[..., HttpResponse]) -> Callable[..., 
             with reading(even_if_off=True):
                 return view(self, request, *args, **kwargs)
         except NoHistory as error:
-            trouble = cannot_ask(error)
-            answer: HttpResponse = self.render(request, "unreadable", tab, trouble=trouble)
-            return answer
+            return self.render(request, "unreadable", tab, trouble=cannot_ask(error))
 
     return view_or_reason
 
