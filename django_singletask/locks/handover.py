@@ -72,10 +72,7 @@ class Handle(NamedTuple):
 
 
 def hand_over(lease: Lease, seconds: float) -> str:
-    """Leave the entry to whoever receives it within ``seconds``; return the handle.
-
-    See :meth:`TaskLock.hand_over`.
-    """
+    """Leave the entry to whoever receives it in time; see :meth:`TaskLock.hand_over`."""
     check_seconds("for_", seconds)
     if lease.lost or lease.holder.pid != this_process().pid:  # in a fork, it is the parent's
         raise LockLost(f"{lease.address} is not held by this process: nothing to hand over.")

@@ -82,7 +82,6 @@ class Holding:
 
     @property
     def due_at(self) -> float:
-        """When the next renewal is due."""
         return max(self.renewed_at + self.length / 3, self.retry_at)
 
     def is_inherited(self) -> bool:

@@ -117,9 +117,9 @@ def call_key(
 
     Name and key leave out the arguments that equal their defaults; ``lock_name`` sees them.
     ``shown`` replaces the arguments in the readable name. ``partial``: arguments that do not make
-    the lock may be missing. Raises ``TypeError`` if the arguments
-    do not fit the parameters, if one has no stable form, or if ``lock_on`` names none of them,
-    and ``ValueError`` if ``lock_name`` makes what cannot be a name.
+    the lock may be missing. Raises ``TypeError`` if the arguments do not fit the parameters, if one
+    has no stable form, or if ``lock_on`` names none of them, and ``ValueError`` if ``lock_name``
+    makes what cannot be a name.
     """
     # What a lock_name misses is noticed when it is filled.
     required = (lock_on or ()) if partial and (lock_on is not None or lock_name) else None

@@ -190,7 +190,6 @@ class TaskLock(HeldLock):
         self.note = f"{self.note}; {note}" if self.note else note
 
     def refuse(self, reason: str) -> NoReturn:
-        """Report the conflict and raise :class:`LockConflict`."""
         self.report_conflict(reason)
         raise LockConflict.of(self)
 

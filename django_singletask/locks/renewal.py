@@ -71,7 +71,6 @@ class Keeper:
         self.wake_for(lease)
 
     def drop(self, lease: Holding) -> None:
-        """Renew a lease no longer."""
         self.leases.pop((lease.token, lease.key), None)
 
     def took(self, token: str, key: str, place: object) -> bool:
@@ -132,7 +131,6 @@ class Keeper:
                 time.sleep(RETRY)
 
     def wait(self) -> None:
-        """Sleep until something is due."""
         if self.next_due() == math.inf:
             # Nothing to do: leave no connection open, of a store or of the history.
             close_stores()
@@ -154,7 +152,6 @@ class Keeper:
             self.sleeps = False
 
     def next_due(self) -> float:
-        """Return when the next lease, look or debt is due."""
         times = [debts.due_at for debts in list(self.debts.values())]
         times += [watch.due_at(self.held()) for watch in list(self.watches.values())]
         return min([self.next_renewal(), *times])

@@ -27,7 +27,6 @@ __all__ = [
 logger = logging.getLogger("django_singletask")
 
 EPOCH = f"{PREFIX}@epoch"
-"""The key of the epoch."""
 LOOK = 0.4
 """Seconds between two looks of a process that holds locks."""
 CONNECT_WITHIN = 0.4
