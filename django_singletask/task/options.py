@@ -90,9 +90,7 @@ class LockOptions(NamedTuple):
             raise TypeError(
                 f"{unknown[0]!r} {where} is unknown; the options are {', '.join(sorted(NAMES))}."
             )
-        both = overrides.get("lock_on") is not None and overrides.get("lock_name") is not None
-        options = self._replace(**overrides) if both else self.but(overrides)
-        for problem in options.problems(where):
+        for problem in self.but(overrides).problems(where):
             # What is wrong with the task's own options is the task's problem, not the call's.
             if problem.error is not None and overrides.keys() & set(problem.options):
                 raise problem.error(problem.text)
