@@ -44,7 +44,8 @@ class DeliveryLock(TaskLock):
 
     ``outage`` is the error of a cache that could not be asked, unless ``on_outage`` is ``"raise"``.
     The body then runs in the block of a lock that is false, or not at all. It never runs if this
-    acquisition has waited for a holder, which may go on: then the error is raised.
+    acquisition has waited for a holder, which may go on: then the error is raised, or a call of
+    "requeue" is postponed.
     """
 
     outage: LockUnavailable | None = None
