@@ -255,6 +255,10 @@ class HeldLock:
     #
     # setdefault() and pop() are one step each, also between threads.
 
+    def note_received(self, user: Acquisition) -> None:
+        """Let the object be in use by an acquisition that has received the lock."""
+        self._user = self._received = user
+
     def _reserve(self, user: Acquisition) -> bool:
         """Reserve the object; say whether a block enters a lock that was received.
 

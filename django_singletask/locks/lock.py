@@ -130,7 +130,7 @@ class TaskLock(HeldLock):
         lease = acquisition.new_lease(lock)
         try:
             receive(lease, token)
-            lock._user = lock._received = acquisition
+            lock.note_received(acquisition)
             return lock
         except BaseException:
             if lease.held:  # a signal struck: the caller does not know that it holds the lock
