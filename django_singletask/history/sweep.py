@@ -13,6 +13,7 @@ from django.db.migrations.recorder import MigrationRecorder
 
 from django_singletask import clock
 from django_singletask.conf import conf
+from django_singletask.forks import undivided
 from django_singletask.history.queries import SWEEPER, timestamp
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import MAX_NAME, LockKey, name_key
@@ -112,7 +113,8 @@ def prune(
         # calls that came to nothing, between two batches or after the last batch of a limit.
         tokens = [token for _pk, _at, token in oldest if token]
         first = [row.pk for row in rows.only("pk").blocked_by(tokens)][:batch]
-        gone = rows.filter(pk__in=first or [pk for pk, _at, _token in oldest]).delete()[0]
+        with undivided(connections[rows.db]):
+            gone = rows.filter(pk__in=first or [pk for pk, _at, _token in oldest]).delete()[0]
         deleted += gone
         yield gone
         # PostgreSQL's index still has the deleted rows: do not pass them again each time.

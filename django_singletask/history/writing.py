@@ -13,6 +13,7 @@ from django.db import models, router, transaction
 from django.db.models import F
 from django.utils.timezone import get_default_timezone, make_naive
 
+from django_singletask.forks import undivided
 from django_singletask.history import bulk
 from django_singletask.history.queries import TaskLockEventQuerySet
 from django_singletask.holder import clean
@@ -61,7 +62,7 @@ def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
 
 
 def _write(events: Iterable[LockEvent], again: bool) -> None:
-    with transaction.atomic(using=_alias()):
+    with undivided(db.connections[_alias()]), transaction.atomic(using=_alias()):
         batch = Batch(again)
         for event in events:
             if event.kind in TROUBLE:

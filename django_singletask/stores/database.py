@@ -10,6 +10,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, Error, InterfaceError, OperationalError, connections, router
 
+from django_singletask.forks import undivided
 from django_singletask.stores.base import FENCE, TRIES, Entry, Outcome, Store
 
 __all__ = ["DIALECTS", "SHIFT", "DatabaseStore", "asks_again", "is_busy", "is_missing"]
@@ -221,8 +222,7 @@ class DatabaseStore(Store):
         # Nobody else does it in a table of the locks' own. No process sleeps for longer than a
         # day and then finds its row again.
         params = [self._pattern(), self.dialect.seconds(-24 * 60 * 60)]
-        deleted: int = self.execute(self._purge, params)
-        return deleted
+        return int(self.execute(self._purge, params))
 
     def _pattern(self) -> str:
         return "".join(f"!{char}" if char in "!%_" else char for char in self.prefix()) + "%"
@@ -235,7 +235,7 @@ class DatabaseStore(Store):
         for attempts_left in reversed(range(TRIES)):
             was_open = self.connection.connection is not None
             try:
-                with self.connection.cursor() as cursor:
+                with undivided(self.connection), self.connection.cursor() as cursor:
                     cursor.execute(sql, params)
                     return cursor.fetchall() if cursor.description else cursor.rowcount
             except (DatabaseError, InterfaceError) as error:
