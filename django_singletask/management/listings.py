@@ -129,10 +129,11 @@ def json_rows(rows: Sequence[Any]) -> Iterator[str]:
 def as_json(fact: Any) -> Any:
     """Return what JSON has for a fact that ``json`` does not know by itself.
 
-    Times become Unix times, spans seconds, both to the millisecond.
+    Times become Unix times, and spans seconds.
     """
     if isinstance(fact, datetime):
         return round(timestamp(fact), 3)
+    digits = 6 if isinstance(fact, Probe) else 3  # a lock is taken in less than a millisecond
     if isinstance(fact, HeldLock):
         facts = {name: getattr(fact, name) for name in LOCK}
     elif isinstance(fact, TaskLockEvent):
@@ -140,7 +141,7 @@ def as_json(fact: Any) -> Any:
     else:
         facts = vars(fact)
     return {
-        name: round(value, 3) if isinstance(value, float) else value
+        name: round(value, digits) if isinstance(value, float) else value
         for name, value in facts.items()
     }
 
