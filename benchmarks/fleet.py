@@ -131,7 +131,7 @@ def renewed_after(lease: float) -> float:
 
 def hops_after_conflicts(lease: float) -> list[list[float]]:
     """Return samples of the seconds of the first hop, of the second, and so on."""
-    app = celery.Celery(broker="memory://")
+    app = celery.Celery(broker="memory://", set_as_current=False)
     return [[hop(app, lease, FIRST_HOP, hops) for _ in range(200)] for hops in range(12)]
 
 

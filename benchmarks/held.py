@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
 import time
 import tracemalloc
 from pathlib import Path
@@ -145,20 +143,23 @@ def tick(locks: list[TaskLock]) -> float:
     return median(times)
 
 
+# A process starts with the peak of the process that started it, and this one holds all the locks.
+LIST = """
+import resource, subprocess, sys
+subprocess.run([sys.executable, "-m", "django", "locks", "list"], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)
+"""
+
+
 def list_cost(count: int) -> tuple[float, float]:
     """Return the seconds that the command takes as a process, and its megabytes at most."""
     times, sizes = [], []
-    command = [sys.executable, "-m", "django", "locks", "list"]
+    command = [sys.executable, "-S", "-c", LIST]
     for _ in range(3):
-        with tempfile.TemporaryFile("w+") as output:
-            began = time.perf_counter()
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output)
-            _pid, status, usage = os.wait4(process.pid, 0)
-            times.append(time.perf_counter() - began)
-            sizes.append(usage.ru_maxrss / (1024 if sys.platform == "linux" else 1024**2))
-            process.returncode = os.waitstatus_to_exitcode(status)
-            output.seek(0)
-            text = output.read()
-        if process.returncode or text.count("import_feed") != count:
-            raise RuntimeError(f"The list does not have {count} locks:\n{text[:2000]}")
+        began = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - began)
+        sizes.append(int(done.stderr.split()[-1]) / (1024 if sys.platform == "linux" else 1024**2))
+        if done.stdout.count("import_feed") != count:
+            raise RuntimeError(f"The list does not have {count} locks:\n{done.stdout[:2000]}")
     return median(times), max(sizes)

@@ -147,7 +147,11 @@ def empty(alias: str) -> None:
     """Remove all locks of a cache."""
     table = caches.settings[alias]["LOCATION"]
     if not isinstance(table, str) or table not in LOCK_TABLES:
-        caches[alias].clear()
+        try:
+            caches[alias].clear()
+        except Exception:  # the server may have closed a connection that was idle
+            del caches[alias]
+            caches[alias].clear()
         return
     # Not inside the transaction of the test, because others would not see the deletion.
     connection = connections.create_connection(LOCK_TABLES[table])
