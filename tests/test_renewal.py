@@ -64,7 +64,7 @@ def trips():
     return client.info("stats")["total_reads_processed"]
 
 
-def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch):
+def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch, wait_for):
     """Each waking costs the task a switch of threads; one a lock doubled the time of a lock."""
     keeper, woken = new_keeper(monkeypatch), []
     wake = keeper.wake
