@@ -78,7 +78,8 @@ def test_a_server_that_comes_back_with_an_old_snapshot_is_noticed():
 @pytest.mark.race
 @pytest.mark.parametrize("fault", ["nobody is held back", "nobody looks"])
 def test_control_without_it_others_run_beside_the_holder(fault):
-    assert beside("redis", "restart", fault, seconds=4)["beside"] > 0
+    # It goes wrong by chance, on a busy machine not each time.
+    assert any(beside("redis", "restart", fault, seconds=4)["beside"] for _attempt in range(4))
 
 
 @pytest.mark.race

@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 from valkey.exceptions import ValkeyError
 
 from django_singletask import LockUnavailable, TaskLock
+from django_singletask.locks import renewal
 from django_singletask.locks.handover import Handle
 from django_singletask.stores import Outcome, Store
 from tests.entries import eventually, holder, key_of, private_store
@@ -260,7 +261,13 @@ def in_a_fork(ask: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("alias", ["redis"])
 @pytest.mark.parametrize("use", USES)
-def test_whatever_asks_the_cache_raises_lock_unavailable(alias, use, server, open_store) -> None:
+def test_whatever_asks_the_cache_raises_lock_unavailable(
+    alias, use, server, open_store, monkeypatch
+) -> None:
+    # The thread of the process's own keeper would renew on the server of the other tests.
+    keeper = renewal.Keeper()
+    monkeypatch.setattr(keeper, "wake", lambda at: None)
+    monkeypatch.setattr(renewal, "keeper", lambda: keeper)
     with open_store(alias, server.port):
         lock = TaskLock("nightly", cache=alias)
         lock.acquire()
