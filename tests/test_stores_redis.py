@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError
 from redis.retry import Retry
 
-from django_singletask import LockUnavailable, TaskLock, stores
+from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import Outcome, Slots, Store, get_store
 from django_singletask.stores.scripts import CHANGE, READ, TAKE
 from tests.entries import eventually, holder, key_of, private_store
@@ -162,7 +162,7 @@ def test_the_client_and_its_connection_are_kept(redis, client, settings) -> None
 @pytest.fixture
 def always_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a store believe that its connection was not used for long."""
-    monkeypatch.setattr(stores.redis, "IDLE", -1)
+    monkeypatch.setattr("django_singletask.stores.redis.IDLE", -1)
 
 
 @on_each_client
