@@ -117,9 +117,11 @@ class Browser:
         return [element.text for element in self.all(selector)]
 
     def click(self, text: str) -> None:
-        """Follow a link or press a button."""
+        """Follow a link or press a button; the error says what the page has instead."""
         what = f"//a[normalize-space()='{text}'] | //input[@value='{text}']"
-        self.driver.find_element(By.XPATH, what).click()
+        found = self.driver.find_elements(By.XPATH, what)
+        assert found, f"{text} is not on {self.driver.current_url}: {self.one('body').text}"
+        found[0].click()
 
     def colour(self, selector: str, what: str = "background-color") -> str:
         return self.one(selector).value_of_css_property(what)
