@@ -22,7 +22,7 @@ from django.urls import path, reverse
 from django.utils import timezone, translation
 
 from django_singletask import TaskLock
-from django_singletask.admin import pages
+from django_singletask.admin import held as held_page
 from django_singletask.admin.history import TaskLockEventAdmin
 from django_singletask.history.queries import ENOUGH
 from django_singletask.holder import Holder
@@ -227,7 +227,7 @@ def test_page_says_that_nothing_is_held(operator):
 
 
 def test_long_lists_are_cut(operator, monkeypatch):
-    monkeypatch.setattr(pages, "SHOWN", 2)
+    monkeypatch.setattr(held_page, "SHOWN", 2)
     for name in "abc":
         put(name)
     assert len(rows(operator)) == 2
@@ -244,7 +244,7 @@ def test_starving_locks_stand_above(operator):
 
 def test_starving_locks_say_when_they_were_last_completed_and_are_cut(operator, monkeypatch):
     state = Starving("a", "", 1, 7200.0, 3700.0, 2.0)
-    monkeypatch.setattr(pages, "starving", lambda longer_than: [state] * 30)
+    monkeypatch.setattr(held_page, "starving", lambda longer_than: [state] * 30)
     text = "1 call came to nothing in 1h 01m, the last 2s ago. Last completed 2h 00m ago."
     content = content_of(operator)
     assert content.count(text) == 20

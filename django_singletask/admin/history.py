@@ -14,7 +14,9 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.admin.filters import SinceFilter, TaskFilter, UncountedPaginator
-from django_singletask.admin.pages import OperatorPages, or_unreadable, unbroken
+from django_singletask.admin.held import HeldPages
+from django_singletask.admin.pages import OperatorPages, View, or_unreadable, unbroken
+from django_singletask.admin.timeline import TimelinePage
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import locks_of
 from django_singletask.operators.words import clock_time, hold_seconds, process, status
@@ -62,7 +64,7 @@ class EventList(ChangeList):
 
 
 @admin.register(TaskLockEvent)
-class TaskLockEventAdmin(OperatorPages):
+class TaskLockEventAdmin(HeldPages, TimelinePage):
     """List what happened to the locks, the latest first."""
 
     change_list_template = "django_singletask/events.html"
@@ -88,6 +90,16 @@ class TaskLockEventAdmin(OperatorPages):
 
     class Media:
         css = {"all": ("django_singletask/admin.css",)}
+
+    def views(self) -> list[tuple[str, str, View]]:
+        """Put what is held now first; the history has a separate address."""
+        return [
+            # The admin's index and breadcrumbs link to the page of this name.
+            ("", "changelist", self.held_view),
+            ("history/", "events", self.changelist_view),
+            ("timeline/", "timeline", self.timeline_view),
+            ("clear/", "clear", self.clear_view),
+        ]
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

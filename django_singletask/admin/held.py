@@ -1,0 +1,160 @@
+"""What is held now, and how to clear a lock."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.utils import timezone
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
+
+from django_singletask.admin.pages import OperatorPages, attempt, unbroken
+from django_singletask.conf import conf
+from django_singletask.history.queries import reading
+from django_singletask.locks.keys import QUEUED
+from django_singletask.locks.liveness import is_alive, proof_of_death, started_at
+from django_singletask.models import TaskLockEvent
+from django_singletask.operators import held
+from django_singletask.operators.rows import HeldLock
+from django_singletask.operators.starving import HOUR, Starving, starving
+from django_singletask.operators.words import clock_time, duration, process
+
+__all__ = ["SHOWN", "HeldPages"]
+
+SHOWN = 200
+"""Locks on the page of what is held; the command lists more."""
+STARVING = 20
+"""Starving locks above them."""
+
+
+class HeldPages(OperatorPages):
+    """What the store holds now, and a form that frees one lock."""
+
+    def held_view(self, request: HttpRequest) -> HttpResponse:
+        """List the locks that are held, as the store knows them at this moment."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        if request.GET:
+            # A link that was made for the list of events, with a search or a filter.
+            return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
+        locks, trouble = attempt(held.held, list[HeldLock]())
+        hungry, unknown = attempt(partial(starving, HOUR), list[Starving]())
+        shown = locks[:SHOWN]
+        events, _reason = runs_of(shown)
+        return self.render(
+            request,
+            "changelist",
+            "changelist",
+            rows=[held_row(lock) for lock in held.with_history(shown)],
+            recorded={event.token for event in events},
+            left_out=len(locks) - len(shown),
+            trouble=trouble,
+            starving=[(state.name, describe(state)) for state in hungry[:STARVING]],
+            starving_left_out=max(0, len(hungry) - STARVING),
+            unknown=unknown,
+            asked_at=clock_time(timezone.now()),
+            cache=conf.cache,
+            may_clear=self.has_clear_permission(request),
+        )
+
+    def clear_view(self, request: HttpRequest) -> HttpResponse:
+        """Ask, then free a lock if the holder that was shown still has it."""
+        if not self.has_clear_permission(request):
+            raise PermissionDenied
+        query = request.POST if request.method == "POST" else request.GET
+        key, token = query.get("key", ""), query.get("token", "")
+        if not key:
+            text = _("No lock was named: choose here which one to clear.")
+            return self.back_to_held(request, messages.WARNING, text)
+        lock, trouble = attempt(partial(held.still_held, key, token), None)
+        if lock is not None and request.method != "POST":
+            return self.ask_to_clear(request, lock)
+        if lock is not None:
+            # The holder may have changed since this look: the store decides.
+            actor = request.user.get_username()
+            freed, trouble = attempt(partial(held.clear, lock, actor=actor), False)
+            if freed:
+                return self.report_cleared(request, lock)
+        if trouble:
+            return self.back_to_held(request, messages.ERROR, trouble)
+        text = _(
+            "Nothing was freed: this holder no longer has the lock. It was given back, it was "
+            "cleared by somebody else, or another run has it by now."
+        )
+        if key.startswith(QUEUED):
+            text = _(
+                "Nothing was forgotten: this call no longer stops equal calls. It has started, was "
+                "revoked, or was forgotten by somebody else."
+            )
+        return self.back_to_held(request, messages.WARNING, text)
+
+    def ask_to_clear(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
+        """Show who holds a lock, and a form that frees it."""
+        held.with_history([lock])
+        started = started_at(lock.process)
+        terminate = "" if lock.queued else ", terminate=True"
+        return self.render(
+            request,
+            "clear",
+            title=_("Forget this queued call?") if lock.queued else _("Clear this lock?"),
+            lock=lock,
+            row=held_row(lock),
+            alive=is_alive(lock.process),
+            proof=proof_of_death(lock.process),
+            started=clock_time(started, dated=True) if started else "",
+            revoke=f"app.control.revoke({json.dumps(lock.task_id)}{terminate})",
+        )
+
+    def report_cleared(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
+        """Tell the user and the admin's own log; the lock itself tells the history."""
+        runs, trouble = runs_of([lock])
+        if trouble and conf.history != "off":
+            text = _("For now, only the admin's own log has a record of this. {}")
+            self.message_user(request, text.format(trouble), messages.WARNING)
+        event = TaskLockEvent(name=lock.name, outcome="cleared", pk=runs[0].pk if runs else None)
+        text = _("Cleared the lock {}, held by {}, token {}.")
+        self.log_change(request, event, text.format(lock.name, lock.run, lock.token))
+        text = _("The lock {} was freed. The run that held it, if there is one, goes on.")
+        if lock.queued:
+            text = _("The queued call of {} is forgotten: equal calls can be sent again.")
+        return self.back_to_held(request, messages.SUCCESS, text.format(lock.name))
+
+    def back_to_held(self, request: HttpRequest, level: int, text: str) -> HttpResponse:
+        self.message_user(request, text, level)
+        return HttpResponseRedirect(self.url("changelist"))
+
+
+def runs_of(locks: list[HeldLock]) -> tuple[list[TaskLockEvent], str]:
+    """Return the rows of the runs that hold locks; or none, and why they cannot be read."""
+    tokens = [lock.token for lock in locks]
+    task_ids = [lock.task_id or "" for lock in locks]
+    read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
+    return attempt(partial(read, tokens, task_ids), list[TaskLockEvent]())
+
+
+def held_row(lock: HeldLock) -> dict[str, Any]:
+    usual = lock.usual
+    return {
+        "lock": lock,
+        "held_for": duration(lock.held_for) if lock.since else "-",
+        "usual": [unbroken(usual.median), unbroken(usual.longest)] if usual is not None else [],
+        "remaining": "-" if lock.remaining is None else duration(lock.remaining),
+        "since": clock_time(lock.since, dated=True) if lock.since else "",
+        "process": process(lock.host, lock.pid) or lock.host or "-",
+    }
+
+
+def describe(state: Starving) -> str:
+    text = ngettext(
+        "{} call came to nothing in {}, the last {} ago.",
+        "{} calls came to nothing in {}, the last {} ago.",
+        state.skipped,
+    ).format(state.skipped, duration(state.unmet), duration(state.last_skip))
+    if state.since_completed is None:
+        return f"{text} " + _("No completed run is known.")
+    return f"{text} " + _("Last completed {} ago.").format(duration(state.since_completed))
