@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from django.core.handlers.wsgi import WSGIHandler
 from django.core.servers.basehttp import ThreadedWSGIServer, WSGIRequestHandler
 from django.test import Client, override_settings
 from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
 
 from django_singletask.models import TaskLockEvent
@@ -97,7 +99,22 @@ class Browser:
         self.driver.add_cookie({"name": "sessionid", "value": client.cookies["sessionid"].value})
 
     def open(self, address: str = "") -> None:
-        self.driver.get(f"{self.site}/admin/django_singletask/tasklockevent/{address}")
+        with self.another_page():
+            self.driver.get(f"{self.site}/admin/django_singletask/tasklockevent/{address}")
+
+    @contextmanager
+    def another_page(self) -> Iterator[None]:
+        """Wait for the page that the block asks for: under load the driver may be too early."""
+        self.driver.execute_script("window.isLeft = true")
+        yield
+        wait_for(self.is_there, "another page")
+
+    def is_there(self) -> bool:
+        script = "return !window.isLeft && document.readyState === 'complete'"
+        try:
+            return bool(self.driver.execute_script(script))
+        except WebDriverException:  # one page goes while the script runs, and the other comes
+            return False
 
     def size(self, width: int, height: int) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -119,9 +136,10 @@ class Browser:
     def click(self, text: str) -> None:
         """Follow a link or press a button; the error says what the page has instead."""
         what = f"//a[normalize-space()='{text}'] | //input[@value='{text}']"
-        found = self.driver.find_elements(By.XPATH, what)
-        assert found, f"{text} is not on {self.driver.current_url}: {self.one('body').text}"
-        found[0].click()
+        targets = self.driver.find_elements(By.XPATH, what)
+        assert targets, f"{text} is not on {self.driver.current_url}: {self.one('body').text}"
+        with self.another_page():
+            targets[0].click()
 
     def colour(self, selector: str, what: str = "background-color") -> str:
         return self.one(selector).value_of_css_property(what)

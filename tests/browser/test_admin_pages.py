@@ -40,7 +40,7 @@ def die_holding(name):
 def test_index_leads_to_what_is_held(browser, operator, locks):
     operator(VIEW)
     holder = locks.hold(monthly)
-    browser.driver.get(f"{browser.site}/admin/")
+    browser.open("../..")
     browser.click("Lock events")
     assert browser.texts("h1")[-1] == "Held now"
     [row] = browser.texts(".singletask-held tbody tr")
@@ -64,7 +64,8 @@ def test_operator_clears_a_lock_and_its_run_goes_on(browser, operator, locks):
     browser.picture("held")
     [row] = [row for row in browser.all(".singletask-held tbody tr") if NAME in row.text]
     assert "usual 27s, longest 1m 19s" in row.text
-    row.find_element("css selector", ".singletask-do a").click()
+    with browser.another_page():
+        row.find_element("css selector", ".singletask-do a").click()
     browser.picture("clear")
     page = browser.one("#content").text
     assert f"task {holder.task_id} on {holder.host}, process {holder.pid}" in page
@@ -116,7 +117,8 @@ def test_history_is_filtered_searched_and_linked(browser, operator, locks):
     assert "gone from the cache" in row
     browser.open(f"history/?q={past.FEED.format('sports')}&kind__exact=skipped")
     assert len(browser.all("#result_list tbody tr")) == 8
-    browser.one("#result_list .field-what a").click()
+    with browser.another_page():
+        browser.one("#result_list .field-what a").click()
     assert "acquired" in browser.one(".field-kind").text
 
 
