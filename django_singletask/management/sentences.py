@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import textwrap
@@ -16,6 +15,7 @@ from django_singletask.management.tables import few, printable, width
 from django_singletask.operators.explain import Why
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR
+from django_singletask.operators.stop import stop_command
 from django_singletask.operators.words import clock_time, in_words, plural
 
 __all__ = ["explain"]
@@ -103,7 +103,7 @@ def _held(why: Why, lock: HeldLock) -> Iterator[str]:
     yield from _hungry(why, lock)
     if runs and lock.task_id:
         yield "It is freed when the task ends or its process dies. To stop the task:"
-        yield f"{COMMAND}app.control.revoke({json.dumps(lock.task_id)}, terminate=True)"
+        yield f"{COMMAND}{stop_command(lock.task_id)}"
     elif runs:
         yield "It is freed when its block of code ends or its process dies."
     if runs:
