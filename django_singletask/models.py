@@ -46,6 +46,7 @@ class Result(models.TextChoices):
 
     RETURNED = "returned", _("returned")
     RAISED = "raised", _("raised")
+    TERMINATED = "terminated", _("terminated")
     RETRIED = "retried", _("retried")
     IGNORED = "ignored", _("ignored")
     POSTPONED = "postponed", _("postponed")

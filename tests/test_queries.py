@@ -240,7 +240,7 @@ def test_runs_that_did_not_release_the_lock_are_not_usual():
     assert history.usual_hold("nightly") is None
 
 
-@pytest.mark.parametrize("result", ["raised", "retried", "ignored", "postponed"])
+@pytest.mark.parametrize("result", ["raised", "terminated", "retried", "ignored", "postponed"])
 def test_run_that_did_not_return_is_not_usual(result):
     """A run that hung until it was stopped would hide the next run that hangs."""
     ran(60, 5000, result=result)

@@ -176,6 +176,7 @@ class TestRunning:
         ("error", "result"),
         [
             (ZeroDivisionError(), "raised"),
+            (SystemExit(), "terminated"),
             (Ignore(), "ignored"),
             (Reject(), "ignored"),
             (Retry(), "retried"),

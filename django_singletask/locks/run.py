@@ -76,4 +76,7 @@ def result_of(error: BaseException | None) -> str:
         return "postponed"
     if isinstance(error, (Ignore, Reject)):
         return "ignored"
-    return "raised" if error else "returned"
+    if error is None:
+        return "returned"
+    # SystemExit, for example: Celery's terminate ended the process under the body.
+    return "raised" if isinstance(error, Exception) else "terminated"

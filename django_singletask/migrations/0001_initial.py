@@ -54,6 +54,7 @@ class Migration(migrations.Migration):
                         choices=[
                             ("returned", "returned"),
                             ("raised", "raised"),
+                            ("terminated", "terminated"),
                             ("retried", "retried"),
                             ("ignored", "ignored"),
                             ("postponed", "postponed"),

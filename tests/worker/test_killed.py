@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from django_singletask.holder import Holder
 from django_singletask.locks.liveness import is_gone
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators.stop import stop_command
 from django_singletask.stores import get_store
 from tests.deadline import wait_for
 from tests.testapp import log, tasks
@@ -103,6 +107,18 @@ def test_revoke_with_terminate(start_worker, queue, name):
     result, pid = start_one(worker, tasks.long, queue)
     result.revoke(terminate=True, signal=name)
     assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
+
+
+def test_the_command_that_why_prints_ends_the_run_and_not_as_completed(start_worker, queue):
+    worker = start_worker(concurrency=1)
+    result, pid = start_one(worker, tasks.long, queue)
+    command = [sys.executable, "-m", *shlex.split(stop_command(result.id))]
+    subprocess.run(command, env=worker.env, check=True, timeout=60)
+    wait_for(lambda: is_gone(pid, ""), "the process is gone")
+    rows = TaskLockEvent.objects.filter(task_id=result.id).exclude(outcome="")
+    run = wait_for(rows.first, "its end is in the history")
+    assert (run.outcome, run.result) == ("released", "terminated")
+    assert not run.is_completed
 
 
 def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, queue):
