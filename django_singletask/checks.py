@@ -14,7 +14,15 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import DEFAULTS, DOCS, HISTORY_MODES, check_seconds, conf, is_test
+from django_singletask.conf import (
+    DEFAULTS,
+    DOCS,
+    HISTORY_MODES,
+    TASK_URL,
+    check_seconds,
+    conf,
+    is_test,
+)
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
@@ -176,27 +184,26 @@ def check_settings(**kwargs: Any) -> Found:
         hint = "Set SINGLETASK_LOCK_TIMEOUT to seconds, such as 60, or remove it."
         yield checks.Error(str(error), hint=hint, id="django_singletask.E007")
     days: Any = conf.history_days
-    is_number = isinstance(days, (int, float)) and not isinstance(days, bool)
-    if not (is_number and 0 < days <= MAX_DAYS):
-        yield checks.Error(
-            f"SINGLETASK_HISTORY_DAYS must be a number of days above 0 and up to {MAX_DAYS}, "
-            f"not {days!r}.",
-            hint="Set SINGLETASK_HISTORY_DAYS to a number of days, such as 30, or remove it.",
-            id="django_singletask.E016",
-        )
+    if isinstance(days, bool) or not isinstance(days, (int, float)) or not 0 < days <= MAX_DAYS:
+        rule = f"a number of days above 0 and up to {MAX_DAYS}"
+        yield _must_be("history_days", rule, "a number of days, such as 30", "E016")
     if conf.history not in HISTORY_MODES:
-        yield checks.Error(
-            f"SINGLETASK_HISTORY = {conf.history!r} is none of {', '.join(HISTORY_MODES)}.",
-            hint=f"Set SINGLETASK_HISTORY to {HISTORY_MODES[0]!r}, or remove it.",
-            id="django_singletask.E013",
-        )
+        yield _must_be("history", f"one of {', '.join(HISTORY_MODES)}", "'background'", "E013")
     if not isinstance(conf.record_arguments, bool):
-        yield checks.Error(
-            f"SINGLETASK_RECORD_ARGUMENTS = {conf.record_arguments!r} is neither True nor False.",
-            hint="Set it to False to hide the arguments: a string such as 'False' is true.",
-            id="django_singletask.E014",
-        )
+        yield _must_be("record_arguments", "True or False", "False to hide arguments", "E014")
+    if conf.task_url and not (isinstance(conf.task_url, str) and TASK_URL.fullmatch(conf.task_url)):
+        rule = "an http or https address whose only field is {task_id}"
+        yield _must_be("task_url", rule, "'https://flower.example/task/{task_id}'", "E019")
     yield from _history()
+
+
+def _must_be(setting: str, rule: str, example: str, number: str) -> checks.Error:
+    name = f"SINGLETASK_{setting.upper()}"
+    return checks.Error(
+        f"{name} must be {rule}, not {getattr(conf, setting)!r}.",
+        hint=f"Set {name} to {example}, or remove it.",
+        id=f"django_singletask.{number}",
+    )
 
 
 def _history() -> Found:

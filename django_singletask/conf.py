@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "DOCS",
     "HISTORY_MODES",
     "MAX_LEASE",
+    "TASK_URL",
     "check_installed",
     "check_seconds",
     "conf",
@@ -35,9 +37,12 @@ DEFAULTS: dict[str, Any] = {
     "SINGLETASK_HISTORY": "background",
     "SINGLETASK_HISTORY_DAYS": 30,
     "SINGLETASK_RECORD_ARGUMENTS": True,
+    "SINGLETASK_TASK_URL": None,
 }
 SETTINGS = {name.removeprefix("SINGLETASK_").lower(): name for name in DEFAULTS}
 RENEWED = ("timeout", "lock_timeout", "SINGLETASK_LOCK_TIMEOUT")
+TASK_URL = re.compile(r"https?://[^{}\s/?#]+[/?#](?:[^{}\s]*\{task_id\})+[^{}\s]*", re.IGNORECASE)
+"""What ``SINGLETASK_TASK_URL`` must be: no scheme that runs code, no field in the host's name."""
 HISTORY_MODES = ("background", "inline", "off")
 
 _ABSENT = object()
@@ -56,6 +61,8 @@ class Conf:
     """Days for which the history is kept."""
     record_arguments: bool
     """Whether names show the arguments of a call."""
+    task_url: str | None
+    """Address of a task's page elsewhere, with the field ``{task_id}``."""
 
     def __init__(self) -> None:
         self._source: object = None

@@ -314,14 +314,14 @@ def test_a_lease_of_up_to_thirty_days_is_fine(settings, value):
 def test_an_unknown_way_to_write_history_is_refused(settings, value):
     settings.SINGLETASK_HISTORY = value
     message = only(checks.check_settings(), "E013")
-    assert message.msg.startswith(f"SINGLETASK_HISTORY = {value!r} is none of ")
+    assert message.msg.startswith("SINGLETASK_HISTORY must be one of ")
 
 
 @pytest.mark.parametrize("value", ["False", 0, None])
 def test_a_setting_that_is_not_a_boolean_is_refused(settings, value):
     settings.SINGLETASK_RECORD_ARGUMENTS = value
     message = only(checks.check_settings(), "E014")
-    assert message.msg == f"SINGLETASK_RECORD_ARGUMENTS = {value!r} is neither True nor False."
+    assert message.msg == f"SINGLETASK_RECORD_ARGUMENTS must be True or False, not {value!r}."
 
 
 @pytest.mark.parametrize("days", ["30", None, True, [], 0, -1, 36_501, float("nan")])
@@ -330,6 +330,38 @@ def test_days_that_cannot_be_are_refused(settings, days):
     message = only(checks.check_settings(), "E016")
     assert "SINGLETASK_HISTORY_DAYS" in message.msg
     assert repr(days) in message.msg
+
+
+GOOD_URLS = ["https://flower.example/task/{task_id}", "HTTP://f:5555/{task_id}#{task_id}", None, ""]
+
+
+@pytest.mark.parametrize("address", GOOD_URLS)
+def test_an_address_of_tasks_is_fine(settings, address):
+    settings.SINGLETASK_TASK_URL = address
+    assert not any(message.id.endswith("E019") for message in checks.check_settings())
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://flower.example/task/",
+        "https://flower.example/task/{id}",
+        "https://flower.example/{task_id}/{0}",
+        "https://flower.example/{task_id!r}",
+        "https://{task_id}/",
+        "javascript:alert('{task_id}')",
+        " javascript://x/{task_id}",
+        "//flower.example/{task_id}",
+        "https://flower.example/a b/{task_id}",
+        b"https://flower.example/{task_id}",
+        7,
+    ],
+)
+def test_an_address_of_tasks_that_cannot_be_is_refused(settings, address):
+    settings.SINGLETASK_TASK_URL = address
+    message = only(checks.check_settings(), "E019")
+    assert "SINGLETASK_TASK_URL must be an http or https address" in message.msg
+    assert message.msg.endswith(f", not {address!r}.")
 
 
 # The tasks

@@ -182,19 +182,40 @@ def test_queued_call_is_shown_without_a_process(operator):
     holder = put(key=QUEUED_KEY, pid=0, task_id="5d1cb1f6-9f3c")
     [row] = rows(operator)
     assert row.startswith("nightly queued ")
-    assert " queued 5d1cb1f6… since " in row
+    assert " queued 5d1cb1f6-9f3c since " in row
     assert holder.host not in row
     assert row.endswith("Forget…")
 
 
-def test_task_id_of_a_holder_is_linked_if_a_search_finds_it(operator):
+def test_hold_that_is_recorded_is_linked_with_its_rows(operator):
     put("recorded", token="t", task_id="3f0c")
     put("unknown", task_id="4e1d")
     event(name="recorded", token="t", task_id="3f0c")
     content = content_of(operator)
-    assert f'<a href="{LIST}?q=3f0c">3f0c</a>' in content
+    assert f'<a href="{LIST}?q=3f0c">since ' in content
     assert "?q=4e1d" not in content
     assert "4e1d" in content
+
+
+@pytest.mark.parametrize("page", [BASE, CLEAR])
+def test_task_id_is_a_link_to_its_page(operator, settings, page):
+    settings.SINGLETASK_TASK_URL = "https://flower.example/task/{task_id}"
+    holder = put(task_id='a/b?"<i>')
+    link = (
+        '<a href="https://flower.example/task/a%2Fb%3F%22%3Ci%3E" rel="noopener">'
+        '<code class="singletask-id" title="a/b?&quot;&lt;i&gt;">a/b?&quot;&lt;i&gt;</code></a>'
+    )
+    query = {"key": KEY, "token": holder.token} if page == CLEAR else {}
+    assert link in content_of(operator, page, query)
+
+
+def test_task_id_is_no_link_without_an_address(operator, settings):
+    put(task_id="3f0c")
+    for address in (None, "", "javascript:alert('{task_id}')"):
+        settings.SINGLETASK_TASK_URL = address
+        content = content_of(operator)
+        assert 'title="3f0c">3f0c</code></div>' in content
+        assert "alert(" not in content
 
 
 def test_entry_that_something_else_wrote_is_shown(operator):
@@ -422,8 +443,10 @@ def test_timeline_without_a_connection_to_its_database_says_so(operator):
 def test_page_names_the_holder_and_how_to_stop_the_task(operator):
     holder = put(task="t", task_id="3f0c")
     text = clear_page(operator, holder)
-    assert f"task 3f0c on {holder.host}, process {os.getpid()}" in text
-    assert "Alive , on this host since 20" in text
+    assert (
+        f"Task t Task id 3f0c Process {holder.host}:{os.getpid()}. Alive , on this host since 20"
+        in text
+    )
     assert "a second run can then start beside it" in text
     assert "app.control.revoke(&quot;3f0c&quot;, terminate=True)" in text
 
@@ -440,10 +463,9 @@ def test_page_says_that_the_holder_is_dead_and_how_that_is_known(operator):
     assert "beside" not in text
 
 
-@pytest.mark.parametrize("facts", [{"boot_id": "another"}, {"pid": 0}])
-def test_page_says_that_it_cannot_see_the_process(operator, facts):
-    text = clear_page(operator, put(**facts))
-    assert "Not known : it cannot be seen from this host or container" in text
+def test_page_says_that_it_cannot_see_the_process(operator):
+    text = clear_page(operator, put(boot_id="another"))
+    assert "Not known whether it is alive: it is on another host" in text
     assert "Alive" not in text
 
 
@@ -558,7 +580,7 @@ def test_page_of_a_queued_call_says_what_it_stops(operator):
     event(kind="duplicate", count=3, blocked_by=holder.token)
     text = clear_page(operator, holder, QUEUED_KEY)
     assert "Forget this queued call?" in text
-    assert "Queued call task 5d1c of t Since 20" in text
+    assert "Task t Task id 5d1c Since 20" in text
     assert ", for 1m 35s Equal calls stopped 3 Stops them for at most " in text
     assert "This does not take the call out of the queue." in text
     assert "app.control.revoke(&quot;5d1c&quot;)" in text

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from datetime import datetime, timezone
+from urllib.parse import quote
 
 from django.utils.formats import date_format
 from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext
 
+from django_singletask.conf import TASK_URL, conf
 from django_singletask.models import TaskLockEvent
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "plural",
     "process",
     "status",
+    "task_page",
 ]
 
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
@@ -104,6 +107,14 @@ def clock_time(at: datetime | float, *, dated: bool = False) -> str:
 def process(host: str, pid: int) -> str:
     """Name a process, as in ``web-1:8121``; empty if it is not known, or there is none."""
     return f"{host}:{pid}" if host and pid else ""
+
+
+def task_page(task_id: str | None) -> str:
+    """Return the address of a task's page, as ``SINGLETASK_TASK_URL`` says; empty without one."""
+    address = str(conf.task_url or "")
+    if not task_id or not TASK_URL.fullmatch(address):
+        return ""
+    return address.replace("{task_id}", quote(task_id, safe="", errors="replace"))
 
 
 def status(event: TaskLockEvent) -> tuple[str, str]:

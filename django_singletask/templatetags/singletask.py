@@ -1,0 +1,28 @@
+"""Show the ids of tasks and holders on a page."""
+
+from __future__ import annotations
+
+from django import template
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from django_singletask.operators.words import task_page
+
+__all__: list[str] = []
+
+register = template.Library()
+
+
+@register.filter
+def long_id(text: str | None) -> SafeString:
+    """Show the beginning of an id; the page has all of it, to search for and to copy."""
+    if not text:
+        return SafeString("-")
+    return format_html('<code class="singletask-id" title="{0}">{0}</code>', text)
+
+
+@register.filter
+def task_id(text: str | None) -> SafeString:
+    """Show the beginning of a task's id, with a link to its page (``SINGLETASK_TASK_URL``)."""
+    shown, page = long_id(text), task_page(text)
+    return format_html('<a href="{}" rel="noopener">{}</a>', page, shown) if page else shown
