@@ -391,6 +391,13 @@ def test_clear_leaves_a_row_with_who_did_it(take, monkeypatch):
     assert TaskLockEvent.objects.get(kind="acquired").outcome == "cleared"
 
 
+def test_reason_of_a_clearing_is_in_the_history(take):
+    take("nightly")
+    locks("clear", "nightly", "--yes", "--reason", "hangs since the deploy at 02:10, see #1234")
+    assert cleared()[0].reason == "hangs since the deploy at 02:10, see #1234"
+    assert "cleared: hangs since th…2:10, see #1234 " in locks("history", "nightly")
+
+
 def test_clear_works_for_a_user_without_a_name(take, monkeypatch):
     def unknown():
         raise KeyError("getpwuid(): uid not found: 1234")

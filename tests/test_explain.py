@@ -199,7 +199,8 @@ def test_dead_holder_is_taken_over():
 
 def test_free_lock_tells_what_was():
     row("expired", 300, name=NAME, key=KEY, task_id="x", host="web-2", pid=7, reason="it is gone")
-    row("cleared", 200, name=NAME, key=KEY, task_id="y", host="web-2", pid=8, actor="ada")
+    facts = {"host": "web-2", "pid": 8, "actor": "ada", "reason": "it hung"}
+    row("cleared", 200, name=NAME, key=KEY, task_id="y", **facts)
     skipped(150, 100, 2, name=NAME, key=KEY, blocked_by="b", blocked_by_task_id="z")
     ran(90, 5, name=NAME, key=KEY, task=TASK, task_id="w", host="web-1", pid=9)
     assert explained().splitlines() == [
@@ -207,7 +208,7 @@ def test_free_lock_tells_what_was():
         "Last completed: 1m 30s ago, by task w on web-1, process 9 (held for 5 s).",
         "Usual hold: 5 s, longest 5 s.",
         "Last skipped: 1m 40s ago, behind task z.",
-        "Last cleared: 3m 20s ago, task y on web-2, process 8 (by ada).",
+        "Last cleared: 3m 20s ago, task y on web-2, process 8 (by ada, it hung).",
         "Last expired: 5m 00s ago, task x on web-2, process 7 (it is gone).",
         "Not starving: no call was skipped since it was last completed.",
     ]

@@ -518,6 +518,23 @@ def test_clear_is_in_the_admins_own_log(operator, take):
     assert operator.get("/admin/").status_code == 200  # it lists recent actions
 
 
+def test_reason_of_a_clearing_is_kept_and_escaped(operator, take):
+    reason = f"hangs since the deploy\n{SCRIPT}"
+    operator.post(CLEAR, {**query_of(take()), "reason": f" {reason} "})
+    kept = TaskLockEvent.objects.get(kind="cleared").reason
+    assert kept == reason.replace("\n", "\\n")
+    assert LogEntry.objects.get().get_change_message().endswith(f" Reason: {kept}")
+    for page in (LIST, TIMELINE, "/admin/"):
+        content = content_of(operator, page)
+        assert SCRIPT not in content
+        assert page == "/admin/" or "hangs since the deploy" in content
+
+
+def test_reason_that_is_too_long_is_cut(operator, take):
+    operator.post(CLEAR, {**query_of(take()), "reason": "x" * 300})
+    assert TaskLockEvent.objects.get(kind="cleared").reason == "x" * 255
+
+
 def test_clear_of_a_holder_without_a_row_is_logged_without_an_event(operator):
     clear(operator, put())
     assert LogEntry.objects.get().object_id is None
@@ -540,11 +557,11 @@ def test_of_two_who_clear_at_once_the_second_is_told(operator, take, monkeypatch
     grace = log_in("view_tasklockevent", "clear_lock", name="grace")
     really, responses = held_locks.clear, []
 
-    def clear_after_grace(held, *, actor):
+    def clear_after_grace(held, *, actor, reason):
         # Ada's request has looked, and has not freed yet: now the one of Grace frees.
         if actor == "ada":
             responses.append(grace.post(CLEAR, query_of(lock), follow=True))
-        return really(held, actor=actor)
+        return really(held, actor=actor, reason=reason)
 
     monkeypatch.setattr(held_locks, "clear", clear_after_grace)
     responses.append(operator.post(CLEAR, query_of(lock), follow=True))

@@ -16,6 +16,7 @@ from django.utils.translation import ngettext
 from django_singletask.admin.pages import OperatorPages, attempt, unbroken
 from django_singletask.conf import conf
 from django_singletask.history.queries import reading
+from django_singletask.holder import clean
 from django_singletask.locks.keys import QUEUED
 from django_singletask.locks.liveness import is_alive, proof_of_death, started_at
 from django_singletask.models import TaskLockEvent
@@ -76,10 +77,10 @@ class HeldPages(OperatorPages):
             return self.ask_to_clear(request, lock)
         if lock is not None:
             # The holder may have changed since this look: the store decides.
-            actor = request.user.get_username()
-            freed, trouble = attempt(partial(held.clear, lock, actor=actor), False)
+            by = {"actor": request.user.get_username(), "reason": query.get("reason", "").strip()}
+            freed, trouble = attempt(partial(held.clear, lock, **by), False)
             if freed:
-                return self.report_cleared(request, lock)
+                return self.report_cleared(request, lock, by["reason"])
         if trouble:
             return self.back_to_held(request, messages.ERROR, trouble)
         text = _(
@@ -110,7 +111,7 @@ class HeldPages(OperatorPages):
             revoke=f"app.control.revoke({json.dumps(lock.task_id)}{terminate})",
         )
 
-    def report_cleared(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
+    def report_cleared(self, request: HttpRequest, lock: HeldLock, reason: str) -> HttpResponse:
         """Tell the user and the admin's own log; the lock itself tells the history."""
         runs, trouble = runs_of([lock])
         if trouble and conf.history != "off":
@@ -118,7 +119,9 @@ class HeldPages(OperatorPages):
             self.message_user(request, text.format(trouble), messages.WARNING)
         event = TaskLockEvent(name=lock.name, outcome="cleared", pk=runs[0].pk if runs else None)
         text = _("Cleared the lock {}, held by {}, token {}.")
-        self.log_change(request, event, text.format(lock.name, lock.run, lock.token))
+        text = text.format(lock.name, lock.run, lock.token)
+        because = _(" Reason: {}").format(clean(reason, 255)) if reason else ""
+        self.log_change(request, event, text + because)
         text = _("The lock {} was freed. The run that held it, if there is one, goes on.")
         if lock.queued:
             text = _("The queued call of {} is forgotten: equal calls can be sent again.")

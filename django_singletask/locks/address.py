@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask.conf import MAX_LEASE, check_seconds, conf
-from django_singletask.holder import Holder
+from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.run import Run
 from django_singletask.signals import LockEvent, lock_event
@@ -107,7 +107,7 @@ class Address(NamedTuple):
         dead = holder.token == token and not holder.kept
         return entry is not None and dead and self.free_dead(entry, holder, how)
 
-    def clear(self, token: str | None, actor: str, timeout: float | None) -> bool:
+    def clear(self, token: str | None, actor: str, timeout: float | None, reason: str = "") -> bool:
         """Free the entry, whoever holds it; with a ``token``, only if that holder has it.
 
         ``timeout`` is the length of the lease in seconds if the holder's record does not say it;
@@ -122,8 +122,10 @@ class Address(NamedTuple):
         lease = max(lease, MAX_LEASE if entry.remaining is None else entry.remaining)
         if not get_store(self.cache).clear(self.key, entry.value, lease):
             return False
-        logger.warning("%s, held by %s, was cleared by %s.", self, holder, actor or "code")
-        self.tell("cleared", holder, actor=actor)
+        reason = clean(reason, 255)
+        why = f": {reason}" if reason else "."
+        logger.warning("%s, held by %s, was cleared by %s%s", self, holder, actor or "code", why)
+        self.tell("cleared", holder, actor=actor, reason=reason)
         return True
 
 

@@ -129,8 +129,10 @@ class HeldLock:
 
     aremaining = offer_in_thread(remaining)
 
-    def clear(self, *, token: str | None = None, actor: str = "") -> bool:
+    def clear(self, *, token: str | None = None, actor: str = "", reason: str = "") -> bool:
         """Free the lock, whoever holds it; with ``token``, only if that holder has it.
+
+        ``actor`` and ``reason`` say who frees it and why; the log and the history keep them.
 
         The holder, if it still runs, learns at its next renewal that the lock is lost, and
         another run can start beside it. Say whether a lock was freed. Raises ``TypeError`` if the
@@ -140,7 +142,7 @@ class HeldLock:
             raise TypeError(
                 f"{self.name} has {self.slots} slots: say whose to free, with clear(token=…)."
             )
-        return self.address_of(token).clear(token, actor, self.timeout)
+        return self.address_of(token).clear(token, actor, self.timeout, reason)
 
     aclear = offer_in_thread(clear)
 

@@ -64,6 +64,7 @@ def _add_clear(action: CommandParser) -> None:
     add("--all", action="store_true", help="free every lock")
     queued = "instead of locks, forget queued calls, so that equal ones can be sent again"
     add("--queued", action="store_true", help=queued)
+    add("--reason", default="", help="why: the history keeps it")
     add("--yes", action="store_true", help="do not ask")
     add("--dry-run", action="store_true", help="show what would be freed")
 

@@ -94,8 +94,9 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
 
 
 def _what(row: TaskLockEvent) -> str:
-    """Say what a row is about, and of a skipped run why, if not by the policy ``skip``."""
-    because = f": {row.reason}" if row.kind == "skipped" and row.reason not in ("", "skip") else ""
+    """Say what a row is about; of a skipped run (unless by the policy ``skip``) or a clear, why."""
+    is_told = row.kind in ("skipped", "cleared") and row.reason not in ("", "skip")
+    because = f": {printable(row.reason, 30)}" if is_told else ""
     return f"{words.status(row)[1]}{because}" + (f" ×{row.count}" if row.count > 1 else "")
 
 

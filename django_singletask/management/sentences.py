@@ -221,8 +221,8 @@ def _past(why: Why) -> Iterator[str]:
         yield f"Last {what}: {_whole(skipped.ago)} ago{behind}."
     for trouble in sorted(why.troubles, key=lambda trouble: trouble.ago):
         run = describe_run(trouble.task_id, trouble.host, trouble.pid)
-        reason = f"by {trouble.actor}" if trouble.actor else trouble.reason
-        because = f" ({reason})" if reason else ""
+        reasons = ", ".join(filter(None, [trouble.actor and f"by {trouble.actor}", trouble.reason]))
+        because = f" ({reasons})" if reasons else ""
         yield f"Last {trouble.what}: {_whole(trouble.ago)} ago, {run}{because}."
     if not (why.starving or why.no_history):
         since = " since it was last completed" if completed else ""

@@ -118,14 +118,14 @@ def with_history(locks: list[HeldLock]) -> list[HeldLock]:
     return locks
 
 
-def clear(lock: HeldLock, *, actor: str) -> bool:
+def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
     """Free a lock if the holder that was shown still has it; say whether it was freed.
 
     An expired lock has nothing to free, and its row is for the sweep to close. If the task is
     unique until it has finished, the entry that stops duplicates of this call is freed too: the
     process that hangs would renew it without end.
     """
-    if not _clear(lock, actor):
+    if not _clear(lock, actor, reason):
         return False
     if lock.task and not lock.queued:
         beside = LockKey(lock.name, lock.key).beside(QUEUED, lock.task).key
@@ -133,16 +133,16 @@ def clear(lock: HeldLock, *, actor: str) -> bool:
             for entry in _read([beside]):
                 # The entry of a call that is queued behind this one stays.
                 if entry.task_id == lock.task_id:
-                    _clear(entry, actor)
+                    _clear(entry, actor, reason)
         except LockUnavailable as error:
             # Not raised: the lock itself is free, and the caller must hear that.
             logger.warning("%s was freed, but not the entry of its call: %s", lock.key, error)
     return True
 
 
-def _clear(lock: HeldLock, actor: str) -> bool:
+def _clear(lock: HeldLock, actor: str, reason: str) -> bool:
     address = Address(conf.cache, LockKey(lock.name, lock.key))
-    return address.clear(lock.token, actor, timeout=None)
+    return address.clear(lock.token, actor, timeout=None, reason=reason)
 
 
 def _find(wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:

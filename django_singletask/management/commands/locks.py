@@ -139,7 +139,8 @@ class Command(BaseCommand):
             self.confirm(len(chosen), options)
         with asking_the_cache():
             to_free = [] if options["dry_run"] else chosen
-            freed = {lock.key for lock in to_free if held.clear(lock, actor=actor())}
+            by = {"actor": actor(), "reason": options["reason"]}
+            freed = {lock.key for lock in to_free if held.clear(lock, **by)}
         self.report(chosen, freed, options)
 
     def confirm(self, count: int, options: dict[str, Any]) -> None:
