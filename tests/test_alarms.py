@@ -53,7 +53,7 @@ LIMITS = [("1h", "for 1h"), ("40x", "40 times in a row"), ("1x", "1 time in a ro
 def test_lock_that_starves_is_an_alarm(limit, how, watched):
     skipped(8000, 60, 40, task="t")
     output, message = alarm("--fail-if-starving", limit, *watched)
-    assert output == ("None of these is held.\n" if watched else "No lock is held.\n")
+    assert output == ("No matching lock is held.\n" if watched else "No lock is held.\n")
     assert message == f"Starving {how} or more: nightly (40 calls in 2h 13m)."
 
 
@@ -71,11 +71,14 @@ def test_lock_that_is_not_watched_is_no_alarm(limit, watched):
 @pytest.mark.parametrize(
     ("watched", "message"),
     [
-        (["nightly", "nigthly"], "No lock is known as 'nigthly'. Did you mean \"nightly\"?"),
-        (["x\x1b"], "No lock is known as 'x\\x1b'. 'manage.py locks' lists what is held."),
         (
-            ["--task", "unique"],
-            "No task is known as 'unique'. Did you mean \"tests.testapp.tasks.unique\", or ",
+            ["nightly", "nigthly"],
+            "No lock or task is known as 'nigthly'. Did you mean \"nightly\"?",
+        ),
+        (["x\x1b"], "No lock or task is known as 'x\\x1b'. 'manage.py locks' lists what is held."),
+        (
+            ["--task", "uniqe"],
+            "No task is known as 'uniqe'. Did you mean \"tests.testapp.tasks.unique\"?",
         ),
         (["--task", "zzz"], "No task is known as 'zzz'. 'manage.py locks' lists what is held."),
     ],
@@ -84,7 +87,7 @@ def test_watching_an_unknown_name_is_an_error(take, option, watched, message):
     take("nightly")
     with pytest.raises(CommandError, match=f"^{re.escape(message)}") as caught:
         locks("list", option, "1h", *watched)
-    assert caught.value.returncode == 2
+    assert caught.value.returncode == 3
 
 
 def test_task_is_known_without_history_too(settings):

@@ -78,14 +78,18 @@ def test_skips_are_a_dash_without_history(settings, take):
     ("arguments", "output"),
     [
         ([], "No lock is held.\n"),
-        (["list", "three"], "None of these is held.\n"),
-        (["list", "--task", "other"], "None of these is held.\n"),
+        (["list", "three"], "No matching lock is held.\n"),
+        (["list", "--task", "other"], "No matching lock is held.\n"),
+        (["list", "tests.testapp.*"], "No matching lock is held.\n"),
+        (["list", tasks.unique.name], "No matching lock is held.\n"),
         (["--json"], "[]\n"),
         (["list", "--json"], "[]\n"),
         (["--json", "list"], "[]\n"),
     ],
 )
 def test_message_if_nothing_is_held(arguments, output):
+    if "list" in arguments:
+        ran(60, name="three", task="other")
     assert locks(*arguments) == output
 
 
@@ -290,13 +294,11 @@ def test_clear_refuses_options_that_do_not_fit(take, answer, arguments, message)
     [
         (["nightly"], "Not held: nightly."),
         (["one", "nightly", "was\x1b"], "Not held: nightly, was\\x1b."),
-        (["--task", "x"], "Not held: --task x."),
+        (["--task", "unique"], "Not held: --task unique."),
         (["--token", "x"], "Not held: --token x."),
         (["one", "--token", "x"], "Not held by that token: one."),
         (["one", "--dead"], "Not held by a dead process: one."),
         (["one", "--queued"], "Not queued: one."),
-        (["onee"], "No lock is known as 'onee'. Did you mean \"one\"?"),
-        (["one", "x\x1b"], "No lock is known as 'x\\x1b'. 'manage.py locks' lists what is held."),
     ],
 )
 def test_clear_of_a_lock_that_is_not_held_is_an_error(take, arguments, message):
@@ -307,6 +309,27 @@ def test_clear_of_a_lock_that_is_not_held_is_an_error(take, arguments, message):
     assert (str(error), error.returncode) == (message, 1)
     assert lock.owned()
     assert cleared() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["onee"], "No lock or task is known as 'onee'. Did you mean \"one\"?"),
+        (["one", "x\x1b"], "No lock or task is known as 'x\\x1b'. 'manage.py locks' lists what is"),
+        (
+            ["--task", "uniqe"],
+            "No task is known as 'uniqe'. Did you mean \"tests.testapp.tasks.uniq",
+        ),
+        (["nothing.like.*"], "No lock or task is known as 'nothing.like.*'."),
+    ],
+)
+@pytest.mark.parametrize("action", ["list", "clear", "history"])
+def test_unknown_name_is_an_error_of_each_action(take, action, arguments, message):
+    lock = take("one")
+    error = refused(action, *arguments, *["--yes"] * (action == "clear"))
+    assert str(error).startswith(message)
+    assert error.returncode == 3
+    assert lock.owned()
 
 
 @pytest.mark.parametrize(
@@ -522,8 +545,11 @@ def test_why_is_explained(take):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nigthly", "No lock is known as 'nigthly'. Did you mean \"nightly\"?"),
-        ("zzz\x1b", "No lock is known as 'zzz\\x1b'. 'manage.py locks' lists what is held."),
+        ("nigthly", "No lock or task is known as 'nigthly'. Did you mean \"nightly\"?"),
+        (
+            "zzz\x1b",
+            "No lock or task is known as 'zzz\\x1b'. 'manage.py locks' lists what is held.",
+        ),
     ],
 )
 def test_why_of_an_unknown_name_says_what_is_like_it(name, message):
@@ -604,9 +630,9 @@ def test_history_says_why_a_run_was_skipped():
         (["--kind", "skipped"], ["two"]),
         (["--limit", "1"], ["5d1c"]),
         (["--outcome", "released"], ["5d1c", "two", "one"]),
-        # A task id, if no lock is named so.
+        # A task id, and a lock that is named so.
         (["3f0c"], ["one"]),
-        (["5d1c"], ["5d1c"]),
+        (["5d1c"], ["5d1c", "two"]),
     ],
 )
 def test_history_takes_filters(arguments, names):
@@ -630,11 +656,18 @@ def test_history_as_json_has_unix_times():
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "a\0b", "two\nlines"])
-def test_history_of_an_impossible_name_is_empty(name):
+def test_history_of_an_unknown_name_is_an_error(name):
     ran(60, name="nightly")
-    assert locks("history", name) == "Nothing of this is in the history.\n"
-    assert locks_as_json("history", name) == []
-    assert "nightly" in locks("history", name, "nightly")
+    error = refused("history", "nightly", name)
+    assert str(error).startswith("No lock or task is known as '")
+    assert error.returncode == 3
+
+
+def test_history_of_a_known_name_may_be_empty():
+    ran(7200, name="nightly")
+    output = locks("history", "nightly", "--since", "1h")
+    assert output == "Nothing of this is in the history.\n"
+    assert locks_as_json("history", tasks.unique.name) == []
 
 
 def test_history_that_is_off_still_shows_old_rows(settings, capsys):

@@ -68,8 +68,8 @@ def test_alarm_exits_with_one():
     ("cache", "arguments", "code", "stderr"),
     [
         ("redis", ["clear", "--yes"], 2, "CommandError: Say what to clear"),
-        ("redis", ["list", "--fail-if-starving", "1h", "zzz"], 2, "CommandError: No lock is known"),
-        ("redis", ["clear", "--yes", "zzz"], 1, "CommandError: No lock is known as 'zzz'"),
+        ("redis", ["list", "--fail-if-starving", "1h", "zzz"], 3, "CommandError: No lock or task"),
+        ("redis", ["clear", "--yes", "zzz"], 3, "CommandError: No lock or task is known as"),
         ("dummy", [], 1, "CommandError: SINGLETASK_CACHE = 'dummy' cannot hold locks"),
     ],
 )

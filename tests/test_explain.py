@@ -17,7 +17,8 @@ from django_singletask.locks.liveness import started_at
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
-from django_singletask.operators.explain import UnknownLock, why
+from django_singletask.operators.explain import why
+from django_singletask.operators.names import UnknownName
 from django_singletask.stores import get_store
 from tests.past_rows import ran, row, skipped
 
@@ -380,7 +381,7 @@ def test_unknown_name_has_close_matches():
     hold("customer:12", name_key("customer:12").key)
 
     def like(name):
-        with pytest.raises(UnknownLock) as caught:
+        with pytest.raises(UnknownName) as caught:
             why(name)
         return caught.value.matches
 
@@ -397,7 +398,7 @@ def test_unknown_name_has_close_matches():
 
 def test_unknown_key_is_unknown():
     ran(90, name=NAME, key=KEY, task=TASK)
-    with pytest.raises(UnknownLock):
+    with pytest.raises(UnknownName):
         why(f"{KEY}0")
 
 
@@ -431,8 +432,8 @@ def test_command_explains_a_lock_of_another_process():
     assert "(alive: same host, started" in done.stdout.replace("\n", " ")
 
 
-def test_command_exits_with_1_for_an_unknown_name():
+def test_command_exits_with_3_for_an_unknown_name():
     command = [sys.executable, "-m", "django", "locks", "why", "nothing\x1b"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("CommandError: No lock is known as 'nothing\\x1b'.")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("CommandError: No lock or task is known as 'nothing\\x1b'.")

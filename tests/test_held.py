@@ -21,6 +21,7 @@ from django_singletask.management.listings import lock_table
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
 from django_singletask.operators.held import clear, held, with_history
+from django_singletask.operators.names import select, select_task
 from django_singletask.stores import CannotList, get_store
 from tests.past_rows import row
 
@@ -42,8 +43,8 @@ def memcached(settings, empty_cache):
     empty_cache("pymemcache")
 
 
-def names(*args, **kwargs):
-    return [lock.name for lock in held(*args, **kwargs)]
+def names(typed=()):
+    return [lock.name for lock in held([*map(select, typed)])]
 
 
 def lose(lock):
@@ -136,7 +137,7 @@ def test_lock_is_freed_although_the_entry_of_its_call_cannot_be(on_redis, caplog
     # The server refuses to read an entry of another type.
     beside = name_key("nightly").beside(QUEUED, "t").key
     store.client.rpush(store.make_key(beside), "x")
-    [shown] = registry.look([key])
+    [shown] = registry.look([select(key)])
     assert clear(shown, actor="ada")
     assert store.read(key) is None
     assert "was freed, but not the entry of its call: The cache" in caplog.text
@@ -152,7 +153,7 @@ def put(key, **facts):
 def test_entry_of_a_call_that_runs_is_not_listed(on_redis, pid, state):
     put(name_key("nightly").beside(QUEUED, "t").key, pid=pid)
     assert [lock.state for lock in held()] == state
-    assert [lock.state for lock in held(["nightly"])] == state
+    assert [lock.state for lock in held([select("nightly")])] == state
 
 
 @pytest.mark.parametrize(("task_id", "stays"), [("x", False), ("y", True)])
@@ -160,7 +161,7 @@ def test_entry_of_its_call_is_freed_with_a_lock_but_not_that_of_another(on_redis
     key, beside = name_key("nightly"), name_key("nightly").beside(QUEUED, "t").key
     put(key.key, task_id="x")
     put(beside, task_id=task_id)
-    assert clear(registry.look([key.key])[0], actor="ada")
+    assert clear(registry.look([select(key.key)])[0], actor="ada")
     assert (get_store("redis").read(beside) is not None) == stays
 
 
@@ -190,10 +191,10 @@ def test_task_narrows_the_list(on_redis, take):
 
         @app.task(base=SingletonTask, name="listed", shared=False)
         def listed():
-            return [lock.task for lock in held(task="listed")]
+            return [lock.task for lock in held(task=select_task("listed"))]
 
         assert listed.apply().get() == ["listed"]
-        assert held(task="other") == []
+        assert held(task=select_task("other")) == []
 
 
 def test_skipped_runs_are_counted_by_holder(on_redis, take):
@@ -245,7 +246,7 @@ def test_trips_and_statements_of_a_long_list_are_few(many, django_assert_num_que
     def trips():
         return many.info("commandstats")["cmdstat_evalsha"]["calls"]
 
-    held(["feeds"])  # the script is loaded
+    held([select("feeds")])  # the script is loaded
     before = trips()
     # A savepoint around each question: what is expired, what is usual, six batches of skips.
     with django_assert_num_queries(3 + 3 + (2 + 6)):
@@ -452,7 +453,7 @@ def test_process_of_another_host_is_not_taken_for_dead(on_redis, ended_process):
 def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
     take("held")
     row("acquired", 100, name="nightly", token="t", task="a", host="web-1", pid=7, timeout=60)
-    [lock] = held(task="a")
+    [lock] = held(task=select_task("a"))
     assert (lock.name, lock.state, lock.queued) == ("nightly", "expired", False)
     assert lock.remaining is None
     assert 100 <= lock.held_for < 120
@@ -463,7 +464,7 @@ def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
 @on_each_family
 def test_clear_of_an_expired_lock_frees_and_closes_nothing(cache_alias, take):
     open_row = row("acquired", 100, name="nightly", token="t", timeout=60)
-    [lock] = held(["nightly"])
+    [lock] = held([select("nightly")])
     take("nightly")
     assert not clear(lock, actor="ada")
     assert sorted(lock.state for lock in held()) == ["expired", "held"]
@@ -513,17 +514,17 @@ def test_look_needs_no_list_for_what_is_named(memcached, settings, take):
     settings.SINGLETASK_HISTORY = "off"
     key = take("nightly").key
     for name in ("nightly", key):
-        assert [lock.name for lock in registry.look([name])] == ["nightly"]
-    assert registry.look(["other"]) == []
+        assert [lock.name for lock in registry.look([select(name)])] == ["nightly"]
+    assert registry.look([select("other")]) == []
 
 
 def test_look_finds_a_name_that_hides_its_arguments(on_redis):
     holder = Holder.from_dict({"token": "t", "name": "feeds.import_feed(#1a2b3c4d)"})
     get_store("redis").add(name_key("x").key, holder.encode(), 30)
-    assert [lock.token for lock in registry.look(["feeds.import_feed(#1a2b3c4d)"])] == ["t"]
+    assert [lock.token for lock in registry.look([select("feeds.import_feed(#1a2b3c4d)")])] == ["t"]
 
 
 def test_look_finds_the_expired_hold_beside_the_held_lock(on_redis, take):
     take("nightly")
     row("acquired", 100, timeout=60, token="t")
-    assert {lock.state for lock in registry.look(["nightly"])} == {"held", "expired"}
+    assert {lock.state for lock in registry.look([select("nightly")])} == {"held", "expired"}

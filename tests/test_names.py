@@ -6,8 +6,21 @@ import sys
 import pytest
 
 from django_singletask.locks.keys import name_key
-from django_singletask.operators.names import is_call, keys_of, nearest
+from django_singletask.locks.run import Run
+from django_singletask.operators.names import (
+    UnknownName,
+    locks_of,
+    nearest,
+    select,
+    select_task,
+)
+from tests.past_rows import ran
 from tests.testapp import tasks
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
 
 UNIQUE = "tests.testapp.tasks.unique"
 
@@ -30,16 +43,16 @@ UNIQUE = "tests.testapp.tasks.unique"
     ],
 )
 def test_number_of_keys_that_a_name_can_mean(name, count):
-    assert len(keys_of(name)) == count
+    assert len(locks_of(name)) == count
 
 
 @pytest.mark.parametrize("name", [f"{UNIQUE}(key='a')", f"{UNIQUE}('a', 5)", f"{UNIQUE}( 'a' )"])
 def test_call_is_found_by_its_arguments(name):
-    assert tasks.unique.lock("a").key in keys_of(name)
+    assert tasks.unique.lock("a").key in select(name).keys
 
 
 def test_name_of_a_lock_is_one_of_its_names():
-    assert name_key("nightly").key in keys_of("nightly")
+    assert name_key("nightly").key in select("nightly").keys
 
 
 def test_lock_name_that_raises_is_no_call(monkeypatch):
@@ -49,20 +62,19 @@ def test_lock_name_that_raises_is_no_call(monkeypatch):
     task = tasks.unique.__class__  # of the task, not of the proxy that stands for it
     monkeypatch.setattr(task, "lock_on", None)
     monkeypatch.setattr(task, "lock_name", staticmethod(name), raising=False)
-    assert not is_call(f"{UNIQUE}(key='a')")
-    assert len(keys_of(f"{UNIQUE}(key='a')")) == 3
+    assert not select(f"{UNIQUE}(key='a')").registered
+    assert len(locks_of(f"{UNIQUE}(key='a')")) == 3
 
 
 @pytest.mark.parametrize("name", [f"{UNIQUE}('a')", f"{UNIQUE}(key='a')"])
 def test_call_of_a_task_of_the_project_is_known(name):
-    assert is_call(name)
+    assert select(name).registered
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "nightly",
-        UNIQUE,
         f"{UNIQUE}(wrong=1)",
         f"{UNIQUE}(1, 2, 3, 4)",
         "unknown.task(1)",
@@ -70,12 +82,43 @@ def test_call_of_a_task_of_the_project_is_known(name):
     ],
 )
 def test_other_names_are_no_calls(name):
-    assert not is_call(name)
+    assert not select(name).registered
+
+
+def meant(typed):
+    return select(typed).task
+
+
+def test_last_parts_of_the_name_of_a_task_are_enough():
+    ran(60, name="a()", task="other.project.sync")
+    assert meant(UNIQUE) == meant("unique") == meant("tasks.unique") == UNIQUE
+    assert meant("sync") == meant("project.sync") == "other.project.sync"
+    assert meant("nique") == meant("") == ""
+    assert tasks.unique.lock("a").key in select("unique('a')").keys
+    assert select_task("unique").task == UNIQUE
+
+
+def test_end_of_several_names_is_an_error_with_these_names():
+    ran(60, name="a()", task="feeds.sync")
+    ran(60, name="b()", task="shops.sync")
+    with pytest.raises(UnknownName) as caught:
+        select("sync")
+    message = '2 tasks have names that end with \'sync\': "feeds.sync", "shops.sync". '
+    assert str(caught.value) == f"{message}Type more of the name."
+
+
+def test_lock_that_has_the_name_is_meant_rather_than_a_task_whose_name_ends_so(take):
+    lock = take("unique", run=Run(quiet=True))
+    assert meant("unique") == ""
+    lock.release()
+    assert meant("unique") == UNIQUE
+    ran(60, name="unique")
+    assert meant("unique") == ""
 
 
 def test_tasks_are_imported_where_no_worker_has_done_so():
     program = "import django; django.setup()\nfrom django_singletask.operators import names\n"
-    program += f"print(names.is_call('{UNIQUE}(1)'))"
+    program += f"print(names.select('{UNIQUE}(1)').registered)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -274,21 +274,6 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
             return None
         return UsualHold(statistics.median(holds), max(holds), len(holds)) if holds else None
 
-    def find(
-        self, *, task: str | None = None, since: float | None = None, limit: int = 50, **facts: Any
-    ) -> list[TaskLockEvent]:
-        """Return the newest rows that fit, the newest first; None as a value leaves a fact out.
-
-        ``since`` is in seconds before now. Old rows are found with the history off, too.
-        """
-        rows = self.newest() if task is None else self.of_task(task)
-        rows = rows.of_state(facts.pop("kind", None), facts.pop("outcome", None))
-        rows = rows.filter(**{key: each for key, each in facts.items() if each is not None})
-        with reading(even_if_off=True):
-            if since is not None:
-                rows = rows.since(django_now() - timedelta(seconds=since))
-            return list(rows[:limit])
-
 
 def ago(at: datetime | None) -> float:
     """Return how many seconds ago a time of the history was, by the clock of this host."""

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from django.core.management.base import CommandError
 
 from django_singletask.history.queries import NoHistory
-from django_singletask.management.tables import few, printable
-from django_singletask.operators import names as calls
-from django_singletask.operators.explain import HOLDING, why
+from django_singletask.management.tables import few
+from django_singletask.operators.explain import HOLDING
+from django_singletask.operators.names import Selector
 from django_singletask.operators.rows import HeldLock
-from django_singletask.operators.starving import starving
+from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.words import compact, in_words, plural
 
-__all__ = ["held_over", "is_among", "must_be_known", "starving_over", "unknown"]
-
-
-def must_be_known(names: Sequence[str], task: str | None, locks: Sequence[HeldLock]) -> None:
-    """Raise if nothing is known of what a monitor watches: its name may be misspelled.
-
-    Of a lock :class:`UnknownLock`, of a task ``CommandError``.
-    """
-    for name in names:
-        if not is_among(name, locks):
-            why(name)
-    if task is None or any(lock.task == task for lock in locks) or calls.is_task(task):
-        return
-    raise CommandError(unknown("task", task, calls.nearest(task, calls.tasks())), returncode=2)
-
-
-def unknown(noun: str, name: str, matches: Sequence[str]) -> str:
-    """Say that there is no lock or task of a name, and which are like it."""
-    like = ", or ".join(f'"{printable(match)}"' for match in matches)
-    hint = f"Did you mean {like}?" if like else "'manage.py locks' lists what is held."
-    return f"No {noun} is known as '{printable(name)}'. {hint}"
+__all__ = ["held_over", "starving_over"]
 
 
 def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
@@ -50,15 +31,16 @@ def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
 
 
 def starving_over(
-    names: Sequence[str], task: str | None, limits: tuple[float, int | None] | None
+    selectors: Sequence[Selector],
+    task: Selector | None,
+    limits: tuple[float, int | None] | None,
 ) -> list[str]:
     """Return a sentence that names the locks that starve, if any does."""
     if limits is None:
         return []
     longer_than, times = limits
     try:
-        spelled = {each for name in names for each in calls.names_of(name)}
-        states = starving(longer_than, times=times, names=spelled, task=task)
+        states = _starving(selectors, task, longer_than, times)
     except NoHistory as error:
         raise CommandError(f"--fail-if-starving needs the history. {error}") from error
     hungry = [
@@ -69,7 +51,20 @@ def starving_over(
     return [f"Starving {how} or more: {few(hungry)}."] if hungry else []
 
 
-def is_among(name: str, locks: Sequence[HeldLock]) -> bool:
-    """Say whether a name, as an operator writes it, is that of one of the locks."""
-    keys = calls.keys_of(name)
-    return any(lock.goes_by(name, keys) for lock in locks)
+def _starving(
+    selectors: Sequence[Selector], task: Selector | None, longer_than: float, times: int | None
+) -> list[Starving]:
+    ask = partial(starving, longer_than, times=times)
+    states = [] if selectors or (task and not task.is_pattern) else ask()
+    for selector in selectors or filter(None, [task]):
+        if selector.is_pattern:
+            states += [state for state in ask() if selector.covers(state.name, state.task)]
+        if names := selector.names():
+            states += ask(names=names)
+        if selector.task and not selector.is_pattern:
+            states += ask(task=selector.task)
+    return [
+        state
+        for state in dict.fromkeys(states)
+        if task is None or task.covers(state.name, state.task)
+    ]

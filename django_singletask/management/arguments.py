@@ -9,7 +9,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from django_singletask.management.tables import printable
-from django_singletask.models import HoldOutcome, Kind
+from django_singletask.models import HoldOutcome, Kind, Result
 from django_singletask.operators.words import parse_duration
 
 __all__ = ["add_actions", "check_choice"]
@@ -74,7 +74,7 @@ def _add_history(action: CommandParser) -> None:
     add("names", nargs="*", metavar="LOCK", help=f"{NAME}; or a task id")
     add("--task", help="only what happened to locks of this task")
     add("--kind", choices=Kind.values, help="only what is of this kind")
-    add("--outcome", choices=HoldOutcome.values, help="only holds that ended so")
+    add("--outcome", choices=[*HoldOutcome.values, *Result.values], help="only holds that ended so")
     add("--since", type=span, metavar="2h", help="only what is no older")
     add("--limit", type=count, default=50, metavar="50", help="at most so many rows (50)")
 

@@ -9,28 +9,17 @@ from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago,
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
-from django_singletask.operators.held import look, with_history
-from django_singletask.operators.names import is_call, keys_of, names_of, nearest, patterns
+from django_singletask.operators.held import look, must_be_known, with_history
+from django_singletask.operators.names import Selector, select, select_task
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import hold_seconds
 from django_singletask.stores.base import PREFIX
 
-__all__ = ["HOLDING", "UnknownLock", "Why", "why"]
+__all__ = ["HOLDING", "Why", "why"]
 
-MATCHES = 2000
-"""Newest rows among whose names those like an unknown name are looked for."""
 HOLDING = frozenset({"held", "dead", "handed_over", "kept"})
 """States of a lock that somebody has."""
-
-
-class UnknownLock(Exception):
-    """No lock of this name is held, and none is known; ``matches`` are names like it."""
-
-    def __init__(self, name: str, matches: list[str]) -> None:
-        super().__init__(name, matches)
-        self.name = name
-        self.matches = matches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,18 +72,18 @@ class Why:
 def why(name: str) -> Why:
     """Gather what is known of a lock, given its name, its key, or a call of its task.
 
-    Raises :class:`UnknownLock` if there is nothing, and :class:`LockUnavailable`.
+    Raises :class:`UnknownName` if there is nothing, and :class:`LockUnavailable`.
     """
     slot, name = name, lock_of_slot(name) if name.startswith(PREFIX) else name
-    locks = with_history(look([name]))
+    selector = select(name)
+    locks = with_history(look([selector]))
+    must_be_known([selector], locks)
     rows, no_history = [], ""
     try:
-        rows = _newest_rows(name, locks)
+        rows = _newest_rows(selector, locks)
     except NoHistory as error:
         no_history = str(error)
-    if not (locks or rows or no_history or is_call(name)):
-        raise UnknownLock(name, _like(name))
-    keys, same_name = _keys(name, locks, rows)
+    keys, same_name = _keys(selector, locks, rows)
     locks = [lock for lock in locks if lock.lock_key in keys]
     rows = [row for row in rows if lock_of_slot(row.key) in keys]
     holding = [lock for lock in locks if lock.state in HOLDING]
@@ -102,14 +91,15 @@ def why(name: str) -> Why:
     lock = next(iter(holding), None)
     queued = [lock for lock in locks if lock.queued]
     expired = [lock for lock in locks if lock.state == "expired"]
-    shown, key, task = name, next(iter(keys_of(name)), name), name.partition("(")[0]
+    shown, task = name, name.partition("(")[0]
+    key = selector.locks[0].key if selector.locks else name
     known: list[HeldLock | TaskLockEvent] = [*holding, *queued, *expired, *rows]
     if known:
         shown, key, task = known[0].name, lock_of_slot(known[0].key), known[0].task or ""
     skips = [row for row in rows if row.is_counted]
     behind = [row for row in skips if lock and row.blocked_by == lock.token]
     newest = {row.kind: row for row in reversed(rows)}
-    others = look(task=task) if task and not lock else []
+    others = look([select_task(task)]) if task and not lock else []
     return Why(
         name=shown,
         key=key,
@@ -131,17 +121,18 @@ def why(name: str) -> Why:
     )
 
 
-def _newest_rows(name: str, locks: Sequence[HeldLock]) -> list[TaskLockEvent]:
+def _newest_rows(selector: Selector, locks: Sequence[HeldLock]) -> list[TaskLockEvent]:
     """Return the newest rows of the first of these names that has any, the newest first."""
+    name = selector.text
     with reading():
-        for each in dict.fromkeys([*(lock.name for lock in locks), *names_of(name), name]):
+        for each in dict.fromkeys([*(lock.name for lock in locks), *selector.names(), name]):
             if rows := list(TaskLockEvent.objects.named(each)[:NEWEST]):
                 return rows
     return []
 
 
 def _keys(
-    name: str, locks: Sequence[HeldLock], rows: Sequence[TaskLockEvent]
+    selector: Selector, locks: Sequence[HeldLock], rows: Sequence[TaskLockEvent]
 ) -> tuple[set[str], list[str]]:
     """Return the keys of the lock that is meant, and those of other locks with its name.
 
@@ -153,7 +144,7 @@ def _keys(
     for row in rows:
         tasks.setdefault(lock_of_slot(row.key), row.task)
     lock_keys = [key for key in tasks if not key.startswith(QUEUED)]
-    meant, same_name = {*keys_of(name)}, []
+    name, meant, same_name = selector.text, {*selector.keys}, list[str]()
     if not (name.startswith(PREFIX) or meant.intersection(tasks)):
         meant, same_name = {*lock_keys[:1]}, lock_keys[1:]
     if meant.issuperset(lock_keys):
@@ -174,12 +165,3 @@ def _past(row: TaskLockEvent) -> Past:
         actor=row.actor,
         lasted=hold_seconds(row) if row.kind == "acquired" else None,
     )
-
-
-def _like(name: str) -> list[str]:
-    names = [lock.name for lock in look()]
-    with reading():
-        names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
-    matches = nearest(name, names) or nearest(name, patterns())
-    task = name.partition("(")[0]
-    return [match for match in matches if match.partition("(")[0] == task] or matches

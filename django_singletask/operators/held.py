@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 
 from django_singletask.conf import conf
@@ -23,27 +24,44 @@ from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.locks.lease import KEPT
 from django_singletask.models import COUNTED, TaskLockEvent
-from django_singletask.operators.names import keys_of
+from django_singletask.operators.names import (
+    Selector,
+    UnknownName,
+    nearest,
+    patterns,
+    select,
+    task_names,
+)
 from django_singletask.operators.rows import HeldLock, lock_of, locks_of
 from django_singletask.stores import CannotList, get_store
 
-__all__ = ["USUAL", "clear", "held", "look", "must_list", "still_held", "with_history"]
+__all__ = [
+    "USUAL",
+    "clear",
+    "held",
+    "look",
+    "must_be_known",
+    "must_list",
+    "still_held",
+    "with_history",
+]
 
 logger = logging.getLogger("django_singletask")
 
 USUAL = 30
 """Locks whose usual hold is looked up."""
+MATCHES = 2000
+"""Newest rows among whose names those like an unknown name are looked for."""
 
 
-def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
+def held(selectors: Sequence[Selector] = (), *, task: Selector | None = None) -> list[HeldLock]:
     """List the locks that are held, dead, queued or expired, the longest held first.
 
-    ``names`` (see :func:`keys_of`) and ``task`` narrow the list. A store that cannot list its
+    They match one of ``selectors``, if there are any, and ``task``. A store that cannot list its
     entries is asked for the keys of the open rows of the history. Raises :class:`CannotList` if
     there are none to be had, and :class:`LockUnavailable`.
     """
-    wanted = {name: keys_of(name) for name in sorted(set(names))}
-    locks = _find(wanted)
+    locks = _find(selectors)
     holders = Counter(lock.lock_key for lock in locks)
     for lock in locks:
         lock.slots_held = holders[lock.lock_key]
@@ -54,20 +72,41 @@ def held(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock
         if lock.name != SWEEPER
         # A call that is unique until it has finished has its lock as well while it runs.
         and not (lock.queued and lock.pid)
-        and (not wanted or any(lock.goes_by(n, keys) for n, keys in wanted.items()))
-        and (task is None or lock.task == task)
+        and (not selectors or any(selector.matches(lock) for selector in selectors))
+        and (task is None or task.matches(lock))
     ]
     locks.sort(key=attrgetter("name"))
     locks.sort(key=attrgetter("held_for"), reverse=True)
     return locks
 
 
-def look(names: Iterable[str] = (), *, task: str | None = None) -> list[HeldLock]:
+def look(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     """List what :func:`held` does; nothing where the cache cannot list its entries."""
     try:
-        return held(names, task=task)
+        return held(selectors)
     except CannotList:
         return []
+
+
+def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
+    """Raise :class:`UnknownName` if a selector means no lock and nothing else that is known."""
+    for selector in selectors:
+        if any(map(selector.matches, locks)) or selector.is_known():
+            continue
+        noun = "task" if selector.only_task else "lock or task"
+        raise UnknownName(selector.text, _like(selector), noun)
+
+
+def _like(selector: Selector) -> list[str]:
+    name = selector.text
+    if selector.only_task:
+        return nearest(name, task_names())
+    names = [lock.name for lock in look()]
+    with suppress(NoHistory), reading():
+        names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
+    matches = nearest(name, names) or nearest(name, patterns() if "(" in name else task_names())
+    task = name.partition("(")[0]
+    return [match for match in matches if match.partition("(")[0] == task] or matches
 
 
 def still_held(key: str, token: str) -> HeldLock | None:
@@ -75,7 +114,7 @@ def still_held(key: str, token: str) -> HeldLock | None:
 
     Raises :class:`LockUnavailable`.
     """
-    locks = (lock for lock in look([key]) if lock.state != "expired")
+    locks = (lock for lock in look([select(key)]) if lock.state != "expired")
     return next((lock for lock in locks if (lock.key, lock.token) == (key, token)), None)
 
 
@@ -145,17 +184,19 @@ def _clear(lock: HeldLock, actor: str, reason: str) -> bool:
     return address.clear(lock.token, actor, timeout=None, reason=reason)
 
 
-def _find(wanted: Mapping[str, Collection[str]]) -> list[HeldLock]:
-    """Return what the store has under the keys of each wanted name, or else all that it has."""
+def _find(selectors: Sequence[Selector]) -> list[HeldLock]:
+    """Return what the store has under the keys of the selectors, or else all that it has."""
     keys = dict.fromkeys(
         slot
-        for keys in wanted.values()
-        for key in keys
+        for selector in selectors
+        for key in selector.keys
         for slot in ([key] if key.startswith(QUEUED) else LockKey("", key).slots())
     )
     locks = _read(keys)
     held_keys = {key for lock in locks for key in (lock.key, lock.lock_key)}
-    if wanted and all(held_keys.intersection(keys) for keys in wanted.values()):
+    if selectors and all(
+        held_keys.intersection(selector.keys) and not selector.task for selector in selectors
+    ):
         return locks
     # A name that hides its arguments, for example, is only found in the list.
     try:

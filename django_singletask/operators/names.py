@@ -1,26 +1,221 @@
-"""Read the name of a lock as an operator writes it: a name, a key or a call of a task."""
+"""Read what an operator types: the name of a lock or a task, a call, a pattern, an id."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from celery import current_app
 
+from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
+from django_singletask.holder import clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators.past import find, fits
+from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
 
-__all__ = ["is_call", "is_task", "keys_of", "locks_of", "names_of", "nearest", "patterns", "tasks"]
+if TYPE_CHECKING:
+    from django_singletask.operators.rows import HeldLock
+
+__all__ = [
+    "Selector",
+    "UnknownName",
+    "locks_of",
+    "nearest",
+    "patterns",
+    "select",
+    "select_task",
+    "task_names",
+]
 
 COMPARED = 2000
 """Calls of one task, at most, whose arguments are compared with those of an unknown name."""
+RECORDED = 100
+"""Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
+
+
+class UnknownName(Exception):
+    """Nothing is known by the name that was typed; ``matches`` are names like it.
+
+    If it is ``shortened``, these are the tasks whose names end with it.
+    """
+
+    def __init__(
+        self, name: str, matches: Iterable[str], noun: str = "lock or task", shortened: bool = False
+    ) -> None:
+        self.name, self.matches = name, list(matches)
+        self.noun, self.shortened = noun, shortened
+        super().__init__(name, self.matches, noun, shortened)
+
+    def __str__(self) -> str:
+        names = [f'"{clean(match)}"' for match in self.matches]
+        if self.shortened:
+            return (
+                f"{len(names)} tasks have names that end with '{clean(self.name)}': "
+                f"{', '.join(names)}. Type more of the name."
+            )
+        like = f"Did you mean {', or '.join(names)}?" if names else ""
+        hint = like or "'manage.py locks' lists what is held."
+        return f"No {self.noun} is known as '{clean(self.name)}'. {hint}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Selector:
+    """What a text selects: locks that are held, and rows of the history.
+
+    ``locks`` are those that it can name, ``task`` is the task that it names, all of whose locks are
+    meant; ``registered`` says whether this project has such a task or call. The text can also be a
+    pattern of names, a task id or a token. With ``only_task`` it is a task or a pattern of tasks.
+    """
+
+    text: str
+    locks: tuple[LockKey, ...] = ()
+    task: str = ""
+    registered: bool = False
+    only_task: bool = False
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        return frozenset(lock.key for lock in self.locks)
+
+    @property
+    def is_pattern(self) -> bool:
+        return "*" in self.text and not self.text.startswith(PREFIX)
+
+    def covers(self, name: str, task: str) -> bool:
+        """Say whether the name of a lock, or the task that has it, is meant."""
+        if self.only_task:
+            return fits(task, self.task)
+        return fits(name, self.text) or (self.task != "" and task == self.task)
+
+    def matches(self, lock: HeldLock) -> bool:
+        """Say whether a lock, or a slot of it, is meant."""
+        return self.covers(lock.name, lock.task or "") or (
+            not self.keys.isdisjoint((lock.key, lock.lock_key))
+            or (self.text in (lock.task_id, lock.token) and self.text != "" and not self.only_task)
+        )
+
+    def names(self) -> set[str]:
+        """Return the names that the locks have in the history. Raises :class:`NoHistory`."""
+        if self.text.startswith(PREFIX):
+            with reading(even_if_off=True):
+                return {TaskLockEvent.objects.name_of_key(self.text) or self.text}
+        typed = {self.text} if "\0" not in self.text else set()  # which PostgreSQL refuses
+        return typed.union(lock.name for lock in self.locks)
+
+    def conditions(self) -> list[dict[str, Any]]:
+        """Return conditions for :func:`find`: the rows meet one of them.
+
+        Raises :class:`NoHistory`.
+        """
+        if self.only_task:
+            tasks = [*task_names(), *_recorded_tasks()] if self.is_pattern else [self.task]
+            return [{"task": task} for task in dict.fromkeys(tasks) if fits(task, self.task)]
+        if self.is_pattern:
+            task, parenthesis, _arguments = self.text.partition("*")[0].partition("(")
+            whole = task if parenthesis and task in task_names() else None
+            return [{"like": self.text, "task": whole}]
+        meant: list[dict[str, Any]] = [{"name": name} for name in self.names()]
+        if self.task:
+            meant.append({"task": self.task})
+        # The id of a lock that is not a task's is empty in its rows.
+        if self.text and self.text.isprintable():
+            meant += [{"task_id": self.text}, {"token": self.text}]
+        return meant
+
+    def is_known(self) -> bool:
+        """Say whether the project or the history knows what is meant.
+
+        Without the history nobody can say so of a lock: then it counts as known.
+        """
+        if self.registered:
+            return True
+        with suppress(NoHistory):
+            if find(self.conditions(), limit=1).rows:
+                return True
+            if conf.history != "off":
+                return False
+        return not self.only_task
+
+
+def select(text: str) -> Selector:
+    """Read the name or key of a lock, a call, a pattern with ``*``, a task, a task id or a token.
+
+    The name of a task, also in a call, can be its last parts: ``import_feed``. Raises
+    :class:`UnknownName` if the names of several tasks end so.
+    """
+    if text.startswith(PREFIX):
+        return Selector(text, tuple(locks_of(text)))
+    if "*" in text:
+        # A name with a pattern begins as the name of a task does, or goes on behind it.
+        start = text.partition("*")[0]
+        likely = any(task.startswith(start[: len(task)]) for task in tasks())
+        return Selector(text, registered=likely)
+    name, parenthesis, arguments = text.partition("(")
+    task = _whole(name, text)
+    locks = [*locks_of(text), *locks_of(f"{task}{parenthesis}{arguments}" if task else "")]
+    if parenthesis:
+        call = _parse(f"{task}({arguments}")
+        registered = call is not None and _lock_of(*call) is not None
+        return Selector(text, tuple(dict.fromkeys(locks)), registered=registered)
+    return Selector(text, tuple(dict.fromkeys(locks)), task, task in task_names())
+
+
+def select_task(text: str) -> Selector:
+    """Read the name of a task, its last parts, or a pattern with ``*``.
+
+    Raises :class:`UnknownName` if the names of several tasks end so.
+    """
+    task = text if "*" in text else _whole(text) or text
+    known = any(fits(each, task) for each in task_names())
+    return Selector(text, task=task, registered=known, only_task=True)
+
+
+def _whole(name: str, lock: str = "") -> str:
+    """Return the whole name of the task whose name ends with a text, or "".
+
+    A lock that has the typed text as its name is meant rather than a task whose name ends so.
+    """
+    registered = task_names()
+    if name in registered or not name:
+        return name
+    matches = [task for task in registered if task.endswith(f".{name}")] or [
+        task for task in _recorded_tasks() if f".{task}".endswith(f".{name}")
+    ]
+    if name in matches or not matches or (lock and _is_lock(lock)):
+        return name if name in matches else ""
+    if len(matches) > 1:
+        raise UnknownName(name, sorted(matches), shortened=True)
+    return matches[0]
+
+
+def _is_lock(name: str) -> bool:
+    keys = [lock.key for lock in locks_of(name)]
+    with suppress(NoHistory), reading(even_if_off=True):
+        if TaskLockEvent.objects.named(name)[:1]:
+            return True
+    return bool(get_store(conf.cache).read_many(keys))
+
+
+def task_names() -> list[str]:
+    """Return all tasks of this project: some take their locks by ``only_one``."""
+    tasks()
+    return [name for name in current_app.tasks if not name.startswith("celery.")]
+
+
+def _recorded_tasks() -> list[str]:
+    with suppress(NoHistory), reading(even_if_off=True):
+        return [*TaskLockEvent.objects.task_names(RECORDED)]
+    return []
 
 
 def locks_of(name: str) -> list[LockKey]:
@@ -44,37 +239,6 @@ def locks_of(name: str) -> list[LockKey]:
         for lock in filter(None, calls):
             locks += [lock, lock.beside(QUEUED, task)]
     return locks
-
-
-def keys_of(name: str) -> list[str]:
-    return [lock.key for lock in locks_of(name)]
-
-
-def names_of(name: str) -> list[str]:
-    """Return the names that a name, a key or a call can have in the history.
-
-    Raises :class:`NoHistory`.
-    """
-    recorded = ""
-    if name.startswith(PREFIX):
-        with reading(even_if_off=True):
-            recorded = TaskLockEvent.objects.name_of_key(name)
-    return [recorded] if recorded else [lock.name for lock in locks_of(name)]
-
-
-def is_call(name: str) -> bool:
-    """Say whether a name is a call of a task of this project, with arguments that fit it."""
-    call = _parse(name)
-    return call is not None and _lock_of(*call) is not None
-
-
-def is_task(name: str) -> bool:
-    """Say whether this project has a task of this name, or the history knows one."""
-    tasks()
-    recorded = False
-    with suppress(NoHistory), reading():
-        recorded = bool(TaskLockEvent.objects.of_task(name)[:1])
-    return recorded or name in current_app.tasks
 
 
 def patterns() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -88,10 +88,6 @@ class HeldLock:
     def lock_key(self) -> str:
         """The key of the lock; ``key`` is that of the slot if the lock has several."""
         return lock_of_slot(self.key)
-
-    def goes_by(self, name: str, keys: Collection[str]) -> bool:
-        """Say whether a name, which can stand for these keys, means this lock or this slot."""
-        return self.name == name or self.key in keys or self.lock_key in keys
 
     @property
     def queued(self) -> bool:

@@ -25,11 +25,12 @@ from django_singletask.management import alarms, listings
 from django_singletask.management.arguments import add_actions, check_choice
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import printable
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import Result, TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.errors import cannot_ask
-from django_singletask.operators.explain import UnknownLock, why
-from django_singletask.operators.names import names_of
+from django_singletask.operators.explain import why
+from django_singletask.operators.names import Selector, UnknownName, select, select_task
+from django_singletask.operators.past import SCANNED, find
 from django_singletask.operators.probe import probe
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.words import compact, plural
@@ -77,22 +78,18 @@ class Command(BaseCommand):
                 raise CommandError(f"{message.msg} Those of others cannot be seen. {message.hint}")
         try:
             getattr(self, action)(options)
-        except UnknownLock as error:
-            # If a monitor watches an unknown lock, its command line is wrong.
-            code = 2 if action == "list" else 1
-            text = alarms.unknown("lock", error.name, error.matches)
-            raise CommandError(text, returncode=code) from error
+        except UnknownName as error:
+            raise CommandError(str(error), returncode=3) from error
         except (ImproperlyConfigured, NoHistory) as error:
             raise CommandError(printable(str(error))) from error
 
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; exit with 1 on what a monitor must know."""
-        names, task = options["names"], options["task"]
         held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
         with asking_the_cache():
+            names, task = selectors(options)
             locks = held.with_history(held.held(names, task=task))
-            if held_over or starving:
-                alarms.must_be_known(names, task, locks)
+            held.must_be_known([*names, *filter(None, [task])], locks)
         if not locks and conf.history != "off":
             try:
                 with reading():
@@ -104,7 +101,7 @@ class Command(BaseCommand):
         elif locks:
             self.print_table(listings.lock_table(locks))
         else:
-            self.stdout.write("None of these is held." if names or task else "No lock is held.")
+            self.stdout.write("No matching lock is held." if names or task else "No lock is held.")
         messages = alarms.held_over(locks, held_over) + alarms.starving_over(names, task, starving)
         if messages:
             raise CommandError(" ".join(messages))
@@ -120,13 +117,14 @@ class Command(BaseCommand):
     def clear(self, options: dict[str, Any]) -> None:
         """Show the locks that were asked for, ask, and free them."""
         check_choice(options)
-        names, task = options["names"], options["task"]
         with asking_the_cache():
+            names, task = selectors(options)
             if options["queued"] and not names:
                 held.must_list()
             locks = held.held(names, task=task)
+            held.must_be_known([*names, *filter(None, [task])], locks)
             chosen = held.with_history([lock for lock in locks if _is_chosen(lock, options)])
-            missing = [name for name in names if not alarms.is_among(name, chosen)]
+            missing = [each.text for each in names if not any(map(each.matches, chosen))]
             nothing = _not_there(missing, locks, options) if missing or not chosen else ""
         if nothing and (names or task or options["token"]):
             raise CommandError(nothing)
@@ -181,14 +179,15 @@ class Command(BaseCommand):
             )
 
     def history(self, options: dict[str, Any]) -> None:
-        names = options["names"]
-        narrowed = {name: options[name] for name in ("task", "kind", "outcome", "since", "limit")}
-        spelled = {each for name in names for each in names_of(name)}
-        rows = TaskLockEvent.objects.find(name__in=spelled if names else None, **narrowed)
-        if names and not rows:
-            # The id of a lock that is no task's is empty in its rows.
-            ids = [name for name in names if name and name.isprintable()]
-            rows = TaskLockEvent.objects.find(task_id__in=ids, **narrowed)
+        narrowed = {name: options[name] for name in ("kind", "outcome", "since", "limit")}
+        if narrowed["outcome"] in Result.values:
+            narrowed["result"], narrowed["outcome"] = narrowed["outcome"], None
+        names, task = selectors(options)
+        conditions = [[each for name in names for each in name.conditions()]] if names else []
+        rows, complete = find(*conditions, *([task.conditions()] if task else []), **narrowed)
+        held.must_be_known([*names, *filter(None, [task])])
+        if not complete and len(rows) < options["limit"]:
+            self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
             self.stderr.write("SINGLETASK_HISTORY = 'off': only old rows are there.")
         if options["json"]:
@@ -254,10 +253,16 @@ def asking_the_cache() -> Iterator[None]:
     """Turn any error of the block, since each client has errors of its own, into one message."""
     try:
         yield
-    except (CommandError, UnknownLock):
+    except (CommandError, UnknownName):
         raise
     except Exception as error:
         raise CommandError(printable(cannot_ask(error))) from error
+
+
+def selectors(options: dict[str, Any]) -> tuple[Sequence[Selector], Selector | None]:
+    """Read the names and the task that were typed."""
+    task = options["task"]
+    return [*map(select, options["names"])], None if task is None else select_task(task)
 
 
 def actor() -> str:
@@ -279,12 +284,7 @@ def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
 
 
 def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
-    """Say that what was asked for is not there, and why, where that is known.
-
-    Raises :class:`UnknownLock` for a name that nobody has ever used.
-    """
-    for name in missing:
-        why(name)
+    """Say that what was asked for is not there, and why, where that is known."""
     token, task, queued, dead = (options[name] for name in ("token", "task", "queued", "dead"))
     what = "queued" if queued else "held by a dead process" if dead else "held"
     criteria = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
