@@ -79,9 +79,9 @@ def end_process():
     return process.pid
 
 
-def rows(client):
+def rows(client, query=None):
     """Return the texts of the rows of what is held."""
-    return rows_of(client.get(BASE), 'class="singletask-table')
+    return rows_of(client.get(BASE, query), 'class="singletask-table')
 
 
 def content_of(client, address=BASE, query=None):
@@ -247,12 +247,71 @@ def test_page_says_that_nothing_is_held(operator):
     assert "No lock is held." in content_of(operator)
 
 
-def test_long_lists_are_cut(operator, monkeypatch):
+def test_long_lists_have_pages(operator, monkeypatch):
     monkeypatch.setattr(held_page, "SHOWN", 2)
     for name in "abc":
         put(name)
     assert len(rows(operator)) == 2
-    assert "1 more lock is held" in content_of(operator)
+    content = content_of(operator, query={"o": "name"})
+    assert "1 to 2 of 3" in content
+    assert f'<a rel="next" href="{BASE}?o=name&amp;p=2">' in content
+    assert [row[0] for row in rows(operator, {"o": "name", "p": 2})] == ["c"]
+    for odd in ("9", "-1", "x"):
+        assert len(rows(operator, {"p": odd})) in (1, 2)
+
+
+@pytest.mark.parametrize("text", ["IMPORT_feed(", "feeds.import_feed", "3f0c", "c0ff", "web-3:81"])
+def test_locks_are_searched_by_name_task_ids_and_process(operator, text):
+    put("feeds.import_feed(7)", task="feeds.import_feed", task_id="3f0c-1", host="web-3", pid=8121)
+    put("web-1-only", token="c0ffee", host="web-1")
+    wanted = "web-1-only" if text == "c0ff" else "feeds.import_feed(7)"
+    [row] = rows(operator, {"q": f" {text} "})
+    assert row.startswith(wanted)
+
+
+def test_search_that_finds_nothing_says_so_and_is_escaped(operator):
+    put()
+    content = content_of(operator, query={"q": SCRIPT})
+    assert "No matching lock is held: &lt;script&gt;" in content
+    assert SCRIPT not in content
+    assert f'<a href="{BASE}?">Show all' in content or f'<a href="{BASE}">Show all' in content
+
+
+@pytest.mark.parametrize(
+    ("order", "names"),
+    [("name", "abc"), ("-name", "cba"), ("held", "bca"), ("-skipped", "cab"), ("odd", "acb")],
+)
+def test_locks_are_sorted_by_a_column(operator, order, names):
+    for name, minutes, skips in (("a", 3, 2), ("b", 1, 0), ("c", 2, 7)):
+        holder = put(name, since=time.time() - 60 * minutes)
+        if skips:
+            event(name=name, kind="skipped", count=skips, blocked_by=holder.token)
+    assert "".join(row[0] for row in rows(operator, {"o": order})) == names
+
+
+def test_column_that_sorts_says_so_and_turns(operator):
+    put()
+    content = content_of(operator, query={"o": "-lease", "q": "night", "p": "1"})
+    link = f'href="{BASE}?o=lease&amp;q=night">Lease left'
+    assert f'<th scope="col" aria-sort="descending"><a {link}' in content
+    assert f'<th scope="col"><a href="{BASE}?o=-skipped&amp;q=night">Skipped' in content
+
+
+def test_page_asks_again_by_itself_without_a_script(operator):
+    response = operator.get(BASE, {"refresh": "10", "q": "a"})
+    assert response["Refresh"] == "10"
+    content = response.content.decode()
+    assert "This page asks again every 10 s." in content
+    assert f'<a href="{BASE}?q=a">Stop refreshing' in content
+    assert not operator.get(BASE).has_header("Refresh")
+    assert f'<a href="{BASE}?refresh=10">Refresh every 10 s' in content_of(operator)
+
+
+@pytest.mark.parametrize("seconds", ["1", "3601", "-5", "0x10", "1e3", "١٠", "9" * 5000])
+def test_odd_refresh_is_a_warning(operator, seconds):
+    response = operator.get(BASE, {"refresh": seconds})
+    assert not response.has_header("Refresh")
+    assert "is not a number of seconds from 2 to 3600." in response.content.decode()
 
 
 def test_starving_locks_stand_above(operator):
@@ -298,8 +357,8 @@ def test_hidden_arguments_are_on_no_page(operator, settings):
 
 
 def test_links_to_filters_of_the_list_lead_to_the_history(operator):
-    response = operator.get(BASE, {"q": "nightly"})
-    assert (response.status_code, response.url) == (302, f"{LIST}?q=nightly")
+    response = operator.get(BASE, {"q": "nightly", "kind__exact": "lost"})
+    assert (response.status_code, response.url) == (302, f"{LIST}?q=nightly&kind__exact=lost")
 
 
 def test_number_of_statements_does_not_grow_with_the_locks(operator):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
+from django.core.paginator import Paginator
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import timezone
 from django.utils.translation import gettext as _
@@ -27,10 +30,21 @@ from django_singletask.operators.words import clock_time, duration, process
 
 __all__ = ["SHOWN", "HeldPages"]
 
-SHOWN = 200
-"""Locks on the page of what is held; the command lists more."""
+SHOWN = 100
+"""Locks on a page of what is held."""
 STARVING = 20
 """Starving locks above them."""
+REFRESH = range(2, 3601)
+"""Seconds after which the page can ask again."""
+PARAMETERS = {"q", "o", "p", "refresh"}
+"""What the address of the page can say; another parameter is one of the list of events."""
+ORDERS: dict[str, Callable[[HeldLock], Any]] = {
+    "name": attrgetter("name"),
+    "held": attrgetter("held_for"),
+    "lease": attrgetter("left"),
+    "skipped": lambda lock: lock.skipped or 0,
+}
+"""What the columns are sorted by."""
 
 
 class HeldPages(OperatorPages):
@@ -40,20 +54,28 @@ class HeldPages(OperatorPages):
         """List the locks that are held, as the store knows them at this moment."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        if request.GET:
-            # A link that was made for the list of events, with a search or a filter.
+        if set(request.GET) - PARAMETERS:
+            # A link that was made for the list of events, with a filter.
             return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
-        locks, trouble = attempt(held.held, list[HeldLock]())
+        query, order = request.GET.get("q", "").strip(), request.GET.get("o", "")
+        order = order if order.removeprefix("-") in ORDERS else "-held"
+        locks, trouble = attempt(partial(listed, query, order), list[HeldLock]())
         hungry, unknown = attempt(partial(starving, HOUR), list[Starving]())
-        shown = locks[:SHOWN]
+        page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
+        shown = list(page.object_list)
         events, _reason = runs_of(shown)
-        return self.render(
+        refresh = self.refresh_every(request)
+        response = self.render(
             request,
             "changelist",
             "changelist",
             rows=[held_row(lock) for lock in held.with_history(shown)],
             recorded={event.token for event in events},
-            left_out=len(locks) - len(shown),
+            page=page,
+            query=request.GET,
+            searched=query,
+            orders=headings(order),
+            refresh=refresh,
             trouble=trouble,
             starving=[(state.name, describe(state)) for state in hungry[:STARVING]],
             starving_left_out=max(0, len(hungry) - STARVING),
@@ -62,6 +84,21 @@ class HeldPages(OperatorPages):
             cache=conf.cache,
             may_clear=self.has_clear_permission(request),
         )
+        if refresh:
+            response["Refresh"] = str(refresh)
+        return response
+
+    def refresh_every(self, request: HttpRequest) -> int | None:
+        """Return after how many seconds the browser is to ask again, or None."""
+        text = request.GET.get("refresh", "")
+        if len(text) < 5 and text.isascii() and text.isdigit() and int(text) in REFRESH:
+            return int(text)
+        if text:
+            text = _("refresh={} is not a number of seconds from {} to {}.").format(
+                repr(text[:20]), REFRESH[0], REFRESH[-1]
+            )
+            self.message_user(request, text, messages.WARNING)
+        return None
 
     def clear_view(self, request: HttpRequest) -> HttpResponse:
         """Ask, then free a lock if the holder that was shown still has it."""
@@ -130,6 +167,25 @@ class HeldPages(OperatorPages):
     def back_to_held(self, request: HttpRequest, level: int, text: str) -> HttpResponse:
         self.message_user(request, text, level)
         return HttpResponseRedirect(self.url("changelist"))
+
+
+def listed(text: str, order: str) -> list[HeldLock]:
+    """Return the locks that mention a text, sorted by a column, or backwards if it has a minus."""
+    locks = [lock for lock in held.held() if lock.mentions(text)]
+    column = order.removeprefix("-")
+    if column == "skipped":
+        held.with_history(locks)
+    locks.sort(key=ORDERS[column], reverse=order != column)
+    return locks
+
+
+def headings(order: str) -> dict[str, tuple[str, str]]:
+    """Return the order that a click on each column asks for, and the one that the column has."""
+    links = {column: column if column == "name" else f"-{column}" for column in ORDERS}
+    current, backwards = order.removeprefix("-"), order.startswith("-")
+    headings = {column: (link, "") for column, link in links.items()}
+    opposite = current if backwards else f"-{current}"
+    return {**headings, current: (opposite, "descending" if backwards else "ascending")}
 
 
 def runs_of(locks: list[HeldLock]) -> tuple[list[TaskLockEvent], str]:

@@ -15,7 +15,7 @@ from django_singletask.history.queries import UsualHold
 from django_singletask.holder import Holder, Process, clean, describe_run
 from django_singletask.locks.keys import QUEUED, lock_of_slot
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.operators.words import clock_time
+from django_singletask.operators.words import clock_time, process
 from django_singletask.stores import Entry
 
 __all__ = ["HeldLock", "lock_of", "locks_of"]
@@ -88,6 +88,12 @@ class HeldLock:
     def lock_key(self) -> str:
         """The key of the lock; ``key`` is that of the slot if the lock has several."""
         return lock_of_slot(self.key)
+
+    def mentions(self, text: str) -> bool:
+        """Say whether the lock's name, task, ids or process have a text in them, in any case."""
+        place = process(self.host, self.pid)
+        facts = (self.name, self.task, self.task_id, self.token, self.key, place or self.host)
+        return not text or any(text.lower() in fact.lower() for fact in facts if fact)
 
     @property
     def queued(self) -> bool:
