@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 TIMES = 5
 LIMIT = 300
 """Milliseconds that a page may take."""
+SUMS, SUMS_LIMIT = "per task", 1000
+"""The page that sums up hundreds of thousands of rows, and the milliseconds that it may take."""
 NAMES = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
 KINDS = ["acquired", "skipped", "duplicate", "expired", "lost"]
 COLUMNS = (
@@ -159,6 +161,8 @@ def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
     requests["timeline of a task, 7d"] = ("timeline/", {"range": "7d", "task": feeds})
     requests["timeline of a rare task, 7d"] = ("timeline/", {"range": "7d", "task": nightly})
     requests["timeline of a lock, 7d"] = ("timeline/", {"range": "7d", "name": row.name})
+    for span in ("24h", "7d"):
+        requests[f"{SUMS} {span}"] = ("per-task/", {"range": span})
     requests["held now"] = ("", {})
     return requests
 
@@ -199,10 +203,11 @@ def measure(rows: int) -> list[tuple[str, float, float]]:
             client.get(address)
         median, worst = statistics.median(taken), max(taken)
         times.append((label, median, worst))
+        limit = SUMS_LIMIT if label.startswith(SUMS) else LIMIT
         size = f"{len(response.content) / 1000:.0f} kB"
         print(
             f"{label:<40} {median:>5.0f} ms {worst:>5.0f} ms  "
-            f"{len(queries):>7}  {size}{'   SLOW' if worst > LIMIT else ''}",
+            f"{len(queries):>7}  {size}{'   SLOW' if worst > limit else ''}",
             flush=True,
         )
     return times
@@ -256,8 +261,12 @@ def table(rows: dict[str, int]) -> Table:
         cells += [(name, *(label, f"{m:.0f} ms", f"{w:.0f} ms")) for label, m, w in times[:5]]
         middle = statistics.median(median for _label, median, _worst in times)
         cells.append((name, f"median of all {len(times)}", f"{middle:.0f} ms", ""))
-        target = f"{name}: every page, filter and search < {LIMIT} ms"
-        checks.append(Check(target, f"{times[0][1]:.0f} ms", times[0][1] < LIMIT))
+        slowest = next(m for label, m, _worst in times if not label.startswith(SUMS))
+        target = f"{name}: every page, filter and search < {LIMIT} ms, but for {SUMS}"
+        checks.append(Check(target, f"{slowest:.0f} ms", slowest < LIMIT))
+        slowest = max(m for label, m, _worst in times if label.startswith(SUMS))
+        target = f"{name}: {SUMS} < {SUMS_LIMIT} ms"
+        checks.append(Check(target, f"{slowest:.0f} ms", slowest < SUMS_LIMIT))
     text = (
         "The five slowest of the pages, filters and searches of the admin, each requested "
         f"{TIMES} times: the median and the worst time until the whole answer is there. The "

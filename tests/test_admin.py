@@ -170,7 +170,7 @@ def test_list_shows_the_latest_first(admin):
 @pytest.mark.parametrize(
     "field", ["name", "task", "task_id", "host", "reason", "actor", "blocked_by_task_id", "key"]
 )
-@pytest.mark.parametrize("page", ["history/", "timeline/", "{}/change/", "{}/delete/"])
+@pytest.mark.parametrize("page", ["history/", "timeline/", "per-task/", "{}/change/", "{}/delete/"])
 def test_recorded_texts_are_escaped(admin, field, page):
     script = "<script>alert(1)</script>"
     row = event(**{"host": "h", field: script})
@@ -414,7 +414,7 @@ def test_pages_say_that_the_history_is_off_above_its_old_rows(admin, settings):
     event()
     assert note not in admin.get(LIST).content.decode()
     settings.SINGLETASK_HISTORY = "off"
-    for page in ("", "history/", "timeline/"):
+    for page in ("", "history/", "timeline/", "per-task/"):
         assert admin.get(BASE + page).content.decode().count(note) == 1
 
 

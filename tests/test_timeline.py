@@ -1,4 +1,4 @@
-"""What the timeline draws, within which limits, and what it says of each task."""
+"""What the timeline draws, and within which limits."""
 
 from __future__ import annotations
 
@@ -44,11 +44,6 @@ def event(minutes, kind="skipped", **facts):
 def drawn(span="1h", *, rows=None, now=NOW, **only):
     rows = TaskLockEvent.objects.all() if rows is None else rows
     return SimpleNamespace(**draw(rows, SPANS[span], now=now, **only))
-
-
-def facts_of_the_task():
-    [facts] = drawn().tasks
-    return SimpleNamespace(**facts)
 
 
 def marks(span="1h", **only):
@@ -197,13 +192,6 @@ def test_trouble_other_outcomes_and_long_holds_have_marks_of_their_own():
     assert len(drawn().marks) == 8
 
 
-def test_merged_marks_count_once_in_the_facts():
-    for second in range(10):
-        event(30 - second / 60, count=3, task="t")
-    facts = facts_of_the_task()
-    assert facts.skipped == 30
-
-
 def test_only_the_most_important_locks_are_drawn(monkeypatch):
     monkeypatch.setattr(timeline, "LANES", 3)
     event(50, kind="lost", name="trouble")
@@ -318,51 +306,3 @@ def test_marks_of_long_time_spans_are_dated():
     assert [mark.when for mark in drawn("24h").marks] == [
         "2026-01-02 07:00:00 – 2026-01-02 07:10:00"
     ]
-
-
-# Per task
-
-
-def test_facts_of_a_task():
-    for minutes in (1, 2, 6):
-        hold(30, 30 - minutes, task="a", name=f"a({minutes})")
-    event(20, task="a", name="a(1)", count=9)
-    event(20, kind="lost", task="a", name="a(1)")
-    facts = facts_of_the_task()
-    assert (facts.label, facts.field) == ("a", "task")
-    assert (facts.runs, facts.median, facts.longest) == (3, "2m 00s", "6m 00s")
-    assert (facts.lease, facts.of_lease) == ("1m 00s", "6.0 ×")
-    assert (facts.skipped, facts.skip_rate, facts.trouble) == (9, "75 %", 1)
-
-
-def test_trouble_of_one_run_counts_once():
-    for kind, token, key in (
-        ("cleared", "a", "k"),
-        ("cleared", "a", "k, queued"),
-        ("lost", "a", "k"),
-        ("lost", "b", "k"),
-        ("cleared", "", "k"),
-        ("cleared", "", "k"),
-    ):
-        event(20, kind=kind, token=token, key=key)
-    facts = facts_of_the_task()
-    assert facts.trouble == 4
-
-
-@pytest.mark.parametrize(("timeout", "of_lease"), [(60, "0.1 ×"), (61, "")])
-def test_small_part_of_the_lease_is_not_worth_a_word(timeout, of_lease):
-    hold(30, 29.9, timeout=timeout)
-    facts = facts_of_the_task()
-    assert facts.of_lease == of_lease
-
-
-def test_facts_of_a_lock_without_a_task():
-    hold(30, 30, timeout=0)
-    facts = facts_of_the_task()
-    assert (facts.label, facts.field, facts.lease, facts.of_lease) == ("nightly", "name", "-", "")
-
-
-def test_facts_of_a_task_without_runs():
-    event(30, kind="cleared")
-    facts = facts_of_the_task()
-    assert (facts.runs, facts.median, facts.longest, facts.skip_rate) == (0, "-", "-", "-")

@@ -16,6 +16,7 @@ from django.utils.translation import gettext_lazy as _
 from django_singletask.admin.filters import SinceFilter, TaskFilter, UncountedPaginator
 from django_singletask.admin.held import HeldPages
 from django_singletask.admin.pages import OperatorPages, View, or_unreadable, unbroken
+from django_singletask.admin.per_task import PerTaskPage
 from django_singletask.admin.timeline import TimelinePage
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import locks_of
@@ -64,7 +65,7 @@ class EventList(ChangeList):
 
 
 @admin.register(TaskLockEvent)
-class TaskLockEventAdmin(HeldPages, TimelinePage):
+class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
     """List what happened to the locks, the latest first."""
 
     change_list_template = "django_singletask/events.html"
@@ -98,6 +99,7 @@ class TaskLockEventAdmin(HeldPages, TimelinePage):
             ("", "changelist", self.held_view),
             ("history/", "events", self.changelist_view),
             ("timeline/", "timeline", self.timeline_view),
+            ("per-task/", "per_task", self.per_task_view),
             ("clear/", "clear", self.clear_view),
         ]
 

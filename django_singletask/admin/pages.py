@@ -23,6 +23,7 @@ TABS = {
     "changelist": gettext_lazy("Held now"),
     "events": gettext_lazy("History"),
     "timeline": gettext_lazy("Timeline"),
+    "per_task": gettext_lazy("Per task"),
 }
 
 T = TypeVar("T")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from functools import cached_property
 from itertools import chain, islice
@@ -124,8 +123,8 @@ def draw(
 
     Returns what the template needs. ``lanes`` has the marks of each name, ``marks`` has all marks,
     the newest first, ``legend`` one mark for each state and shape, ``labels`` the places and
-    texts of the round times, ``tasks`` the facts of each task. ``read_back_to`` is empty if all
-    events of the time span were read; else ``unread`` is the width of the part before that time.
+    texts of the round times. ``read_back_to`` is empty if all events of the time span were read;
+    else ``unread`` is the width of the part before that time.
 
     The number of rows that are read has a limit, and an index finds each of them, so that it takes
     no longer with ten million rows than with a thousand.
@@ -133,10 +132,6 @@ def draw(
     start = now - span.length
     events, cut = _read(rows, start, name, task)
     marks = [mark for event in events if (mark := _mark_of(event, start, now)) is not None]
-    by_task: dict[str, list[TaskLockEvent]] = defaultdict(list)
-    for event in (mark.events[0] for mark in marks):
-        by_task[event.task or event.name].append(event)
-    tasks = [_facts(label, of_task, now) for label, of_task in sorted(by_task.items())]
     lanes, lanes_left_out = _lanes(marks)
     drawn = sorted(chain(*lanes.values()), key=lambda mark: mark.at, reverse=True)
     legend: dict[tuple[str, str], Mark] = {}
@@ -147,7 +142,6 @@ def draw(
         "lanes": lanes,
         "lanes_left_out": lanes_left_out,
         "labels": _labels(start, now, span.step),
-        "tasks": tasks,
         "marks": drawn,
         "legend": [legend[look] for look in sorted(legend)],
         "read_back_to": words.clock_time(cut, dated=span.length >= DAY) if cut else "",
@@ -263,30 +257,3 @@ def _labels(start: datetime, now: datetime, step: timedelta) -> list[tuple[str, 
         labels.append((f"{_percent(at, start, now):.2f}%", text))
         at += step
     return labels
-
-
-def _facts(label: str, events: Sequence[TaskLockEvent], now: datetime) -> dict[str, Any]:
-    """Return what the runs of a task, or of a lock without a task, have in common.
-
-    ``field`` says which of the two ``label`` names: ``"task"`` or ``"name"``.
-    """
-    runs = [event for event in events if event.kind == "acquired"]
-    holds = [words.hold_seconds(run, now) for run in runs]
-    skipped = sum(event.count for event in events if event.kind == "skipped")
-    calls = len(runs) + skipped
-    longest = max(holds, default=0.0)
-    lease = max((run.timeout for run in runs), default=0.0)
-    return {
-        "label": label,
-        "field": "task" if events[0].task else "name",
-        "runs": len(runs),
-        "median": words.hold_time(statistics.median(holds)) if holds else "-",
-        "longest": words.hold_time(longest) if holds else "-",
-        "lease": words.duration(lease) if lease else "-",
-        "of_lease": f"{longest / lease:.1f} ×" if lease and longest >= lease / 10 else "",
-        "skipped": skipped,
-        "skip_rate": f"{100 * skipped / calls:.0f} %" if calls else "-",
-        # One event can leave several rows: a run whose lock is cleared finds it lost, and its
-        # entry of unique_until="finish" is cleared with the lock. All these rows have its token.
-        "trouble": len({event.token or event.pk for event in events if event.kind in TROUBLE}),
-    }

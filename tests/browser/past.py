@@ -64,3 +64,19 @@ def fill() -> None:
     hold(CUSTOMER, 13, 95, result="retried")
     rows.sort(key=lambda row: row.at)
     TaskLockEvent.objects.bulk_create(rows)
+
+
+def fill_day() -> None:
+    """Write a day, with an hour like that of :func:`fill` at its end, and more by day."""
+    fill()
+    hour = TaskLockEvent.objects.filter(name__startswith="news").order_by("pk").values()
+    rows = []
+    for ago in range(1, 23):
+        for facts in list(hour)[: len(hour) * (ago * ago % 9 + 2) // 12]:
+            times = {
+                field: facts[field] and facts[field] - timedelta(hours=ago)
+                for field in ("at", "ended_at", "last_at")
+            }
+            tokens = {"id": None, "token": f"{ago}-{facts['token'][-20:]}", "blocked_by": ""}
+            rows.append(TaskLockEvent(**{**facts, **times, **tokens}))
+    TaskLockEvent.objects.bulk_create(sorted(rows, key=lambda row: row.at))

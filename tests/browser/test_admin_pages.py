@@ -152,6 +152,26 @@ def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
     assert browser.texts(".singletask-lock")
 
 
+def test_per_task_in_light_dark_and_narrow(browser, operator, locks):
+    past.fill_day()
+    operator(VIEW)
+    browser.open()
+    browser.click("Per task")
+    assert browser.texts(".singletask-tabs [aria-current]") == ["Per task"]
+    browser.click("Longest")
+    assert browser.texts(".singletask-numbers .singletask-lock")[0] == "reports.tasks.monthly"
+    assert browser.one(".singletask-numbers [aria-sort]").get_attribute("aria-sort") == "descending"
+    chart = ".singletask-chart .singletask-returned"
+    light = browser.colour(chart, "fill")
+    browser.size(1200, 640)
+    browser.picture("per-task")
+    browser.prefer("dark")
+    assert browser.colour(chart, "fill") != light
+    browser.prefer("light")
+    browser.size(375, 800)
+    assert browser.cut() == []
+
+
 def test_nothing_is_cut_off_in_a_narrow_window(browser, operator, locks):
     past.fill()
     operator(VIEW, CLEAR, "delete_tasklockevent")
@@ -163,7 +183,15 @@ def test_nothing_is_cut_off_in_a_narrow_window(browser, operator, locks):
     row = f"{event.pk}/"
     for width in (1100, 900, 375):
         browser.size(width, 800)
-        for address in ("", "history/", "timeline/", clear, f"{row}change/", f"{row}delete/"):
+        for address in (
+            "",
+            "history/",
+            "timeline/",
+            "per-task/",
+            clear,
+            f"{row}change/",
+            f"{row}delete/",
+        ):
             browser.open(address)
             assert browser.cut() == [], (width, address)
 

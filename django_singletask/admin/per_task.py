@@ -1,0 +1,90 @@
+"""One row for each task: how its runs ended, and how long they had their locks."""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse
+from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
+
+from django_singletask.admin.pages import OperatorPages, or_unreadable
+from django_singletask.operators.per_task import STEPS, TaskFacts, per_task
+from django_singletask.operators.timeline import SPANS
+from django_singletask.operators.words import clock_time, duration, hold_time
+
+__all__ = ["PerTaskPage"]
+
+COLUMNS = {
+    "task": _("Task"),
+    "runs": _("Runs"),
+    "returned": _("Returned"),
+    "raised": _("Raised"),
+    "other": _("Other ends"),
+    "skipped": _("Skipped"),
+    "duplicates": _("Duplicates"),
+    "p50": _("p50"),
+    "p95": _("p95"),
+    "longest": _("Longest"),
+    "lease": _("Lease"),
+}
+HOLDS = ("p50", "p95", "longest")
+
+
+class PerTaskPage(OperatorPages):
+    """The history of a day or a week, summed up for each task."""
+
+    @partial(or_unreadable, "per_task")
+    def per_task_view(self, request: HttpRequest) -> HttpResponse:
+        """Sum up each task; the address says of which time span, and in which order."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        span, sort = request.GET.get("range", ""), request.GET.get("sort", "")
+        span = span if span in STEPS else "24h"
+        sort = sort if sort.removeprefix("-") in COLUMNS else "-runs"
+        column, step = sort.removeprefix("-"), STEPS[span]
+        rows: Any = self.get_queryset(request)
+        tasks, start, cut = per_task(rows, span, now=timezone.now())
+        tasks.sort(key=attrgetter("task"))
+        tasks.sort(key=attrgetter(column), reverse=sort != column)
+        slots = SPANS[span].length // step
+        return self.render(
+            request,
+            "per_task",
+            "per_task",
+            spans={key: SPANS[key].label for key in STEPS},
+            range=span,
+            sort=sort,
+            columns=[(name, label, sort_link(name, sort)) for name, label in COLUMNS.items()],
+            rows=[(facts, cells(facts), facts.bars(start, step, slots)) for facts in tasks],
+            bar_width=f"{90 / slots:.2f}%",
+            hours=step.total_seconds() // 3600,
+            start=clock_time(start, dated=True),
+            cut=clock_time(cut, dated=True) if cut else "",
+        )
+
+
+def sort_link(column: str, sort: str) -> tuple[str, str]:
+    """Return the order that a column's link asks for, and the present one: numbers begin high."""
+    present = {column: "ascending", f"-{column}": "descending"}.get(sort, "")
+    ascending = present == "descending" or (column == "task" and not present)
+    return (column if ascending else f"-{column}"), present
+
+
+def cells(facts: TaskFacts) -> list[tuple[Any, Any, bool, str]]:
+    """Return label, text, whether it exceeds the lease, and a remark, of each column but one."""
+    row = []
+    for column, label in list(COLUMNS.items())[1:]:
+        number = getattr(facts, column)
+        text, remark = number, ""
+        if column in HOLDS:
+            text = hold_time(number) if number >= 0 else "-"
+        elif column == "lease":
+            text = duration(number) if number else "-"
+        elif column == "other":
+            remark = ", ".join(f"{count} {word}" for word, count in sorted(facts.others.items()))
+        row.append((label, text, column in HOLDS and 0 < facts.lease <= number, remark))
+    return row

@@ -1,0 +1,201 @@
+"""The page "Per task", and the sums of the history behind it."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from datetime import datetime, timezone
+
+import pytest
+
+from django_singletask.history import sums
+from django_singletask.history.queries import SWEEPER
+from django_singletask.models import TaskLockEvent
+from django_singletask.operators.per_task import per_task
+from tests.admin_pages import BASE, drop_table, log_in, rows_of
+from tests.past_rows import keep_history_in, ran, row, skipped
+from tests.plans import plans
+from tests.test_queries import fill
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("empty_history", "whole_second"),
+]
+
+PAGE = f"{BASE}per-task/"
+HOUR = 3600
+
+
+def facts(span="24h"):
+    """Return the facts of each task by its name."""
+    tasks, _start, _cut = per_task(
+        TaskLockEvent.objects.all(), span, now=datetime.now(timezone.utc)
+    )
+    return {each.task: each for each in tasks}
+
+
+@pytest.fixture
+def viewer():
+    return log_in("view_tasklockevent")
+
+
+def shown(client, **query):
+    return rows_of(client.get(PAGE, query), "singletask-numbers")
+
+
+# The sums
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_every_database_gives_the_same_sums(settings, alias):
+    keep_history_in(settings, alias)
+    for number in range(1, 41):
+        ran(HOUR + number, lasted=number / 4, task="a", timeout=5)
+    ran(10, lasted=0, task="a", result="raised", timeout=5)
+    ran(10, task="a", outcome="dead", result="", timeout=5)
+    row("acquired", 5, task="a", timeout=9)
+    skipped(60, count=7, task="a")
+    skipped(60, kind="duplicate", count=2, task="a")
+    row("lost", 5, task="a")
+    ran(30 * HOUR, task="old")
+    ran(60, name=SWEEPER)
+    ran(60, name="nightly")
+    found = facts()
+    TaskLockEvent.objects.all().delete()
+    assert set(found) == {"a", ""}
+    a = found["a"]
+    assert (a.runs, a.returned, a.raised, a.other) == (43, 40, 1, 2)
+    assert dict(a.others) == {"dead": 1, "held": 1}
+    assert (a.skipped, a.duplicates) == (7, 2)
+    assert (a.longest, a.lease) == (pytest.approx(10, abs=0.001), 9)
+    assert a.p50 == pytest.approx(5, rel=0.06)
+    assert a.p95 == pytest.approx(9.5, rel=0.06)
+    assert sum(a.runs_in.values()) == 43
+    assert set(a.runs_in) <= {21, 22, 23}
+    assert sum(a.skips_in.values()) == 7
+    assert found[""].runs == 1
+
+
+@pytest.mark.parametrize("share", [0.5, 0.95])
+def test_percentiles_are_exact_to_five_percent(share):
+    holds = [0.02 * 1.037**number for number in range(300)]
+    for lasted in holds:
+        ran(60, lasted, task="a")
+    exact = statistics.quantiles(holds, n=100, method="inclusive")[round(share * 100) - 1]
+    assert facts()["a"].percentile(share) == pytest.approx(exact, rel=0.07)
+    for lasted in (0.001, 1, 60, 86_400):
+        bucket = math.floor(math.log(lasted) / math.log(sums.WIDTH))
+        assert sums.middle(bucket) == pytest.approx(lasted, rel=0.0501)
+
+
+def test_percentile_is_not_longer_than_the_longest_hold():
+    ran(60, 60, task="a")
+    a = facts()["a"]
+    assert a.p50 <= a.longest == 60
+
+
+def test_week_has_bars_of_six_hours():
+    ran(6 * 24 * HOUR, task="a")
+    ran(60, task="a")
+    assert facts()["a"].runs == 1
+    assert min(facts("7d")["a"].runs_in) < 4
+    assert max(facts("7d")["a"].runs_in) == 27
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+def test_no_more_rows_are_read_than_can_be_summed_up(settings, monkeypatch, alias):
+    keep_history_in(settings, alias)
+    fill(alias)
+    monkeypatch.setattr(sums, "MOST", 100)
+    asked = plans(alias, facts)
+    number = sum(each.runs + each.skipped for each in facts().values())
+    TaskLockEvent.objects.all().delete()
+    assert number == 100
+    several = [plan for plan in asked if "LIMIT 1" not in plan.sql]
+    assert [plan for plan in several if plan.reads_the_table()] == []
+
+
+# The page
+
+
+def test_page_shows_each_task(viewer):
+    for lasted in (2, 2, 90):
+        ran(60, lasted, task="feeds.tasks.fetch", timeout=60)
+    ran(60, 1, task="feeds.tasks.fetch", result="retried", timeout=60)
+    skipped(60, count=4, task="feeds.tasks.fetch")
+    [text] = shown(viewer)
+    assert text.startswith("feeds.tasks.fetch ")
+    assert text.endswith(" History · Timeline 4 3 0 1 1 retried 4 0 2.04s 1m 30s 1m 30s 1m 00s")
+    content = viewer.get(PAGE).content.decode()
+    assert content.count('class="singletask-warning"') == 2
+    assert f'{BASE}history/?task=feeds.tasks.fetch&amp;since=24h"' in content
+    assert f'{BASE}timeline/?task=feeds.tasks.fetch&amp;range=24h"' in content
+    runs_in = re.findall(r"<title>.*, runs: (\d), skipped: \d</title>", content)
+    assert sum(map(int, runs_in)) == 4
+
+
+def test_locks_without_a_task_are_one_row_without_links(viewer):
+    ran(60, name="nightly")
+    row("acquired", 30, name="weekly")
+    [text] = shown(viewer)
+    assert text.startswith("Locks without a task ")
+    assert "History" not in text
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    [("", "bac"), ("task", "abc"), ("-task", "cba"), ("runs", "cab"), ("-longest", "abc")],
+)
+def test_rows_are_sorted_by_a_column(viewer, sort, order):
+    for task, runs, lasted in (("a", 2, 9), ("b", 3, 5), ("c", 1, 1)):
+        for _ in range(runs):
+            ran(60, lasted, task=task)
+    assert "".join(text[0] for text in shown(viewer, sort=sort)) == order
+
+
+def test_heading_of_the_sorted_column_turns_the_order_round(viewer):
+    ran(60, task="a")
+    for sort, order, link in (
+        ("-p95", "descending", "p95"),
+        ("p95", "ascending", "-p95"),
+        ("task", "ascending", "-task"),
+        ("-task", "descending", "task"),
+    ):
+        content = viewer.get(PAGE, {"sort": sort, "range": "7d"}).content.decode()
+        heading = f'<th scope="col" aria-sort="{order}"><a href="?range=7d&amp;sort={link}">'
+        assert content.count(heading) == content.count("aria-sort") == 1
+
+
+@pytest.mark.parametrize("query", [{"range": "1h"}, {"sort": "pk"}, {"sort": "--runs"}])
+def test_odd_address_shows_the_day_by_runs(viewer, query):
+    ran(60, task="a")
+    content = viewer.get(PAGE, query).content.decode()
+    assert '?range=24h&amp;sort=-runs" aria-current="true"' in content
+
+
+def test_cut_sums_say_since_when(viewer, monkeypatch):
+    for seconds in (120, 60, 30):
+        ran(seconds, task="a")
+    monkeypatch.setattr(sums, "MOST", 2)
+    assert "these are the newest, since " in viewer.get(PAGE).content.decode()
+    assert len(shown(viewer)) == 1
+    monkeypatch.setattr(sums, "MOST", 4)
+    assert "these are the newest" not in viewer.get(PAGE).content.decode()
+
+
+def test_empty_history_has_no_table(viewer):
+    content = viewer.get(PAGE).content.decode()
+    assert "Nothing happened in this time span." in content
+    assert '<table class="singletask' not in content
+
+
+def test_history_that_cannot_be_read_is_said(viewer):
+    drop_table()
+    assert "The history cannot be read: " in viewer.get(PAGE).content.decode()
+
+
+def test_project_without_time_zones_has_the_page(viewer, settings):
+    settings.USE_TZ = False
+    ran(60, task="a")
+    assert len(shown(viewer)) == 1
