@@ -133,7 +133,7 @@ def ended_process():
 def test_dead_and_expired_are_marked_by_a_word(ended_process):
     hold(**{**ended_process, "host": "web-3"})
     row("acquired", 7200, name="old", timeout=60, host="web-1", pid=7)
-    assert re.search(rf"  dead web-3:{ended_process['pid']}$", locks(), re.M)
+    assert re.search(rf"  process dead web-3:{ended_process['pid']}$", locks(), re.M)
     assert re.search(r"^old +2h 00m +- +0  expired web-1:7$", locks(), re.M)
     assert {lock["state"] for lock in locks_as_json()} == {"dead", "expired"}
 
@@ -166,6 +166,7 @@ def test_json_of_a_lock(take):
         "timeout": 30.0,
         "usual": None,
         "slow": False,
+        "stopped": False,
     }
 
 
@@ -557,6 +558,18 @@ def test_why_of_an_unknown_name_says_what_is_like_it(name, message):
     assert str(refused("why", name)) == message
 
 
+def test_why_of_a_pattern_says_what_to_type():
+    error = refused("why", "nightly(*")
+    assert "'nightly(*' is a pattern: 'manage.py locks list' takes patterns" in str(error)
+
+
+def test_why_of_a_task_as_json():
+    ran(90, 5, task="t", name="t(1)")
+    facts = locks_as_json("why", "t")
+    assert (facts["task"], facts["free"], facts["held"], facts["skips"]) == ("t", True, [], 0)
+    assert facts["completed"]["what"] == "returned"
+
+
 def test_why_as_json(take):
     lock = take("nightly")
     skipped(60, 5, 2, blocked_by=lock.token)
@@ -565,17 +578,17 @@ def test_why_as_json(take):
     assert (facts["free"], facts["alive"], facts["lock"]["token"]) == (False, True, lock.token)
     assert facts["usual"] == {"median": 5.0, "longest": 5.0, "runs": 1}
     assert (facts["completed"]["what"], facts["completed"]["ago"]) == ("returned", 90.123)
-    assert facts["starving"]["skipped"] == 2
+    assert facts["starving"] is None
+    skipped(8000, 60, 40, name="hungry")
+    assert locks_as_json("why", "hungry")["starving"]["skipped"] == 40
 
 
 def test_why_of_a_free_lock_as_json():
     ran(90, 5)
     facts = locks_as_json("why", "nightly")
     assert (facts["free"], facts["lock"], facts["queued"]) == (True, None, None)
-    scripts_read = (
-        "name key lock beside queued expired alive death usual completed skipped troubles "
-    )
-    scripts_read += "starving others same_name duplicates no_history free"
+    scripts_read = "name key free run lock beside queued expired alive death usual completed "
+    scripts_read += "skipped running troubles starving others same_name duplicates no_history"
     assert sorted(facts) == sorted(scripts_read.split())
 
 
@@ -595,7 +608,7 @@ def test_history_is_a_table_newest_first():
         re.sub(r"\d\d-\d\d \d\d:\d\d:\d\d", "##-## ##:##:##", line)
         for line in locks("history").splitlines()
     ]
-    assert lines[0].split() == ["AT", "LOCK", "WHAT", "HELD", "BY"]
+    assert lines[0].split() == ["AT", "(UTC)", "LOCK", "WHAT", "HELD", "BY"]
     assert [re.split(r"  +", line) for line in lines[1:]] == [
         ["##-## ##:##:##", "off", "postponed", "1.00s", "unknown"],
         ["##-## ##:##:##", "gone", "dead", "1.00s", "web-1:40"],
@@ -792,16 +805,19 @@ def test_missing_history_table_suggests_migrate(no_history_table, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list", "--fail-if-held-over", "60"], "--fail-if-held-over: '60' is no duration: write"),
-        (["list", "--fail-if-starving", "60"], "--fail-if-starving: '60' is no duration"),
-        (["list", "--fail-if-starving", "x"], "'x' is no duration: write it as 90s, 15m, 2h or 7d"),
+        (["list", "--fail-if-held-over", "60"], "--fail-if-held-over: '60' is not a duration"),
+        (["list", "--fail-if-starving", "60"], "--fail-if-starving: '60' is not a duration"),
+        (
+            ["list", "--fail-if-starving", "x"],
+            "'x' is not a duration: write it as 90s, 15m, 2h or ",
+        ),
         (["list", "--fail-if-starving", "x"], "7d. Or a number of calls: 50x."),
         (["list", "--fail-if-starving", "0s"], "--fail-if-starving: '0s': a duration must be pos"),
         (["list", "--fail-if-starving", "0x"], "--fail-if-starving: '0' is no positive number"),
-        (["history", "--since", "x\x1b"], r"--since: 'x\\x1b' is no duration"),
+        (["history", "--since", "x\x1b"], r"--since: 'x\\x1b' is not a duration"),
         (["history", "--limit", "0"], "--limit: '0' is no positive number"),
         (["history", "--kind", "x"], "--kind: invalid choice: 'x'"),
-        (["prune", "--older-than", "7"], "--older-than: '7' is no duration"),
+        (["prune", "--older-than", "7"], "--older-than: '7' is not a duration"),
         (["clear", "--al", "--yes"], "unrecognized arguments: --al"),
         (["--js"], "unrecognized arguments: --js"),
     ],

@@ -238,15 +238,16 @@ class TestOperators:
         assert "queued" in locks()
         deliver(sent[0])
         text = " ".join(line.strip() for line in locks().splitlines())
-        until = r"blocks duplicates until \d\d:\d\d:\d\d"
-        assert re.search(rf" 16m 39s +\d+  begun \({until}\)$", text)
+        until = r"blocks duplicates until \d\d:\d\d:\d\d UTC"
+        assert re.search(rf" 16m 39s +\d+  - \({until}\)$", text)
 
     def test_why(self, sent):
         first = send()
         deliver(sent[0])
         text = " ".join(locks("why", task.lock("a").name).split())
-        assert text.startswith(f"Free: {task.lock('a').name}. Has begun: task {first.id}, sent ")
-        assert "It stops equal calls for 16m 39s more, although it may have ended." in text
+        begin = f"Free: {task.lock('a').name}. Blocks duplicates until "
+        assert re.match(rf"{re.escape(begin)}[\d:]+ UTC: task {first.id}, sent ", text)
+        assert "for 16m 39s more, although it has begun and may have ended." in text
 
     def test_clear_queued_forgets_it(self, sent):
         send()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 from django.db import InterfaceError, connection
 
 from django_singletask import TaskLock
-from django_singletask.holder import Holder
+from django_singletask.holder import Holder, start_time, this_process
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.liveness import started_at
 from django_singletask.locks.parameters import AS_SHOWN
@@ -20,6 +21,8 @@ from django_singletask.management.tables import columns
 from django_singletask.operators.explain import why
 from django_singletask.operators.names import UnknownName
 from django_singletask.stores import get_store
+from tests.command_line import locks
+from tests.deadline import wait_for
 from tests.past_rows import ran, row, skipped
 
 pytestmark = [
@@ -66,13 +69,14 @@ def test_held_lock_is_explained_in_full(monkeypatch):
     started = time.strftime("%H:%M:%S", time.localtime(started_at(holder)))
     assert re.fullmatch(
         rf"Held for 2m 1\ds by task 3f0c on {re.escape(holder.host)}, process {os.getpid()} "
-        rf"\(alive: same host, started {started}\)\.\n"
+        rf"\(alive: same host, started {started} UTC\)\.\n"
         r"Lease: 60 s, renewed 3\d s ago, ends in 2\d s unless renewed\. "
         r"Usual hold: 4 s, longest 31 s\.\n"
         r"31 runs were skipped meanwhile, the last [23] s ago\. Last completed: 2h 10m ago\.\n"
-        r"It is freed when the task ends or its process dies\. To stop the task:\n"
+        r"The lock is released when the task ends or its process dies\. To stop the task:\n"
         r"    celery -A tests\.testapp control terminate SIGTERM 3f0c\n"
-        r"To free only the lock \(a second run can then start beside this one\):\n"
+        r"To free only the lock \(the task keeps running, and a second copy can start at the same "
+        r"time\):\n"
         r"    manage\.py locks clear --token 9ab2",
         explained(),
     )
@@ -101,7 +105,7 @@ def test_process_elsewhere_cannot_be_seen():
 def test_start_of_a_process_on_another_day_has_its_date(monkeypatch):
     hold()
     monkeypatch.setattr("django_singletask.management.sentences.started_at", lambda _: 1e9)
-    assert re.search(r"started\s2001-09-09\s\d\d:46:40\)", explained())
+    assert re.search(r"started\s2001-09-09\s\d\d:46:40\sUTC\)", explained())
 
 
 def test_start_of_a_process_is_left_out_where_unknown():
@@ -164,19 +168,20 @@ def test_lock_in_code_has_no_task_to_stop():
     hold(task=None, task_id=None)
     text = explained()
     assert "by code outside a task on " in text
-    assert "It is freed when its block of code ends or its process dies.\n" in text
+    assert "The lock is released when the code ends or its process dies.\n" in text
     assert "celery -A" not in text
 
 
 def test_lock_that_starves_since_before_its_holder_says_so():
     hold()
     skipped(8000, 60, 40, name=NAME, key=KEY, blocked_by="earlier")
-    assert "Starving: 40 calls came to nothing in 2h 13m, the last 60 s ago." in explained()
+    assert "Starving: 40 calls were skipped in 2h 13m; none completed." in explained()
 
 
 def test_lock_whose_calls_stopped_does_not_starve():
     skipped(8000, 7000, 40, name=NAME, key=KEY)
-    assert "\n40 calls came to nothing in 2h 13m, the last 1h 56m ago." in explained()
+    assert "Starving" not in explained()
+    assert why(NAME).starving is None
 
 
 def test_usual_hold_of_other_runs_of_the_task_says_so():
@@ -191,11 +196,63 @@ def test_dead_holder_is_taken_over():
     hold(pid=child.pid)
     text = explained()
     assert f"(dead: process {child.pid} is gone)" in flat()
-    assert "The next call on this host takes it over. To free it now:" in text
+    assert "The next call on this host takes the lock over. To free the lock now:" in text
     assert why(NAME).alive is False
 
 
+@pytest.fixture
+def child():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_process_that_stands_still_is_called_stopped(child):
+    process = {"pid": child.pid, "start": start_time(child.pid)}
+    hold(**process)
+    child.send_signal(signal.SIGSTOP)
+    wait_for(lambda: "(stopped: same host" in flat(), "it is stopped")
+    assert "and cannot renew the lease: another run can start when the lease ends. To " in flat()
+    assert f"\n    kill -CONT {child.pid}\n" in explained()
+    assert locks().rstrip().endswith(" (stopped)")
+
+
+def test_slow_hold_is_called_slow():
+    hold()
+    for _ in range(5):
+        ran(7800, 0.01, name=NAME, key=KEY, task=TASK)
+    assert "Slow. Usual hold: 0.01 s, longest 0.01 s." in flat()
+    assert "(slow: usual <1s)" in locks()
+
+
+@pytest.mark.parametrize(
+    ("runs", "lasted", "ago", "slow"),
+    [(4, 11, 60, 0), (5, 11, 60, 1), (5, 11, 20, 0), (5, 0.01, 9, 0), (5, 0.01, 12, 1)],
+)
+def test_hold_is_slow_beside_enough_runs_of_less_than_half_its_length(runs, lasted, ago, slow):
+    hold(ago=ago)
+    for _ in range(runs):
+        ran(60, lasted, task=TASK)
+    assert why(NAME).lock.slow == bool(slow)
+
+
 # Free
+
+
+def test_run_that_was_cleared_and_is_still_alive_is_named(child):
+    here = {"host": this_process().host, "pid": child.pid, "task_id": "3f0c"}
+    cleared = {"outcome": "cleared", "name": NAME, "key": KEY, **here}
+    ran(60, 0, **{**cleared, "result": "terminated"})
+    assert why(NAME).running == []
+    ran(30, -31, **{**cleared, "result": ""})
+    text = explained()
+    assert (
+        f"Cleared 30 s ago, but its run is still alive: task 3f0c on {this_process().host}" in text
+    )
+    assert "\n    celery -A tests.testapp control terminate SIGTERM 3f0c\n" in text
+    child.kill()
+    child.wait()
+    assert why(NAME).running == []
 
 
 def test_free_lock_tells_what_was():
@@ -208,16 +265,15 @@ def test_free_lock_tells_what_was():
         f"Free: {NAME}.",
         "Last completed: 1m 30s ago, by task w on web-1, process 9 (held for 5 s).",
         "Usual hold: 5 s, longest 5 s.",
-        "Last skipped: 1m 40s ago, behind task z.",
+        "Last skipped: 1m 40s ago, because of task z.",
         "Last cleared: 3m 20s ago, task y on web-2, process 8 (by ada, it hung).",
         "Last expired: 5m 00s ago, task x on web-2, process 7 (it is gone).",
-        "Not starving: no call was skipped since it was last completed.",
     ]
 
 
 def test_free_lock_that_starves_says_so():
     skipped(8000, 60, 40, name=NAME, key=KEY)
-    assert "Starving: 40 calls came to nothing in 2h 13m, the last 60 s ago." in explained()
+    assert "Starving: 40 calls were skipped in 2h 13m; none completed." in explained()
 
 
 def test_free_lock_is_found_by_its_key():
@@ -244,8 +300,8 @@ def test_held_locks_of_one_name_are_told_apart():
     ran(400, name=LONG, key="singletask:feeds:1")
     text = flat(LONG)
     assert text.startswith(
-        "2 locks have this name, and this is about the one with the key singletask:feeds:1. "
-        "The others: singletask:feeds:2. Held for 8m "
+        "2 locks have this name. This is the one with the key singletask:feeds:1; the others: "
+        "singletask:feeds:2. Held for 8m "
     )
     assert "clear --token 1" in text
     assert "Last completed: 6m 40s ago." in text
@@ -305,10 +361,9 @@ def test_expired_hold_says_that_there_is_nothing_to_free():
     row("acquired", 100, name=NAME, key=KEY, timeout=60, host="web-1", pid=7, task_id="x")
     text = flat()
     assert text.startswith(
-        f"Free: {NAME}. An open row of the history: task x on web-1, process 7 took it "
+        f"Free: {NAME}. Stale history entry: task x on web-1, process 7 acquired this lock "
     )
-    assert "for 60 s unless renewed, and the cache has it no more. There is nothing to" in text
-    assert "If its process lives, that may take the lock again at its next renewal; else" in text
+    assert "ago with a 60 s lease; the cache no longer has it. Nothing to free. A worker" in text
 
 
 def test_history_that_is_off_is_mentioned(settings):
@@ -337,13 +392,13 @@ def test_queued_call_is_explained():
     skipped(1, kind="duplicate", name=NAME, key=key, blocked_by="t", count=2)
     text = explained()
     assert re.match(
-        r"Queued: task 5d1c, sent [34] s ago from web-1\. It stops equal calls until it has run, "
-        r"for 59m 5\ds more at most\. 2 duplicates were stopped\.",
+        r"Queued: task 5d1c, sent [34] s ago from web-1\. It stops identical calls until it has "
+        r"run, for 59m 5\ds more at most\. 2 duplicates were stopped\.",
         flat(),
     )
     assert f"\n    manage.py locks clear --queued {key}\n" in text
-    assert "Last found a duplicate: 1 s ago." in text
-    assert "came to nothing" not in text  # the duplicates are mentioned above
+    assert "Last duplicate: 1 s ago." in text
+    assert why(NAME).duplicates == 2
 
 
 def test_queued_call_behind_a_held_lock_is_explained_too():
@@ -361,6 +416,58 @@ def test_queued_call_on_memcached_without_history_says_what_is_known(settings, e
     empty_cache("pymemcache")
     hold(NAME, LockKey(NAME, KEY).beside(QUEUED, TASK).key, alias="pymemcache", ago=20, pid=0)
     assert re.search(r"for (39|40) s more at most\. To forget", flat())
+
+
+# A task, and a run by its id
+
+
+def test_task_is_summed_up(empty_cache):
+    for feed in range(6):
+        key = call_key(TASK, AS_SHOWN, (), {"feed_id": feed}).key
+        hold(f"{TASK}(feed_id={feed})", key, token=str(feed), ago=100 - feed, host="web-1", pid=9)
+    ran(90, 5, name=NAME, task=TASK, task_id="w", host="web-1", pid=9)
+    skipped(60, 2, 31, name=NAME, task=TASK, blocked_by_task_id="z")
+    skipped(90_000, 90_000, 5, name=NAME, task=TASK)
+    text = flat("import_feed")
+    assert text.startswith(
+        f"{TASK}: 6 locks held, 0 calls queued. Held: (feed_id=0), (feed_id=1), (feed_id=2), "
+        "(feed_id=3), (feed_id=4) and 1 more. The first for 1m 40s, by task 3f0c on web-1, process "
+        "9. Last completed: 1m 30s ago, by task w on web-1, process 9 (held for 5 s). Usual hold: "
+        "5 s, longest 5 s. Last skipped: 2 s ago, because of task z. 31 calls were skipped in the "
+        "last 1d. To explain one lock:"
+    )
+    assert f"\n    manage.py locks why '{TASK}(feed_id=0)'" in explained("import_feed")
+
+
+def test_task_whose_rows_are_many_is_summed_up_for_as_long_as_they_reach(monkeypatch):
+    monkeypatch.setattr("django_singletask.operators.explain.NEWEST", 3)
+    for ago in (5, 60, 3600):
+        skipped(ago, name=NAME, task=TASK)
+        skipped(4000, name=NAME, task=TASK)
+    assert "3 calls were skipped in the last 1h" in flat(TASK)
+
+
+def test_only_lock_of_a_task_is_explained_by_the_name_of_the_task():
+    name = "reports.tasks.nightly()"
+    hold(
+        name, call_key("reports.tasks.nightly", AS_SHOWN, (), {}).key, task="reports.tasks.nightly"
+    )
+    ran(90, name=name, task="reports.tasks.nightly")
+    assert why("reports.tasks.nightly").lock.name == name
+
+
+@pytest.mark.parametrize("run", ["3f0c", "9ab2"], ids=["task id", "token"])
+def test_run_explains_the_lock_that_it_holds(run):
+    hold()
+    ran(90, name="another", task_id="3f0c")
+    assert (why(run).name, why(run).lock.token, why(run).run) == (NAME, "9ab2", None)
+
+
+def test_run_that_has_ended_is_told_by_the_history():
+    ran(90, 5, name=NAME, key=KEY, task=TASK, task_id="w", host="web-1", pid=9)
+    assert flat("w").startswith(
+        f"Task w on web-1, process 9: returned 1m 30s ago. Free: {NAME}. Last completed: "
+    )
 
 
 # Unknown

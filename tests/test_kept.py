@@ -327,13 +327,16 @@ class TestOperators:
 
     @pytest.mark.parametrize(
         ("seconds", "left", "until"),
-        [(60, "59s", r"\d\d:\d\d:\d\d"), (3 * 86_400, "2d 23h", r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")],
+        [
+            (60, "59s", r"\d\d:\d\d:\d\d UTC"),
+            (3 * 86_400, "2d 23h", r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"),
+        ],
     )
     def test_list(self, seconds, left, until):
         run(options={"lock_at_least": seconds})
         [_head, *lines] = locks().splitlines()
         text = " ".join(line.strip() for line in lines)
-        assert re.search(rf" {left} +\d+  kept \(kept until {until}\)$", text)
+        assert re.search(rf" {left} +\d+  - \(kept until {until}\)$", text)
 
     def test_list_where_the_cache_cannot_list_its_entries(self, settings, empty_cache):
         settings.SINGLETASK_CACHE = "pymemcache"
@@ -344,7 +347,9 @@ class TestOperators:
     def test_why(self):
         run()
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
-        assert re.match(r"Kept until [\d:]{8}, for 59 s more: task first on \S+ has returned", text)
+        assert re.match(
+            r"Kept until [\d:]{8} UTC, for 59 s more: task first on \S+ has returned", text
+        )
         assert f"manage.py locks clear --token {kept_holder().token}" in text
 
     def test_a_kept_lock_is_not_held_for_too_long(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from django_singletask import TaskLock
 from django_singletask.holder import Holder, start_time, this_process
 from django_singletask.locks import liveness
-from django_singletask.locks.liveness import is_gone, proof_of_death
+from django_singletask.locks.liveness import is_gone, is_stopped, proof_of_death
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc, which only Linux has"
@@ -55,6 +56,19 @@ def test_this_process_is_not_dead() -> None:
 
 def test_a_process_that_is_gone_is_dead(dead_child: Holder) -> None:
     assert proof_of_death(dead_child) == f"process {dead_child.pid} is gone"
+
+
+def test_a_process_that_stands_still_is_stopped_and_not_dead(
+    child: subprocess.Popen[bytes], wait_for: Any
+) -> None:
+    holder = held_by(child.pid)
+    assert not is_stopped(holder)
+    child.send_signal(signal.SIGSTOP)
+    wait_for(lambda: is_stopped(holder), "it is stopped")
+    assert proof_of_death(holder) is None
+    assert not is_stopped(dataclasses.replace(holder, pid_ns="another container"))
+    child.send_signal(signal.SIGCONT)
+    wait_for(lambda: not is_stopped(holder), "it runs again")
 
 
 def test_a_zombie_is_dead(child: subprocess.Popen[bytes], wait_for: Any) -> None:

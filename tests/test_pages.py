@@ -24,12 +24,12 @@ from django.utils import timezone, translation
 from django_singletask import TaskLock
 from django_singletask.admin import held as held_page
 from django_singletask.admin.history import TaskLockEventAdmin
-from django_singletask.history.queries import ENOUGH
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as held_locks
 from django_singletask.operators import timeline
+from django_singletask.operators.rows import ENOUGH
 from django_singletask.operators.starving import Starving
 from django_singletask.stores import get_store
 from tests.admin_pages import (
@@ -157,7 +157,7 @@ def test_dead_holder_is_called_dead_and_not_slow(operator):
     hold_often()
     put(since=time.time() - 3600, pid=end_process())
     [row] = rows(operator)
-    assert row.startswith("nightly dead ")
+    assert row.startswith("nightly process dead ")
     assert "slow" not in row
 
 

@@ -249,13 +249,6 @@ def test_run_that_did_not_return_is_not_usual(result):
     assert history.usual_hold("nightly") == UsualHold(5, 5, 1)
 
 
-@pytest.mark.parametrize(("runs", "held_for", "slow"), [(4, 60, 0), (5, 60, 1), (5, 6, 0)])
-def test_a_few_runs_are_enough_to_say_what_is_slow(runs, held_for, slow):
-    for _ in range(runs):
-        ran(60, 9)
-    assert history.usual_hold("nightly").is_exceeded_by(held_for) == bool(slow)
-
-
 def test_only_the_last_hundred_runs_are_usual():
     ran(5000, 1000)
     for _ in range(100):

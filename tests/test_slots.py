@@ -374,7 +374,9 @@ class TestOperators:
             options = {"lock_slots": 2, "lock_at_least": 60}
             receive(tasks.hold, "a", task_id=task_id, header={"options": options})
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
-        other = r"Another slot: kept until [\d:]{8}; task second on \S+ has returned\. To free it:"
+        other = (
+            r"Another slot: kept until [\d:]{8} UTC; task second on \S+ has returned\. To free it:"
+        )
         assert re.search(other, text)
 
     def test_why_of_a_lock_whose_first_slot_is_free(self, three):

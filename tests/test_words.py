@@ -33,7 +33,7 @@ def test_duration_is_read(text, seconds):
     ],
 )
 def test_refused_duration_says_how_to_write_one(text):
-    with pytest.raises(ValueError, match=r"is no duration: write it as 90s, 15m, 2h or 7d\."):
+    with pytest.raises(ValueError, match=r"is not a duration: write it as 90s, 15m, 2h or 7d\."):
         parse_duration(text)
 
 
@@ -110,6 +110,15 @@ def test_time_is_written_in_the_time_zone_of_the_user(at, text):
     with override("Europe/Berlin"):
         assert clock_time(at) == text
         assert clock_time(at, dated=True) == f"2026-01-02 {text}"
+
+
+@pytest.mark.parametrize(
+    ("zone", "text"),
+    [("Europe/Berlin", "04:04:05 CET"), ("UTC", "03:04:05 UTC"), ("Asia/Dubai", "07:04:05 +04")],
+)
+def test_time_can_carry_its_zone(zone, text):
+    with override(zone):
+        assert clock_time(1767323045.9, zone=True) == text
 
 
 @pytest.mark.parametrize(

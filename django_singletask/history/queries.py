@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BATCH",
-    "ENOUGH",
     "FREQUENT",
     "NEWEST",
     "OPEN",
@@ -51,8 +50,8 @@ NEWEST = 1000
 """Rows that are looked at: of a task, of a name, or at the beginning of a time window."""
 OPEN = 5000
 """Open rows that are looked at: holds that go on, or whose end nobody reported."""
-RUNS, ENOUGH = 100, 5
-"""Runs at most, and at least, whose length says what is usual: with fewer, no run is slow."""
+RUNS = 100
+"""Runs at most whose length says what is usual."""
 FREQUENT = 5000
 """Rows that a search sorts at most; of more, it reads the newest."""
 LATE = timedelta(hours=1)
@@ -103,10 +102,6 @@ class UsualHold:
     median: float
     longest: float
     runs: int
-
-    def is_exceeded_by(self, held_for: float) -> bool:
-        """Say whether a hold is slow, which one of less than a second, shown as 0s, never is."""
-        return self.runs >= ENOUGH and held_for > max(self.longest, 1)
 
 
 class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):

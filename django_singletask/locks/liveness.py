@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 
 from django_singletask import clock
-from django_singletask.holder import Process, read_stat, this_process
+from django_singletask.holder import Process, read_stat, start_time, this_process
 
-__all__ = ["ALIVE_FOR", "is_alive", "is_gone", "proof_of_death", "started_at"]
+__all__ = [
+    "ALIVE_FOR",
+    "is_alive",
+    "is_gone",
+    "is_stopped",
+    "may_live",
+    "proof_of_death",
+    "started_at",
+]
 
 ALIVE_FOR = 0.01
 """Seconds for which a process that was seen alive is only asked whether its number is in use."""
@@ -69,6 +78,21 @@ def is_alive(holder: Process) -> bool | None:
     if not (process.boot_id and same and holder.pid > 0) or os.name == "nt":
         return None
     return proof_of_death(holder) is None
+
+
+def is_stopped(holder: Process) -> bool:
+    """Say whether a holder's process is seen to stand still: by SIGSTOP, or in a debugger."""
+    return bool(is_alive(holder)) and read_stat(holder.pid)[:1] in (["T"], ["t"])
+
+
+def may_live(host: str, pid: int, since: float) -> bool:
+    """Say whether this host has a process with this pid that began before a Unix time.
+
+    Of a process in another container with this host's name that says nothing.
+    """
+    process = dataclasses.replace(this_process(), host=host, pid=pid, start=start_time(pid))
+    started = started_at(process)
+    return host == this_process().host and started is not None and started <= since + 1
 
 
 def started_at(holder: Process) -> float | None:

@@ -11,6 +11,7 @@ from django.core.management.base import CommandError, CommandParser
 from django_singletask.management.tables import printable
 from django_singletask.models import HoldOutcome, Kind, Result
 from django_singletask.operators.words import parse_duration
+from django_singletask.stores.base import PREFIX
 
 __all__ = ["add_actions", "check_choice"]
 
@@ -25,7 +26,7 @@ def add_actions(parser: CommandParser) -> None:
     parser.set_defaults(names=[], task=None, fail_if_held_over=None, fail_if_starving=None)
     _add_list(actions.add_parser("list", help="list the locks that are held now (the default)"))
     why = actions.add_parser("why", help="say why a lock is held, or is not")
-    why.add_argument("name", metavar="LOCK", help=NAME)
+    why.add_argument("name", type=no_pattern, metavar="LOCK", help=f"{NAME}; or a task, or its id")
     _add_clear(
         actions.add_parser(
             "clear",
@@ -101,6 +102,14 @@ def check_choice(options: dict[str, Any]) -> None:
         raise CommandError(
             "--all does not go together with a name, --token, --task or --dead.", returncode=2
         )
+
+
+def no_pattern(text: str) -> str:
+    if "*" in text and not text.startswith(PREFIX):
+        pattern = printable(text)
+        hint = f"{pattern!r} is a pattern: 'manage.py locks list' takes patterns."
+        raise argparse.ArgumentTypeError(hint)
+    return text
 
 
 def span(text: str) -> float:

@@ -39,8 +39,8 @@ def lock_table(locks: Sequence[HeldLock]) -> Iterator[str]:
     )
 
 
-ENDING = {"kept": "kept", "blocking": "begun"}
-"""States that end at a time which a note says; the word for each in the column of holders."""
+ENDING = {"kept", "blocking"}
+"""States without a process, which end at a time that a note says."""
 
 
 def _lease(lock: HeldLock) -> str:
@@ -50,21 +50,18 @@ def _lease(lock: HeldLock) -> str:
 
 
 def _note(lock: HeldLock) -> str:
-    notes = []
-    if lock.state in ENDING:
-        notes.append(f"({lock.word})")
-    if lock.share:
-        notes.append(f"({lock.share})")
+    notes = [lock.word if lock.state in ENDING else "", lock.share, "stopped" * lock.stopped]
     if lock.usual and lock.slow:
-        usual = words.duration(max(1, round(lock.usual.median)))
-        notes.append(f"(slow: usual {usual.partition(' ')[0]})")
-    return " ".join(notes)
+        median = round(lock.usual.median)
+        usual = words.duration(median).partition(" ")[0] if median else "<1s"
+        notes.append(f"slow: usual {usual}")
+    return " ".join(f"({note})" for note in notes if note)
 
 
 def _holder(lock: HeldLock) -> str:
     """Name the process that holds a lock, or the task id of the call that is queued."""
     if lock.state in ENDING:
-        return ENDING[lock.state]
+        return "-"
     if lock.queued:
         name = f"{lock.task_id[:4]}…" if lock.task_id else "unknown"
     else:
@@ -73,24 +70,34 @@ def _holder(lock: HeldLock) -> str:
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
+    times = [row.last_at or row.at for row in rows]
+    # Two of them where a switch to or from summer time lies between the rows.
+    zones = {words.clock_time(at, zone=True).partition(" ")[2] for at in times}
     return table(
-        ("AT", "LOCK", "WHAT", "HELD", "BY"),
+        (f"AT ({'/'.join(sorted(zones))})", "LOCK", "WHAT", "HELD", "BY"),
         (LEFT, NAME, LEFT, RIGHT, LEFT),
         [
             (
                 # There is no room for the year.
-                words.clock_time(row.last_at or row.at, dated=True).partition("-")[2],
+                words.clock_time(at, dated=True).partition("-")[2],
                 row.name,
                 _what(row),
-                "-" if row.ended_at is None else words.hold_time(words.hold_seconds(row)),
+                _held(row),
                 # Nor for the host of somebody who used the command.
                 row.actor.rpartition(" on ")[0]
                 if row.actor.endswith(COMMAND)
                 else row.actor or words.process(row.host, row.pid) or row.host or "unknown",
             )
-            for row in rows
+            for row, at in zip(rows, times, strict=True)
         ],
     )
+
+
+def _held(row: TaskLockEvent) -> str:
+    if row.ended_at is None:
+        return "-"
+    # Of a run that expired only the time at which a sweep noticed it is known.
+    return "≤" * (row.outcome == "expired") + words.hold_time(words.hold_seconds(row))
 
 
 def _what(row: TaskLockEvent) -> str:
@@ -149,6 +156,6 @@ def as_json(fact: Any) -> Any:
 
 LOCK = (
     *("name", "key", "slots", "slots_held", "state", "queued", "held_for", "remaining"),
-    *("skipped", "usual", "slow"),
+    *("skipped", "usual", "slow", "stopped"),
     *("token", "task", "task_id", "host", "pid", "since", "timeout"),
 )

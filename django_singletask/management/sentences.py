@@ -12,11 +12,10 @@ from functools import partial
 from django_singletask.holder import describe_run
 from django_singletask.locks.liveness import started_at
 from django_singletask.management.tables import few, printable, width
-from django_singletask.operators.explain import Why
+from django_singletask.operators.explain import Past, TaskFacts, Why
 from django_singletask.operators.rows import HeldLock
-from django_singletask.operators.starving import HOUR
 from django_singletask.operators.stop import stop_command
-from django_singletask.operators.words import clock_time, in_words, plural
+from django_singletask.operators.words import clock_time, compact, in_words, plural
 
 __all__ = ["explain"]
 
@@ -25,20 +24,37 @@ COMMAND = "    "
 """Beginning of a line that is to be copied, and therefore is never wrapped."""
 
 
-def explain(why: Why) -> list[str]:
-    """Write what is known of a lock as lines that fit the terminal."""
+def explain(facts: Why | TaskFacts) -> list[str]:
+    """Write what is known of a lock or a task as lines that fit the terminal."""
+    sentences = _of_task(facts) if isinstance(facts, TaskFacts) else _of_lock(facts)
     wrap = partial(textwrap.wrap, width=width(), break_long_words=False, break_on_hyphens=False)
     lines = []
-    for text in map(printable, _sentences(why)):
+    for text in map(printable, sentences):
         lines += [text] if text.startswith(COMMAND) else wrap(text)
     return lines
 
 
-def _sentences(why: Why) -> Iterator[str]:
+def _of_task(facts: TaskFacts) -> Iterator[str]:
+    """Sum up the locks of a task, and say what to type for one of them."""
+    task, held, queued = facts.task, facts.held, facts.queued
+    yield f"{task}: {plural(len(held), 'lock')} held, {plural(len(queued), 'call')} queued."
+    if held:
+        names = few([_arguments(lock.name) for lock in held])
+        yield f"Held: {names}. The first for {_whole(held[0].held_for)}, by {held[0].run}."
+    yield from _last(facts)
+    skips = _counted(facts.skips, "call", "skipped") or "No call was skipped"
+    yield facts.no_history or f"{skips} in the last {compact(facts.within)}."
+    yield "To explain one lock:"
+    yield f"{COMMAND}manage.py locks why {shlex.quote(held[0].name if held else f'{task}(…)')}"
+
+
+def _of_lock(why: Why) -> Iterator[str]:
+    if run := why.run:
+        yield f"{_upper(_run(run))}: {run.what} {_whole(run.ago)} ago."
     if why.same_name:
         yield (
-            f"{len(why.same_name) + 1} locks have this name, and this is about the one with the "
-            f"key {why.key}. The others: {few(why.same_name)}."
+            f"{len(why.same_name) + 1} locks have this name. This is the one with the key "
+            f"{why.key}; the others: {few(why.same_name)}."
         )
     if why.lock is not None:
         if why.lock.share:
@@ -50,16 +66,21 @@ def _sentences(why: Why) -> Iterator[str]:
             yield _clear(lock)
     elif why.queued is None or why.queued.state == "blocking":
         yield f"Free: {why.name}."
+    for past in why.running:
+        yield (
+            f"{_upper(past.what)} {_whole(past.ago)} ago, but its run is still alive: "
+            f"{_run(past)}. To stop the task:"
+        )
+        yield f"{COMMAND}{stop_command(past.task_id)}"
     if why.queued is not None:
         yield from _queued(why.queued)
     if why.others:
         yield f"Held with other arguments: {few(list(map(_arguments, why.others)))}."
     for lock in why.expired:
         yield (
-            f"An open row of the history: {lock.run} took it {_whole(lock.held_for)} ago, for "
-            f"{in_words(lock.timeout)} unless renewed, and the cache has it no more. There is "
-            "nothing to free. If its process lives, that may take the lock again at its next "
-            "renewal; else a worker's sweep closes the row."
+            f"Stale history entry: {lock.run} acquired this lock {_whole(lock.held_for)} ago with "
+            f"a {in_words(lock.timeout)} lease; the cache no longer has it. Nothing to free. A "
+            "worker's sweep closes the entry, unless the process is alive and takes the lock again."
         )
     if why.lock is None:
         yield from _past(why)
@@ -78,38 +99,58 @@ def _arguments(name: str) -> str:
     return printable(f"{parenthesis}{arguments}" or name, 40)
 
 
+TO_FREE = {
+    "kept": "To free the lock now:",
+    "handed_over": "To free the lock now (its receiver then finds it lost):",
+    "dead": "The next call on this host takes the lock over. To free the lock now:",
+}
+
+
 def _held(why: Why, lock: HeldLock) -> Iterator[str]:
-    to_free, runs = "To free it now:", False
-    if lock.state == "kept":
-        state = lock.word.capitalize()
-        yield f"{state}, for {_whole(lock.left)} more: {lock.run} has returned (lock_at_least)."
-    elif lock.state == "handed_over":
-        to_free = "To free it now, so that its receiver finds it lost:"
+    state = "dead" if why.death else lock.state
+    if state == "kept":
         yield (
-            f"Handed over {_whole(lock.held_for)} ago by {lock.run}: no process has it. It "
-            f"waits for its receiver for {_whole(lock.left)} more at most."
+            f"{_upper(lock.word)}, for {_whole(lock.left)} more: {lock.run} has returned "
+            "(lock_at_least)."
+        )
+    elif state == "handed_over":
+        yield (
+            f"Handed over {_whole(lock.held_for)} ago by {lock.run}: no process holds the lock. "
+            f"Its receiver can take the lock for {_whole(lock.left)} more."
         )
     else:
-        alive, runs = "on another host or in another container: it cannot be seen from here", True
+        process = "on another host or in another container: this host cannot see the process"
         if why.death:
-            to_free = f"The next call on this host takes it over. {to_free}"
-            alive, runs = f"dead: {why.death}", False
+            process = f"dead: {why.death}"
         elif why.alive:
-            alive = f"alive: same host{_started(lock)}"
+            process = f"{'stopped' if lock.stopped else 'alive'}: same host{_started(lock)}"
         since = f"for {_whole(lock.held_for)} " if lock.since else ""
-        yield f"Held {since}by {lock.run} ({alive})."
-        yield f"{_lease(lock)} {_usual(why)}"
+        yield f"Held {since}by {lock.run} ({process})."
+        yield f"{_lease(lock)} {'Slow. ' * lock.slow}{_usual(why)}"
     yield f"{_skipped(why, lock)} {_completed(why)}".strip()
-    yield from _hungry(why, lock)
-    if runs and lock.task_id:
-        yield "It is freed when the task ends or its process dies. To stop the task:"
-        yield f"{COMMAND}{stop_command(lock.task_id)}"
-    elif runs:
-        yield "It is freed when its block of code ends or its process dies."
-    if runs:
-        to_free = "To free only the lock (a second run can then start beside this one):"
-    yield to_free
+    yield from _starving(why)
+    yield from [TO_FREE[state]] if state in TO_FREE else _to_stop(lock)
     yield _clear(lock)
+
+
+def _to_stop(lock: HeldLock) -> Iterator[str]:
+    run = "task" if lock.task_id else "code"
+    if lock.stopped:
+        yield (
+            "The process is stopped (SIGSTOP, or a debugger) and cannot renew the lease: another "
+            f"run can start when the lease ends. To let the {run} continue:"
+        )
+        yield f"{COMMAND}kill -CONT {lock.pid}"
+    ends = f"The lock is released when the {run} ends or its process dies."
+    if lock.task_id:
+        yield f"{ends} To stop the task:"
+        yield f"{COMMAND}{stop_command(lock.task_id)}"
+    else:
+        yield ends
+    yield (
+        f"To free only the lock (the {run} keeps running, and a second copy can start at the same "
+        "time):"
+    )
 
 
 def _started(lock: HeldLock) -> str:
@@ -117,7 +158,7 @@ def _started(lock: HeldLock) -> str:
     if started is None:
         return ""
     another_day = time.localtime(started)[:3] != time.localtime()[:3]
-    return f", started {clock_time(started, dated=another_day)}"
+    return f", started {clock_time(started, dated=another_day, zone=True)}"
 
 
 def _lease(lock: HeldLock) -> str:
@@ -131,15 +172,19 @@ def _lease(lock: HeldLock) -> str:
     return f"{', '.join(parts)}."
 
 
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def _whole(seconds: float) -> str:
     return in_words(math.floor(seconds))
 
 
-def _usual(why: Why) -> str:
-    if why.usual is None:
+def _usual(facts: Why | TaskFacts) -> str:
+    if facts.usual is None:
         return ""
-    whose = "" if why.completed else " of the task's other runs"
-    median, longest = in_words(why.usual.median), in_words(why.usual.longest)
+    whose = "" if facts.completed else " of the task's other runs"
+    median, longest = in_words(facts.usual.median), in_words(facts.usual.longest)
     return f"Usual hold{whose}: {median}, longest {longest}."
 
 
@@ -159,21 +204,18 @@ def _counted(count: int, noun: str, verb: str) -> str:
     return f"{plural(count, noun)} {'was' if count == 1 else 'were'} {verb}" if count > 0 else ""
 
 
-def _completed(why: Why) -> str:
+def _completed(why: Why | TaskFacts) -> str:
     if why.completed is not None:
         raised = " (it raised)" if why.completed.what == "raised" else ""
         return f"Last completed: {_whole(why.completed.ago)} ago{raised}."
     return "" if why.no_history else "No completed run is in its history."
 
 
-def _hungry(why: Why, lock: HeldLock | None) -> Iterator[str]:
-    """Count the calls that came to nothing, if they are more than those already counted."""
-    starving = why.starving
-    if starving is not None and starving.skipped > max(1, (lock and lock.skipped) or 0):
-        word = "Starving: " if starving.lasts(HOUR) else ""
+def _starving(why: Why) -> Iterator[str]:
+    if starving := why.starving:
         yield (
-            f"{word}{plural(starving.skipped, 'call')} came to nothing in "
-            f"{_whole(starving.unmet)}, the last {_whole(starving.last_skip)} ago."
+            f"Starving: {_counted(starving.skipped, 'call', 'skipped')} in "
+            f"{_whole(starving.unmet)}; none completed."
         )
 
 
@@ -181,13 +223,14 @@ def _queued(lock: HeldLock) -> Iterator[str]:
     stopped = _counted(lock.skipped or 0, "duplicate", "stopped") or "No duplicate was stopped"
     state, until = "Queued", f"until it has run, for {_whole(lock.left)} more at most"
     if lock.state == "blocking":
-        state, until = "Has begun", f"for {_whole(lock.left)} more, although it may have ended"
+        state = _upper(lock.word)
+        until = f"for {_whole(lock.left)} more, although it has begun and may have ended"
     yield (
         f"{state}: task {lock.task_id}, sent {_whole(lock.held_for)} ago from "
-        f"{lock.host or 'an unknown host'}. It stops equal calls {until}."
+        f"{lock.host or 'an unknown host'}. It stops identical calls {until}."
         f"{'' if lock.skipped is None else f' {stopped}.'}"
     )
-    yield "To forget it, so that an equal call can be sent beside it:"
+    yield "To forget it (an identical call can then be sent, and run at the same time):"
     yield _clear(lock)
 
 
@@ -203,28 +246,30 @@ def _clear(lock: HeldLock) -> str:
 
 
 def _past(why: Why) -> Iterator[str]:
-    completed, skipped = why.completed, why.skipped
-    if completed is not None:
-        run = describe_run(completed.task_id, completed.host, completed.pid)
-        how = "it raised, " if completed.what == "raised" else ""
-        yield (
-            f"Last completed: {_whole(completed.ago)} ago, by {run} "
-            f"({how}held for {in_words(completed.lasted or 0)})."
-        )
-    elif not why.no_history:
-        yield _completed(why)
-    if why.usual:
-        yield _usual(why)
-    if skipped is not None:
-        behind = f", behind task {skipped.task_id}" if skipped.task_id else ""
-        what = "found a duplicate" if skipped.what == "duplicate" else "skipped"
-        yield f"Last {what}: {_whole(skipped.ago)} ago{behind}."
+    yield from _last(why)
     for trouble in sorted(why.troubles, key=lambda trouble: trouble.ago):
-        run = describe_run(trouble.task_id, trouble.host, trouble.pid)
         reasons = ", ".join(filter(None, [trouble.actor and f"by {trouble.actor}", trouble.reason]))
         because = f" ({reasons})" if reasons else ""
-        yield f"Last {trouble.what}: {_whole(trouble.ago)} ago, {run}{because}."
-    if not (why.starving or why.no_history):
-        since = " since it was last completed" if completed else ""
-        yield f"Not starving: no call was skipped{since}."
-    yield from _hungry(why, why.queued)
+        yield f"Last {trouble.what}: {_whole(trouble.ago)} ago, {_run(trouble)}{because}."
+    yield from _starving(why)
+
+
+def _last(facts: Why | TaskFacts) -> Iterator[str]:
+    completed = facts.completed
+    if completed is not None:
+        how = "it raised, " if completed.what == "raised" else ""
+        yield (
+            f"Last completed: {_whole(completed.ago)} ago, by {_run(completed)} "
+            f"({how}held for {in_words(completed.lasted or 0)})."
+        )
+    elif not facts.no_history:
+        yield _completed(facts)
+    if facts.usual:
+        yield _usual(facts)
+    if skipped := facts.skipped:
+        behind = f", because of task {skipped.task_id}" if skipped.task_id else ""
+        yield f"Last {skipped.what}: {_whole(skipped.ago)} ago{behind}."
+
+
+def _run(past: Past) -> str:
+    return describe_run(past.task_id, past.host, past.pid)

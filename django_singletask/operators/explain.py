@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 
-from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
+from django_singletask.history.queries import (
+    NEWEST,
+    NoHistory,
+    TaskLockEventQuerySet,
+    UsualHold,
+    ago,
+    reading,
+    timestamp,
+)
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
-from django_singletask.locks.liveness import is_alive, proof_of_death
+from django_singletask.locks.liveness import is_alive, may_live, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.operators.held import look, must_be_known, with_history
 from django_singletask.operators.names import Selector, select, select_task
+from django_singletask.operators.past import find
 from django_singletask.operators.rows import HeldLock
-from django_singletask.operators.starving import Starving, starvation
+from django_singletask.operators.starving import HOUR, Starving, starvation
 from django_singletask.operators.words import hold_seconds
 from django_singletask.stores.base import PREFIX
 
-__all__ = ["HOLDING", "Why", "why"]
+__all__ = ["HOLDING", "Past", "TaskFacts", "Why", "why"]
 
+DAY = 86_400.0
 HOLDING = frozenset({"held", "dead", "handed_over", "kept"})
 """States of a lock that somebody has."""
 
@@ -40,10 +51,13 @@ class Past:
 class Why:
     """What is known of one lock now.
 
+    ``run`` is the run whose id was asked for, if it does not hold the lock.
     ``lock`` is the lock in a state of ``HOLDING``, ``queued`` the call that waits for it,
     ``expired`` are holds whose end nobody reported. ``alive`` says whether the holder's process is
     there, None if that cannot be told from this host; ``death`` is the proof that it is gone.
-    ``duplicates`` counts the duplicates among the calls that ``lock`` was in the way of.
+    ``duplicates`` counts the duplicates among the calls that ``lock``, or ``queued`` if it is free,
+    has stopped. ``running`` are runs that no longer have the lock, though they have not ended and
+    their processes are alive.
     ``beside`` are the other holders of a lock with several slots, ``others`` are the locks that the
     task holds with other arguments if this one is free, ``same_name`` the keys of other locks with
     the same name. ``no_history`` says why nothing is known of the past, which the other fields are
@@ -52,6 +66,8 @@ class Why:
 
     name: str
     key: str
+    free: bool
+    run: Past | None
     lock: HeldLock | None
     beside: list[HeldLock]
     queued: HeldLock | None
@@ -61,6 +77,7 @@ class Why:
     usual: UsualHold | None
     completed: Past | None
     skipped: Past | None
+    running: list[Past]
     troubles: list[Past]
     starving: Starving | None
     others: list[str]
@@ -69,40 +86,104 @@ class Why:
     no_history: str
 
 
-def why(name: str) -> Why:
-    """Gather what is known of a lock, given its name, its key, or a call of its task.
+@dataclasses.dataclass(frozen=True)
+class TaskFacts:
+    """What is known of all locks of a task now.
 
-    Raises :class:`UnknownName` if there is nothing, and :class:`LockUnavailable`.
+    ``held`` are its locks that somebody holds, ``queued`` its calls that stop duplicates. In the
+    last ``within`` seconds ``skips`` of its calls were skipped or stopped, ``skipped`` the last.
     """
-    slot, name = name, lock_of_slot(name) if name.startswith(PREFIX) else name
-    selector = select(name)
-    locks = with_history(look([selector]))
+
+    task: str
+    free: bool
+    held: list[HeldLock]
+    queued: list[HeldLock]
+    usual: UsualHold | None
+    completed: Past | None
+    skipped: Past | None
+    skips: int
+    within: float
+    no_history: str
+
+
+def why(text: str) -> Why | TaskFacts:
+    """Gather what is known of a lock, of the lock of a run, or of a task.
+
+    ``text`` is what :func:`select` reads, but no pattern. Raises :class:`UnknownName` if there is
+    nothing, and :class:`LockUnavailable`.
+    """
+    selector, run = select(lock_of_slot(text) if text.startswith(PREFIX) else text), None
+    locks = look([selector])
     must_be_known([selector], locks)
-    rows, no_history = [], ""
-    try:
-        rows = _newest_rows(selector, locks)
-    except NoHistory as error:
-        no_history = str(error)
+    if selector.task:
+        names = {lock.name for lock in locks}
+        if names != {f"{selector.task}()"}:
+            return _of_task(selector.task, with_history(locks))
+        text = names.pop()  # its only lock
+    # A lock goes by its name before a run goes by its id.
+    elif key := next((lock.key for lock in locks if text in (lock.task_id, lock.token)), ""):
+        text = key
+    elif not locks and (run := _run_of(selector)):
+        text = run.name
+    else:
+        return _of_lock(text, selector, locks)
+    selector = select(lock_of_slot(text) if text.startswith(PREFIX) else text)
+    return _of_lock(text, selector, look([selector]), run)
+
+
+def _run_of(selector: Selector) -> TaskLockEvent | None:
+    with suppress(NoHistory):
+        for row in find(selector.conditions(), limit=1).rows:
+            if selector.text in (row.task_id, row.token) and row.name != selector.text:
+                return row
+    return None
+
+
+def _of_task(task: str, locks: list[HeldLock]) -> TaskFacts:
+    rows, no_history = _read(TaskLockEvent.objects.of_task(task))
+    within = DAY if len(rows) < NEWEST else min(DAY, ago(rows[-1].last_at or rows[-1].at))
+    skips = [row for row in rows if row.is_counted and ago(row.last_at or row.at) <= within]
+    held = [lock for lock in locks if lock.state in HOLDING]
+    return TaskFacts(
+        task=task,
+        free=not held,
+        held=held,
+        queued=[lock for lock in locks if lock.queued],
+        usual=TaskLockEvent.objects.usual_hold("", task),
+        completed=next((_past(row) for row in rows if row.is_completed), None),
+        skipped=next(map(_past, skips), None),
+        skips=sum(row.count for row in skips),
+        within=within,
+        no_history=no_history,
+    )
+
+
+def _of_lock(
+    text: str, selector: Selector, locks: list[HeldLock], run: TaskLockEvent | None = None
+) -> Why:
+    rows, no_history = _newest_rows(selector, with_history(locks))
     keys, same_name = _keys(selector, locks, rows)
     locks = [lock for lock in locks if lock.lock_key in keys]
     rows = [row for row in rows if lock_of_slot(row.key) in keys]
     holding = [lock for lock in locks if lock.state in HOLDING]
-    holding.sort(key=lambda lock: lock.key != slot)  # the slot that was named comes first
-    lock = next(iter(holding), None)
+    holding.sort(key=lambda lock: lock.key != text)  # the slot that was named comes first
     queued = [lock for lock in locks if lock.queued]
     expired = [lock for lock in locks if lock.state == "expired"]
-    shown, task = name, name.partition("(")[0]
-    key = selector.locks[0].key if selector.locks else name
+    shown, task = selector.text, selector.text.partition("(")[0]
+    key = selector.locks[0].key if selector.locks else shown
     known: list[HeldLock | TaskLockEvent] = [*holding, *queued, *expired, *rows]
     if known:
         shown, key, task = known[0].name, lock_of_slot(known[0].key), known[0].task or ""
+    lock, blocker = next(iter(holding), None), next(iter(holding + queued), None)
     skips = [row for row in rows if row.is_counted]
-    behind = [row for row in skips if lock and row.blocked_by == lock.token]
-    newest = {row.kind: row for row in reversed(rows)}
+    behind = [row for row in skips if blocker and row.blocked_by == blocker.token]
+    starved, newest = starvation(shown, rows), {row.kind: row for row in reversed(rows)}
     others = look([select_task(task)]) if task and not lock else []
     return Why(
         name=shown,
         key=key,
+        free=lock is None,
+        run=_past(run) if run else None,
         lock=lock,
         beside=holding[1:],
         queued=next(iter(queued), None),
@@ -112,8 +193,9 @@ def why(name: str) -> Why:
         usual=TaskLockEvent.objects.usual_hold(shown, task),
         completed=next((_past(row) for row in rows if row.is_completed), None),
         skipped=next(map(_past, skips), None),
+        running=[_past(row) for row in rows if _is_running(row)],
         troubles=[_past(newest[kind]) for kind in sorted(TROUBLE & newest.keys())],
-        starving=starvation(shown, rows),
+        starving=starved if starved and starved.lasts(HOUR) else None,
         others=[other.name for other in others if other.state in HOLDING],
         same_name=same_name,
         duplicates=sum(row.count for row in behind if row.kind == "duplicate"),
@@ -121,14 +203,25 @@ def why(name: str) -> Why:
     )
 
 
-def _newest_rows(selector: Selector, locks: Sequence[HeldLock]) -> list[TaskLockEvent]:
-    """Return the newest rows of the first of these names that has any, the newest first."""
-    name = selector.text
-    with reading():
-        for each in dict.fromkeys([*(lock.name for lock in locks), *selector.names(), name]):
-            if rows := list(TaskLockEvent.objects.named(each)[:NEWEST]):
-                return rows
-    return []
+def _newest_rows(selector: Selector, locks: Sequence[HeldLock]) -> tuple[list[TaskLockEvent], str]:
+    """Return the newest rows of the first of these names that has any, as :func:`_read` does."""
+    names = [lock.name for lock in locks]
+    with suppress(NoHistory):
+        names += selector.names()
+    rows, no_history = list[TaskLockEvent](), ""
+    for name in dict.fromkeys([*names, selector.text]):
+        if not rows:
+            rows, no_history = _read(TaskLockEvent.objects.named(name))
+    return rows, no_history
+
+
+def _read(rows: TaskLockEventQuerySet) -> tuple[list[TaskLockEvent], str]:
+    """Return the newest of these rows, or none and the reason why they cannot be read."""
+    try:
+        with reading():
+            return list(rows[:NEWEST]), ""
+    except NoHistory as error:
+        return [], str(error)
 
 
 def _keys(
@@ -154,9 +247,18 @@ def _keys(
     }, same_name
 
 
+def _is_running(row: TaskLockEvent) -> bool:
+    """Say whether a run no longer has its lock, but has not ended, and its process is alive.
+
+    When the run of a task ends, it adds its result to the row, whoever has closed that.
+    """
+    ended = row.result or not row.task_id or row.outcome not in {"cleared", "expired", "lost"}
+    return not ended and may_live(row.host, row.pid, timestamp(row.at))
+
+
 def _past(row: TaskLockEvent) -> Past:
     return Past(
-        what=row.result or row.kind,
+        what=row.result or row.outcome or row.kind,
         ago=ago(row.ended_at or row.last_at or row.at),
         task_id=row.blocked_by_task_id if row.is_counted else row.task_id,
         host=row.host,

@@ -14,19 +14,24 @@ from django.utils.translation import gettext_lazy as _
 from django_singletask.history.queries import UsualHold
 from django_singletask.holder import Holder, Process, clean, describe_run
 from django_singletask.locks.keys import QUEUED, lock_of_slot
-from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.liveness import is_stopped, proof_of_death
 from django_singletask.operators.words import clock_time, process
 from django_singletask.stores import Entry
 
-__all__ = ["HeldLock", "lock_of", "locks_of"]
+__all__ = ["ENOUGH", "HeldLock", "lock_of", "locks_of"]
 
 PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
 RECORD = attrgetter("token", "task", "task_id", "since", "timeout", "slots")
 """What is read of a holder: of its process, which many locks share, and of the rest."""
 
+ENOUGH = 5
+"""Runs whose length says what is usual: with fewer, no run is slow."""
+CLEARLY = 10.0
+"""Seconds by which a slow run is longer than the usual one, at least."""
+
 STATES = {
     "held": _("held"),
-    "dead": _("dead"),
+    "dead": _("process dead"),
     "handed_over": _("handed over"),
     "expired": _("expired"),
     "kept": _("kept until {}"),
@@ -50,6 +55,7 @@ class HeldLock:
     may when the cache has forgotten the lock.
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell.
+    ``stopped`` says that the process of the holder is seen to stand still.
     Each holder of a lock with several slots is a lock here, and ``slots_held`` counts them.
     :func:`with_history` sets ``skipped`` and ``usual``: ``skipped`` counts the runs that this
     holder was in the way of (of a queued call: its duplicates), and is None without a history.
@@ -67,6 +73,7 @@ class HeldLock:
     since: float
     timeout: float
     slots: int
+    stopped: bool = False
     slots_held: int = 1
     skipped: int | None = None
     usual: UsualHold | None = None
@@ -110,7 +117,7 @@ class HeldLock:
     def word(self) -> str:
         """The state in words, with the time at which it ends where that is known."""
         # A time within half a day needs no date.
-        until = clock_time(time.time() + self.left, dated=self.left > 43_200)
+        until = clock_time(time.time() + self.left, dated=self.left > 43_200, zone=True)
         return str(STATES[self.state]).format(until)
 
     @property
@@ -120,27 +127,36 @@ class HeldLock:
 
     @property
     def slow(self) -> bool:
-        """Whether it has been held for longer than is usual, as far as that is known."""
-        return self.usual is not None and self.usual.is_exceeded_by(self.held_for)
+        """Whether it has been held for much longer than is usual, as far as that is known.
+
+        Of runs that are all alike, the next is longer than the five before it in one case of six:
+        so the limit is twice the longest. A second instead of a hundredth is nothing to look at.
+        """
+        if self.usual is None or self.usual.runs < ENOUGH:
+            return False
+        return self.held_for > max(2 * self.usual.longest, self.usual.median + CLEARLY)
 
 
 def locks_of(entries: Iterable[tuple[str, Entry]]) -> list[HeldLock]:
     """Return entries of the store as locks. Each process is kept once, and judged once."""
-    processes: dict[Any, tuple[Process, str]] = {}
+    processes: dict[Any, tuple[Process, str, bool]] = {}
     now, locks = time.time(), []
     for key, entry in entries:
         holder = Holder.decode(entry.value)
         facts = PROCESS(holder)
         if facts not in processes:
-            processes[facts] = Process(*facts), "dead" if proof_of_death(holder) else "held"
-        process, state = processes[facts]
+            state = "dead" if proof_of_death(holder) else "held"
+            processes[facts] = Process(*facts), state, is_stopped(holder)
+        process, state, stopped = processes[facts]
         if holder.kept:
             state = "blocking" if key.startswith(QUEUED) else "kept"
         elif key.startswith(QUEUED):
             state = "queued"
         elif holder.token and not holder.pid:
             state = "handed_over"
-        locks.append(lock_of(key, holder, process, state, now, entry.remaining))
+        lock = lock_of(key, holder, process, state, now, entry.remaining)
+        lock.stopped = stopped
+        locks.append(lock)
     return locks
 
 

@@ -41,7 +41,7 @@ def parse_duration(text: str) -> float:
     """
     match = GRAMMAR.fullmatch(text)
     if not text or match is None:
-        raise ValueError(f"{text!r} is no duration: write it as 90s, 15m, 2h or 7d.")
+        raise ValueError(f"{text!r} is not a duration: write it as 90s, 15m, 2h or 7d.")
     numbers = zip(match.groups(default="0"), UNITS.values(), strict=True)
     seconds = float(sum(int(number) * unit for number, unit in numbers))
     if not 0 < seconds <= LONGEST:
@@ -90,8 +90,10 @@ def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
     return max(0.0, (end - row.at).total_seconds())
 
 
-def clock_time(at: datetime | float, *, dated: bool = False) -> str:
+def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False) -> str:
     """Write a time, or a Unix time in seconds, to the second, in the time zone of the user.
+
+    ``zone`` adds the abbreviation of that time zone, or its offset.
 
     Empty for a Unix time that is no date: anything can write into the cache.
     """
@@ -101,7 +103,7 @@ def clock_time(at: datetime | float, *, dated: bool = False) -> str:
         except (OverflowError, OSError, ValueError):
             return ""
     local = localtime(at) if is_aware(at) else at
-    return date_format(local, "Y-m-d H:i:s" if dated else "H:i:s")
+    return date_format(local, f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
 
 
 def process(host: str, pid: int) -> str:

@@ -110,7 +110,7 @@ class Command(BaseCommand):
         with asking_the_cache():
             facts = why(options["name"])
         if options["json"]:
-            self.print_json({**listings.as_json(facts), "free": facts.lock is None})
+            self.print_json(facts)
         else:
             self.stdout.write("\n".join(explain(facts)))
 
