@@ -16,7 +16,7 @@ class SingletaskConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        # They import models, which Django has not loaded before.
+        # Imported here, because these modules import models.
         from django_singletask import checks
         from django_singletask.history import recorder
         from django_singletask.worker import startup

@@ -1,4 +1,4 @@
-"""System checks: is the cache shared and atomic, can the options of each task work?"""
+"""System checks of the cache, the settings and the options of each task."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REFUSALS = {
     "django_singletask.E003": ["django.core.cache.backends.filebased.FileBasedCache"],
     "django_singletask.E005": ["django_redis.cache.RedisCache", "django_valkey.cache.ValkeyCache"],
 }
-"""The kinds of cache that are refused, by the id of the message; an unknown kind has another id."""
+"""The refused caches, by the id of the message; all others get E006."""
 
 
 def register() -> None:
@@ -58,7 +58,7 @@ def run() -> list[checks.CheckMessage]:
 
 
 def _listed(check: Callable[..., Found]) -> Callable[..., list[checks.CheckMessage]]:
-    """Let a check yield its messages, and let each hint name its row in the documentation."""
+    """Let a check yield its messages, and add to each hint a link to its documentation."""
 
     @wraps(check)
     def messages(**kwargs: Any) -> list[checks.CheckMessage]:
@@ -87,9 +87,9 @@ def check_cache(**kwargs: Any) -> Found:
     )
     reason = refusal(cache)
     if is_a(cache, "django.core.cache.backends.locmem.LocMemCache"):
-        message = f"{named} uses {backend}: each process has a memory, and so locks, of its own."
+        message = f"{named} uses {backend}: processes do not share its locks."
         if current_app.conf.task_always_eager or is_test():
-            hint = "This is fine for tests in one process, and never for workers."
+            hint = "This is fine for tests in one process, but never for workers."
             yield checks.Warning(message, hint=hint, id="django_singletask.W001")
         else:
             yield checks.Error(message, hint=hint, id="django_singletask.E004")
@@ -103,10 +103,9 @@ def check_cache(**kwargs: Any) -> Found:
         yield from _database(table, router.db_for_write(cache.cache_model_class), named)
     elif getattr(cache, "_ignore_exceptions", False):
         yield checks.Warning(
-            f"{named} has IGNORE_EXCEPTIONS, which locks do not obey. While the server is down, a "
-            "locked task fails with the error of the client; it neither runs without its lock nor "
-            "is skipped.",
-            hint="Give the locks a CACHES entry of their own without IGNORE_EXCEPTIONS.",
+            f"{named} has IGNORE_EXCEPTIONS, which has no effect on locks: while the server is "
+            "down, a locked task fails with LockUnavailable, unless its on_outage says otherwise.",
+            hint="Give the locks a separate CACHES entry without IGNORE_EXCEPTIONS.",
             id="django_singletask.W002",
         )
 
@@ -139,10 +138,10 @@ def _table(table: str, alias: str, named: str) -> Found:
     ]
     if alias == "default" or others:
         yield checks.Warning(
-            f"{named} keeps the locks in the table {table!r}, which {_users(others)} uses too: "
-            "clear() and the culling of a full cache delete locks.",
-            hint="Add a CACHES entry with a LOCATION of its own, run 'manage.py "
-            "createcachetable', and name that entry in SINGLETASK_CACHE.",
+            f"{named} keeps the locks in the table {table!r}, which {_users(others)} also uses: "
+            "cache.clear() and the culling of a full cache delete locks.",
+            hint="Add a CACHES entry with a separate table as its LOCATION, run 'manage.py "
+            "createcachetable', and set SINGLETASK_CACHE to that entry.",
             id="django_singletask.W005",
         )
 
@@ -159,8 +158,8 @@ def _database(table: str, alias: str, named: str) -> Found:
         )
     if vendor == "sqlite" and alias == "default":
         yield checks.Warning(
-            f"{named} keeps the locks in DATABASES['default'], an SQLite file: a lock cannot be "
-            "taken while a transaction is open there.",
+            f"{named} keeps the locks in DATABASES['default'], an SQLite file: no lock can be "
+            "acquired while a transaction is open there.",
             hint="Add another SQLite file to DATABASES, and a router that sends the cache table "
             "to it.",
             id="django_singletask.W006",
@@ -174,8 +173,8 @@ def check_settings(**kwargs: Any) -> Found:
         if name.startswith("SINGLETASK_") and name not in DEFAULTS:
             [nearest] = get_close_matches(name, DEFAULTS, n=1, cutoff=0)
             yield checks.Warning(
-                f"{name} is no setting of django-singletask, and nothing reads it.",
-                hint=f"Did you mean {nearest}? Else remove it.",
+                f"{name} is not a setting of django-singletask, so it has no effect.",
+                hint=f"Did you mean {nearest}? Otherwise remove it.",
                 id="django_singletask.W009",
             )
     try:
@@ -214,7 +213,7 @@ def _history() -> Found:
     if deferred and conf.history != "off":
         yield checks.Warning(
             f"The history is in DATABASES[{alias!r}], an SQLite file without a transaction_mode: "
-            "where several processes write, transactions fail with 'database is locked'.",
+            "when several processes write, transactions fail with 'database is locked'.",
             hint=f"Set DATABASES[{alias!r}]['OPTIONS'] to {{'transaction_mode': 'IMMEDIATE', "
             "'timeout': 20, 'init_command': 'PRAGMA journal_mode=WAL'}.",
             id="django_singletask.W010",
@@ -240,8 +239,8 @@ def _task(task: SingletonTask) -> Found:
     for cls in type(task).__mro__:
         for name, similar in misspelt(cls, SingletonTask) if issubclass(cls, SingletonTask) else ():
             yield checks.Warning(
-                f"{cls.__qualname__}.{name} is no option; did you mean {similar!r}?",
-                hint=f"Rename it to {similar!r}, or to something else if it is your own.",
+                f"{cls.__qualname__}.{name} is not an option; did you mean {similar!r}?",
+                hint=f"Rename it to {similar!r}. If it is your own attribute, choose another name.",
                 obj=task.name,
                 id="django_singletask.W012",
             )
@@ -254,8 +253,8 @@ def _task(task: SingletonTask) -> Found:
     if fixed and limit and limit > fixed:
         yield checks.Warning(
             f"lock_timeout={task.lock_timeout!r} of {task.name} is not renewed and shorter than "
-            f"its {name} of {limit} s: the lock can end under a running task.",
-            hint=f"Set lock_timeout above {limit}, lower {name}, or let it renew.",
+            f"its {name} of {limit} s: the lock can expire while the task runs.",
+            hint=f"Set lock_timeout above {limit}, lower {name}, or remove lock_renew=False.",
             obj=task.name,
             id="django_singletask.W003",
         )
@@ -263,7 +262,7 @@ def _task(task: SingletonTask) -> Found:
 
 def _late(tasks: list[SingletonTask]) -> Found:
     late = [task for task in tasks if task.acks_late and not task.reject_on_worker_lost]
-    # The setting of all tasks is one mistake, not one of each task.
+    # A setting for all tasks is reported once, not for each task.
     setting = "task_" if current_app.conf.task_acks_late else ""
     for task in late[:1] if setting else late:
         yield checks.Warning(
@@ -285,16 +284,16 @@ def check_deployment(**kwargs: Any) -> Found:
     others = [other for other in settings.CACHES if other != alias and servers & servers_of(other)]
     if servers and (alias == "default" or others):
         yield checks.Warning(
-            f"{named} keeps the locks where {_users(others)} keeps entries "
-            f"({', '.join(sorted(servers))}): its clear() and its evictions delete locks.",
-            hint="Give the locks a Redis database, a memcached server, or the table of a "
-            "DatabaseCache of their own.",
+            f"{named} keeps the locks on {', '.join(sorted(servers))}, which {_users(others)} also "
+            "uses: its clear() and its evictions delete locks.",
+            hint="Give the locks a dedicated Redis database, memcached server or DatabaseCache "
+            "table.",
             id="django_singletask.W007",
         )
     if backend_is(alias, "memcached") and len(servers) > 1:
         yield checks.Warning(
-            f"{named} names {len(servers)} memcached servers: when one is away, its locks move to "
-            "another, and a lock can be taken twice.",
+            f"{named} lists {len(servers)} memcached servers: when one is down, its locks move to "
+            "another, and two runs can hold the same lock.",
             hint="Keep the locks on one memcached server, or in Redis or the database.",
             id="django_singletask.W008",
         )

@@ -1,4 +1,4 @@
-"""The clock by which this process counts its leases."""
+"""The clock that this process measures its leases with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import partial
 __all__ = ["now"]
 
 
-# Nobody can set this clock. Where the system has one that goes on while the machine is suspended,
-# it is that one: the lease of a sleeping laptop ends in time.
+# Nobody can set this clock. Where the system has a clock that keeps running while the machine is
+# suspended, that one is used: the lease of a sleeping laptop ends on time.
 now = time.monotonic
 if hasattr(time, "CLOCK_BOOTTIME"):
     now = partial(time.clock_gettime, time.CLOCK_BOOTTIME)

@@ -49,7 +49,7 @@ _ABSENT = object()
 
 
 class Conf:
-    """Give each ``SINGLETASK_…`` setting by its short name, such as ``conf.lock_timeout``."""
+    """Read each ``SINGLETASK_…`` setting by its short name, such as ``conf.lock_timeout``."""
 
     cache: str
     """Alias in ``CACHES`` that holds the locks."""
@@ -72,7 +72,7 @@ class Conf:
         setting = SETTINGS.get(name)
         if setting is None:
             raise AttributeError(name)
-        # Django's own __getattribute__ of its settings takes as long as the rest of this function.
+        # getattr(settings, …) would take as long as the rest of this function.
         source = object.__getattribute__(settings, "__dict__")["_wrapped"]
         if self._source is not source:  # the first use, or override_settings()
             getattr(settings, setting, None)  # Django may not have read the settings yet
@@ -80,21 +80,21 @@ class Conf:
             self._inherited = {}
         value = vars(source).get(setting, _ABSENT)
         if value is _ABSENT:
-            # An override has only the settings that it names; Django looks for the others below
-            # it. The result is kept, because Django takes 3 µs to find a setting nowhere.
+            # override_settings() stores only the settings that it changes. The result is kept,
+            # because Django takes 3 µs to find out that a setting is missing.
             if setting not in self._inherited:
                 self._inherited[setting] = getattr(settings, setting, _ABSENT)
             value = self._inherited[setting]
         if value is not _ABSENT:
             return value
         if name == "history" and is_test():
-            # A thread would write outside the test's transaction, and keep its database open.
+            # A thread would write outside the test's transaction and keep the database open.
             return "inline"
         return DEFAULTS[setting]
 
 
 def is_test() -> bool:
-    """Say whether the tests of a project run here."""
+    """Return whether this process runs the tests of a project."""
     # Django's test runner and pytest-django both call setup_test_environment(), which leaves this.
     utils = sys.modules.get("django.test.utils")
     return utils is not None and hasattr(utils._TestState, "saved_data")  # noqa: SLF001
@@ -106,25 +106,24 @@ _checked_installed = False
 
 
 def check_installed(**kwargs: Any) -> None:
-    """Log once in a process if locks are used and the app is not in ``INSTALLED_APPS``.
+    """Log once per process if locks are used but the app is not in ``INSTALLED_APPS``.
 
-    No system check could say so: the app itself registers them. Where Django is not set up, there
-    is no list of apps to look at.
+    A system check cannot report this, because the app itself registers the checks.
     """
     global _checked_installed
     if apps.apps_ready and not _checked_installed:
         _checked_installed = True
         if not apps.is_installed("django_singletask"):
             logger.warning(
-                "django_singletask is not in INSTALLED_APPS. Its locks work, but there is no "
-                "history, no system check and no manage.py locks, and a worker does not free the "
-                'lock of a killed child at once. Add "django_singletask" to INSTALLED_APPS and run '
-                "manage.py migrate."
+                "django_singletask is not in INSTALLED_APPS. Locks work, but there is no history, "
+                "no system check and no 'manage.py locks', and the lock of a killed worker process "
+                'stays until its lease ends. Add "django_singletask" to INSTALLED_APPS and run '
+                "'manage.py migrate'."
             )
 
 
 def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool = False) -> float:
-    """Return ``value`` if the option can be this number of seconds.
+    """Return ``value`` if it is a valid number of seconds for the option.
 
     Raises ``TypeError`` for anything but a number. Raises ``ValueError`` for a number that is
     negative, 0 (unless ``zero=True``), infinite (unless ``infinite=True``) or above 30 days.

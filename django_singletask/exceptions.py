@@ -1,4 +1,4 @@
-"""The errors of this package; all of them survive pickle and Celery's JSON results."""
+"""The errors of this package. All of them survive pickle and Celery's JSON results."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = [
 
 
 class LockError(Exception):
-    """A lock was used in a way that it does not allow; base of the other errors here."""
+    """A lock was used in a way that it does not allow; the base class of the other errors."""
 
 
 class LockConflict(LockError):
-    """The lock is held by somebody else.
+    """Another holder has the lock.
 
-    ``name`` is the lock's name. ``holder`` is the :class:`Holder` that was seen, None if it gave
-    the lock back at that moment. ``remaining`` is the rest of its lease in seconds, None where
-    the store cannot tell. ``note`` says more, such as how long was waited. ``lock`` is the
-    :class:`TaskLock` that was refused; None after a pickle.
+    ``name`` is the name of the lock. ``holder`` is its :class:`Holder`, or None if the holder
+    released the lock at that moment. ``remaining`` is the rest of the holder's lease in seconds,
+    or None where the cache does not report it. ``note`` adds details, such as how long the call
+    waited. ``lock`` is the :class:`TaskLock` that was refused; it is None after unpickling.
     """
 
-    __slots__ = ("lock",)  # so it is not in __dict__, which an exception pickles
+    __slots__ = ("lock",)  # outside __dict__, which is pickled
 
     def __init__(
         self,
@@ -69,26 +69,26 @@ class LockConflict(LockError):
         return f"{text}; {self.note}" if self.note else text
 
     def __repr__(self) -> str:
-        # Celery logs it. The arguments would be the whole record of the holder, token and boot id.
+        # Celery logs it. The default would show the holder's whole record, with token and boot id.
         return f"{type(self).__name__}({str(self)!r})"
 
 
 class LockLost(LockError):
-    """The running body no longer has its lock: the lease ended, or an operator cleared it.
+    """The running code no longer holds its lock.
 
-    Or somebody else took it after the cache had forgotten it.
+    The lease ended, an operator cleared the lock, or another run took it after the cache lost it.
     """
 
 
 class LockUnavailable(LockError):
-    """The cache cannot be asked; the error of its client is the cause (``__cause__``).
+    """The cache cannot be used; the error of its client is the cause (``__cause__``).
 
-    Or it grants no lock: it answers later than the lease lasts, or keeps no new entry.
+    This is also raised if the cache answers too late for the lease, or keeps no new entry.
     """
 
 
 class DuplicateTask(LockError):
-    """An equal call stops this one; ``task_id`` is the id of that call."""
+    """An identical call stops this one; ``task_id`` is the id of that call."""
 
     def __init__(self, name: str, task_id: str) -> None:
         super().__init__(name, task_id)
@@ -96,12 +96,12 @@ class DuplicateTask(LockError):
         self.task_id = task_id
 
     def __str__(self) -> str:
-        return f"{self.name}: an equal call was sent before, as task {self.task_id}"
+        return f"{self.name}: an identical call was sent earlier, as task {self.task_id}"
 
 
 class Postponed(Ignore):
-    """End this delivery of a message: the message is published again, for a little later."""
+    """End this delivery of a message: the message was published again, with a delay."""
 
 
 class Dropped(Ignore):
-    """End this delivery of a message: another delivery did the work, or goes on with it."""
+    """End this delivery of a message: another delivery did the work, or is still doing it."""

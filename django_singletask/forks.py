@@ -1,4 +1,4 @@
-"""Let a process fork only while none of its threads works on an SQLite file."""
+"""Delay a fork while a thread of this process uses an SQLite file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 __all__ = ["undivided"]
 
 PATIENCE = 1.0
-"""Seconds for which a fork waits at most; a statement that takes longer is waited for in vain."""
+"""The longest delay of a fork in seconds; after that it happens anyway."""
 
-# SQLite notes in the memory of the process which locks it has on a file. A child that is forked
-# meanwhile inherits the note, but neither the lock nor the thread that would give it back:
+# SQLite keeps a list of its file locks in the memory of the process. A child that is forked
+# meanwhile inherits the list, but neither the lock nor the thread that would release it:
 #
 #   history's thread:  BEGIN IMMEDIATE .............. COMMIT
 #   main thread:                         fork
 #   child:                               "this process is writing" -> "database is locked", for ever
 #
-# The main process of a worker writes at the moment at which it replaces a killed child.
+# The main process of a worker writes at the same moment as it replaces a killed child.
 
 _condition = threading.Condition()
 _inside: set[object] = set()
@@ -28,7 +28,7 @@ _inside: set[object] = set()
 
 @contextmanager
 def undivided(connection: Any) -> Iterator[None]:
-    """Let no other thread fork in this block if the connection is one to an SQLite file."""
+    """Delay forks while this block runs, if the connection is to an SQLite file."""
     if connection.vendor != "sqlite":
         yield
         return

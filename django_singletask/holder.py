@@ -1,4 +1,4 @@
-"""Say which process holds a lock: the record that is stored as its value."""
+"""The record of a lock's holder, which is stored as the lock's value in the cache."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = [
     "this_process",
 ]
 
-# A part of the key of a marker, which memcached must take.
+# A token is part of the key of a marker, and memcached must accept that key.
 IS_TOKEN = re.compile("[!-9;-~]{1,32}")
 LONGEST = 255
-"""Characters of a text: of a column, and of the longest name or task id."""
+"""The maximum number of characters in a text, as in a database column."""
 USUAL = 4096
-"""Bytes of a record that is worth keeping in memory."""
+"""Longer records, in bytes, are not kept in memory."""
 MOST = 2**31 - 1
-"""The largest number that a column holds."""
+"""The largest number that a database column holds."""
 MONTH = 30 * 24 * 60 * 60
-"""Seconds of the longest lease."""
+"""The longest lease in seconds."""
 CENTURY = 2**32
-"""Seconds of the last time that is believed: the year 2106."""
+"""The largest Unix time that is accepted: the year 2106."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -46,9 +46,9 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class Process:
     """Identify one process on one boot of one host.
 
-    ``boot_id`` and ``pid_ns`` tell two hosts, or two containers on one host, apart even if both
-    have the same name. ``start``, in clock ticks since the boot, tells a process from a later one
-    with the same pid. Each is empty where the system does not tell.
+    ``boot_id`` and ``pid_ns`` distinguish hosts and containers that have the same name. ``start``,
+    in clock ticks since the boot, distinguishes a process from a later one with the same pid. Each
+    is empty where the system does not provide it.
     """
 
     host: str
@@ -62,9 +62,9 @@ class Process:
 class Holder(Process):
     """The record stored as the value of a lock: who holds it, since when, for how long.
 
-    ``since`` is a Unix time in seconds by the holder's own clock: for people to read, never to
-    compute a lease with. ``timeout`` is the length of the lease in seconds. ``kept``: no process
-    has the entry any more; it stays for ``timeout`` seconds from ``since``.
+    ``since`` is a Unix time by the clock of the holder's host: people read it, but no lease is
+    computed from it. ``timeout`` is the length of the lease in seconds. ``kept`` is true for an
+    entry that belongs to no process any more and stays for ``timeout`` seconds from ``since``.
     """
 
     token: str
@@ -76,35 +76,34 @@ class Holder(Process):
     timeout: float
     kept: bool = False
     slots: int = 1
-    """How many runs may hold the lock at once, as this holder knows it; not stored if it is one."""
+    """How many runs may hold the lock at once, according to this holder; 1 is not stored."""
 
     @classmethod
     def new(cls, name: str, timeout: float, *, token: str | None = None, **run: Any) -> Holder:
-        """Describe an acquisition by this process, now; the default token is random.
+        """Return the record of an acquisition by this process now; the default token is random.
 
-        ``run`` has the fields ``task``, ``task_id`` and ``retries``, and ``slots`` if not one.
+        ``run`` has the fields ``task``, ``task_id`` and ``retries``, and ``slots`` if not 1.
         """
         token, holder = token or os.urandom(16).hex(), object.__new__(cls)
-        # In a fifth of the time of a frozen dataclass, which sets its fields one by one.
+        # This takes a fifth of the time of a frozen dataclass's __init__.
         vars(holder).update(vars(this_process()), token=token, name=name, **run)
         vars(holder).update(since=time.time(), timeout=timeout)
         return holder
 
     def encode(self) -> bytes:
-        """Return the record as the bytes that a store keeps."""
+        """Return the record as bytes."""
         return _encode(vars(self)).encode("ascii")
 
     @classmethod
     def decode(cls, value: bytes) -> Holder:
-        """Read a record; bytes that something else wrote become a holder without a name."""
+        """Read a record. Bytes of another origin become a holder without a name."""
         return _decode(value) if len(value) <= USUAL else _decode.__wrapped__(value)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Holder:
-        """Read a record that may lack fields, or hold values that cannot be.
+        """Read a record with missing or invalid fields, since anything can write into a cache.
 
-        Anything can write into a cache. What stays is short, safe to show, and what a key and a
-        column of each store can hold.
+        The values of the result are safe to show, and short enough for a key and for a column.
         """
         token = str(data.get("token") or "")
         texts = ("host", "boot_id", "pid_ns", "start", "name")
@@ -124,17 +123,17 @@ class Holder(Process):
         return holder
 
     def without_process(self, timeout: float, **changes: Any) -> Holder:
-        """Return the record of an entry that no process has and that ends after ``timeout``."""
+        """Return the record of an entry without a process, which ends after ``timeout``."""
         return dataclasses.replace(self, pid=0, start="", timeout=timeout, **changes)
 
     def is_run_of(self, task_id: str | None) -> bool:
-        """Say whether the task of this id has the lock; the record may have its id cleaned."""
+        """Return whether the task with this id is the holder, also if the record cleaned the id."""
         return task_id is not None and self.task_id == _text(task_id)
 
     def mark(self) -> bytes:
-        """Return the bytes by which a record shows that it is of this task id; empty without one.
+        """Return the bytes that identify this task id in a record; empty without a task id.
 
-        A text in a record cannot look like them, since its quotes are escaped.
+        Quotes in other fields are escaped, so no other field can contain these bytes.
         """
         return b"" if self.task_id is None else f'"task_id":{_encode(self.task_id)}'.encode("ascii")
 
@@ -144,7 +143,6 @@ class Holder(Process):
 
 @lru_cache(maxsize=64)
 def _decode(value: bytes) -> Holder:
-    """Read a record once, although many runs may meet its holder."""
     try:
         return Holder.from_dict(json.loads(value.decode()))
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -152,21 +150,21 @@ def _decode(value: bytes) -> Holder:
 
 
 def describe_run(task_id: str | None, host: str, pid: int) -> str:
-    """Name a run and its process, if it has one: ``task 3f0c on web-3, process 8121``."""
+    """Return a run and its process as text: ``task 3f0c on web-3, process 8121``."""
     run = f"task {task_id}" if task_id else "code outside a task"
     return f"{run} on {host or 'an unknown host'}{f', process {pid}' if pid else ''}"
 
 
 def clean(text: str, length: int | None = None) -> str:
-    """Cut a text that anything may have written, and escape what no page and no column may have.
+    """Shorten an untrusted text, and escape the characters that are not printable.
 
-    Control characters steer a terminal, format characters turn the direction of what follows, and
-    some databases refuse NUL and surrogates.
+    Control characters steer a terminal, format characters change the direction of the text after
+    them, and some databases refuse NUL and surrogates.
     """
     text = text[:length]
     if text.isprintable():
         return text
-    # The spaces of Japanese and French are among what Python does not call printable.
+    # Python does not count the spaces of Japanese and French as printable.
     return "".join(
         c if c.isprintable() or category(c) == "Zs" else c.encode("unicode_escape").decode()
         for c in text
@@ -175,7 +173,7 @@ def clean(text: str, length: int | None = None) -> str:
 
 def _text(value: object) -> str | None:
     if type(value) is str and value.isprintable() and len(value) <= LONGEST:
-        return value  # nearly always; a long list of locks reads many records
+        return value  # nearly always, and a list of locks reads many records
     return None if value is None else clean(str(value), LONGEST)
 
 
@@ -188,7 +186,7 @@ def _number(value: Any, most: float) -> float:
 
 @cache
 def this_process() -> Process:
-    """Describe the running process; computed once in a process, and anew after a fork."""
+    """Return the running process; computed once per process, and again after a fork."""
     pid = os.getpid()
     return Process(socket.gethostname(), boot_id(), _pid_namespace(), pid, start_time(pid))
 
@@ -198,7 +196,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def boot_id() -> str:
-    """Return the id that this machine was given when it was booted; empty where unknown."""
+    """Return the id of this boot of the machine; empty where unknown."""
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -220,14 +218,14 @@ def start_time(pid: int) -> str:
 
 def read_stat(pid: int) -> list[str]:
     """Return the fields of ``/proc/<pid>/stat`` from the state on; an empty list if unreadable."""
-    # The name of the program is in parentheses and may itself contain spaces and parentheses. So
-    # the fields are counted from the last one: the first is the state, the 20th the start time.
+    # The program's name is in parentheses, and may itself contain spaces and parentheses. After
+    # the last one, the first field is the state and the 20th the start time.
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields if len(fields) > 19 else []
 
 
 def _read(path: str) -> str:
-    # This takes a third of the time of open(), and each conflict reads a file.
+    # A third of the time of open(), and each conflict reads a file.
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError:

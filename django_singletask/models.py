@@ -1,4 +1,4 @@
-"""The history: one row for each run that had a lock, and for what went otherwise."""
+"""The history: one row for each run that had a lock, each skip, duplicate and trouble."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Kind(models.TextChoices):
 
 
 COUNTED = frozenset({"skipped", "duplicate"})
-"""Calls that came to nothing: their repeats against one holder are counted in one row."""
+"""Calls that did not run: repeats against one holder are counted in one row."""
 
 TROUBLE = frozenset({"expired", "lost", "retaken", "cleared", "unguarded"})
-"""What can let two runs go on at the same time: it is recorded for quiet tasks, too."""
+"""What can let two runs work at the same time; also recorded with ``lock_history=False``."""
 
 
 class HoldOutcome(models.TextChoices):
@@ -55,8 +55,8 @@ class Result(models.TextChoices):
 class TaskLockEvent(models.Model):
     """One thing that happened to a lock.
 
-    An ``acquired`` row stays open (empty ``outcome``) while the run has the lock and is closed in
-    place when it ends. Repeated skips against one holder raise ``count`` and ``last_at`` of one
+    An ``acquired`` row is open (``outcome`` is empty) while the run has the lock, and is closed
+    when the run ends. Repeated skips against one holder increase ``count`` and ``last_at`` of one
     row. Durations are in seconds.
     """
 
@@ -96,7 +96,7 @@ class TaskLockEvent(models.Model):
         default_permissions = ("view", "delete")
         permissions = (("clear_lock", _("Can clear a lock")),)
         constraints = (
-            # Repeats are counted in one row, however many processes meet the holder at once.
+            # Repeats are counted in one row, even if many processes meet the holder at once.
             models.UniqueConstraint(
                 fields=("blocked_by", "kind", "key", "reason"),
                 name="singletask_counted",
@@ -105,8 +105,8 @@ class TaskLockEvent(models.Model):
         )
         indexes = (
             models.Index(fields=("task", "-id"), name="singletask_task"),
-            # PostgreSQL uses this one for the beginning of a name too, under any collation;
-            # the other databases know no operator classes and ignore them.
+            # With these classes PostgreSQL also finds the beginning of a name, under any
+            # collation; the other databases ignore them.
             models.Index(
                 fields=("name", "-id"),
                 name="singletask_name",
@@ -114,8 +114,8 @@ class TaskLockEvent(models.Model):
             ),
             models.Index(fields=("at",), name="singletask_at"),
             models.Index(fields=("task_id",), name="singletask_task_id"),
-            # Most rows are runs of tasks that gave their lock back. They are not in the next few,
-            # nor in the constraint above, but on MySQL and MariaDB, which ignore conditions.
+            # Most rows are runs of tasks that released their lock. The conditions keep them out of
+            # the next indexes; MySQL and MariaDB ignore conditions.
             models.Index(
                 fields=("token",),
                 name="singletask_token",
@@ -136,8 +136,8 @@ class TaskLockEvent(models.Model):
                 name="singletask_open",
                 condition=models.Q(kind="acquired", outcome=""),
             ),
-            # For MySQL and MariaDB alone, which have no constraint with a condition. Elsewhere this
-            # index is empty: the column is never NULL.
+            # For MySQL and MariaDB, which do not support a constraint with a condition. Elsewhere
+            # this index is empty, because the column is never NULL.
             models.Index(
                 fields=("blocked_by",),
                 name="singletask_blocked_by",
@@ -149,17 +149,17 @@ class TaskLockEvent(models.Model):
         return f"{self.name}: {self.outcome or self.kind}"
 
     def holder(self) -> Holder:
-        """Return the holder of the lock, as far as its row says who that is."""
+        """Return the holder of the lock, as far as the row describes it."""
         facts = {"task": self.task or None, "task_id": self.task_id or None}
         return Holder.from_dict({**vars(self), **facts, "since": timestamp(self.at)})
 
     @property
     def is_counted(self) -> bool:
-        """Whether these are calls that came to nothing."""
+        """Whether these are calls that did not run."""
         return self.kind in COUNTED
 
     @property
     def is_completed(self) -> bool:
-        """Whether this run had the lock and came to its end, perhaps by an error of its own."""
+        """Whether this run had the lock and its body returned or raised."""
         ended = (self.kind, self.outcome) == ("acquired", "released")
         return ended and self.result in ("returned", "raised")

@@ -1,4 +1,4 @@
-"""One signal for each thing that happens to a lock; the history is its first receiver."""
+"""The signal that reports what happens to locks; the history is one of its receivers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from django_singletask.holder import Holder, this_process
 __all__ = ["LockEvent", "lock_event"]
 
 lock_event = Signal(use_caching=True)
-"""Sent with ``event``, a :class:`LockEvent`; an error in a receiver is logged, never raised."""
+"""Sent with ``event``, a :class:`LockEvent`. An error in a receiver is logged, not raised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,11 @@ class LockEvent:
 
     ``kind`` is ``acquired``, ``released``, ``skipped``, ``duplicate``, ``expired``, ``lost``,
     ``retaken``, ``cleared`` or ``unguarded`` (``on_outage="run"``). ``cache`` is the alias of the
-    cache that holds the lock. ``token``, ``host``, ``pid``, ``task`` and ``task_id`` are those of
-    the holder; if ``kind`` is ``skipped``, those of the run that was skipped. ``at`` is an aware
-    UTC time, ``timeout`` and ``longest_renewal_gap`` are seconds. ``held_for`` is set when a hold
-    ends: the seconds for which the lock was held. It is None where these are not known. ``quiet``
-    is set for tasks with ``lock_history=False``.
+    cache that stores the lock. ``token``, ``host``, ``pid``, ``task`` and ``task_id`` describe the
+    holder, or the skipped run if ``kind`` is ``skipped``. ``at`` is an aware UTC time. ``timeout``
+    and ``longest_renewal_gap`` are seconds. ``held_for`` is the number of seconds for which the
+    lock was held; it is None until the hold ends, and where it is unknown. ``quiet`` is true for
+    tasks with ``lock_history=False``.
     """
 
     kind: str
@@ -55,12 +55,11 @@ class LockEvent:
     def about(
         cls, kind: str, name: str, key: str, holder: Holder | None, **facts: Any
     ) -> LockEvent:
-        """Describe what happens now to the lock of a holder; None: what this process meets."""
+        """Return an event of this moment about a holder, or about this process (None)."""
         process = holder or this_process()
         seconds = holder.since if holder is not None and kind == "acquired" else time.time()
         at, event = datetime.fromtimestamp(seconds, timezone.utc), object.__new__(cls)
-        # In a tenth of the time of a frozen dataclass, which sets its fields one by one. The class
-        # has the defaults of the others.
+        # This takes a tenth of the time of a frozen dataclass's __init__.
         vars(event).update(kind=kind, name=name, key=key, at=at, host=process.host, pid=process.pid)
         if holder is not None:
             vars(event).update(task=holder.task or "", task_id=holder.task_id or "")

@@ -1,4 +1,4 @@
-"""Replace the locks in the tests of an application: no server, no database, no worker."""
+"""Replace the locks in the tests of a project, without a server, a database or a worker."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ DAY = 24 * 60 * 60.0
 
 
 class _GrantingStore(LocMemStore):
-    """Grant every lock and keep none."""
+    """Grant every lock and store none."""
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         return None
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        super().change(key, old, new, lease)  # the lock may have been taken inside hold()
+        super().change(key, old, new, lease)  # the lock may have been acquired inside hold()
         return Outcome.OK
 
     def read(self, key: str) -> Entry | None:
@@ -54,17 +54,17 @@ class _GrantingStore(LocMemStore):
         return iter(())
 
 
-# These stand for the whole process, so that the threads which a test starts see them too.
+# These are for the whole process, so that they also apply to threads that a test starts.
 _guard = threading.RLock()
 _active: list[_StandIn] = []
 _held: list[tuple[str, str, bytes]] = []
-"""Cache alias, key and bytes of the lock of each hold() that is active."""
+"""Cache alias, key and bytes of the lock of each active hold()."""
 _caches: dict[str, LocMemCache] = {}
 _kept_before: set[tuple[str, str]] = set()
 
 
 class _StandIn(TestContextDecorator):
-    """Replace the stores of the configured caches, in every thread."""
+    """Replace the stores of the configured caches in every thread."""
 
     store_class: type[Store] = LocMemStore
 
@@ -77,10 +77,10 @@ class _StandIn(TestContextDecorator):
             entered = self.begin()
             if not _active:
                 _kept_before = renewal.keeper().kept()
-                # Not by override_settings(): whoever overrides a setting inside and restores it
-                # outside, as the fixture "settings" of pytest-django can, would restore this too.
+                # Not by override_settings(): a test that overrides a setting inside and restores
+                # it outside, as pytest-django's "settings" can, would restore this one too.
                 conf.history = "off"
-                # Imported here since it imports the models, which a conftest.py may not do yet.
+                # Imported here, because a conftest.py cannot import models yet.
                 from django_singletask.history.recorder import stop
 
                 stop()
@@ -90,15 +90,13 @@ class _StandIn(TestContextDecorator):
 
     def disable(self) -> None:
         with _guard:
-            # Of two threads the first to begin may be the first to end. One object may be active
-            # twice; then its last activation ends.
+            # Threads may end in any order. If one object is active twice, its last activation ends.
             del _active[-1 - _active[::-1].index(self)]
             self.end()
             if _active:
                 open_with(_active[-1].open_store)
                 return
-            # A lock that the test did not give back must not be renewed, because the renewal
-            # would take it in the configured cache.
+            # Renewing a lock that the test did not release would create it in the configured cache.
             keeper = renewal.keeper()
             for token_and_key in keeper.kept() - _kept_before:
                 keeper.leases.pop(token_and_key, None)
@@ -106,44 +104,43 @@ class _StandIn(TestContextDecorator):
             open_with(None)
 
     def begin(self) -> Any:
-        """Prepare what this object stands for, before anybody sees it."""
+        """Prepare the replacement before it is active."""
 
     def end(self) -> None:
         """Undo :meth:`begin`."""
 
     def open_store(self, alias: str) -> Store:
-        """Open the store that replaces the one of a cache alias."""
-        # Objects of LocMemCache with the same name share their entries.
+        """Return the store that replaces the one of a cache alias."""
+        # LocMemCache objects with the same name share their entries.
         cache = _caches.setdefault(alias, LocMemCache(f"{__name__} {alias}", {}))
         return self.store_class(cache)
 
     def decorate_callable(self, func: F) -> F:
         if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
             raise TypeError(
-                f"{func.__qualname__} is a generator function, whose body runs after the call has "
-                f"returned: write 'with {type(self).__name__}(…):' around its yield instead."
+                f"{func.__qualname__} is a generator function: its body runs after the call has "
+                f"returned. Write 'with {type(self).__name__}(…):' around its yield instead."
             )
         return super().decorate_callable(func)
 
 
 class hold(_StandIn):
-    """Let somebody else hold a lock, so that a run that wants it finds it held.
+    """Simulate another holder, so that a run that wants the lock finds it held.
 
     ``hold(task, *args, **kwargs)`` holds the lock of that call of a :class:`SingletonTask`.
-    Instead of the task, pass a :class:`TaskLock`, or the name of a lock or the key of an
-    ``only_one`` function as a string; a name has one slot, and of the others all slots are held.
-    Use it as a context manager, which gives the :class:`Holder` (a task on a host called
-    "elsewhere", with a lease of a day), or as a decorator of functions, coroutine functions and
-    ``unittest`` classes, where it begins before each ``setUp``.
+    Instead of the task, pass a :class:`TaskLock`, the name of a lock, or the key of an
+    ``only_one`` function. All slots of the lock are held; a name has one slot.
+    Use it as a context manager, which returns the :class:`Holder` (a task on a host called
+    "elsewhere", with a lease of one day). Or use it as a decorator of functions, coroutine
+    functions and ``unittest`` classes, where it begins before each ``setUp``.
 
-    Meanwhile all locks live in the memory of this process, whatever ``SINGLETASK_CACHE`` names
-    and in every thread; nothing is written to the history. At first this is the only lock that
-    is held; others are taken as usual. They are gone when the outermost ``hold()`` or
-    ``no_locks()`` ends.
+    Meanwhile, in every thread, all locks are in the memory of this process, and no history is
+    written. At first this is the only held lock; other locks can be acquired as usual. All of them
+    disappear when the outermost ``hold()`` or ``no_locks()`` ends.
 
-    Raises ``TypeError`` on entry for what is no lock, and for arguments that do not fit the task,
-    and ``ValueError`` for the key of an ``only_one`` function whose fields are not filled.
-    Raises :class:`LockConflict` on entry if the test itself took that lock inside another
+    Raises ``TypeError`` on entry if the first argument is not a lock, or if the other arguments do
+    not fit the task. Raises ``ValueError`` for the key of an ``only_one`` function with unfilled
+    fields, and :class:`LockConflict` if the test itself acquired that lock inside another
     ``hold()``.
     """
 
@@ -159,7 +156,7 @@ class hold(_StandIn):
     def begin(self) -> Holder:
         task, args, kwargs = self._call
         lock = _lock(task, args, kwargs)
-        holder = Holder.from_dict(  # without a process, so nobody can prove that it is dead
+        holder = Holder.from_dict(  # without a process, so it never counts as dead
             {
                 "token": os.urandom(16).hex(),
                 "name": lock.name,
@@ -199,21 +196,21 @@ def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLo
             "The name of the lock of an only_one function is its key."
         )
     if args or kwargs:
-        raise TypeError(f"hold({task!r}) takes no arguments: only the lock of a task has some.")
+        raise TypeError(f"hold({task!r}) takes no arguments: only the lock of a task has any.")
     if isinstance(task, str) and re.search(r"\{[A-Za-z_][\w.]*\}", task):
         raise ValueError(
-            f"hold({task!r}) has a field that is not filled: write the name that a call makes of "
-            "it, such as 'sync-7', or pass a TaskLock if the braces are meant."
+            f"hold({task!r}) has an unfilled field: write the name of one call's lock, such as "
+            "'sync-7', or pass a TaskLock if the braces are part of the name."
         )
     return TaskLock(task) if isinstance(task, str) else task
 
 
 class no_locks(_StandIn):
-    """Grant every lock, so that no run is skipped, postponed or made to wait.
+    """Grant every lock, so that no run is skipped, postponed or has to wait.
 
-    Nothing is stored: ``locked()`` and ``owned()`` are False, ``holder()`` is None. It is a
-    context manager and a decorator, for every thread and without a history, like :class:`hold`.
-    Of two that are nested, the inner one decides.
+    Nothing is stored: ``locked()`` and ``owned()`` are False, and ``holder()`` is None. Like
+    :class:`hold`, it is a context manager and a decorator, applies to every thread, and writes no
+    history. If two are nested, the inner one decides.
     """
 
     store_class = _GrantingStore

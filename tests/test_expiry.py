@@ -144,7 +144,8 @@ def test_a_call_that_has_ended_is_not_said_to_be_queued(sent, caplog):
     deliver(sent[0])
     with caplog.at_level("INFO", "django_singletask"):
         send()
-    assert f"hold(key='a') ({task.lock('a').key}): task {first.id} stops this call" in caplog.text
+    address = f"hold(key='a') ({task.lock('a').key})"
+    assert f"{address}: not sent, duplicate of task {first.id}" in caplog.text
     assert "is queued" not in caplog.text
 
 
@@ -218,7 +219,7 @@ def test_an_error_of_the_cache_costs_no_run(sent, monkeypatch, caplog):
 
     monkeypatch.setattr(Address, "read", fail)
     assert deliver(sent[0]) == "ran"
-    assert "an equal call can be queued" in caplog.text
+    assert "duplicates of this call are not stopped" in caplog.text
 
 
 def test_duplicates_of_a_call_that_has_run_starve_nobody(sent):

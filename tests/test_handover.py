@@ -168,10 +168,10 @@ class TestReceiving:
     def test_a_second_receiver_has_lost_it(self, cache_alias):
         handle = handed_over()
         with TaskLock.receive(handle) as lock:
-            with pytest.raises(LockLost, match="was received already"):
+            with pytest.raises(LockLost, match="was already received"):
                 TaskLock.receive(handle)
             assert lock.owned()
-        with pytest.raises(LockLost, match="waits for no receiver"):
+        with pytest.raises(LockLost, match="can no longer be received"):
             TaskLock.receive(handle)
 
     def test_of_two_receivers_at_once_one_holds_it(self, monkeypatch):

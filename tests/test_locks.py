@@ -269,7 +269,7 @@ class TestOneObjectServesOneAcquisition:
         lock = TaskLock("nightly")
         lock.acquire()
         token = lock.token
-        with pytest.raises(LockError, match="Make one for each use"):
+        with pytest.raises(LockError, match="Create one for each use"):
             lock.acquire()
         assert lock.token == token
         assert lock.release()
@@ -698,7 +698,7 @@ class TestLoss:
                 with pytest.raises(LockLost):
                     lock.extend()
         assert len(reasons()) == 1
-        assert "was lost by the run that held it" in caplog.text
+        assert "was lost while its run continued" in caplog.text
 
 
 class TestOptions:
@@ -728,8 +728,10 @@ class TestOptions:
         for name in ("lost-f-{user_id}", "lost-f-{user_id}", "{'a': 1}", "{}"):
             TaskLock(name)
         [record] = caplog.records
-        expected = "TaskLock('lost-f-{user_id}') is one lock, since nothing fills its field."
-        assert record.getMessage() == f"{expected} Write an f-string."
+        expected = (
+            "TaskLock('lost-f-{user_id}') has an unfilled field, so all values share one lock."
+        )
+        assert record.getMessage() == f"{expected} Use an f-string."
 
     @pytest.mark.parametrize("name", ["", " ", "a\nb"])
     def test_a_name_that_cannot_work(self, name):
@@ -804,7 +806,7 @@ def test_a_wait_without_end_gets_the_lock(settings):
 class TestCodeThatWaitsForItself:
     """A lock that is not in a block may be released by another thread, so a wait goes on."""
 
-    ITSELF = "this code itself has it already, and a lock is not re-entrant"
+    ITSELF = "the same code already holds it, and a lock is not re-entrant"
 
     @pytest.mark.parametrize("enter", [TaskLock.acquire, TaskLock.__enter__])
     def test_a_wait_without_end_is_logged_once(self, settings, caplog, enter):
@@ -817,7 +819,8 @@ class TestCodeThatWaitsForItself:
         timer.join()
         waiting.release()
         [warning] = [each for each in caplog.records if each.levelname == "WARNING"]
-        expected = f"is waited for without end: {self.ITSELF}. Only another thread can release it."
+        assert warning.getMessage().startswith("Endless wait for nightly (")
+        expected = f": {self.ITSELF}. Only another thread can release it."
         assert warning.getMessage().endswith(expected)
 
     def test_a_wait_for_another_thread_is_not_logged(self, settings, caplog):
@@ -970,12 +973,12 @@ class TestOnlyOne:
             (
                 "sync-{user}",
                 TypeError,
-                r"uses \{user\}, which is no argument of it",
+                r"uses \{user\}, which is not an argument",
             ),
-            ("sync-{}", TypeError, r"uses \{\}, which is no argument"),
-            ("{user_id}", ValueError, "has no text of its own"),
-            ("sync-{", ValueError, "is no format string"),
-            ("", ValueError, "has no text"),
+            ("sync-{}", TypeError, r"uses \{\}, which is not an argument"),
+            ("{user_id}", ValueError, "has no fixed text"),
+            ("sync-{", ValueError, "is not a format string"),
+            ("", ValueError, "has no fixed text"),
             (7, TypeError, "must be a format string or a callable"),
         ],
     )
@@ -988,7 +991,10 @@ class TestOnlyOne:
     @pytest.mark.parametrize(
         ("function", "text"),
         [
-            ("sync-{user_id}", r"takes its key by name: only_one\(key='sync-\{user_id\}'\)\.$"),
+            (
+                "sync-{user_id}",
+                r"takes its key as a keyword: only_one\(key='sync-\{user_id\}'\)\.$",
+            ),
             (Exception, "guards a function or a method, not <class 'Exception'>"),
             (7, "guards a function or a method, not 7"),
         ],

@@ -73,7 +73,7 @@ def wrong_seconds(option: str) -> list[Wrong]:
 
 
 def wrong_choices(option: str) -> list[Wrong]:
-    text = f"{option}={{value!r}} {{{{}}}} is none of {CHOICES[option]}."
+    text = f"{option}={{value!r}} {{{{}}}} is not one of {CHOICES[option]}."
     wrong = [Wrong({option: 1}, text.format(value=1), TypeError, TypeError, "E012")]
     never = text.format(value="never")
     if "True" in CHOICES[option]:  # a string has the wrong type
@@ -113,15 +113,14 @@ PROBLEMS = [
     ),
     Wrong(
         {"lock_renew": False},
-        "lock_renew=False {} has no lock_timeout: after it the lock would end under a running "
-        "task.",
+        "lock_renew=False {} needs lock_timeout, a lease that is longer than any run.",
         None,
         TypeError,
         "E011",
     ),
     Wrong(
         {"on_conflict": "wait"},
-        'on_conflict="wait" {} needs lock_wait: how many seconds it waits.',
+        'on_conflict="wait" {} needs lock_wait, the longest wait in seconds.',
         None,
         ValueError,
         "E017",
@@ -140,7 +139,7 @@ PROBLEMS = [
     Wrong({"lock_slots": 0}, f"{SLOTS} 0.", None, ValueError, "E008"),
     Wrong(
         {"on_skip": "report"},
-        "on_skip {} must be a function that is not async, not 'report'.",
+        "on_skip {} must be a plain function, not 'report'.",
         TypeError,
         TypeError,
         "E012",
@@ -159,35 +158,35 @@ PROBLEMS = [
 WITH_ARGUMENTS = [
     Wrong(
         {"lock_on": ["a", "feed"]},
-        "lock_on=['a', 'feed'] {} names 'feed', which is no argument of it.",
+        "lock_on=['a', 'feed'] {} names 'feed', which is not an argument.",
         None,
         TypeError,
         "E009",
     ),
     Wrong(
         {"lock_name": "{a}"},
-        "lock_name='{{a}}' {} has no text of its own: two tasks could share a lock by accident.",
+        "lock_name='{{a}}' {} has no fixed text: two tasks could share a lock by accident.",
         None,
         ValueError,
         "E010",
     ),
     Wrong(
         {"lock_name": ""},
-        "lock_name='' {} has no text of its own: two tasks could share a lock by accident.",
+        "lock_name='' {} has no fixed text: two tasks could share a lock by accident.",
         None,
         ValueError,
         "E010",
     ),
     Wrong(
         {"lock_name": "x:{feed}"},
-        "lock_name='x:{{feed}}' {} uses {{feed}}, which is no argument of it.",
+        "lock_name='x:{{feed}}' {} uses {{feed}}, which is not an argument.",
         None,
         TypeError,
         "E010",
     ),
     Wrong(
         {"lock_name": "x:{"},
-        "lock_name='x:{{' {} is no format string: Single '{{' encountered in format string.",
+        "lock_name='x:{{' {} is not a format string: Single '{{' encountered in format string.",
         None,
         ValueError,
         "E010",
@@ -497,5 +496,5 @@ def test_an_unknown_policy_is_refused_where_no_checks_run(use):
     def buy():
         pass
 
-    with pytest.raises(ValueError, match=r"on_conflict='skpi' of shop\.buy is none of skip, raise"):
+    with pytest.raises(ValueError, match=r"on_conflict='skpi' of shop\.buy is not one of skip"):
         use(buy)

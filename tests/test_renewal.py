@@ -371,7 +371,7 @@ def test_of_too_many_debts_the_oldest_is_dropped_and_logged(monkeypatch, caplog)
     for key in ("a", "b", "c"):
         debts.add(Debt(key, b"x", 60))
     assert [debt.key for debt in debts.waiting] == ["b", "c"]
-    assert "a is not given back: its lease ends it." in caplog.text
+    assert "a is not released; it is free when its lease ends." in caplog.text
 
 
 def test_a_release_that_always_fails_does_not_block_the_others(monkeypatch):

@@ -88,7 +88,7 @@ def test_a_conflict_is_with_the_holder_whose_lease_ends_first(three):
 
 
 def test_clear_wants_a_token(three):
-    with pytest.raises(TypeError, match=r"api has 3 slots: say whose to free, with clear\(token="):
+    with pytest.raises(TypeError, match=r"api has 3 slots: choose a holder with clear\(token="):
         three[2].clear()
     assert three[2].clear(token=three[1].token)
     assert (three[0].owned(), three[1].owned()) == (True, False)

@@ -208,7 +208,7 @@ class TestRunning:
             return "done"
 
         assert work.apply().get() == "done"
-        assert "could not be given back" in caplog.text
+        assert "could not be released" in caplog.text
 
     def test_apply_honours_the_options_of_the_call(self, app):
         @app.task(base=SingletonTask)
@@ -432,9 +432,9 @@ class TestDecoration:
         ],
     )
     def test_an_option_of_another_library_is_named(self, app, task, sent, option, here):
-        with pytest.raises(TypeError, match=f"no option '{option}': here it is {here}"):
+        with pytest.raises(TypeError, match=f"no option '{option}': use {here}"):
             app.task(base=SingletonTask, lazy=False, **{option: 1})(takes_a)
-        with pytest.raises(TypeError, match=f"no option '{option}': here it is {here}"):
+        with pytest.raises(TypeError, match=f"no option '{option}': use {here}"):
             task.apply_async((1,), **{option: 1})
         assert not sent
 
@@ -442,7 +442,7 @@ class TestDecoration:
         ("option", "here"), [("slots", "lock_slots"), ("lock_key", "lock_name")]
     )
     def test_an_option_of_only_one_is_named(self, app, option, here):
-        with pytest.raises(TypeError, match=f"no option '{option}': here it is {here}"):
+        with pytest.raises(TypeError, match=f"no option '{option}': use {here}"):
             app.task(base=SingletonTask, lazy=False, **{option: 1})(takes_a)
 
     @pytest.mark.parametrize("option", ["lock_ttl", "unique_by"])

@@ -339,7 +339,7 @@ def test_hold_refuses_arguments_that_do_not_fit_the_task(dead):
 
 
 def test_hold_refuses_a_key_whose_fields_are_not_filled(dead):
-    with pytest.raises(ValueError, match=r"^hold\('sync-{user_id}'\) has a field"):
+    with pytest.raises(ValueError, match=r"^hold\('sync-{user_id}'\) has an unfilled field"):
         hold("sync-{user_id}").enable()
     with hold(TaskLock("sync-{user_id}")), hold("shop.tasks.add({'a': 1})"):
         assert TaskLock("sync-{user_id}").locked()
@@ -509,7 +509,7 @@ def test_generator_functions_and_plain_classes_are_refused(context):
         yield
 
     for function in (generator, coroutine_generator):
-        with pytest.raises(TypeError, match=r"write 'with (hold|no_locks)\(…\):'"):
+        with pytest.raises(TypeError, match=r"Write 'with (hold|no_locks)\(…\):'"):
             context(function)
     with pytest.raises(TypeError, match=r"unittest\.TestCase"):
         context(type("Plain", (), {}))

@@ -100,7 +100,7 @@ class TestEnqueue:
             unique.apply_async(("a",), lock_options={"on_duplicate": "raise"})
         assert caught.value.task_id == first.id
         assert caught.value.name == unique.lock("a").name
-        before = f"{caught.value.name}: an equal call was sent before, as task {first.id}"
+        before = f"{caught.value.name}: an identical call was sent earlier, as task {first.id}"
         assert str(caught.value) == before
         assert pickle.loads(pickle.dumps(caught.value)).task_id == first.id
 
@@ -377,7 +377,7 @@ class TestStart:
 
         monkeypatch.setattr(store, "release", fail_once)
         assert deliver(sent[0]) == "ran"
-        assert "the entry of a queued call could not be deleted; it is tried again" in caplog.text
+        assert "the entry of a queued call could not be deleted; trying again" in caplog.text
         eventually(lambda: unique.queued("a") is None)
 
 
@@ -542,7 +542,7 @@ class TestFinish:
         with monkeypatch.context() as patch:
             patch.setattr(get_store("redis"), "replace", refuse)
             assert deliver(sent[0], finish) == "ran"
-        assert "an equal call can be queued beside this one" in caplog.text
+        assert "duplicates of this call are not stopped" in caplog.text
         eventually(lambda: finish.queued("a") is None)
 
     def test_a_cache_that_goes_down_before_a_retry_does_not_fail_it(
@@ -556,7 +556,7 @@ class TestFinish:
         monkeypatch.setattr(tasks, "body", body)
         with pytest.raises(Retry):
             deliver(sent[0], finish)
-        assert "an equal call can be queued beside the next try" in caplog.text
+        assert "duplicates of the next try are not stopped" in caplog.text
         eventually(lambda: finish.queued("a") is None)
 
     def test_a_soft_time_limit_before_a_retry_reaches_the_task(self, sent, monkeypatch):

@@ -1,1 +1,1 @@
-"""What a project may add, each an app of its own with a package that it needs."""
+"""Optional apps, each of which needs an extra package."""

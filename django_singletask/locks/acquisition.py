@@ -1,4 +1,4 @@
-"""One acquisition of a TaskLock: attempts, and the time between them."""
+"""One acquisition of a TaskLock: its attempts, and the pauses between them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ logger = logging.getLogger("django_singletask")
 
 POLL = 0.05
 MAX_POLL = 0.5
-BEHIND_ITSELF = "this code itself has it already, and a lock is not re-entrant"
+BEHIND_ITSELF = "the same code already holds it, and a lock is not re-entrant"
 
 
 class Acquisition:
-    """Take a lock for the code that calls, waiting up to ``wait`` seconds (None: as it says).
+    """Take a lock, waiting up to ``wait`` seconds (None: the lock's own ``wait``).
 
-    The steps may be done in other threads, so who wants the lock is known before they begin.
+    The steps may run in other threads, so the run and the place of the caller are read here.
     ``in_block``: it is for a ``with`` block, which uses the lock until its end. The lock refers to
-    its acquisition, and not the other way: a cycle would keep a lease alive that nobody uses.
+    its acquisition, but not the reverse: a cycle would keep an unused lease alive.
     """
 
     pause = POLL
@@ -48,7 +48,7 @@ class Acquisition:
         lock.note = ""
 
     def step(self, lock: TaskLock) -> float | None:
-        """Make an attempt; after the last one do what the options say about a conflict."""
+        """Make an attempt; after the last one, handle a conflict as the options say."""
         pause = self.attempt(lock)
         if pause is None and lock.blocker is not None:
             if self.in_block:
@@ -79,7 +79,7 @@ class Acquisition:
     def _after_conflict(self, lock: TaskLock, lease: Lease, blocker: Holder) -> float | None:
         wait = self.wait
         if lock.run and blocker.is_run_of(lock.run.task_id):
-            return None  # an earlier run of the same message: not to be waited for here
+            return None  # an earlier run of the same message
         is_own = renewal.keeper().took(blocker.token, lease.key, self.place)
         lock.note = BEHIND_ITSELF if is_own else ""
         if not wait:
@@ -91,16 +91,16 @@ class Acquisition:
             lock.say_gave_up(wait)
             return None
         if is_own and wait == math.inf and self.pause == POLL:
-            text = "%s is waited for without end: %s. Only another thread can release it."
+            text = "Endless wait for %s: %s. Only another thread can release it."
             logger.warning(text, lease.address, lock.note)
         pause = min(left, self.pause * random.uniform(0.5, 1))
         self.pause = min(self.pause * 1.5, MAX_POLL)
         return pause
 
     def new_lease(self, lock: TaskLock) -> Lease:
-        """Return a new lease of the lock: each attempt has a token of its own."""
+        """Return a new lease of the lock, with a new token."""
         holder = self.run.holder(lock.name, lease_length(lock.timeout), lock.slots)
-        # Known to the lock before it is taken: whatever strikes then, the lock can give it back.
+        # Set before the take, so that the lock can release it after any error or signal.
         lock.lease = Lease(
             lock.address,
             holder,

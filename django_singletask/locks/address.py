@@ -1,4 +1,4 @@
-"""Where the entry of a lock is: its cache, its name and key, and who is told what happens to it."""
+"""Where the entry of a lock is: its cache, name and key; and the events about it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def lease_length(timeout: float | None) -> float:
 
 
 class Address(NamedTuple):
-    """The place of one entry, whoever holds it.
+    """The place of one entry.
 
-    ``cache`` is an alias in ``CACHES``. ``quiet`` is passed on in the events. ``silent``: no event
-    is sent, because the entry of a queued call is no lock.
+    ``cache`` is an alias in ``CACHES``. ``quiet`` is a field of the events. ``silent``: no event is
+    sent, because the entry of a queued call is not a lock.
     """
 
     cache: str
@@ -52,15 +52,15 @@ class Address(NamedTuple):
         return get_store(self.cache).read(self.key)
 
     def look(self) -> tuple[Entry | None, Holder]:
-        """Return the entry that is there now, and its holder; without an entry an empty one."""
+        """Return the entry that is there now, and its holder; without an entry an empty holder."""
         entry = self.read()
         return entry, Holder.decode(b"" if entry is None else entry.value)
 
     def tell(self, kind: str, holder: Holder | None, **facts: Any) -> None:
-        """Send an event about a holder of this entry, or about what this process met there (None).
+        """Send an event about a holder of this entry, or about this process (None).
 
-        ``facts`` are fields of the event. An error of a receiver is logged by Django; only a soft
-        time limit is raised, since a signal raises it and it is meant for the task.
+        ``facts`` are fields of the event. Django logs the error of a receiver. Only a soft time
+        limit, which is meant for the task, is raised.
         """
         if self.silent or not lock_event.receivers:
             return
@@ -74,50 +74,47 @@ class Address(NamedTuple):
     def tell_of_conflict(
         self, kind: str, reason: str, run: Run | Holder, blocker: Holder | None
     ) -> None:
-        """Send the event of a run or a call that met ``blocker``."""
+        """Report a run or a call that met ``blocker``."""
         facts = {"task": run.task or "", "task_id": run.task_id or "", **blocker_facts(blocker)}
         self.tell(kind, None, reason=reason, **facts)
 
     def free_dead(self, entry: Entry, holder: Holder, how: str) -> bool:
-        """Free the entry of a holder that is known to be dead; say whether it was freed.
+        """Free the entry of a dead holder; return whether it was freed.
 
-        ``how`` says how the death is known; it goes into the history. Of many that see the same
-        dead holder one frees its entry, and whoever comes first then takes it:
+        ``how`` is the proof of death, for the log and the history. If several processes see the
+        same dead holder, only one frees its entry, and one takes it:
 
           A: add -> dead holder X         B: add -> dead holder X
           A: release X -> freed
           A: add -> taken
-                                          B: release X -> it is A's by now: refused
+                                          B: release X -> A has it by now: refused
                                           B: add -> conflict with A
         """
         if get_store(self.cache).release(self.key, entry.value) is not Outcome.OK:
             return False
-        logger.warning("%s was held by %s: freed, since %s.", self, holder, how)
-        held_for = max(0.0, time.time() - holder.since)  # it was a process of this host
+        logger.warning("%s was held by %s: freed, because %s.", self, holder, how)
+        held_for = max(0.0, time.time() - holder.since)  # by one clock: it was on this host
         self.tell("expired", holder, outcome="dead", reason=how, held_for=held_for)
         return True
 
     def bury(self, token: str, how: str) -> bool:
-        """Free the entry if the holder with this token, which is known to be dead, still has it.
-
-        ``how`` says how the death is known; it goes into the history. Say whether it was freed.
-        """
+        """Free the entry if the dead holder with this token still has it; see :meth:`free_dead`."""
         entry, holder = self.look()
-        # What a run that returned has kept has its token, and stays.
+        # An entry that a returned run keeps (at_least) has its token, too, and stays.
         dead = holder.token == token and not holder.kept
         return entry is not None and dead and self.free_dead(entry, holder, how)
 
     def clear(self, token: str | None, actor: str, timeout: float | None, reason: str = "") -> bool:
-        """Free the entry, whoever holds it; with a ``token``, only if that holder has it.
+        """Free the entry of any holder, or only of the holder with ``token``.
 
-        ``timeout`` is the length of the lease in seconds if the holder's record does not say it;
-        the marker of the clearing stays for at least that long. Say whether the entry was freed.
+        ``timeout`` is the length of the lease in seconds if the holder's record has none. Return
+        whether the entry was freed.
         """
         entry, holder = self.look()
         if entry is None or token not in (None, holder.token):
             return False
-        # The marker must still be there at the holder's next renewal. extend() may have given the
-        # lease another length than the record says.
+        # The marker must last until the holder's next renewal; extend() may have changed the
+        # length in the record.
         lease = holder.timeout or lease_length(timeout)
         lease = max(lease, MAX_LEASE if entry.remaining is None else entry.remaining)
         if not get_store(self.cache).clear(self.key, entry.value, lease):
@@ -130,7 +127,7 @@ class Address(NamedTuple):
 
 
 def blocker_facts(blocker: Holder | None) -> dict[str, str]:
-    """Return the facts of an event that say who was in the way."""
+    """Return the fields of an event that describe the blocking holder."""
     if blocker is None:
         return {"blocked_by": "", "blocked_by_task_id": ""}
     return {"blocked_by": blocker.token, "blocked_by_task_id": blocker.task_id or ""}

@@ -14,11 +14,11 @@ __all__ = ["around", "enter", "here", "innermost", "leave", "outlast"]
 
 
 Place = tuple[object, int | None]
-"""A mark of a thread, and the asyncio task that runs in it."""
+"""A mark of a thread, and the id of the asyncio task that runs in it."""
 
 
 class _Thread(threading.local):
-    """Mark each thread with an object: a number is given to a later thread again."""
+    """Mark each thread with an object, because the number of a thread can be used again."""
 
     def __init__(self) -> None:
         self.mark = object()
@@ -29,7 +29,7 @@ _thread = _Thread()
 
 def here() -> Place:
     """Return the place of the running code."""
-    loop = _get_running_loop()  # a tenth of the time of get_running_loop() where none runs
+    loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
     return _thread.mark, None if task is None else id(task)
 
@@ -37,8 +37,8 @@ def here() -> Place:
 class Block(NamedTuple):
     """A block, and the block around it.
 
-    The reference is weak: after a signal that strikes between a body and its ``__exit__``, the
-    context would keep the lock, and so its renewal, for ever.
+    The reference is weak: if a signal strikes between a body and its ``__exit__``, the context
+    would otherwise keep the lock, and so its renewal, for ever.
     """
 
     lock: weakref.ref[Any]
@@ -55,9 +55,8 @@ def enter(lock: Any) -> Token[Block | None]:
 
 
 def leave(token: Token[Block | None]) -> None:
-    """Note that the block for which :func:`enter` gave the token has ended."""
-    # An asynchronous generator with an open block may be closed in another context: that of the
-    # task in which the loop closes it.
+    """Note that the block for which :func:`enter` returned the token has ended."""
+    # The loop may close an asynchronous generator with an open block in another context.
     try:  # noqa: SIM105 - suppress() takes longer than the rest
         _innermost.reset(token)
     except ValueError:
@@ -71,10 +70,10 @@ def innermost() -> Any:
 
 
 def around(lease: Any, place: Place) -> Any:
-    """Return the lease of a block around a call at this place that has a slot of the same lock.
+    """Return the lease of a block around this place that has a slot of the same lock.
 
-    With one slot the store finds it. With several, a call that took another slot would wait for
-    itself when all others are taken.
+    With one slot the store finds that. With several slots, a nested call could take another slot,
+    and would wait for itself when none is free.
     """
     for lock in _around(place):
         held = lock.lease
@@ -84,11 +83,10 @@ def around(lease: Any, place: Place) -> Any:
 
 
 def outlast(token: str, key: str, until: float, place: Place) -> bool:
-    """Say whether a block around a call at this place holds the lock, and outlasts ``until``.
+    """Return whether a block around this place holds the lock until after ``until``.
 
-    The context says which blocks are around the call. A thread to which a job was passed and an
-    asyncio task have a copy of the context, but the blocks in it were entered in another thread or
-    task, which may end them. A fixed lease may end before its block does.
+    A new thread or asyncio task may have a copy of the context, but its blocks were entered in
+    another thread or task, which may end them. A fixed lease may end before its block does.
     """
     for lock in _around(place):
         if (lock.lease.token, lock.lease.key) == (token, key):
@@ -97,7 +95,7 @@ def outlast(token: str, key: str, until: float, place: Place) -> bool:
 
 
 def _around(place: Place) -> Iterator[Any]:
-    """Yield the locks that blocks around a call at this place hold, the innermost first."""
+    """Yield the locks held by the blocks around this place, the innermost first."""
     block = _innermost.get()
     while block is not None:
         lock = block.lock() if block.place == place else None

@@ -1,4 +1,4 @@
-"""Reduce any argument to what the sender and the receiver of its message agree on."""
+"""Reduce an argument to a form that is the same for the sender and the receiver of a message."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TOO_LONG = 10**4300
 
 
 class Unstable(Exception):
-    """A value has no canonical form; the message goes on after the name of the argument."""
+    """A value has no canonical form; the text follows the name of the argument."""
 
 
 def canonical(value: Any) -> Any:
-    """Return what JSON makes of a value: strings, numbers, booleans, None, lists and dicts of them.
+    """Return a value as JSON would: strings, numbers, booleans, None, lists and dicts of them.
 
-    A sender has the value itself, and a worker what arrived of it in a message, as JSON or
-    pickled: both have the same canonical form. Raises :class:`Unstable` if there is none.
+    The sender has the value itself, and a worker has what a message in JSON or pickle made of it.
+    Both have the same canonical form. Raises :class:`Unstable` if there is none.
     """
     try:
         return _reduce(value)
@@ -43,7 +43,7 @@ def canonical(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Say whether two canonical forms are written alike: 1 is neither 1.0 nor True."""
+    """Return whether two canonical forms are the same; 1 differs from 1.0 and from True."""
     kind = type(one)
     if kind is not type(other):
         return False
@@ -52,7 +52,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def formattable(value: Any) -> Any:
-    """Return one form for values that a message may turn into each other; dates stay dates."""
+    """Return the same form for values that a message may confuse; dates stay dates."""
     if isinstance(value, enum.Enum):
         return formattable(value.value)
     if type(value) in (list, tuple):
@@ -72,9 +72,7 @@ def _reduce(value: Any) -> Any:
     if kind is int:
         if -_TOO_LONG < value < _TOO_LONG:
             return value
-        raise Unstable(
-            "holds a number with too many digits to write it down. Leave it out with lock_on=[…]."
-        )
+        raise Unstable("contains an integer with too many digits. Leave it out with lock_on=[…].")
     if isinstance(value, enum.Enum):
         return _reduce(value.value)
     if isinstance(value, (list, tuple)):
@@ -101,7 +99,7 @@ def _reduce(value: Any) -> Any:
         if callable(getattr(value, reducer, None)) and not isinstance(value, type):
             return _reduce(getattr(value, reducer)())
     raise Unstable(
-        f"holds a {kind.__module__}.{kind.__qualname__}, which has no stable form to tell calls "
+        f"contains a {kind.__module__}.{kind.__qualname__}, which has no stable form to tell calls "
         "apart. Pass plain values (an id instead of an object), or leave it out with lock_on=[…]."
     )
 

@@ -1,4 +1,4 @@
-"""Releases that could not be made yet, because the cache was down or a signal came between."""
+"""Releases that are still to be made, because the cache was down or a signal interrupted them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ logger = logging.getLogger("django_singletask")
 RETRY = 1.0
 """Seconds after which a cache that did not answer is asked again."""
 MAX_DEBTS = 10_000
-"""Releases that are owed to one cache; then the oldest is forgotten, and its lease ends it."""
+"""The longest queue for one cache; then the oldest is dropped, and its lease frees the lock."""
 AT_ONCE = 100
-"""Releases that are made before the thread looks whether renewals are due."""
+"""Releases in a row before the thread checks for due renewals."""
 
 
 class Kept(NamedTuple):
-    """The bytes that stay in the place of an entry that is released, and until when."""
+    """The bytes that replace a released entry, and until when."""
 
     value: bytes
     until: float
 
 
 class Debt(NamedTuple):
-    """A release that is tried again until ``until``, when the lease has ended anyway."""
+    """A release that is tried again until the lease has ended anyway."""
 
     key: str
     value: bytes
@@ -39,7 +39,7 @@ class Debt(NamedTuple):
 
 
 def release(cache: str, key: str, value: bytes, kept: Kept | None) -> Outcome:
-    """Delete an entry, or leave there for a while what is kept of it."""
+    """Delete an entry, or replace it by what is kept of it for a while."""
     store = get_store(cache)
     if kept is not None and (left := kept.until - clock.now()) > 0:
         return store.change(key, value, kept.value, left)
@@ -47,7 +47,7 @@ def release(cache: str, key: str, value: bytes, kept: Kept | None) -> Outcome:
 
 
 class Debts:
-    """The releases that are owed to one cache."""
+    """The releases still to be made in one cache."""
 
     def __init__(self, cache: str) -> None:
         self.cache = cache
@@ -58,7 +58,8 @@ class Debts:
     def add(self, debt: Debt) -> None:
         """Note a release, to be made as soon as the cache answers."""
         if len(self.waiting) >= MAX_DEBTS:
-            logger.warning("%s is not given back: its lease ends it.", self.waiting.popleft().key)
+            key = self.waiting.popleft().key
+            logger.warning("%s is not released; it is free when its lease ends.", key)
         self.waiting.append(debt)
         self.due_at = min(self.due_at, clock.now())
 
@@ -69,22 +70,18 @@ class Debts:
             try:
                 release(self.cache, debt.key, debt.value, debt.kept)
             except Exception as error:
-                # Last, so that a release which always fails does not block the others.
+                # Put it last, so that a release which always fails does not block the others.
                 if clock.now() < debt.until:
                     self.waiting.append(debt)
                 self.due_at = clock.now() + RETRY
-                if not self.is_down:  # told once an outage
+                if not self.is_down:  # logged once per outage
                     self.is_down = True
-                    logger.warning(
-                        "The cache %r does not answer a release; locks that may be held there are "
-                        "given back when it does: %s",
-                        self.cache,
-                        error,
-                    )
+                    text = "The cache %r does not answer; locks are released when it does: %s"
+                    logger.warning(text, self.cache, error)
                 return
             self.is_down = False
-        # Set due_at before testing waiting. Otherwise a debt that add() notes in between is not
-        # paid until the next one comes:
+        # Set due_at before testing waiting. Otherwise a debt that add() notes in between would
+        # wait for the next one:
         #
         #   this thread: nothing waits?                due_at = inf
         #   add():                        due_at = now

@@ -1,4 +1,4 @@
-"""Let a lock outlive its process: hand it over to nobody, and receive it in another process."""
+"""Let a lock outlive its process: hand it over, and receive it in another process."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ IS_TOKEN = re.compile("[0-9a-f]{32}")
 
 # Who has the lock
 #
-# The entry of a lock that was handed over names no process, so nobody can prove that its holder is
-# dead, and nobody renews it: it ends after the seconds that hand_over() was given. Each holder has
-# a token of its own, and replaces the bytes of the holder before it by one comparison in the store:
+# The entry of a lock that was handed over has no process. So it never counts as dead, it is not
+# renewed, and it ends after the seconds passed to hand_over(). Each holder has a separate token,
+# and replaces the bytes of the holder before it atomically:
 #
 #   command:   bytes A -> token H, no process     exits
 #   receiver:                                             bytes with H -> its own, renewed
@@ -37,10 +37,7 @@ IS_TOKEN = re.compile("[0-9a-f]{32}")
 
 
 class Handle(NamedTuple):
-    """A lock that was handed over: where it is, and the token that its receiver finds there.
-
-    ``key`` is that of the slot if the lock has several ``slots``.
-    """
+    """The place and the token of a lock that was handed over; ``key`` is the key of its slot."""
 
     name: str
     key: str
@@ -67,14 +64,14 @@ class Handle(NamedTuple):
         raise ValueError(f"handle must be what hand_over() returned, not {repr(text)[:200]}.")
 
     def encode(self) -> str:
-        """Return the handle as a string, which any serializer takes."""
+        """Return the handle as a string."""
         return json.dumps(self._asdict(), separators=(",", ":"))
 
 
 def hand_over(lease: Lease, seconds: float) -> str:
-    """Leave the entry to whoever receives it in time; see :meth:`TaskLock.hand_over`."""
+    """Leave the entry to another process; see :meth:`TaskLock.hand_over`."""
     check_seconds("for_", seconds)
-    if lease.lost or lease.holder.pid != this_process().pid:  # in a fork, it is the parent's
+    if lease.lost or lease.holder.pid != this_process().pid:  # in a fork, the parent has it
         raise LockLost(f"{lease.address} is not held by this process: nothing to hand over.")
     token = os.urandom(16).hex()
     holder = lease.holder.without_process(seconds, token=token, since=time.time())
@@ -86,7 +83,7 @@ def hand_over(lease: Lease, seconds: float) -> str:
             key, slots = lease.address.lock_key, holder.slots
             return Handle(*key, lease.cache, token, slots).encode()
     except BaseException as error:
-        # Whether or not the store has handed it over, nobody got the handle.
+        # The caller does not get the handle, so free the entry even if it was handed over.
         renewal.keeper().owe(lease.cache, lease.key, value, seconds)
         lease.tell_released(reason=f"not handed over: {type(error).__name__}: {error}")
         raise
@@ -101,19 +98,19 @@ def receive(lease: Lease, token: str) -> None:
     entry, holder = address.look()
     how = None
     if entry is not None and holder.token != token:
-        # A message that is delivered again finds the bytes of its own first run, which received.
+        # A redelivered message finds the bytes of its own first run, which received the lock.
         if holder.is_run_of(lease.holder.task_id):
             how = proof_of_death(holder)
         if how is None:
-            raise LockLost(f"{address} was received already, or is another's: {holder} has it.")
-    # Also without an entry: no_locks() grants what it does not store.
+            raise LockLost(f"{address} was already received, or is not this one: {holder} has it.")
+    # Also without an entry, because no_locks() stores none.
     if not lease.replace(b"" if entry is None else entry.value):
         raise LockLost(
-            f"{address} waits for no receiver any more: the time of its hand_over() is over, it "
-            "was received or cleared, or the cache forgot it."
+            f"{address} can no longer be received: the time of its hand_over() is over, it was "
+            "received or cleared, or the cache lost it."
         )
     if how:
-        logger.warning("%s was received by %s: received again, since %s.", address, holder, how)
+        logger.warning("%s was received by %s: received again, because %s.", address, holder, how)
         address.tell("expired", holder, outcome="dead", reason=how)
     elif entry is not None:
         reason = f"received by {lease.holder}"

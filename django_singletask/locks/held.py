@@ -1,4 +1,4 @@
-"""What anybody may ask of a lock, and what its holder may do with it."""
+"""What any process can ask about a lock, and what its holder can do with it."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ logger = logging.getLogger("django_singletask")
 
 @lru_cache(maxsize=128)
 def _report_field(name: str) -> None:
-    """Log once that a name has a field that nothing fills: an f-string may have lost its f."""
+    """Log once that a name has an unfilled field: an f-string may have lost its f."""
     if re.search(r"\{[A-Za-z_][\w.]*\}", name):
-        text = "TaskLock(%r) is one lock, since nothing fills its field. Write an f-string."
+        text = "TaskLock(%r) has an unfilled field, so all values share one lock. Use an f-string."
         logger.warning(text, name)
 
 
 class HeldLock:
-    """A lock by name and its options, which are explained in :class:`TaskLock`.
+    """A lock by name and its options, which :class:`TaskLock` explains.
 
-    Each question to the cache is one request, and raises :class:`LockUnavailable`.
+    Each question to the cache is one request, and can raise :class:`LockUnavailable`.
     """
 
     at_least: float = 0
-    """Seconds from its start for which a body that returns keeps the lock."""
+    """A body that returns keeps the lock until so many seconds after its start."""
     lease: Lease | None = None
-    """The last acquisition; ``lease.held`` says whether it lasts."""
+    """The last acquisition; ``lease.held`` tells whether it lasts."""
     _user: Acquisition | None = None
     """The acquisition, or the block, that uses this object now."""
     _received: Acquisition | None = None
-    """The same until a block enters a lock that was received."""
+    """The same, until a block enters a lock that was received."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class HeldLock:
         if timeout is not None:
             check_seconds("timeout", timeout)
         elif not renew:
-            raise TypeError("renew=False needs a timeout: after it the lock ends under the run.")
+            raise TypeError("renew=False needs a timeout, a lease that is longer than any run.")
         check_seconds("wait", wait, zero=True, infinite=True)
         if on_conflict not in ("raise", "skip"):
             raise ValueError(
@@ -100,19 +100,19 @@ class HeldLock:
         """Where the entry is, by the settings of this moment."""
         return Address(self.cache or conf.cache, self.lock_key, (self.run or NO_RUN).quiet)
 
-    # Whoever holds it
+    # For any process
 
     def locked(self) -> bool:
-        """Ask the cache whether all slots are held; one who is proven dead holds none."""
+        """Ask the cache whether the lock (all its slots) is held; a dead holder does not count."""
         holders = [Holder.decode(entry.value) for entry in self._entries().values()]
         return sum(proof_of_death(holder) is None for holder in holders) == self.slots
 
     alocked = offer_in_thread(locked)
 
     def holder(self) -> Holder | None:
-        """Ask the cache who holds the lock; of several, whose lease ends first.
+        """Ask the cache for the holder of the lock; of several, the one whose lease ends first.
 
-        Where the cache cannot tell that, it is the holder of the first slot that is held.
+        memcached does not report ends: there it is the holder of the first slot that is held.
         """
         entry = self._first()
         return None if entry is None else Holder.decode(entry.value)
@@ -120,9 +120,9 @@ class HeldLock:
     aholder = offer_in_thread(holder)
 
     def remaining(self) -> float | None:
-        """Ask the cache for the seconds left of the lease of :meth:`holder`.
+        """Ask the cache for the rest of the lease of :meth:`holder` in seconds.
 
-        None if the lock is free or if the cache cannot tell.
+        None if the lock is free, or if the cache does not report it.
         """
         entry = self._first()
         return None if entry is None else entry.remaining
@@ -130,24 +130,23 @@ class HeldLock:
     aremaining = offer_in_thread(remaining)
 
     def clear(self, *, token: str | None = None, actor: str = "", reason: str = "") -> bool:
-        """Free the lock, whoever holds it; with ``token``, only if that holder has it.
+        """Free the lock of any holder, or only of the holder with ``token``.
 
-        ``actor`` and ``reason`` say who frees it and why; the log and the history keep them.
-
-        The holder, if it still runs, learns at its next renewal that the lock is lost, and
-        another run can start beside it. Say whether a lock was freed. Raises ``TypeError`` if the
-        lock has several slots and no token says whose to free.
+        ``actor`` and ``reason`` say who frees it and why, for the log and the history. If the
+        holder is still running, it keeps running, and another run can start at the same time. The
+        holder learns at its next renewal that the lock is lost. Return whether a lock was freed.
+        Raises ``TypeError`` if the lock has several slots and there is no token.
         """
         if token is None and self.slots > 1:
             raise TypeError(
-                f"{self.name} has {self.slots} slots: say whose to free, with clear(token=…)."
+                f"{self.name} has {self.slots} slots: choose a holder with clear(token=…)."
             )
         return self.address_of(token).clear(token, actor, self.timeout, reason)
 
     aclear = offer_in_thread(clear)
 
     def address_of(self, token: str | None) -> Address:
-        """Return where the holder with this token is, as far as the cache must be asked for it."""
+        """Return the address of the slot of the holder with this token."""
         if self.slots > 1:
             for key, entry in self._entries().items():
                 if Holder.decode(entry.value).token == token:
@@ -163,10 +162,10 @@ class HeldLock:
     # While this object holds it
 
     def release(self) -> bool:
-        """Give the lock back; say whether it still was this object's own to give.
+        """Release the lock; return whether this object still held it.
 
-        Any thread may do it. Raises :class:`LockError` if it was not acquired, and
-        :class:`LockUnavailable`: then the lease frees it.
+        Any thread may do this. Raises :class:`LockError` if the lock was not acquired, and
+        :class:`LockUnavailable`: then the release is tried again until the lease has ended.
         """
         lease = self._held_lease()
         try:
@@ -177,14 +176,14 @@ class HeldLock:
     arelease = offer_in_thread(release)
 
     def hand_over(self, *, for_: float) -> str:
-        """Leave the lock to another process, and return the handle with which it receives the lock.
+        """Leave the lock to another process; return the handle with which it can :meth:`receive`.
 
-        From then on the lock belongs to no process and is not renewed: it ends after ``for_``
-        seconds, unless :meth:`receive` takes it before. This object holds it no more, so the end
-        of its ``with`` block frees nothing. The handle is a string that any serializer takes.
+        From then on the lock belongs to no process and is not renewed. It ends after ``for_``
+        seconds, unless a process receives it before. This object no longer holds it, so the end
+        of its ``with`` block frees nothing. The handle is a string.
 
-        Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` if it is gone,
-        and :class:`LockUnavailable`; then nobody can receive the lock, and it is freed.
+        Raises :class:`LockError` if the lock was not acquired, and :class:`LockLost` if it is gone.
+        If it raises :class:`LockUnavailable`, the lock cannot be received, and is freed.
         """
         try:
             return hand_over(self._held_lease(), for_)
@@ -194,23 +193,24 @@ class HeldLock:
 
     @property
     def lost(self) -> bool:
-        """Whether the lock was acquired here and can no longer be trusted; costs no request."""
+        """Whether this object acquired the lock and has lost it since; sends no request."""
         return self.lease is not None and self.lease.lost
 
     def check(self) -> None:
         """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired.
 
-        For the loops of long bodies: it costs no request, but in a forked child of the holder.
+        Call it in the loops of long bodies. Only in a forked child of the holder it sends a
+        request.
         """
         if self._held_lease().lost:
             raise LockLost(f"{self.name} is no longer held by this run.")
 
     def extend(self, timeout: float | None = None) -> None:
-        """Let the lease end ``timeout`` seconds from now (default: its own length).
+        """Let the lease end ``timeout`` seconds from now (default: the length of the lease).
 
-        A lease that is renewed has that length from now on. Raises :class:`LockLost` if the lock is
-        lost, :class:`LockError` if it was not acquired or is that of the process which forked this
-        one, and :class:`LockUnavailable`.
+        A lease that is renewed keeps the new length. Raises :class:`LockLost` if the lock is lost,
+        :class:`LockError` if it was not acquired or belongs to the parent of this forked process,
+        and :class:`LockUnavailable`.
         """
         lease = self._held_lease()
         lease.extend(lease.length if timeout is None else check_seconds("timeout", timeout))
@@ -219,14 +219,15 @@ class HeldLock:
     aextend = offer_in_thread(extend)
 
     def fencing_token(self) -> int:
-        """Return a number greater than that of every earlier holder, below ``2**63``.
+        """Return a number that is greater than that of every earlier holder, and below ``2**63``.
 
-        It stays the same until the release; the first call is a request. Fetch it before the data
-        is read, and write only where the data's own number is smaller: then the write of a run
-        that woke up after its lease is refused. The idea is Martin Kleppmann's.
+        The number stays the same until the release; only the first call sends a request. Get it
+        before you read the data, store it with the data, and write only if the stored number is
+        not greater. Then a run that wakes up after its lease cannot overwrite newer data. The idea
+        is Martin Kleppmann's.
 
-        Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` once it was lost
-        or retaken, ``TypeError`` with several slots, ``NotImplementedError`` on memcached, and
+        Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` if it was lost or
+        retaken, ``TypeError`` with several slots, ``NotImplementedError`` on memcached, and
         :class:`LockUnavailable`.
         """
         return self._held_lease().fencing_token()
@@ -248,21 +249,20 @@ class HeldLock:
 
     # Who uses this object
     #
-    # It is in use from before the take until after the release, and for as long as a block runs,
-    # also one that is skipped. Without that, the acquisition of one thread would let the other
-    # thread in:
+    # It is in use from before the take until after the release, and while a block runs, also a
+    # skipped one. Otherwise the acquisition of one thread would let another thread in:
     #
     #   thread 1: with LOCK as lock: (taken)  body ...................... exit: frees it
     #   thread 2:     with LOCK as lock: (held by another)   if lock: True, by thread 1 -> body
     #
-    # setdefault() and pop() are one step each, also between threads.
+    # setdefault() and pop() are atomic between threads.
 
     def note_received(self, user: Acquisition) -> None:
-        """Let the object be in use by an acquisition that has received the lock."""
+        """Reserve the object for an acquisition that has received the lock."""
         self._user = self._received = user
 
     def _reserve(self, user: Acquisition) -> bool:
-        """Reserve the object; say whether a block enters a lock that was received.
+        """Reserve the object; return whether a block enters a lock that was received.
 
         Raises :class:`LockError` if the object is in use.
         """
@@ -271,21 +271,18 @@ class HeldLock:
             return True
         if vars(self).setdefault("_user", user) is not user:
             raise LockError(
-                f"This TaskLock of {self.name} is in use: one object serves one acquisition at a "
-                "time. Make one for each use: with TaskLock(…):"
+                f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
+                "time. Create one for each use: with TaskLock(…):"
             )
         return False
 
     def _end_use(self) -> bool:
-        """Let the object be used again; inside a block, the end of the block does it.
-
-        Return False: it holds no lock now.
-        """
+        """Let the object be used again, unless a block uses it; return False."""
         if self._user is not None and not self._user.in_block:
             self._end_block()
         return False
 
     def _end_block(self) -> None:
-        """Let the object be used again, whoever uses it."""
+        """Let the object be used again."""
         vars(self).pop("_received", None)
         vars(self).pop("_user", None)

@@ -1,4 +1,4 @@
-"""An entry that this process holds: until when it can be trusted, and whether it is lost."""
+"""An entry that this process holds: until when it is trusted, and whether it is lost."""
 
 from __future__ import annotations
 
@@ -19,41 +19,40 @@ __all__ = ["Holding", "margin"]
 logger = logging.getLogger("django_singletask")
 
 CHILD_ASKS = 1.0
-"""Seconds between two questions of a forked child whether its parent still has the lock."""
+"""Seconds between two requests of a forked child that check its parent's lock."""
 
 
 def margin(length: float) -> float:
-    """Return the seconds by which a lease is trusted for less than its length.
+    """Return how many seconds before its end a lease is no longer trusted.
 
-    The clocks of two machines differ by far less than 1%; the 2 ms cover the store's rounding.
+    The speed of two clocks differs by far less than 1%; 2 ms cover the store's rounding.
     """
     return length * 0.01 + 0.002
 
 
 class Holding:
-    """The entry at an address for as long as the process in ``holder`` has it.
+    """An entry, while the process in ``holder`` has it.
 
-    ``length`` is in seconds; an entry that ``renews`` is extended at a third of it by the thread in
-    :mod:`django_singletask.locks.renewal`. A holder without a process (``pid`` 0) is one that
-    nobody renews. A body that returns keeps the entry until ``at_least`` seconds after the take.
-    ``held`` is true from the take until the release.
+    ``length`` is the lease in seconds. If ``renews`` is true, the thread in
+    :mod:`django_singletask.locks.renewal` extends it at each third of that; a holder without a
+    process (``pid`` 0) is not renewed. A body that returns keeps the entry until ``at_least``
+    seconds after the take. ``held`` is true from the take until the release.
 
-    What is lost stays lost, and the entry is never set again: somebody else may have had the lock
-    since. An entry that the cache forgot, and that a renewal finds free before the deadline, is
-    *retaken*.
+    A lost entry stays lost and is not set again, because another run may have had the lock since.
+    An entry that the cache lost is *retaken* if a renewal finds it free before the deadline.
     """
 
     held = False
     deadline = renewed_at = retry_at = taken_at = 0.0
     longest_gap = 0.0
     watched = False
-    """Whether the cache can forget the entry, so that it is asked for its epoch meanwhile."""
+    """Whether the cache can forget the entry, so that its epoch is watched."""
     retaken = 0
     """How often the cache forgot the entry and it was set again."""
     fence: int | None = None
-    """The fencing token, once it was fetched."""
+    """The fencing token, after the first request."""
     reason = ""
-    """What the history says of a run that lost its lock or took it again."""
+    """Why a run lost its lock or took it again, for the history."""
     _lost = _reported = _is_missing = False
     _child_asked_at = 0.0
 
@@ -67,7 +66,7 @@ class Holding:
         run: Run = NO_RUN,
         place: object = None,
     ) -> None:
-        """``run`` is that of a delivery; ``place`` the thread and asyncio task that takes it."""
+        """``run`` is the run of a delivery, ``place`` the thread and asyncio task of the take."""
         self.address = address
         self.cache = address.cache
         self.key = address.lock_key.key
@@ -85,15 +84,15 @@ class Holding:
         return max(self.renewed_at + self.length / 3, self.retry_at)
 
     def is_inherited(self) -> bool:
-        """Say whether this process is a fork of the holder: the lock is the parent's."""
+        """Return whether this process is a fork of the holder, so that its parent has the lock."""
         return self.holder.pid not in (0, os.getpid())
 
     @property
     def lost(self) -> bool:
-        """Whether the entry can no longer be trusted, for good; costs no request.
+        """Whether the entry is lost for good.
 
-        Only a forked child of the holder asks the cache, at most once a second, because the parent
-        goes on renewing. That raises :class:`LockUnavailable`.
+        This sends no request, except in a forked child of the holder: at most once a second, since
+        the parent keeps renewing the lock. That can raise :class:`LockUnavailable`.
         """
         if self.held and not self._lost:
             if self.is_inherited():
@@ -107,24 +106,20 @@ class Holding:
         if now - self._child_asked_at >= CHILD_ASKS:
             self._child_asked_at = now
             entry, was_missing = self.address.read(), self._is_missing
-            # The parent may be about to take a forgotten entry again.
+            # The parent may take a forgotten entry again, so look twice.
             self._is_missing = entry is None
             self._lost = was_missing if entry is None else entry.value != self.value
 
     def has_ended(self) -> bool:
-        """Say whether the lease is lost; if it is, end it as :meth:`lose` does."""
+        """Return whether the lease is lost; if it is, call :meth:`lose`."""
         if self.lost:
             self.lose()
         return self.lost
 
     def extend(self, length: float) -> None:
-        """Let the lease end ``length`` seconds from now, unless it is lost.
-
-        A lease that renews has that length from now on. Raises :class:`LockUnavailable`,
-        and :class:`LockError` in a forked child of the holder.
-        """
+        """Let the lease end ``length`` seconds from now, unless it is lost; see HeldLock.extend."""
         if self.is_inherited():
-            raise LockError(f"{self.address} is held by the parent process, which can extend it.")
+            raise LockError(f"{self.address}: only the parent process, its holder, can extend it.")
         keeper = renewal.keeper()
         with keeper.renewing:
             if self.has_ended():
@@ -133,11 +128,11 @@ class Holding:
             try:
                 if self.renews:
                     outcome = store.renew(self.key, self.value, length)
-                else:  # an entry that is gone is not set again
+                else:  # do not set a missing entry again
                     outcome = store.change(self.key, self.value, self.value, length)
             except BaseException:
                 if self.held and length < self.length:
-                    # The request may have been carried out: trust the shorter of the two leases.
+                    # The server may have handled the request: trust the shorter lease.
                     self.deadline = min(self.deadline, sent + length - margin(length))
                     self.length = length
                     keeper.wake_for(self)
@@ -145,14 +140,14 @@ class Holding:
             self.settle(sent, length, outcome)
 
     def settle(self, sent: float, length: float, outcome: Outcome) -> None:
-        """Note what a renewal found that was sent at ``sent`` for ``length`` seconds."""
+        """Note the outcome of a renewal that was sent at ``sent`` for ``length`` seconds."""
         if outcome is Outcome.RETAKEN and not (self.held and clock.now() < self.deadline):
-            # The renewal set an entry that nobody may have now. Either the lock was released:
+            # The renewal set an entry that must be released. Either the body released the lock:
             #
-            #   renewal: request on its way                    -> taken again -> given back
+            #   renewal: request on its way                    -> taken again -> released again
             #   body:                          release -> freed
             #
-            # Or the lease had ended, so that others were free to run, and may have run:
+            # Or the lease had ended, so that another run may have run:
             #
             #   renewal: request on its way                                -> taken again -> ...
             #   others:            the lease ends   take   run   release
@@ -175,12 +170,11 @@ class Holding:
         """Return the fencing token of this acquisition; see :meth:`TaskLock.fencing_token`."""
         if self.holder.slots > 1:
             raise TypeError(
-                f"{self.address} has {self.holder.slots} slots: a fencing token refuses the "
-                "writes of earlier holders, and here several hold the lock at once. Use a lock of "
-                "one slot."
+                f"{self.address} has {self.holder.slots} slots, so several runs hold it at once, "
+                "and a fencing token cannot order their writes. Use a lock with one slot."
             )
-        # Not while a renewal is under way. It may have taken a forgotten entry again, and a token
-        # that is drawn before this process knows it is greater than that of the run in between:
+        # Not during a renewal, which may take a forgotten entry again. A token that is drawn before
+        # this process knows about that is greater than the token of the run in between:
         #
         #   renewal:    (entry gone)                      taken again ................. retaken = 1
         #   body:                                                       draws 9, writes stale data
@@ -188,21 +182,20 @@ class Holding:
         with renewal.keeper().renewing:
             trusted = not (self.lost or self.retaken)
             if trusted and self.fence is None:
-                # This raises NotImplementedError on memcached, which forgets counters.
                 self.fence = get_store(self.cache).fence(self.key, self.value)
         if trusted and self.fence is not None:
             return self.fence
         if trusted and not self.is_inherited():
-            self.extend(self.length)  # this finds out what became of the entry, and reports it
+            self.extend(self.length)  # find out what happened to the entry, and report it
         if self.retaken and not self.lost:
             raise LockLost(
-                f"The cache forgot {self.address} meanwhile, and another run may have had it: it "
-                "has no fencing token."
+                f"The cache lost {self.address} meanwhile, and another run may have held it: there "
+                "is no fencing token."
             )
-        raise LockLost(f"{self.address} is no longer held by this run, so it has no fencing token.")
+        raise LockLost(f"{self.address} is no longer held by this run: there is no fencing token.")
 
     def look(self) -> None:
-        """Read the entry of a lease that is not renewed, and find out whether it is lost."""
+        """Read the entry of a lease that is not renewed, to see whether it is lost."""
         entry = self.address.read()
         if self.held and (entry is None or entry.value != self.value):
             self.lose()
@@ -213,14 +206,14 @@ class Holding:
         if self.retaken > 1:
             self.reason += f", {self.retaken} times"
         logger.warning(
-            "%s was gone from the cache (evicted, flushed or restarted empty) and is taken again; "
-            "another run may have started meanwhile.",
+            "%s was missing from the cache (evicted, flushed or restarted empty), and was taken "
+            "again; another run may have started meanwhile.",
             self.address,
         )
         self.address.tell("retaken", self.holder, reason=self.reason)
 
     def lose(self) -> None:
-        """Note for good that the entry is gone or another's: report it once, renew it no more."""
+        """Note for good that the entry is lost: report it once, and stop renewing it."""
         renewal.keeper().drop(self)
         ended = clock.now() >= self.deadline
         self._lost = True
@@ -228,18 +221,19 @@ class Holding:
             return
         self._reported = True
         if self.address.silent:
-            logger.warning("%s: the entry of a running call is gone from the cache.", self.address)
+            text = "%s: the cache lost this entry, so duplicates of the running call are possible."
+            logger.warning(text, self.address)
             return
         self.reason, blocker = self._why_lost(ended)
         if ended and not self.renews:
-            # Its length was chosen, and the body took longer.
-            logger.info("%s ended under the run that held it: %s.", self.address, self.reason)
+            # The user chose a fixed length.
+            logger.info("%s expired before its run ended: %s.", self.address, self.reason)
             return
-        logger.error("%s was lost by the run that held it: %s.", self.address, self.reason)
+        logger.error("%s was lost while its run continued: %s.", self.address, self.reason)
         self.address.tell("lost", self.holder, reason=self.reason, **blocker_facts(blocker))
 
     def _why_lost(self, ended: bool) -> tuple[str, Holder | None]:
-        """Return the reason of a loss, and who has the lock now if that can be read."""
+        """Return the reason for a loss, and the new holder if it can be read."""
         try:
             entry = self.address.read()
             if entry is not None and entry.value != self.value:
@@ -248,8 +242,8 @@ class Holding:
             if get_store(self.cache).read(marker_key(self.key, self.value)) is not None:
                 return "cleared", None
         except Exception:
-            # The store is down again. The loss itself is known, and must be reported.
-            logger.warning("%s: the reason of its loss cannot be read.", self.address)
+            # The loss itself must be reported, even if the store is down again.
+            logger.warning("%s is lost, but the reason cannot be read.", self.address)
         if not ended:
             return "gone from the cache (evicted, flushed or restarted empty)", None
         if not self.renews:

@@ -1,4 +1,4 @@
-"""Turn a name, or a call, into the name and the key of its lock."""
+"""Make the name and the key of a lock from an explicit name or from a call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 MAX_NAME = 255
 MAX_SLUG = 100
 
-# The kinds of entries beside a lock. No slug has an "@", so no lock is taken for such an entry.
+# The kinds of entries next to a lock. No slug has an "@", so no lock has such a key.
 QUEUED = f"{PREFIX}@queued:"
 LATEST = f"{PREFIX}@latest:"
 
@@ -49,9 +49,9 @@ class LockKey(NamedTuple):
     key: str
 
     def beside(self, kind: str, task: str) -> LockKey:
-        """Return the entry that a task keeps beside this lock; ``kind``: ``QUEUED`` or ``LATEST``.
+        """Return a task's other entry for this lock; ``kind`` is ``QUEUED`` or ``LATEST``.
 
-        Tasks that share a lock have an entry each: a call of one is no duplicate of the other's.
+        Tasks that share a lock have separate entries, since their calls are not duplicates.
         """
         key = lock_of_slot(self.key)
         slug = key.rpartition(":")[0].removeprefix(PREFIX)
@@ -59,18 +59,18 @@ class LockKey(NamedTuple):
         return LockKey(self.name, f"{kind}{slug}:{_digest(kind, key, task)}")
 
     def slots(self, count: int = MAX_SLOTS) -> tuple[str, ...]:
-        """Return the keys of the first slots of this lock; the first slot has the lock's own."""
+        """Return the keys of the first slots of this lock; the first slot has the lock's key."""
         key = lock_of_slot(self.key)
         return (key, *(f"{key}{SLOT}{number}" for number in range(2, count + 1)))
 
 
 def lock_of_slot(key: str) -> str:
-    """Return the key of a lock, given that of one of its slots."""
+    """Return the key of a lock, given the key of one of its slots."""
     return key.partition(SLOT)[0]
 
 
 def check_slots(what: str, slots: Any) -> int:
-    """Return a number of slots; raise if it is none. The message begins with ``what``."""
+    """Return a valid number of slots, or raise an error whose text begins with ``what``."""
     if type(slots) is int and 1 <= slots <= MAX_SLOTS:
         return slots
     error = ValueError if type(slots) is int else TypeError
@@ -78,17 +78,18 @@ def check_slots(what: str, slots: Any) -> int:
 
 
 NO_LOCK = LockKey("no lock", "none")
-"""For a call that takes none, because ``lock_name`` returned None; it travels like any other."""
+"""For a call without a lock, because ``lock_name`` returned None; messages carry it, too."""
 
 
 def name_key(name: str) -> LockKey:
     """Return the lock of an explicit name.
 
-    A name of more than 255 characters is shown shortened; its key is that of the whole. Raises
-    ``TypeError`` if it is no string and ``ValueError`` if it is empty or holds control characters.
+    A name of more than 255 characters is shortened, but its key is made from the whole name. Raises
+    ``TypeError`` if the name is not a string, and ``ValueError`` if it is empty or contains control
+    characters.
     """
     if not isinstance(name, str):
-        _check_name("name", name)  # raises, also for what the cache of functions cannot look up
+        _check_name("name", name)  # raises
     if len(name) <= MAX_NAME:
         return _name_key(name, conf.record_arguments)
     key = _name_key.__wrapped__(name, conf.record_arguments).key  # too much to keep in memory
@@ -115,13 +116,13 @@ def call_key(
 ) -> LockKey:
     """Return the lock of a call of ``task`` with these arguments; NO_LOCK if it takes none.
 
-    Name and key leave out the arguments that equal their defaults; ``lock_name`` sees them.
-    ``shown`` replaces the arguments in the readable name. ``partial``: arguments that do not make
-    the lock may be missing. Raises ``TypeError`` if the arguments do not fit the parameters, if one
-    has no stable form, or if ``lock_on`` names none of them, and ``ValueError`` if ``lock_name``
-    makes what cannot be a name.
+    Arguments that equal their defaults are not in the name or the key, but ``lock_name`` sees them.
+    ``shown`` replaces the arguments in the readable name. ``partial``: arguments that are not part
+    of the lock may be missing. Raises ``TypeError`` if the arguments do not fit the parameters, if
+    one has no stable form, or if ``lock_on`` names another, and ``ValueError`` if the result of
+    ``lock_name`` is not a valid name.
     """
-    # What a lock_name misses is noticed when it is filled.
+    # An argument that lock_name needs is noticed when the name is made.
     required = (lock_on or ()) if partial and (lock_on is not None or lock_name) else None
     if lock_name is not None:
         return filled_key("lock_name", lock_name, task, parameters, args, kwargs, shown, required)
@@ -130,8 +131,8 @@ def call_key(
         missing = [name for name in lock_on if name not in {*arguments, *parameters.names}]
         if missing:
             raise TypeError(
-                f"lock_on of {task} names {missing[0]!r}, which is no argument of it; "
-                f"it has {', '.join(parameters.names) or 'none'}."
+                f"lock_on of {task} names {missing[0]!r}, which is not an argument. "
+                f"Its arguments are: {', '.join(parameters.names) or 'none'}."
             )
         arguments = {name: arguments[name] for name in lock_on if name in arguments}
     forms = parameters.forms(task, arguments)
@@ -149,10 +150,10 @@ def filled_key(
     shown: str | None = None,
     required: Collection[str] | None = None,
 ) -> LockKey:
-    """Return the lock whose name a format string or a callable makes of a call's arguments.
+    """Return the lock whose name a format string or a function makes from a call's arguments.
 
-    ``option`` is the word for the source, and ``of`` the name of the task or function. The rest is
-    as in :func:`call_key` and :meth:`Parameters.bind`.
+    ``option`` is the option's name, and ``of`` the name of the task or function. For the others
+    see :func:`call_key` and :meth:`Parameters.bind`.
     """
     if callable(source):
         name = source(*args, **kwargs)
@@ -167,7 +168,7 @@ def filled_key(
 
 
 def template_errors(what: str, template: str, parameters: Parameters) -> Iterator[Exception]:
-    """Yield what keeps a format string from making a name of the arguments."""
+    """Yield the errors of a format string that is to make a name from the arguments."""
     try:
         fields = template_fields(what, template)
     except ValueError as error:
@@ -176,22 +177,20 @@ def template_errors(what: str, template: str, parameters: Parameters) -> Iterato
     for field in fields:
         name = _argument(field)
         if name not in parameters.names and not (parameters.takes_any_name and name.isidentifier()):
-            yield TypeError(f"{what} uses {{{field}}}, which is no argument of it.")
+            yield TypeError(f"{what} uses {{{field}}}, which is not an argument.")
 
 
 def template_fields(what: str, template: str) -> list[str]:
-    """Return the fields of a format string that can be a name with arguments in it.
+    """Return the fields of a format string.
 
-    Raises ``ValueError``, whose message begins with ``what``, if it cannot be one.
+    Raises ``ValueError``, with a text that begins with ``what``, if it cannot make names.
     """
     try:
         parts = [(text, field) for text, field, *_ in string.Formatter().parse(template)]
     except ValueError as error:
-        raise ValueError(f"{what} is no format string: {error}.") from None
+        raise ValueError(f"{what} is not a format string: {error}.") from None
     if not any(text.strip() for text, _ in parts):
-        raise ValueError(
-            f"{what} has no text of its own: two tasks could share a lock by accident."
-        )
+        raise ValueError(f"{what} has no fixed text: two tasks could share a lock by accident.")
     return [field for _, field in parts if field is not None]
 
 
@@ -199,18 +198,18 @@ def template_fields(what: str, template: str) -> list[str]:
 
 
 def _check_name(option: str, name: object) -> None:
-    """Raise if ``name`` cannot be the name of a lock; the message begins with ``option``."""
+    """Raise an error, with a text that begins with ``option``, for an invalid lock name."""
     if not isinstance(name, str):
         raise TypeError(f"{option} must be a string, not {name!r}.")
     if not name.strip():
-        raise ValueError(f"{option} is empty: name what must run only once at a time.")
+        raise ValueError(f"{option} is empty: a lock needs a name.")
     if _UNPRINTABLE.search(name):
         shown = f": {name!r}" if conf.record_arguments else ""
-        raise ValueError(f"{option} holds control characters or lone surrogates{shown}.")
+        raise ValueError(f"{option} contains control characters or lone surrogates{shown}.")
 
 
 def _argument(field: str) -> str:
-    """Return the name of the argument that a field of a format string begins with."""
+    """Return the argument that a field of a format string begins with."""
     return re.split(r"[.\[]", field)[0]
 
 
@@ -222,17 +221,17 @@ def _format(what: str, template: str, arguments: Mapping[str, Any]) -> str:
         if isinstance(error, KeyError) and error.args[0] in {*names} - arguments.keys():
             raise TypeError(f"{what} needs the argument {error}.") from None
         raise TypeError(
-            f"{what} cannot be filled from its arguments ({', '.join(arguments) or 'none'}): "
+            f"{what} cannot be filled from the arguments ({', '.join(arguments) or 'none'}): "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def _made_key(source: str, name: object, public: str, shown: str | None) -> LockKey:
-    """Return the lock of a name that was made of arguments; ``public`` is shown if they are not."""
+    """Return the lock of a name with arguments; ``public`` replaces it if they are hidden."""
     _check_name(source, name)
     if _ADDRESS.search(str(name)):
         raise TypeError(
-            f"{source} holds the memory address of an object, which differs in each process. "
+            f"{source} contains the memory address of an object, which differs in each process. "
             "Use plain values (an id instead of an object)."
         )
     key = name_key(str(name))
@@ -252,7 +251,6 @@ def _call_name(task: str, forms: Mapping[str, Any], key: str, shown: str | None)
         shown = _mark(key)
     if shown is None:
         shown = ", ".join(f"{name}={_repr.repr(form)}" for name, form in forms.items())
-    # A task's name and a call's argsrepr are free text.
     name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 2]}…)"
 
@@ -265,10 +263,10 @@ def _key(slug: str, *parts: Any) -> str:
 
 
 def _digest(*parts: Any) -> str:
-    # SHA-256 is there on FIPS builds too, where md5 is not.
+    # FIPS builds have SHA-256, but not md5.
     return hashlib.sha256(encode(parts).encode("ascii")).hexdigest()[:32]
 
 
 def _mark(key: str) -> str:
-    """Return what stands in a name for arguments that must not be shown."""
+    """Return the mark that replaces hidden arguments in a name."""
     return f"#{key.rpartition(':')[2][:8]}"

@@ -1,4 +1,4 @@
-"""One acquisition of a lock: take the entry, and give it back."""
+"""One acquisition of a lock: take the entry, and release it."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ __all__ = ["KEPT", "Lease"]
 logger = logging.getLogger("django_singletask")
 
 KEPT = "kept for"
-"""Beginning of the reason in the history of a run that keeps its lock."""
+"""The history's reason for a run that keeps its lock begins with this."""
 MAX_DEAD = 3
-"""Entries of dead holders that one take frees."""
+"""How many entries of dead holders one take frees."""
 MAX_HELD_BACK = 3
-"""Times that one take waits since the cache has forgotten its locks."""
+"""How often one take waits because the cache has forgotten its locks."""
 MAX_LATE = 3
-"""Leases that one take gives back because they ended before the reply came."""
+"""How many leases of one take may end before the reply comes."""
 
 
 class Lease(Holding):
     """One acquisition of the entry at an address, by the process in ``holder``.
 
-    Use one lease for one acquisition. If the lock has several slots, the take moves ``key`` and
-    ``address`` to the slot that it took, or after a conflict to that of the blocker.
+    If the lock has several slots, the take moves ``key`` and ``address`` to the slot that it took,
+    or after a conflict to the slot of the blocker.
     """
 
     took_over = False
     """Whether the take has freed the entry of a dead run of the same task id."""
     kept = False
-    """Whether the release has left the entry there, or will, as ``at_least`` says."""
+    """Whether the release leaves the entry there because of ``at_least``."""
     blocker: Holder | None = None
-    """Who is in the way, after a conflict."""
+    """The other holder, after a conflict."""
     blocker_remaining: float | None = None
-    """The seconds left of the lease of ``blocker``; None where the store cannot tell."""
+    """The rest of its lease in seconds; None where the cache does not report it."""
     others: Sequence[Holder] = ()
-    """All that were in the way, if the lock has several slots."""
+    """All other holders, if the lock has several slots."""
     is_waiting = False
-    """Whether the take goes on with another attempt, after a pause."""
+    """Whether the take makes another attempt after a pause."""
     _freed = _late = _held_back = 0
 
     # Taking
 
     def take(self) -> Holder | None:
-        """Add the entry; return None if it was added, else who is in the way."""
+        """Add the entry; return None if it was added, otherwise the other holder."""
         try:
             do(self.attempt)
         except BaseException:
@@ -66,14 +66,13 @@ class Lease(Holding):
     def attempt(self) -> float | None:
         """Try to add the entry; return the seconds until the next attempt if one is necessary.
 
-        Otherwise the entry is ``held``, or ``blocker`` has it. Entries of holders that are proven
-        dead are freed first. Raises :class:`LockUnavailable`, and then gives back what the request
-        may have taken. The next attempt may be made in another thread.
+        Otherwise the entry is ``held``, or ``blocker`` has it. Entries of dead holders are freed
+        first. If this raises :class:`LockUnavailable`, it releases what the request may have taken.
+        The next attempt may run in another thread.
         """
         store = get_store(self.cache)
         self.watched = isinstance(store, ForgetfulStore)
-        # The entry of a queued call protects nothing that runs: it need not wait for holders. And
-        # a cache that is emptied all the time protects nothing.
+        # The entry of a queued call (pid 0) protects no run, so it need not wait for holders.
         heeds_epoch = self.holder.pid > 0 and self._held_back < MAX_HELD_BACK
         self.is_waiting = False
         try:
@@ -100,12 +99,12 @@ class Lease(Holding):
         if self._late == MAX_LATE:
             raise LockUnavailable(
                 f"{self.address}: {MAX_LATE} leases of {self.length:g} s ended before the cache "
-                f"{self.cache!r} had answered. Give the lock a longer timeout (lock_timeout of a "
-                "task), or see why the cache is slow: manage.py locks probe."
+                f"{self.cache!r} answered. Give the lock a longer timeout (lock_timeout of a "
+                "task), or find out why the cache is slow: manage.py locks probe."
             )
 
     def _free_dead(self, entries: dict[str, Entry]) -> bool:
-        """Free the entry in the way if its holder is dead; else note the holder as ``blocker``."""
+        """Free the other entry if its holder is dead; else note the holder as ``blocker``."""
         key = self._nearest(entries) if len(entries) > 1 else next(iter(entries))
         self.move_to(key)
         entry = entries[key]
@@ -120,13 +119,13 @@ class Lease(Holding):
         return True
 
     def meet(self, lease: Holding) -> None:
-        """Note that a lease of this process is in the way, without a request."""
+        """Note a conflict with a lease of this process, without a request."""
         self.move_to(lease.key)
         self.blocker = lease.holder
         self.blocker_remaining = max(0.0, lease.deadline - clock.now())
 
     def _nearest(self, entries: dict[str, Entry]) -> str:
-        """Return the slot that is the run's own, else of a dead holder, else the first to end."""
+        """Return the slot of the run itself, else of a dead holder, else the first to end."""
         holders = {key: Holder.decode(entry.value) for key, entry in entries.items()}
         self.others = [*holders.values()]
 
@@ -137,16 +136,16 @@ class Lease(Holding):
         return min(entries, key=rank)
 
     def move_to(self, key: str) -> None:
-        """Be about the entry of another slot."""
+        """Change to the entry of another slot."""
         if key != self.key:
             self.key = key
             lock_key = LockKey(self.address.lock_key.name, key)
             self.address = self.address._replace(lock_key=lock_key)
 
     def replace(self, value: bytes) -> bool:
-        """Put the bytes of this lease in the place of ``value``; say whether the store did so.
+        """Replace the bytes ``value`` by those of this lease; return whether the store did so.
 
-        Raises :class:`LockUnavailable`, and then gives back what it may have put there.
+        If this raises :class:`LockUnavailable`, it releases what it may have stored.
         """
         sent = clock.now()
         try:
@@ -163,11 +162,10 @@ class Lease(Holding):
             raise
 
     def begin(self, sent: float) -> bool:
-        """Trust the entry, which a request of the time ``sent`` has taken, and renew it.
+        """Trust and renew the entry, which a request at the time ``sent`` has taken.
 
-        Say whether the lease still lasts. The server grants it when it handles the request, which
-        may be long before the reply arrives here. So the deadline is counted from before the
-        request:
+        Return whether the lease still lasts. The reply can arrive long after the server granted the
+        lease, so the deadline is counted from before the request:
 
           here:    sent --------------------------- reply (late) ---- sent + length: no trust
           server:        granted ------------------------------------------- ends: free
@@ -182,12 +180,12 @@ class Lease(Holding):
         return True
 
     def abandon(self, kept: Kept | None = None) -> None:
-        """Give the entry back in the background, in whichever slot the request may have put it.
+        """Release the entry in the background, in each slot where the request may have stored it.
 
-        The request may have been carried out although an error came back, or a signal such as a
-        soft time limit struck between the reply and the next line here:
+        The server may have handled the request despite the error, or a signal such as a soft time
+        limit came between the reply and the next line here:
 
-          here:    add ->                 SIGUSR1 (nobody would renew or free the entry)
+          here:    add ->                 SIGUSR1 (otherwise the entry would stay)
           server:         added -> reply
         """
         self.held = self.is_waiting = False
@@ -196,12 +194,12 @@ class Lease(Holding):
         for key in keys:
             renewal.keeper().owe(self.cache, key, self.value, self.length, kept)
 
-    # Giving back
+    # Releasing
 
     def hand_back(self, value: bytes, length: float) -> bool:
-        """Put ``value`` in the place of this lease's bytes, for ``length`` seconds; say if it is.
+        """Replace this lease's bytes by ``value`` for ``length`` seconds; return whether it did.
 
-        Raises :class:`LockUnavailable`; the entry is then deleted in the background.
+        If this raises :class:`LockUnavailable`, the entry is deleted in the background.
         """
         renewal.keeper().drop(self)
         self.held = False
@@ -212,10 +210,10 @@ class Lease(Holding):
             raise
 
     def release(self, result: str) -> bool:
-        """Give the entry back; say whether it still was this lease's own.
+        """Release the entry; return whether this lease still had it.
 
-        ``result`` says how the body ended; one that returned keeps the entry for the rest of
-        ``at_least``. Raises :class:`LockUnavailable`; the release is then tried again in the
+        ``result`` is the end of the body; one that ``"returned"`` keeps the entry for the rest of
+        ``at_least``. If this raises :class:`LockUnavailable`, the release is tried again in the
         background until the lease has ended.
         """
         if self.is_inherited():
@@ -227,9 +225,8 @@ class Lease(Holding):
             self.held = False
             outcome = release(self.cache, self.key, self.value, kept)
         except BaseException as error:
-            # The cache is down, or a signal struck.
             self.abandon(kept)
-            self.tell_released(result, f"not given back at once: {type(error).__name__}: {error}")
+            self.tell_released(result, f"not released at once: {type(error).__name__}: {error}")
             raise
         if outcome is not Outcome.OK or self._lost:
             self.kept = False
@@ -242,15 +239,15 @@ class Lease(Holding):
 
     # A run that returned keeps its lock
     #
-    # The bytes of the run are replaced by ones without a process, so that nobody can prove the
-    # holder dead, with the run's token, so that the history counts the skips against that run. If
-    # the reply is lost, the same replacement is owed; made twice, it leaves the same end:
+    # The run's bytes are replaced by bytes without a process, so that the holder never counts as
+    # dead. They have the run's token, so that the history counts skips against that run. If the
+    # reply is lost, the replacement is made again, and the end stays the same:
     #
     #   run:    returns   replace -> (no reply)            replace -> is there already: OK
     #   store:                       replaced, until X                until X
 
     def _kept(self, result: str) -> Kept | None:
-        """Return what stays in the place of this entry; None if it is to be deleted."""
+        """Return what replaces this entry; None to delete it."""
         until = self.taken_at + self.at_least
         if result != "returned" or self._lost:
             return None
@@ -260,7 +257,7 @@ class Lease(Holding):
         return Kept(self.holder.without_process(self.at_least, kept=True).encode(), until)
 
     def tell_released(self, result: str = "", reason: str = "") -> None:
-        """Report that this lease has ended: how its body did, or why there is no such result."""
+        """Report that this lease has ended, with the result of its body."""
         self.address.tell(
             "released",
             self.holder,
@@ -272,10 +269,10 @@ class Lease(Holding):
         )
 
     def give_back(self, result: str) -> None:
-        """Release at the end of a body, whose result or error stands whatever happens here."""
+        """Release at the end of a body; errors are logged, and do not change the body's result."""
         try:
             self.release(result)
         except Exception:
-            if self.held:  # a signal struck before the release could begin
+            if self.held:  # a signal came before the release began
                 self.abandon(self._kept(result) if self.at_least else None)
-            logger.exception("%s could not be given back; it is tried again.", self.address)
+            logger.exception("%s could not be released; trying again.", self.address)

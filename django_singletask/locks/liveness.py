@@ -1,4 +1,4 @@
-"""Prove that the process of a holder is gone, and say how that is known."""
+"""Prove that the process of a holder is gone."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = [
 ]
 
 ALIVE_FOR = 0.01
-"""Seconds for which a process that was seen alive is only asked whether its number is in use."""
+"""Seconds for which a process that was seen alive is only checked for its number."""
 _alive: tuple[int, str, float] = 0, "", 0.0
-"""The process that was seen alive last, and until when it counts as alive."""
+"""The last process that was seen alive, and until when it counts as alive."""
 
 
 def proof_of_death(holder: Process) -> str | None:
-    """Say how it is known that a holder's process is gone; None if there is no proof.
+    """Return the proof that a holder's process is gone, as text; None if there is none.
 
     Only a process of this boot of this machine, in this pid namespace, can be judged: elsewhere
-    the same number is another process, or none. No proof is not a proof of life.
+    the number means another process. No proof does not mean that the process is alive.
     """
     process = this_process()
     can_judge = process.boot_id and (process.pid_ns or not sys.platform.startswith("linux"))
@@ -43,7 +43,7 @@ def proof_of_death(holder: Process) -> str | None:
 
 
 def is_gone(pid: int, start: str) -> str | None:
-    """Say how it is known that a process of this machine is gone; None if there is no proof."""
+    """Return the proof that a process of this machine is gone, as text; None if there is none."""
     global _alive
     if os.name == "nt":
         return None  # kill(pid, 0) would end the process there
@@ -52,11 +52,11 @@ def is_gone(pid: int, start: str) -> str | None:
     except ProcessLookupError:
         return f"process {pid} is gone"
     except OverflowError:
-        return None  # no pid at all
+        return None  # too large for a pid
     except OSError:
-        pass  # it is somebody else's: it lives
-    # Many runs may meet one holder at the same time. If its process has ended since the last look
-    # and its number is still in use, this look finds no proof; one after ALIVE_FOR finds it.
+        pass  # a process of another user: it is alive
+    # Many runs may meet one holder at once. If a new process got its number meanwhile, the proof is
+    # found after ALIVE_FOR.
     if _alive[:2] == (pid, start) and clock.now() < _alive[2]:
         return None
     # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
@@ -66,13 +66,13 @@ def is_gone(pid: int, start: str) -> str | None:
     if fields[0] in {"Z", "X", "x"}:
         return f"process {pid} has ended"
     if start and fields[19] != start:
-        return f"process {pid} is another one by now"
+        return f"process {pid} is now another process"
     _alive = pid, start, clock.now() + ALIVE_FOR
     return None
 
 
 def is_alive(holder: Process) -> bool | None:
-    """Say whether a holder's process is there; None if that cannot be told from this host."""
+    """Return whether a holder's process is alive; None if this host cannot know."""
     process = this_process()
     same = (holder.boot_id, holder.pid_ns) == (process.boot_id, process.pid_ns)
     if not (process.boot_id and same and holder.pid > 0) or os.name == "nt":
@@ -96,7 +96,7 @@ def may_live(host: str, pid: int, since: float) -> bool:
 
 
 def started_at(holder: Process) -> float | None:
-    """Return the Unix time at which a holder's process on this host started, if it is known."""
+    """Return the Unix time at which a holder's process on this host started; None if unknown."""
     try:
         with open("/proc/stat") as file:
             boot = next(float(line.split()[1]) for line in file if line.startswith("btime"))

@@ -1,4 +1,4 @@
-"""Take, hold and give back one lock."""
+"""TaskLock: acquire, hold and release one lock."""
 
 from __future__ import annotations
 
@@ -23,47 +23,45 @@ logger = logging.getLogger("django_singletask")
 
 
 def current_lock() -> TaskLock | None:
-    """Return the innermost lock whose ``with`` block, function or task body is running here."""
+    """Return the lock of the innermost ``with`` block, function or task body that runs here."""
     lock: TaskLock | None = blocks.innermost()
     return lock
 
 
 class TaskLock(HeldLock):
-    """Hold a lock by name, so that one ``with`` block runs at a time in all processes.
+    """Hold a lock by name, so that only one ``with`` block runs at a time in all processes.
 
-    ``timeout`` is the length of the lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``); with
-    ``renew`` it is extended at a third of that for as long as the process lives. ``wait`` is how
+    ``timeout`` is the length of the lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``). With
+    ``renew``, the lease is extended at each third of that while the process lives. ``wait`` is how
     many seconds an acquisition waits for a held lock; ``math.inf``: without end. ``on_conflict``
-    says what ``with`` does with a lock that is held: ``"raise"`` :class:`LockConflict`, or
-    ``"skip"``: it yields this object, which is then false. ``cache`` is an alias in ``CACHES``
-    (default ``SINGLETASK_CACHE``). ``slots`` is how many may hold the lock at once. ``run`` is for
-    this package alone.
+    is what ``with`` does if the lock is held: ``"raise"`` :class:`LockConflict`, or ``"skip"``: it
+    returns this object, which is then false. ``cache`` is an alias in ``CACHES`` (default
+    ``SINGLETASK_CACHE``). ``slots`` is how many holders the lock can have at once. ``run`` is for
+    internal use.
 
-    The lock is an entry in the cache that ends by itself: see "What such a lock cannot promise" in
-    the documentation. One object serves one acquisition at a time. A lock is not re-entrant:
-    to wait for one whose ``with`` block is around the call raises at once. One that the same code
-    took by ``acquire()`` may be released by another thread, so a wait for it goes on; if it is
-    without end, a warning is logged when it begins.
-    Raises ``TypeError`` and ``ValueError`` for options that cannot work. Unlike the locks of
-    redis-py and ``threading``, ``acquire()`` does not wait by default.
+    The lock is an entry in the cache that expires: see "What such a lock cannot promise" in the
+    documentation. Use an object for one acquisition at a time. A lock is not re-entrant: waiting
+    for the lock of a ``with`` block around the call raises at once. If the same code took the lock
+    with ``acquire()``, the wait continues, because another thread may release the lock; an endless
+    wait logs a warning. ``acquire()`` does not wait by default, as ``threading`` and redis-py do.
+    Raises ``TypeError`` and ``ValueError`` for invalid options.
     """
 
     blocker: Holder | None = None
-    """Who was in the way of the last acquisition."""
+    """The holder that the last acquisition met."""
     blocker_remaining: float | None = None
     note = ""
-    """What the log and :class:`LockConflict` add about the last conflict."""
+    """Details of the last conflict, for the log and :class:`LockConflict`."""
     _block: Token[Any] | None = None
 
     # Taking
 
     def acquire(self, wait: float | None = None) -> bool:
-        """Take the lock, waiting up to ``wait`` seconds for it, and say whether it was taken.
+        """Acquire the lock, waiting up to ``wait`` seconds; return whether it was acquired.
 
-        When it was not, ``blocker`` is the holder that was in the way. Raises
-        :class:`LockConflict` instead of waiting for the lock of a ``with`` block around this call,
-        :class:`LockError` if this object is in use already, and :class:`LockUnavailable`, also if
-        the cache answers later than the lease lasts.
+        If it was not, ``blocker`` is its holder. Raises :class:`LockConflict` instead of waiting
+        for the lock of a ``with`` block around this call, :class:`LockError` if this object is in
+        use, and :class:`LockUnavailable`, also if the cache answers too late for the lease.
         """
         acquisition = Acquisition(self, wait)
         try:
@@ -75,9 +73,9 @@ class TaskLock(HeldLock):
             raise
 
     async def aacquire(self, wait: float | None = None) -> bool:
-        """Take the lock as :meth:`acquire` does, while the loop goes on.
+        """Acquire the lock as :meth:`acquire` does, without stopping the event loop.
 
-        A call that is cancelled takes nothing: what its last request took is given back.
+        A cancelled call releases what its last request may have taken.
         """
         acquisition = Acquisition(self, wait)
         self._reserve(acquisition)
@@ -90,17 +88,17 @@ class TaskLock(HeldLock):
         await do_in_threads(self.address.cache, step, undo)
 
     def take(self, wait: float = 0) -> bool:
-        """Take the lock as :meth:`acquire` does, but report no conflict and reserve nothing."""
+        """Acquire the lock, but report no conflict and do not reserve this object."""
         do(Acquisition(self, wait).attempt, self)
         return bool(self)
 
     def _end(self, acquisition: Acquisition, error: BaseException) -> None:
-        """End what could not be entered, for a conflict or a signal that struck after the take."""
+        """End an acquisition that failed, by a conflict or by a signal after the take."""
         if self._user is acquisition:
             self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Give back what is held, and let the object be used again."""
+        """Release the lock if it is held, and let the object be used again."""
         try:
             if (lease := self.lease) is not None:
                 if lease.held:
@@ -114,14 +112,14 @@ class TaskLock(HeldLock):
 
     @classmethod
     def receive(cls, handle: str, *, timeout: float | None = None, renew: bool = True) -> TaskLock:
-        """Take the lock that was handed over, and return it: held, and renewed from then on.
+        """Take a lock that was handed over, and return it; it is held, and renewed from now on.
 
-        Use it in a ``with`` block, or :meth:`release` it. It can be received once; only the same
-        Celery task, delivered again, receives it again if its first run is proven dead. The
-        options are those of :class:`TaskLock`.
+        Use it in a ``with`` block, or :meth:`release` it. A lock can be received once. Only a
+        redelivery of the same Celery task can receive it again, if its first run is proven dead.
+        The options are those of :class:`TaskLock`.
 
-        Raises :class:`LockLost` if the lock is gone or somebody else's, ``ValueError`` for what
-        :meth:`hand_over` did not return, and :class:`LockUnavailable`.
+        Raises :class:`LockLost` if the lock is gone or has another holder, ``ValueError`` for an
+        invalid handle, and :class:`LockUnavailable`.
         """
         name, key, cache, token, slots = Handle.decode(handle)
         lock_key = LockKey(name, key)
@@ -133,7 +131,7 @@ class TaskLock(HeldLock):
             lock.note_received(acquisition)
             return lock
         except BaseException:
-            if lease.held:  # a signal struck: the caller does not know that it holds the lock
+            if lease.held:  # a signal came, and the caller does not get the lock
                 lease.give_back("raised")
             raise
 
@@ -146,7 +144,7 @@ class TaskLock(HeldLock):
                 self._block = blocks.enter(self)
             return self
         except BaseException as error:
-            # It is a conflict, or a signal struck after the take: no __exit__ follows.
+            # A conflict, or a signal after the take: Python does not call __exit__.
             if self._user is block:
                 self.__exit__(type(error), error, None)
             raise
@@ -179,13 +177,13 @@ class TaskLock(HeldLock):
     # Conflicts
 
     def meet_conflict(self) -> None:
-        """Do what ``on_conflict`` says in a ``with`` that finds the lock held."""
+        """Raise or skip, as ``on_conflict`` says, in a ``with`` that finds the lock held."""
         if self.on_conflict == "raise":
             self.refuse("wait" if self.wait else "raise")
         self.report_conflict("skip")
 
     def say_gave_up(self, wait: float) -> None:
-        """Let the log and the error say that the lock was waited for, and how long."""
+        """Note for the log and the error how long the call waited."""
         note = f"gave up after {wait:g} s ({'lock_wait' if self.run else 'wait'})"
         self.note = f"{self.note}; {note}" if self.note else note
 
@@ -195,7 +193,7 @@ class TaskLock(HeldLock):
 
     def report_conflict(self, reason: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
-        assert self.lease is not None  # the one that was refused
+        assert self.lease is not None  # the refused one
         why = f"{reason}; {self.note}" if self.note else reason
         logger.info("%s is held by %s: %s.", self.lease.address, self.blocker, why)
         self.lease.address.tell_of_conflict("skipped", reason, self.lease.holder, self.blocker)

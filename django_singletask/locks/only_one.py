@@ -56,26 +56,26 @@ def only_one(
     at_least: float = 0,
     slots: int = 1,
 ) -> Any:
-    """Let a function run only once at a time; a call that finds it running is skipped.
+    """Let a function run only once at a time; a call while it runs is skipped.
 
-    ``key`` is the name of the lock, by default the dotted name of the function. It is a format
-    string over the arguments, such as ``"sync-{user_id}"``, or a callable that takes them and
+    ``key`` is the name of the lock (default: the dotted name of the function). It is a format
+    string over the arguments, such as ``"sync-{user_id}"``, or a function of the arguments that
     returns the name, or None for a call that needs no lock. A skipped call returns
-    ``skip_result``, or what ``on_skip`` returns, which is called with the :class:`LockConflict` and
-    then the call's arguments; with ``on_conflict="raise"`` it raises that error. A call that
-    returns keeps the lock until ``at_least`` seconds after it took the lock. The other options are
-    those of :class:`TaskLock`. Works on functions, methods (``run`` of a class-based task) and
-    coroutine functions, and below ``@shared_task`` and Django's ``@task``.
+    ``skip_result``, or calls ``on_skip`` with the :class:`LockConflict` and the call's arguments
+    and returns its result. With ``on_conflict="raise"`` the call raises that error. A call that
+    returns keeps the lock until ``at_least`` seconds after its start. The other options are those
+    of :class:`TaskLock`. The decorator works on functions, methods (``run`` of a class-based task)
+    and coroutine functions, and below ``@shared_task`` and Django's ``@task``.
 
-    Raises ``TypeError`` for generator functions, whose body runs after the call has returned, for
-    task objects, for a field in ``key`` that is no argument, and for a ``skip_result`` that is a
-    function. The name is that of the recipe by Ted Tieken (2012).
+    Raises ``TypeError`` for generator functions, for task objects, for a field in ``key`` that is
+    not an argument, and for a ``skip_result`` that is a function. The name comes from a recipe by
+    Ted Tieken (2012).
     """
     make_lock = functools.partial(
         TaskLock, timeout=timeout, renew=renew, wait=wait, on_conflict=on_conflict, slots=slots
     )
     check_seconds("at_least", at_least, zero=True)
-    make_lock("any")  # raises at decoration, not at the first call, for options that cannot work
+    make_lock("any")  # raises for invalid options, at decoration
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         key_of = _key_maker(function, key)
@@ -95,12 +95,12 @@ def only_one(
 
 
 def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
-    """Return what makes the lock key of a call of its arguments."""
+    """Return the function that makes a call's lock key from the arguments."""
     if isinstance(function, str):
-        raise TypeError(f"only_one takes its key by name: only_one(key={function!r}).")
+        raise TypeError(f"only_one takes its key as a keyword: only_one(key={function!r}).")
     for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
         if hasattr(function, attribute):
-            raise TypeError(f"{function!r} is a task object: put @only_one below {decorator}.")
+            raise TypeError(f"{function!r} is a task: put @only_one below {decorator}.")
     if inspect.isclass(function) or not callable(function):
         raise TypeError(f"only_one guards a function or a method, not {function!r}.")
     refuse_deferred(function, "only_one", awaits=True)
@@ -115,12 +115,12 @@ def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
         if callable(key) or template_fields(what, key):
             return functools.partial(filled_key, "key", key, path, parameters)
         name = key.format()
-    name_key(name)  # raises at decoration for what cannot be a name
+    name_key(name)  # raises for an invalid name, at decoration
     return lambda args, kwargs: name_key(name)
 
 
 def _check_skip(function: Any, on_conflict: str, skip_result: Any, on_skip: Any) -> None:
-    """Raise ``TypeError`` for what a skipped call of the function cannot return or call."""
+    """Raise ``TypeError`` for an invalid ``skip_result`` or ``on_skip``."""
     if callable(skip_result):
         raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
     if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):

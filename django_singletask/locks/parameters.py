@@ -1,4 +1,4 @@
-"""What a function must be to have a lock, and its parameters, which calls are bound to."""
+"""Which functions can have a lock, and the parameters of such a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWO
 def refuse_deferred(function: Any, what: str, *, awaits: bool = False) -> None:
     """Raise ``TypeError`` for a generator function, and for a coroutine function unless ``awaits``.
 
-    The lock around its call would be free before its body runs. The message begins with ``what``.
+    The text of the error begins with ``what``.
     """
     for test, kind in (
         (inspect.iscoroutinefunction, "a coroutine function"),
@@ -31,15 +31,15 @@ def refuse_deferred(function: Any, what: str, *, awaits: bool = False) -> None:
 
 
 class Parameters:
-    """The parameters of a task's body, and the forms that their defaults have now.
+    """The parameters of a body, and the canonical forms of their defaults.
 
-    Make it together with the task: a body can change a default that is a list or a dict.
+    Create this together with the task, because a body can change a default that is a list.
     """
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
         self.names = [*signature.parameters]
-        """Of the arguments; those in ``**kwargs`` have any other."""
+        """The names of the arguments, without those in ``**kwargs``."""
         self._extra: str | None = None
         self._required: set[str] = set()
         self._defaults: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class Parameters:
             elif parameter.default is not parameter.empty:
                 try:
                     self._defaults[name] = canonical(parameter.default)
-                except Exception:  # a translation, for one, cannot be read before Django is ready
+                except Exception:  # such as a translation before Django is ready
                     self._unstable[name] = parameter.default
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 self._required.add(name)
@@ -62,11 +62,11 @@ class Parameters:
         return self._extra is not None
 
     def misfit(self, function: Callable[..., Any], *first: str) -> str:
-        """Say why a function cannot take ``first`` and then each call's arguments; empty if it can.
+        """Return why a function cannot take ``first`` and a call's arguments; empty if it can.
 
-        A call may pass its arguments by position or by name: the function must take all arguments,
-        and those without a default alone, in one of the two ways. A function without a signature
-        and a body that takes any arguments are not looked at.
+        The function must take all arguments, and also only those without a default, by position or
+        by name. A function without a signature, or a body with ``*args`` or ``**kwargs``, is not
+        checked.
         """
         parameters = [*self.signature.parameters.values()]
         try:
@@ -90,10 +90,10 @@ class Parameters:
         defaults: bool = False,
         required: Collection[str] | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments of a call by their names, those of ``**kwargs`` included.
+        """Return the arguments of a call by name, including those of ``**kwargs``.
 
-        ``defaults`` adds the arguments that were not passed. Only those in ``required`` must be
-        passed; None: all that have no default. Raises ``TypeError``, with the task's name, if the
+        ``defaults`` adds the arguments that were not passed. The arguments in ``required`` must be
+        passed; None: all without a default. Raises ``TypeError``, with the task's name, if the
         arguments do not fit.
         """
         try:
@@ -114,10 +114,10 @@ class Parameters:
         return arguments
 
     def forms(self, task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the canonical forms of the arguments that do not equal their defaults.
+        """Return the canonical forms of the arguments that differ from their defaults.
 
-        Raises ``TypeError`` for an argument without a stable form. A default without one equals
-        only itself.
+        Raises ``TypeError`` for an argument without a stable form. A default without a stable form
+        equals only itself.
         """
         forms = {}
         for name, value in arguments.items():
@@ -147,5 +147,5 @@ def _misfit(
     return ""
 
 
-# Binds the arguments that the name of a lock shows, of any task: they have no defaults.
+# For the arguments that a lock's name shows: any task's, without defaults.
 AS_SHOWN = Parameters(inspect.signature(lambda **arguments: None))

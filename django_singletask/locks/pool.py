@@ -1,4 +1,4 @@
-"""Threads that make the requests of asyncio code, so that its loop never stops."""
+"""Threads that make the requests of asyncio code, so that the event loop never waits for them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["IDLE", "MAX_THREADS", "submit"]
 T = TypeVar("T")
 
 MAX_THREADS = 8
-"""Threads for one cache: a cache that does not answer holds up no other."""
+"""Threads for each cache, so that a cache that does not answer delays no other."""
 IDLE = 5.0
 """Seconds without a job after which a thread closes its connections and ends."""
 
 
 class Pool:
-    """The threads for one cache; each has connections of its own.
+    """The threads for one cache; each has separate connections.
 
-    They are daemons: a process can end while a server does not answer.
+    They are daemons, so that a process can end while a server does not answer.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class Pool:
         self.idle = 0
 
     def add(self, job: Callable[[], None]) -> None:
-        """Do a job, after those that were added before."""
+        """Add a job to the queue."""
         with self.changed:
-            # An idle thread that is to wake for an earlier job takes one job only.
+            # Each idle thread takes one of the jobs that wait already.
             if self.idle <= len(self.jobs) and self.threads < MAX_THREADS:
                 threading.Thread(target=self.run, name="singletask-asyncio", daemon=True).start()
                 self.threads += 1
@@ -52,7 +52,7 @@ class Pool:
             self.changed.notify()
 
     def run(self) -> None:
-        """Do jobs until none has come for a while."""
+        """Do jobs until there was none for a while."""
         while True:
             with self.changed:
                 self.idle += 1
@@ -70,20 +70,20 @@ class Pool:
 
 _pools: dict[str, Pool] = {}
 _in_transactions: set[asyncio.Future[Any]] = set()
-"""Keeps what the loop refers to weakly."""
+"""Strong references, since the loop keeps only weak ones."""
 
 
 def submit(cache: str, job: Callable[[], T]) -> Future[T]:
-    """Do a job with requests to a cache in another thread, in a copy of the context here.
+    """Do a job with requests to a cache in another thread, in a copy of the current context.
 
-    A job that has not begun can be cancelled.
+    The job can be cancelled until it begins.
     """
     future: Future[T] = Future()
     work = partial(_settle, future, partial(contextvars.copy_context().run, job))
-    # No loop runs if a coroutine is thrown away after the end of its loop.
+    # No loop runs if a coroutine is closed after the end of its loop.
     if conf.history == "inline" and _get_running_loop() is not None:
-        # The history is written in the transaction of the caller, as in the tests of a project.
-        # That is the transaction of the thread which Django itself uses for asyncio code.
+        # As in tests, the history is written in the caller's transaction, which is in the thread
+        # that Django uses for asyncio code.
         task = asyncio.ensure_future(sync_to_async(work)())
         _in_transactions.add(task)
         task.add_done_callback(_in_transactions.discard)

@@ -1,4 +1,4 @@
-"""Keep the leases of this process alive: one thread, started by the first lock that needs it."""
+"""Renew the leases of this process, in one thread that the first lock starts."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ RETRY = 1.0
 
 
 class Keeper:
-    """Know the leases that this process holds, and renew each at a third of its length.
+    """Renew each lease of this process at a third of its length.
 
-    The keeper has weak references only. A lease that nobody else refers to any more, because a
-    signal struck between the take and the release, is no longer renewed, so it ends by itself:
+    The references are weak. If a signal comes between the take and the release, no other reference
+    to the lease remains. Then it is no longer renewed, so it expires:
 
       body:    take -> "yours"   SIGUSR1: SoftTimeLimitExceeded    the frames go, and the lease
       keeper:                                                      finds no reference: no renewal
     """
 
     def __init__(self) -> None:
-        # By token and key: a run has one token for its lock and for the entry of its queued call.
+        # By token and key: a run's lock and its duplicate entry have the same token.
         self.leases: weakref.WeakValueDictionary[tuple[str, str], Holding]
         self.leases = weakref.WeakValueDictionary()
         self.watches: dict[str, Watch] = {}
         self.debts: dict[str, Debts] = {}
-        """The releases that are owed, by cache: one that is down holds up no other."""
+        """The releases to be made, by cache, so that a cache that is down delays no other."""
         self.wakes_at = math.inf
         self.renew_at = math.inf
-        """When the first renewal is due, as far as the thread has looked at the leases."""
+        """When the first renewal is due, without ``new_dues``."""
         self.new_dues: deque[float] = deque()
         """Due times that the thread has not read yet."""
         self.changed = threading.Condition()
         self.sleeps = False
-        # Two renewals of one lease at a time could settle in another order than the store saw them:
+        # Two simultaneous renewals of one lease could settle in another order than in the store:
         #
         #   thread: asks for 9 s -> granted second                      settles first: trusts 9 s
         #   extend: asks for 600 s -> granted first, cut to 9 s          settles last: trusts 600 s
-        # Re-entrant: a receiver of the event of a renewal may itself extend the lock.
+        # Re-entrant, because a receiver of an event of a renewal may extend the lock.
         self.renewing = threading.RLock()
         self.thread: threading.Thread | None = None
 
     def keep(self, lease: Holding) -> None:
-        """Renew a lease from now on, if it is one that renews, and watch the cache of any."""
+        """Renew a lease from now on, if it renews, and watch its cache."""
         self.leases[lease.token, lease.key] = lease
         self.wake_for(lease)
 
@@ -74,7 +74,7 @@ class Keeper:
         self.leases.pop((lease.token, lease.key), None)
 
     def took(self, token: str, key: str, place: object) -> bool:
-        """Say whether the entry was taken at this place, which is a thread and asyncio task."""
+        """Return whether this thread and asyncio task took the entry."""
         lease = self.leases.get((token, key))
         return lease is not None and lease.place == place
 
@@ -85,15 +85,15 @@ class Keeper:
     def owe(
         self, cache: str, key: str, value: bytes, lease: float, kept: Kept | None = None
     ) -> None:
-        """Release an entry in the background, and try again for as long as its lease can last."""
+        """Release an entry in the background, and try again until its lease has ended."""
         debts = self.debts.setdefault(cache, Debts(cache))
         debts.add(Debt(key, value, clock.now() + lease, kept))
         self.wake(debts.due_at)
 
     def wake_for(self, lease: Holding) -> None:
-        """Wake the thread if the lease is due before the thread would wake by itself.
+        """Wake the thread if the lease is due before the thread's next wake-up.
 
-        Otherwise let it sleep: to wake it would cost each short run a switch of threads.
+        Otherwise let it sleep, since a switch of threads would slow down each short run.
         """
         due = math.inf
         if lease.renews:
@@ -109,7 +109,7 @@ class Keeper:
             self.wake(due)
 
     def wake(self, at: float) -> None:
-        """Let the thread look again, and start it if it does not run."""
+        """Wake the thread, and start it if it does not run."""
         with self.changed:
             if self.thread is None or not self.thread.is_alive():
                 has_threads()
@@ -121,32 +121,30 @@ class Keeper:
             self.wakes_at = min(self.wakes_at, at)
 
     def run(self) -> None:
-        """Renew and pay what is due, for ever."""
         while True:
             try:
                 self.wait()
                 self.tick()
             except Exception:
-                logger.exception("The renewal of locks failed; it goes on.")
+                logger.exception("The renewal of locks failed; trying again.")
                 time.sleep(RETRY)
 
     def wait(self) -> None:
         if self.next_due() == math.inf:
-            # Nothing to do: leave no connection open, of a store or of the history.
+            # Nothing to do: leave no connection open.
             close_stores()
             connections.close_all()
         with self.changed:
-            # A lock that is taken while this thread computes next_due() sees wakes_at = inf. So it
-            # calls wake(), which waits for this condition, that is, until this thread sleeps:
+            # A lock that is taken while this thread computes next_due() sees wakes_at = inf, and
+            # calls wake(), which waits for this condition until this thread sleeps:
             #
             #   this thread: wakes_at = inf   next_due() -> inf                  sleeps -> woken
             #   keep():                                 due < inf   wake() ......... notify
             self.wakes_at = math.inf
             self.wakes_at = self.next_due()
             self.sleeps = True
-            # When woken, do not compute next_due() anew. Of locks that are held for a moment each,
-            # one after the other, only the first wakes this thread, and the time that it set
-            # serves all of them.
+            # After a wake-up, do not compute next_due() again. Of many short locks in a row, only
+            # the first wakes this thread, and its time serves all of them.
             while (pause := self.wakes_at - clock.now()) > 0:
                 self.changed.wait(None if pause == math.inf else pause)
             self.sleeps = False
@@ -159,8 +157,8 @@ class Keeper:
     def next_renewal(self) -> float:
         """Return when the next renewal is due.
 
-        Look at all leases only when ``renew_at`` has come; the last look at all leases computed it.
-        The thread wakes each 0.4 s to look at epochs, and there may be very many leases.
+        All leases are read only at ``renew_at``: the thread wakes each 0.4 s to look at epochs, and
+        there may be very many leases.
         """
         while self.new_dues:
             self.renew_at = min(self.renew_at, self.new_dues.popleft())
@@ -170,9 +168,9 @@ class Keeper:
         return self.renew_at
 
     def tick(self) -> None:
-        """Look at epochs, renew the leases that are due now or soon, then pay debts.
+        """Look at epochs, renew the leases that are due now or soon, then make owed releases.
 
-        To renew early keeps leases that were taken together in one request.
+        Leases that are due soon are included, so that one request renews leases of similar age.
         """
         now = clock.now()
         for watch in list(self.watches.values()):
@@ -191,14 +189,14 @@ class Keeper:
 
     def held(self) -> Iterator[Holding]:
         """Yield the leases that are kept, the oldest first."""
-        # valuerefs() is one step: another thread that takes a lock meanwhile cannot disturb it.
+        # valuerefs() is atomic, even if another thread takes a lock meanwhile.
         for reference in self.leases.valuerefs():
             lease = reference()
             if lease is not None:
                 yield lease
 
     def renew_forgotten(self, watch: Watch) -> None:
-        """Renew all leases of a cache. A lease that is not renewed may be lost: look at it."""
+        """Renew all leases of a cache, and check those that do not renew."""
         changes = epoch_of(watch.cache).changes
         leases = [lease for lease in self.held() if lease.cache == watch.cache]
         if self.renew_all(watch.cache, [lease for lease in leases if lease.renews]):
@@ -208,7 +206,7 @@ class Keeper:
             watch.renewed(changes)
 
     def renew_all(self, alias: str, leases: list[Holding]) -> bool:
-        """Renew leases of one cache in as few trips as its store can; say whether it answered."""
+        """Renew leases of one cache in few requests; return whether the cache answered."""
         with self.renewing:
             leases = [lease for lease in leases if not lease.has_ended()]
             if not leases:
@@ -218,7 +216,7 @@ class Keeper:
             try:
                 outcomes = get_store(alias).renew_many(requests)
             except Exception as error:
-                # The store may be back at the next attempt, before the leases end.
+                # Try again before the leases end.
                 for lease in leases:
                     lease.retry_at = clock.now() + min(RETRY, lease.length / 10)
                 logger.warning("%d locks could not be renewed: %s", len(leases), error)
@@ -230,13 +228,13 @@ class Keeper:
 
 @cache
 def has_threads() -> bool:
-    """Say whether threads run here; where they do not, log that leases are not renewed."""
+    """Return whether threads run here; if not, log that leases are not renewed."""
     uwsgi = sys.modules.get("uwsgi")
     if uwsgi is None or {"enable-threads", "threads"} & set(uwsgi.opt):
         return True
     logger.warning(
-        "uWSGI runs without threads, so held locks are not renewed and end with their lease. "
-        "Start uWSGI with --enable-threads."
+        "uWSGI runs without threads, so held locks are not renewed: they expire after their "
+        "lease. Start uWSGI with --enable-threads."
     )
     return False
 
@@ -245,12 +243,12 @@ _keeper = Keeper()
 
 
 def keeper() -> Keeper:
-    """Return the keeper of this process; a forked child has one of its own."""
+    """Return the keeper of this process; a forked child has its own."""
     return _keeper
 
 
 def _after_fork() -> None:
-    # Locks that were held over a fork are the parent's, which goes on renewing them.
+    # Locks that were held before the fork belong to the parent, which keeps renewing them.
     global _keeper
     _keeper = Keeper()
 

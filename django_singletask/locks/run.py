@@ -1,4 +1,4 @@
-"""The run of a task that wants a lock, and how its body ended."""
+"""The run of a task that wants a lock, and the result of its body."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["NO_RUN", "Run", "result_of"]
 class Run(NamedTuple):
     """The run of a task that wants a lock.
 
-    ``token`` is the one that the worker's main process chose for it (None: a random one);
-    ``quiet`` is set for tasks with ``lock_history=False``, ``redelivered`` for a message that the
-    broker, or an earlier delivery, says was delivered before.
+    ``token`` is chosen by the worker's main process (None: a random one). ``quiet`` is set for
+    tasks with ``lock_history=False``. ``redelivered`` is set for a message that was delivered
+    before, according to the broker or an earlier delivery.
     """
 
     task: str | None = None
@@ -32,14 +32,14 @@ class Run(NamedTuple):
 
     @classmethod
     def current(cls) -> Run:
-        """Describe the Celery task whose body is running here, if one is."""
+        """Return the run of the Celery task whose body is running here, if one is."""
         task = current_task._get_current_object()  # type: ignore[attr-defined] # noqa: SLF001
-        if task is None:  # current_task is a proxy, never None itself: test what is behind it
+        if task is None:  # current_task itself is a proxy, never None
             return NO_RUN
         return cls(task.name, task.request.id, task.request.retries or 0)
 
     def holder(self, name: str, length: float, slots: int = 1, **process: Any) -> Holder:
-        """Return the record of an acquisition by this run now, in this process or ``process``."""
+        """Return the record of an acquisition by this run now; ``process`` replaces fields."""
         task, task_id, retries, token, *_ = self
         more = {"slots": slots, **process} if slots > 1 else process
         return Holder.new(
@@ -48,19 +48,18 @@ class Run(NamedTuple):
 
     # Processes that allow different numbers of slots
     #
-    # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. Who allows 2
-    # neither takes nor counts those slots, so until the old processes are gone there are 5 runs at
-    # most, never more than the greatest number that a process allows. A redelivery looks at all
-    # slots that there can be, and finds its own first run in whichever it is, also if by now there
-    # is one slot. With several slots a retry does so too: the try before it may still have to give
-    # back its slot.
+    # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. A process that
+    # allows 2 neither takes nor counts those slots. So until the old processes are gone, there are
+    # at most 5 runs: the greatest number that a process allows. A redelivery reads all possible
+    # slots, to find its own first run. With several slots a retry does so, too, because the
+    # previous try may not have released its slot yet.
 
     def slots(self, lock_key: LockKey, holder: Holder) -> Slots:
-        """Return the slots at which a take looks; a delivery takes none beside its earlier run."""
+        """Return the slots that a take reads; a delivery takes no second slot for one message."""
         if holder.slots == 1 and not self.redelivered:
             return Slots((lock_key.key,))
         looks_at = MAX_SLOTS if self.redelivered or self.retries else holder.slots
-        # A body may take slots in several threads and asyncio tasks: those have no mark.
+        # Locks of a body have no mark, since it may take slots in several threads or asyncio tasks.
         mark = holder.mark() if self.task_id else b""
         return Slots(lock_key.slots(looks_at), holder.slots, mark)
 
@@ -69,7 +68,7 @@ NO_RUN = Run()
 
 
 def result_of(error: BaseException | None) -> str:
-    """Return the word of the history for the end of a body, given the error that ended it."""
+    """Return the history's word for the end of a body, given the error that ended it."""
     if isinstance(error, Retry):
         return "retried"
     if isinstance(error, Postponed):

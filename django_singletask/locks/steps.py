@@ -1,7 +1,7 @@
-"""Go through the steps of an acquisition: in this thread, or in others while a loop goes on.
+"""Run the steps of an acquisition: in this thread, or in others without stopping an event loop.
 
-A step is a function that makes requests. It returns the seconds to sleep until it is called again,
-or None when there is nothing left to do.
+A step is a function that sends requests. It returns the seconds to sleep until the next step, or
+None after the last one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 GRACE = 1.0
-"""Seconds for which a cancelled call waits for the reply to its request, to give back at once."""
+"""Seconds for which a cancelled call waits for the reply to its request, to release at once."""
 
 
 def do(step: Callable[P, float | None], /, *args: P.args, **kwargs: P.kwargs) -> None:
-    """Do the steps here."""
+    """Run the steps in this thread."""
     while (pause := step(*args, **kwargs)) is not None:
         time.sleep(pause)
 
@@ -33,12 +33,12 @@ def do(step: Callable[P, float | None], /, *args: P.args, **kwargs: P.kwargs) ->
 async def do_in_threads(
     cache: str, step: Callable[[], float | None], undo: Callable[[BaseException], None]
 ) -> None:
-    """Do each step in a thread of the cache, and sleep in the loop between two steps.
+    """Run each step in a thread of the cache, and sleep in the loop between two steps.
 
     If that fails or is cancelled, ``undo`` is called in a thread, with the error. The request
-    that is under way may still take the lock, so ``undo`` comes after the reply:
+    that is on its way may still take the lock, so ``undo`` comes after the reply:
 
-      loop:    await    cancelled: CancelledError    waits at most GRACE      goes on
+      loop:    await    cancelled: CancelledError    waits at most GRACE      continues
       thread:  add ->                                -> added     undo: release ->
     """
     job: Future[float | None] | None = None
@@ -65,7 +65,7 @@ def _leave(
 
 
 async def in_thread(cache: str, job: Callable[[], T]) -> T:
-    """Do a job with requests to a cache in another thread; it is done even if this is cancelled."""
+    """Do a job with requests to a cache in another thread; a cancel does not stop the job."""
     future = submit(cache, job)
     try:
         return await _reply(future)
@@ -75,13 +75,13 @@ async def in_thread(cache: str, job: Callable[[], T]) -> T:
 
 
 async def _reply(future: Future[T]) -> T:
-    """Return the result of a job; to cancel this does not cancel the job."""
+    """Return the result of a job; a cancel does not stop the job."""
     await asyncio.wait([_quiet(future)])
     return future.result()
 
 
 def _quiet(future: Future[Any]) -> asyncio.Future[Any]:
-    """Let the loop wait for a job whose error it need not report: a cancelled call ignores it."""
+    """Let the loop wait for a job; it does not report the job's error if nothing awaits that."""
     waiter = asyncio.wrap_future(future)
     waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
     return waiter
@@ -90,7 +90,7 @@ def _quiet(future: Future[Any]) -> asyncio.Future[Any]:
 def offer_in_thread(
     method: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """Return a method of a lock as a coroutine function, whose requests stop no loop."""
+    """Return a method of a lock as a coroutine function, which runs it in another thread."""
 
     @functools.wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

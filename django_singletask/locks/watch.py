@@ -1,4 +1,4 @@
-"""Notice that a cache has forgotten the locks which this process holds."""
+"""Notice that a cache has forgotten the locks of this process."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ __all__ = ["LOOK_AGAIN", "Watch"]
 logger = logging.getLogger("django_singletask")
 
 LOOK_AGAIN = 0.2
-"""Seconds until a cache that does not answer is asked for its epoch again."""
+"""Seconds until the next look at a cache that does not answer."""
 
 
 class Watch:
-    """Look at the epoch of a cache in which this process holds locks."""
+    """Watch the epoch of a cache in which this process holds locks."""
 
     def __init__(self, cache: str) -> None:
         self.cache = cache
         self.look_at = 0.0
         self.renewed_at_change = epoch_of(cache).changes
-        """The change of the epoch after which all locks of this process were renewed."""
+        """The number of changes of the epoch when all locks of this process were last renewed."""
         self.was_down = False
 
     def due_at(self, leases: Iterable[Holding]) -> float:
         """Return when the next look is due, given the leases of this process, the oldest first.
 
-        The oldest lease that lasts decides. So a short run costs no request.
+        The oldest current lease decides, so a short run sends no request.
         """
         now = clock.now()
         for lease in leases:
@@ -45,28 +45,24 @@ class Watch:
         return math.inf
 
     def forgotten(self) -> bool:
-        """Ask for the epoch; say whether the cache may have forgotten locks of this process.
+        """Read the epoch; return whether the cache may have forgotten locks of this process.
 
-        A server that was away may have come back with an old snapshot, in which the epoch is the
-        same. So the locks are renewed after each outage.
+        After an outage the answer is yes: the server may be back with an old snapshot, which has
+        the same epoch.
         """
         try:
             look_at_epoch(self.cache)
         except Exception as error:
             self.look_at = clock.now() + LOOK_AGAIN
-            if not self.was_down:  # logged once an outage
+            if not self.was_down:  # logged once per outage
                 self.was_down = True
-                logger.warning(
-                    "The cache %r cannot be asked whether it has forgotten its locks. Until it "
-                    "can, only the renewals of held locks notice that: %s",
-                    self.cache,
-                    error,
-                )
+                text = "The cache %r does not answer. When it does, held locks are renewed: %s"
+                logger.warning(text, self.cache, error)
             return False
         self.look_at = clock.now() + LOOK
         return self.was_down or epoch_of(self.cache).changes != self.renewed_at_change
 
     def renewed(self, changes: int) -> None:
-        """Note that all locks were renewed after that many changes of the epoch."""
+        """Note that all locks were renewed after so many changes of the epoch."""
         self.renewed_at_change = changes
         self.was_down = False

@@ -1,4 +1,4 @@
-"""The Celery base class: a task that takes its lock around each run; and all such tasks."""
+"""SingletonTask, the Celery base class of a task with a lock; and how to find all such tasks."""
 
 from __future__ import annotations
 
@@ -31,46 +31,48 @@ from django_singletask.task.unique import QueuedCall, delay_of
 
 __all__ = ["SingletonTask", "import_tasks", "singleton_tasks"]
 
-# Here, because the receivers in worker.startup are connected by the app itself.
+# Not in worker.startup, which only an installed app connects.
 celeryd_after_setup.connect(check_installed)
 
 
 class SingletonTask(LockedTask):
-    """A task of which only one run with the same arguments goes on at a time.
+    """A task that runs only once at a time for the same arguments.
 
     Use it as ``@shared_task(base=SingletonTask)``. A message, ``.apply()`` and a direct call
-    ``task(...)`` take the lock; ``task.run(...)`` is the bare body. The options below stand in
-    the decorator or on a subclass, and hold for one call in
+    ``task(...)`` take the lock; ``task.run(...)`` runs only the body. Set the options below in
+    the decorator or on a subclass, or for one call in
     ``apply_async(..., lock_options={"on_conflict": "raise"})``.
 
     * ``lock_timeout``: lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``), at most 30 days.
     * ``lock_renew``: renew the lease while the task runs; False needs ``lock_timeout``.
-    * ``lock_on``: names of the arguments that make the lock; ``[]`` is one lock for the task.
-    * ``lock_name``: the name itself, a format string over the arguments or a callable with them.
+    * ``lock_on``: names of the arguments that identify the lock; ``[]``: one lock for all calls.
+    * ``lock_name``: the lock's name: a format string over the arguments, or a function of them.
     * ``on_conflict``: ``"skip"``; ``"raise"`` (:class:`LockConflict`); ``"wait"``; ``"requeue"``:
-      postpone it until it has run; ``"rerun"``: of all that conflict, the last runs afterwards.
-      A call without a message (direct, ``apply()``) raises instead of these two.
+      postpone the call until it can run; ``"rerun"``: of all calls that conflict, only the last
+      runs afterwards. A call without a message (direct, ``apply()``) raises instead of these two.
     * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
-    * ``lock_at_least``: seconds from its start for which a run that returned keeps the lock.
-    * ``on_outage``: if the cache cannot be asked, ``"raise"`` :class:`LockUnavailable`, ``"run"``
+    * ``lock_at_least``: a run that returns keeps the lock until so many seconds after its start.
+    * ``on_outage``: if the cache cannot be used, ``"raise"`` :class:`LockUnavailable`, ``"run"``
       without the lock, or ``"skip"`` the run.
     * ``skip_result``: what a skipped run returns.
-    * ``on_skip``: called instead, with the :class:`LockConflict` and the call's arguments. What it
-      returns is the result. A method, and with ``bind=True`` a function, gets the task first.
-    * ``unique_until``: stop an equal call at enqueue until this one has begun (``"start"``) or
-      ended (``"finish"``), or for ``unique_for`` from its sending (``"expiry"``).
-    * ``unique_for``: seconds for which a queued call stops equal ones at most, at most 30 days.
+    * ``on_skip``: a function to call on a skip, with the :class:`LockConflict` and the call's
+      arguments; it returns the result. A method, or a function with ``bind=True``, gets the task
+      first.
+    * ``unique_until``: do not send an identical call until this one has started (``"start"``) or
+      finished (``"finish"``), or for ``unique_for`` seconds after its sending (``"expiry"``).
+    * ``unique_for``: the longest time in seconds for which a queued call stops identical calls; at
+      most 30 days.
     * ``on_duplicate``: ``"return"`` the queued call's result, ``"raise"`` :class:`DuplicateTask`,
-      or ``"replace"`` the queued call, which gives way when its turn comes.
+      or ``"replace"`` the queued call, which is then skipped when a worker gets it.
     * ``lock_history``: False records only trouble.
 
-    Raises ``TypeError`` where the class is made for options of a wrong type and for coroutine
-    and generator functions.
+    Creating the class raises ``TypeError`` for options of a wrong type, and for coroutine and
+    generator functions.
     """
 
     abstract = True
 
-    # An expected answer, not a crash: Celery logs it without a traceback.
+    # Celery logs these errors without a traceback.
     throws: tuple[type[Exception], ...] = (LockConflict,)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,22 +96,22 @@ class SingletonTask(LockedTask):
     ) -> AsyncResult[Any]:
         """Send the task, with its lock's key in the message.
 
-        Celery's own options, and ``lock_options``: lock options for this one call. With
-        ``unique_until``, the result of an equal call that is queued instead of a second one.
-        Raises ``TypeError`` for unknown options, and if an argument has no stable form,
-        :class:`DuplicateTask` with ``on_duplicate="raise"``, and :class:`LockUnavailable`
-        with ``unique_until``.
+        The options are Celery's, and ``lock_options``: lock options for this call. With
+        ``unique_until``, a duplicate is not sent, and the queued call's result is returned.
+        Raises ``TypeError`` for unknown options, and for an argument without a stable form;
+        :class:`DuplicateTask` with ``on_duplicate="raise"``; :class:`LockUnavailable` with
+        ``unique_until``.
         """
-        # By name, and only what was passed: another base may override it as
-        # apply_async(self, args, kwargs, **options), and set defaults in these options.
+        # Pass these by name, and only if the caller did: another base may override this method as
+        # apply_async(self, args, kwargs, **options), and set defaults in its options.
         if len(rest) > len(POSITIONAL):
             raise TypeError(f"apply_async of {self.name} takes at most 7 arguments by position.")
         passed = {n: v for n, v in zip(POSITIONAL, rest, strict=False) if v is not None}
         options = dict(**passed, **options)  # it raises for an option that is passed twice
         refuse_unsendable(f"apply_async of {self.name}", options, lock_options)
         again = Header.of(options.get("headers"), task_id, self.name) is not None
-        # Others wait for a call that has its id already, as the links of a chain and the members
-        # of a group have, or that is to tell of its end: it must be sent.
+        # A call with an id (as in a chain or a group), a callback or a chord must be sent, because
+        # other calls wait for it.
         awaited = task_id or any(map(options.get, AWAITED))
         header = self._header(args, kwargs, task_id or uuid(), lock_options, options)
         when = options.get("countdown") or options.get("eta")
@@ -141,7 +143,7 @@ class SingletonTask(LockedTask):
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Send the task when the transaction commits; a duplicate is dropped.
 
-        Nobody is there to be told: an error would stop the other hooks of the transaction.
+        :class:`DuplicateTask` is not raised, because it would stop the transaction's other hooks.
         """
         transaction.on_commit(partial(self._send_unless_queued, *args, **kwargs))
 
@@ -151,8 +153,8 @@ class SingletonTask(LockedTask):
 
     def _queued_call(self, header: Header) -> QueuedCall | None:
         options, key = LockOptions.of(self).but(header.overrides), header.lock_key
-        # A call without a lock stops no other, and one that runs at once is never queued. Celery
-        # takes 5 µs to look up one of its settings, so that is asked last.
+        # Without a lock there are no duplicates, and an eager call is never queued. Celery takes
+        # 5 µs to look up a setting, so that comes last.
         if not options.unique_until or key in (None, NO_LOCK) or self.app.conf.task_always_eager:
             return None
         return QueuedCall(key, options, Run(self.name, header.task_id))
@@ -177,25 +179,24 @@ class SingletonTask(LockedTask):
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """Describe the next message of a request, as ``retry()`` does."""
+        """Return the signature of a request's next message, as for ``retry()``."""
         signature = super().signature_from_request(request, args, kwargs, *rest, **options)
         request = self.request if request is None else request
         header = Header.of(signature.options.get("headers"), request.id, self.name)
         if header is not None:
             header = header.next()
             if args is not None or kwargs is not None:
-                # Other arguments may mean another lock: compute the key anew, keep the options.
+                # Other arguments may need another lock: compute the key again, keep the options.
                 key = header.lock_key.key if header.lock_key else None
                 header = header.next(lock_key=None, previous_key=key)
             signature.options["headers"] = header.into(signature.options["headers"])
         return signature
 
     def on_replace(self, sig: Any) -> Any:
-        """Send what replaces this task, or run it here: then this task's run is over."""
+        """Send the replacement of this task; an eager one runs here, so release the lock first."""
         lock = current_lock()
-        run = lock.run if lock else None  # a lock that the body has taken itself has none
+        run = lock.run if lock else None  # None for a TaskLock of the body
         if self.request.is_eager and lock and lock.lease and run and run.task_id == self.request.id:
-            # A message would be postponed until this body has ended; eager, it runs inside it.
             lock.lease.give_back("ignored")
         return super().on_replace(sig)
 
@@ -219,13 +220,13 @@ class SingletonTask(LockedTask):
         merged = LockOptions.of(self).but(overrides)
         key = self.lock_key(args, kwargs, merged, shown=hidden_arguments(options))
         previous = header.previous_key or (header.lock_key.key if header.lock_key else None)
-        if key.key != previous:  # the entries beside another lock are not this call's
+        if key.key != previous:  # the duplicate entry and the ticket belong to the previous lock
             header = header._replace(queued=None, ticket=None, never_gives_way=False)
         return header._replace(
             token=None,
             lock_key=key,
             previous_key=None,
-            # The key is made, and a callable could not travel.
+            # A function cannot travel, and the key that it made is in the header.
             overrides={n: v for n, v in overrides.items() if n != "lock_name" or not callable(v)},
         )
 
@@ -236,19 +237,18 @@ class SingletonTask(LockedTask):
         request: Any = self.request_stack.top
         if request is None or request.called_directly or request._protected:  # noqa: SLF001
             return deliver(self, ON_CONFLICT, Header("", self.name), super().__call__, args, kwargs)
-        # The worker's own call for a message, or apply()'s: the request is pushed already, and
-        # Celery's __call__ would push an empty one above it in eager mode. The mark is Celery's;
-        # it has no public one. A call of this task from its own body is a direct one.
+        # A call by the worker or by apply(): the request is already pushed, and Celery's __call__
+        # would push an empty one above it in eager mode. Celery uses the same private mark; with
+        # it, a call of this task from its own body counts as a direct call.
         request._protected = 1  # noqa: SLF001
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
         body = self.rest_of_call(request)
         try:
             return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
         except TaskPredicate:
-            raise  # it says what becomes of the message
+            raise
         except Exception:
-            # A base around this one may call again: that is the same message, not a direct call.
-            # Its queued entry has been freed, so an equal call can be queued meanwhile.
+            # Another base may catch the error and call again: not a direct call, the same message.
             request._protected = 0  # noqa: SLF001
             raise
 
@@ -258,9 +258,9 @@ AWAITED = ("chain", "chord", "group_id", "link", "link_error")
 
 
 def import_tasks() -> None:
-    """Import the modules of tasks that a worker imports: only a worker does so by itself.
+    """Import the task modules that a worker imports.
 
-    Not by the loader's own ``import_default_modules()``, which makes Celery run the checks.
+    The loader's ``import_default_modules()`` would also make Celery run the checks.
     """
     autodiscover_modules("tasks")
     for module in (*current_app.conf.imports, *current_app.conf.include):
@@ -268,9 +268,6 @@ def import_tasks() -> None:
 
 
 def singleton_tasks() -> dict[str, SingletonTask]:
-    """Return the registered tasks that take locks, by name, in the order of their names.
-
-    Call :func:`import_tasks` first, unless a worker or a check has done so.
-    """
+    """Return the registered tasks that take locks, sorted by name; see :func:`import_tasks`."""
     tasks = sorted(current_app.tasks.items())
     return {name: task for name, task in tasks if isinstance(task, SingletonTask)}

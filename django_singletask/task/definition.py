@@ -1,4 +1,4 @@
-"""Refuse a task that could not run under its lock, and what is no option of it."""
+"""Refuse a task that could not run under its lock, and options that do not exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ELSEWHERE = {
     "lock_expiry": "unique_for, and lock_timeout for the run",
     "raise_on_duplicate": "on_duplicate='raise'",
 }
-"""Options of celery-once and celery-singleton, which Celery would accept and nobody would read."""
+"""Options of celery-once and celery-singleton, which Celery would accept and ignore."""
 
 OF_ONLY_ONE = {
     "key": "lock_name",
@@ -34,14 +34,14 @@ OF_ONLY_ONE = {
     "unique": "unique_until",
     "lock_key": "lock_name",  # and the name of a method
 }
-"""Names that a decorator may be given, because they stand elsewhere in this package."""
+"""Options of ``only_one`` that a user may pass to a task by mistake."""
 
 
 def check_definition(cls: type, base: type) -> None:
-    """Raise ``TypeError`` for what is wrong in the body of a class, or in its decorator.
+    """Raise ``TypeError`` for an error in the body of a class, or in its decorator.
 
-    ``base`` is the class whose attributes are known. A number that cannot work is left to the
-    system check, which gives a hint.
+    ``base`` is the class whose attributes are valid options. The system check reports numbers that
+    cannot work, with a hint.
     """
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
     if "_decorated" in cls.__dict__:
@@ -55,7 +55,7 @@ def check_definition(cls: type, base: type) -> None:
     values = {name: getattr(cls, name) for name in NAMES}
     for name, value in [*values.items()]:
         if hasattr(value, "__get__") and not callable(value):
-            del values[name]  # a property of a mixin: only the task itself has a value
+            del values[name]  # a property, which has a value only on the task
     for problem in LockOptions(**values).problems(f"of {what}"):
         inherited = cls.__dict__.keys().isdisjoint(problem.options)
         if problem.early and problem.error is not None and not inherited:
@@ -81,9 +81,9 @@ def check_definition(cls: type, base: type) -> None:
 
 
 def bind_functions(cls: type) -> None:
-    """Let functions that were given in the decorator take a call's arguments, not the task.
+    """Keep functions from the decorator from becoming methods, which would get the task first.
 
-    ``on_skip`` takes the task first if the body does, too (``bind=True``).
+    Only ``on_skip`` gets the task if the body does, too (``bind=True``).
     """
     for name in ("lock_name", "on_skip"):
         function = cls.__dict__.get(name)
@@ -93,14 +93,14 @@ def bind_functions(cls: type) -> None:
 
 
 def misspelt(cls: type, base: type) -> Iterator[tuple[str, str]]:
-    """Yield the names in the body of a class that look like an option, and the option."""
+    """Yield each name in the body of a class that resembles an option, with that option."""
     for name in sorted(cls.__dict__.keys() - set(dir(base))):
         for similar in difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             yield name, similar
 
 
 def refuse_unsendable(what: str, names: Iterable[str], lock_options: Any) -> None:
-    """Raise ``TypeError`` for what is no option of ``apply_async``, or cannot travel."""
+    """Raise ``TypeError`` for options that ``apply_async`` does not have or cannot send."""
     _refuse_foreign(what, names, ELSEWHERE)
     for name in names:
         if name in NAMES:
@@ -113,8 +113,8 @@ def _refuse_foreign(what: str, names: Iterable[str], elsewhere: Mapping[str, str
     for name in names:
         if name in elsewhere:
             raise TypeError(
-                f"{what} has no option {name!r}: here it is {elsewhere[name]}. "
-                f"{DOCS}/guides/coming-from.html has the options of other projects."
+                f"{what} has no option {name!r}: use {elsewhere[name]}. See "
+                f"{DOCS}/guides/coming-from.html"
             )
 
 

@@ -28,18 +28,19 @@ __all__ = ["QUEUED_AGAIN", "Delivery", "deliver"]
 logger = logging.getLogger("django_singletask")
 
 CLOCK_SKEW = 1.0
-"""Seconds by which the clocks of two hosts may differ; see the last timeline in header.py."""
+"""Seconds by which the clocks of two hosts may differ; see the timelines in header.py."""
 
 QUEUED_AGAIN = "singletask_queued_again"
-"""Attribute of a request whose body has sent its message again: seconds until that starts."""
+"""Attribute of a request whose body has sent its call again: seconds until that call starts."""
 
 
 @dataclasses.dataclass
 class Delivery:
-    """One delivery: the body of a task, and what says under which lock and how it runs.
+    """One delivery: the body of a task, with its lock, options and header.
 
-    ``policy`` is what it does if its lock is held. ``request`` is that of the message; None for a
-    call that came as none and cannot be postponed. The header of a direct call has no task id.
+    ``policy`` is called if the lock is held. ``request`` is the request of the message; it is None
+    for a call without a message, which cannot be postponed. The header of a direct call has no
+    task id.
     """
 
     task: Task[..., Any]
@@ -50,7 +51,7 @@ class Delivery:
     policy: Callable[[Delivery], Any]
     request: Any = None
     queued_call: QueuedCall | None = None
-    redelivered: bool = False  # as the broker says, or because it has met a run of its own
+    redelivered: bool = False  # the broker says so, or an earlier delivery met its own run
     has_begun: bool = False
 
     def run(self) -> Any:
@@ -61,7 +62,7 @@ class Delivery:
         try:
             result = self._run()
         except (Postponed, Dropped):
-            raise  # another delivery of this message exists, and the entry belongs to that one
+            raise  # another delivery of this message exists, and the entry belongs to it
         except BaseException as error:
             self._queue_again(queued_call, error)
             queued_call.give_back()
@@ -71,7 +72,7 @@ class Delivery:
         return result
 
     def _queue_again(self, queued_call: QueuedCall, error: BaseException | None = None) -> None:
-        """Let the entry stay if the call was sent again, or goes back to the broker."""
+        """Keep the entry if the call was sent again, or goes back to the broker."""
         delay = getattr(self.request, QUEUED_AGAIN, None)
         if isinstance(error, Reject) and getattr(error, "requeue", False) and self.task.acks_late:
             delay = 0.0
@@ -91,18 +92,18 @@ class Delivery:
     def _run_under_lock(self) -> Any:
         if is_marked(self.request):
             self._drop_if_done(marked=True)
-        # The first run of a redelivery may go on: its result must not be replaced by this one.
+        # The first run of a redelivery may still be running; this result must not replace its own.
         if not self.redelivered and self._is_superseded():
             return self.options.skip_result
-        # The lock is given back here, so before Celery stores the result and publishes the next
-        # link of a chain, which may want the same lock.
+        # The lock is released before Celery stores the result and publishes the next link of a
+        # chain, which may want the same lock.
         with self.lock as lock:
             if lock.outage is not None:
                 return self._meet_outage()
             if lock:
                 if self.header.redelivered and not (lock.lease and lock.lease.took_over):
                     self._leave_to_first_run()
-                # The later call may have had its turn while this one waited for the lock.
+                # A later call may have run while this one waited for the lock.
                 asks = lock.wait or lock.has_waited or self.redelivered
                 if asks and lock.lease and self._is_superseded():
                     lock.lease.give_back("ignored")
@@ -113,7 +114,7 @@ class Delivery:
         return self.policy(self)
 
     def _meet_outage(self) -> Any:
-        if self.redelivered:  # its first run may still go on
+        if self.redelivered:  # its first run may still be running
             self.postpone("redelivery", redelivered=WAITS)
         self.lock.report_outage()
         return self._run_body() if self.options.on_outage == "run" else self.options.skip_result
@@ -121,7 +122,7 @@ class Delivery:
     def _run_body(self) -> Any:
         self.has_begun = True
         if self.header.ticket is not None and self.request is not None:
-            # From here on the call gives way to no other, and neither do its retries.
+            # From now on, no later call replaces this call or its retries.
             self.request.headers = self.header.without_ticket().into(self.request.headers)
         queued_call = self.queued_call
         if queued_call is None:
@@ -135,31 +136,31 @@ class Delivery:
         self._queue_again(queued_call)
         return result
 
-    # A message that meets a run of its own; the timeline is in header.py
+    # A message that meets its own earlier run; the timelines are in header.py
 
     def _postpone_behind_itself(self) -> None:
-        """Postpone the message if it met a run of its own, or has met one; else return."""
+        """Postpone the message if it met its own earlier run, now or before; else return."""
         blocker, request = self.lock.blocker, self.request
         if blocker is None:
             return
-        # The first link of a chain that replaces a task has a new id; the task is its parent.
+        # If a chain replaces a task, its first link has a new id, and the task is its parent.
         others = (blocker, *(self.lock.lease.others if self.lock.lease else ()))
         replaces = request.replaced_task_nesting > 0 and any(
             other.is_run_of(request.parent_id) for other in others
         )
         itself = blocker.is_run_of(request.id)
-        # The next try was sent by a body that returned all the same: it is no redelivery.
+        # A retry that was sent by a body that returned has more retries: it is not a redelivery.
         if itself and blocker.kept and blocker.retries >= request.retries:
-            # Its result is there, or is on its way; or nothing is known of it.
+            # The result may be stored already, or soon; or there is none.
             self._drop_if_done()
             if self.header.redelivered != LOOKS:
                 self.postpone("redelivery", redelivered=LOOKS)
-            # A run that began before this message was due is that of another call with this id.
-            # Else the body has returned, and must neither fail nor run again. If it is skipped,
-            # the links after it go on.
+            # A run from before this message was due belongs to another call with this id.
+            # Otherwise the body has returned: the call must neither fail nor run again. A skip lets
+            # the rest of its chain run.
             its_own = blocker.since > self.header.due - CLOCK_SKEW
             if its_own and self.options.on_conflict != "skip":
-                logger.info("%s was delivered again, and its body returned: dropped.", request.id)
+                logger.info("Task %s was delivered again after it returned: dropped.", request.id)
                 raise Dropped
             return
         if replaces or (itself and blocker.retries < request.retries):
@@ -167,7 +168,7 @@ class Delivery:
         if itself:
             self.postpone("redelivery", redelivered=WAITS)
         if self.header.redelivered:
-            # Somebody else has the lock by now. The result of the first run may be on its way.
+            # Another run has the lock by now. The first run's result may not be stored yet.
             if self.header.redelivered == LOOKS:
                 self._drop_if_done()
             self.postpone("redelivery", redelivered=LOOKS)
@@ -178,11 +179,10 @@ class Delivery:
         self._drop_if_done()
 
     def _drop_if_done(self, *, marked: bool = False) -> None:
-        """Drop the message if the result backend knows that its work is done, or goes on.
+        """Drop the message if the result backend shows that its work is done, or that it retries.
 
-        ``marked``: only the broker says that it was delivered before, so the result must be newer
-        than the message. A message that has met its first run is dropped, unless the result is
-        older than the message.
+        ``marked``: only the broker says that the message was delivered before, so the result must
+        be newer than the message. For a message that has met its first run, it must not be older.
         """
         ignored = vars(self.request).get("ignore_result")
         if self.task.ignore_result if ignored is None else ignored:
@@ -192,23 +192,26 @@ class Delivery:
             state = result.state
             newer = self._seconds_until(result.date_done) if state == "SUCCESS" else 0
         except NotImplementedError:
-            # Celery's answer where no result backend is configured: nothing is known, so it runs.
-            return
+            return  # there is no result backend: run again
         except SoftTimeLimitExceeded:
             raise
         except Exception:
-            logger.exception("The result of %s cannot be read: it runs again.", self.request.id)
+            logger.exception(
+                "The result of task %s cannot be read, so it runs again.", self.request.id
+            )
             return
-        # After RETRY the next message is published already.
-        goes_on = state == "RETRY" and not self.request.retries and not marked
+        # In the state RETRY, the message of the next try is already published.
+        retries = state == "RETRY" and not self.request.retries and not marked
         done = state == "SUCCESS" and newer > (CLOCK_SKEW if marked else -CLOCK_SKEW)
-        if done or goes_on:
-            logger.info("%s was delivered again, and its work is done: dropped.", self.request.id)
+        if done or retries:
+            logger.info(
+                "Task %s was delivered again, but its work is done: dropped.", self.request.id
+            )
             raise Dropped
 
     def _seconds_until(self, moment: datetime | None) -> float:
-        """Return the seconds from when the message was due until then; 0 if that is not known."""
-        # What a time without a zone means depends on the backend and its settings.
+        """Return the seconds from when the message was due until ``moment``; 0 if unknown."""
+        # The meaning of a time without a zone depends on the backend and its settings.
         known = self.header.due and moment is not None and moment.tzinfo is not None
         return moment.timestamp() - self.header.due if moment and known else 0.0
 
@@ -221,10 +224,10 @@ class Delivery:
         longest: float = math.inf,
         **changes: Any,
     ) -> NoReturn:
-        """Publish the message again for at most ``longest`` seconds later, and let this one go.
+        """Publish the message again, at most ``longest`` seconds later, and end this delivery.
 
         ``reason`` is reported once for all hops of a message; None: there was no conflict.
-        ``changes`` are those of the header.
+        ``changes`` are changes of the header.
         """
         hops = changes.pop("hops", self.header.hops)
         if reason and not hops:
@@ -237,19 +240,19 @@ class Delivery:
         postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
 
     def _is_superseded(self) -> bool:
-        """Say whether a later call of those that rerun, or replace each other, is noted."""
+        """Return whether a later call replaces this one (``"rerun"`` or ``"replace"``)."""
         ticket = self.header.ticket
         if ticket is None or not gives_way(self.lock.address, self.task.name, ticket):
             return False
         address = self.lock.address
-        if not self.header.hops:  # else its conflict was reported
+        if not self.header.hops:  # otherwise its conflict was already reported
             logger.info("%s: a later call replaces task %s.", address, self.header.task_id)
             address.tell_of_conflict("skipped", "superseded", self.lock.run or NO_RUN, None)
         return True
 
 
 def is_marked(request: Any) -> bool:
-    """Say whether the broker says that it has delivered this message before."""
+    """Return whether the broker has marked this message as delivered before."""
     return request is not None and bool((request.delivery_info or {}).get("redelivered"))
 
 
@@ -262,9 +265,9 @@ def deliver(
     kwargs: Any,
     request: Any = None,
 ) -> Any:
-    """Run the body of a task under its lock, or do what the policy of ``on_conflict`` does.
+    """Run the body of a task under its lock, or apply the policy of ``on_conflict``.
 
-    ``request`` is that of the message or of ``apply()``; None for a direct call.
+    ``request`` is the request of the message or of ``apply()``; None for a direct call.
     """
     options = LockOptions.of(task).but(header.overrides)
     key = header.lock_key
@@ -275,7 +278,7 @@ def deliver(
         return body(*args, **kwargs)
     task_id, retries = (request.id, request.retries or 0) if request is not None else (None, 0)
     message = None if request is None or request.is_eager else request
-    if message is None:  # what the header says of a message is not about this call
+    if message is None:  # the rest of the header is about a message
         header = Header(header.task_id, header.task)
     again = bool(header.redelivered or is_marked(message))
     run = Run(task.name, task_id, retries, header.token, not options.lock_history, again)
@@ -286,7 +289,7 @@ def deliver(
         policy = policies[options.on_conflict]
     except (TypeError, ValueError):
         if queued_call is not None:
-            queued_call.give_back()  # else it would stop its duplicates for unique_for
+            queued_call.give_back()  # otherwise it would stop duplicates for unique_for
         raise
     call = partial(body, *args, **kwargs)
     return Delivery(task, lock, options, header, call, policy, message, queued_call, again).run()

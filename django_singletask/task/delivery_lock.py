@@ -1,4 +1,4 @@
-"""The lock of a delivery, and what the delivery does if the cache cannot be asked."""
+"""The lock of a delivery, and what the delivery does if the cache cannot be used."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ logger = logging.getLogger("django_singletask")
 
 # A queue behind one lock
 #
-# While many calls wait for one lock, a delivery often meets a holder that began a moment ago and
-# ends in a moment. To postpone it costs more than such a run, and leaves the lock free meanwhile:
+# While many calls wait for one lock, a delivery often meets a very short run. Postponing the
+# delivery costs more time than such a run, and leaves the lock free meanwhile:
 #
-#   A: takes, runs, gives back    C: takes, runs, gives back   D: held by C: publishes D' .....
+#   A: takes, runs, releases      C: takes, runs, releases     D: held by C: publishes D' .....
 #   B:    held by A: publishes B' ............ at the earliest a second later: takes
 #
-# So a delivery of "requeue" looks again a few times before it is postponed, but only while the
-# holder is young: one that has run for longer than this is likely to run on, and would keep this
-# process from other work.
+# So a delivery of "requeue" tries again a few times before it is postponed. It does so only while
+# the holder is young: an older run probably takes long, and this process has other work to do.
 #
-#   A: takes, runs, gives back               D: takes, runs, gives back
-#   B:    held by A: looks, takes, runs, gives back
+#   A: takes, runs, releases                 D: takes, runs, releases
+#   B:    held by A: tries again, takes, runs, releases
 
 YOUNG = 0.05
-"""Seconds: the age up to which a holder is waited for in place, and the longest such wait."""
+"""The greatest age of a holder, and the longest wait for it here, in seconds."""
 LOOK_AGAIN = 0.002
-"""Seconds until the first of these looks."""
+"""Seconds until the first new attempt."""
 
 
 class DeliveryLock(TaskLock):
-    """The lock of a delivery, which leaves a conflict to ``on_conflict``.
+    """The lock of a delivery, whose policy handles a conflict.
 
-    ``outage`` is the error of a cache that could not be asked, unless ``on_outage`` is ``"raise"``.
-    The body then runs in the block of a lock that is false, or not at all. It never runs if this
-    acquisition has waited for a holder, which may go on: then the error is raised, or a call of
+    ``outage`` is the error of a cache that could not be used, unless ``on_outage`` is ``"raise"``.
+    Then the body runs without its lock, or is skipped. If this acquisition has met a holder, which
+    may still be running, the body does not run without the lock: the error is raised, or a call of
     "requeue" is postponed.
     """
 
@@ -65,7 +64,7 @@ class DeliveryLock(TaskLock):
         self.on_outage = options.on_outage
 
     def meet_conflict(self) -> None:
-        """Leave the conflict to the delivery."""
+        """Do nothing: the delivery handles the conflict."""
 
     def __enter__(self) -> DeliveryLock:
         try:
@@ -90,30 +89,31 @@ class DeliveryLock(TaskLock):
                 sleep(pause * random.uniform(0.5, 1))
                 if self.take():
                     self._block = blocks.enter(self)
-        except LockUnavailable as error:  # the conflict is known: the call is postponed
-            logger.warning("%s is not asked for again in this delivery. %s", self.address, error)
+        except LockUnavailable as error:  # it has met a holder, so it is postponed
+            logger.warning("%s: the call is postponed. %s", self.address, error)
         except BaseException as error:  # such as a signal after the take: no __exit__ follows
             self.__exit__(type(error), error, None)
             raise
 
     def _is_young(self, blocker: Holder | None) -> bool:
-        """Say whether a holder has just begun, by the clocks of both hosts."""
+        """Return whether a holder started just now, by the clocks of both hosts."""
         if blocker is None or blocker.kept or (self.run and blocker.is_run_of(self.run.task_id)):
             return False
         return 0 <= time() - blocker.since < YOUNG
 
     def report_outage(self) -> None:
-        """Log what ``on_outage`` lets the delivery do, and send its event."""
+        """Log and report what the delivery does, as ``on_outage`` says."""
         assert self.lease is not None  # the one that could not be taken
         address, holder, reason = self.address, self.lease.holder, str(self.outage)
         if self.on_outage == "run":
-            logger.error("%s: it runs without its lock (on_outage='run'). %s", address, reason)
+            text = "%s: the task runs without its lock (on_outage='run'). %s"
+            logger.error(text, address, reason)
             address.tell("unguarded", holder, reason=reason)
         else:
-            logger.warning("%s: it is skipped (on_outage='skip'). %s", address, reason)
+            logger.warning("%s: the task is skipped (on_outage='skip'). %s", address, reason)
             address.tell_of_conflict("skipped", "outage", holder, None)
 
     def check(self) -> None:
-        """Raise :class:`LockLost` if the lock is lost; pass in a body that runs without it."""
+        """Raise :class:`LockLost` if the lock is lost; do nothing if the body runs without it."""
         if self.outage is None:
             super().check()

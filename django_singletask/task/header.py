@@ -1,4 +1,4 @@
-"""What travels in a message beside Celery's own headers."""
+"""What this package adds to the headers of a message."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ __all__ = [
 ]
 
 HEADER = "singletask"
-"""Name of the message header that holds all this."""
+"""Name of the message header of this package."""
 
 # A message and the lock of its own earlier run
 #
-# The same task id can meet its own lock: a retry or a replacement is published by the body, so it
-# can arrive before the body has ended; a redelivery can arrive while the first run goes on,
-# because the broker took it for lost. To skip it would lose the work, to raise would fail it.
+# The same task id can meet its own lock. A retry or a replacement is published by the body, so it
+# can arrive before the body has ended. A redelivery can arrive while the first run is still
+# running. To skip such a message would lose the work, and to raise would fail the task.
 #
-#   first run: takes the lock ........... result stored? not yet  -> gives back -> result SUCCESS
+#   first run: takes the lock ........... result stored? not yet  -> releases -> result SUCCESS
 #   message:             again: postponed     postponed       free: one more hop -> SUCCESS: drop
 #
-# The lock comes back before the result is stored, hence one more hop after it is free. If the
+# The lock is released before the result is stored, hence one more hop after the release. If the
 # first run was killed, there is no result, and the message runs: at least once.
 #
-# A redelivery can also arrive after its first run: the broker died before the acknowledgement.
-# The broker marks it. If it did not ask for the result first, it would take the free lock:
+# A redelivery can also arrive after its first run, if the broker died before the acknowledgement.
+# The broker marks it. Without a look at the result it would take the free lock:
 #
-#   first run: takes the lock ... gives back ... result SUCCESS   acknowledges: broker gone
-#   message:                                                      redelivered: SUCCESS -> drop
+#   first run: takes the lock ... releases ... result SUCCESS   acknowledges: broker gone
+#   message:                                                    redelivered: SUCCESS -> drop
 #
-# A caller may use an id again each day, and today's message must not be dropped for the result of
-# yesterday. So the message carries the time from which it may run, as its sender's clock says, and
-# a result says something only if it is newer, as the clock of the host that stored it says:
+# A caller may use the same id each day, and yesterday's result must not drop today's message. So
+# the message carries the time from which it may run, by the clock of its sender. A result counts
+# only if it is newer, by the clock of the host that stored it:
 #
 #   yesterday: message  result SUCCESS        today: message (redelivered)   older -> runs
 #
-# Hosts that keep their clocks by NTP differ by far less than a second. If it is not certain which
-# is newer, the message runs. An id may be sent again only after its earlier call has ended: a
-# result does not say to which of two calls with one id it belongs.
+# Clocks that NTP sets differ by far less than a second. If it is not certain which is newer, the
+# message runs. An id may be sent again only after its earlier call has ended, because a result
+# does not show to which of two calls it belongs.
 
 AS_IT_IS = ("token", "due", "hops", "requeued_at", "redelivered", "never_gives_way")
-"""Fields that travel under their own name."""
+"""Fields that have the same name in the message."""
 ENDLESS = "inf"
-"""What travels for ``math.inf``, which JSON does not have."""
+"""Stands in the message for ``math.inf``, which JSON does not have."""
 WAITS = 1
 """``redelivered`` of a message that waits for the end of its first run."""
 LOOKS = 2
-"""``redelivered`` of a message whose first run has ended; the result decides at the next look."""
+"""``redelivered`` of a message whose first run has ended: its next delivery reads the result."""
 
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 
@@ -70,7 +70,7 @@ NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 def wire_of(
     headers: Mapping[str, Any] | None, task_id: str | None, task: str
 ) -> dict[str, Any] | None:
-    """Return what the headers of a message carry for this call; None if there is none."""
+    """Return this package's header of a message; None if it was not made for this call."""
     wire = headers.get(HEADER) if headers else None
     if not isinstance(wire, dict) or task_id is None:
         return None
@@ -78,42 +78,36 @@ def wire_of(
 
 
 class Header(NamedTuple):
-    """What this package writes into a message, and who writes and reads it.
+    """What this package writes into a message.
 
-    Bodies pass ``headers=self.request.headers`` on to the calls that they make. So a header names
-    the call that it was made for, and says nothing about another id or another task.
+    Bodies pass ``headers=self.request.headers`` to other calls. So a header contains the id and
+    the task of the call that it was made for, and other calls ignore it.
+
+    ``apply_async`` writes the fields up to ``queued``, ``due``, and the ticket of ``"replace"``.
+    The delivery writes the others, unless noted.
     """
 
-    task_id: str  # written by apply_async, read by of()
-    task: str  # written by apply_async, read by of()
-    # Written by apply_async, read by the delivery and by the watcher. None: the worker computes it.
-    lock_key: LockKey | None = None
-    # The lock options of this call: written by apply_async, read by the delivery and the watcher.
-    overrides: Mapping[str, Any] = NO_OVERRIDES
-    # The entry of the queued call (unique_until), as the producer has added it: written by
-    # apply_async, read by the delivery, the watcher and a worker that discards the message.
-    queued: bytes | None = None
-    # Chosen by a worker's main process for one delivery, read by the delivery; never sent on.
-    token: str | None = None
-    # When it may run at the earliest, in seconds since 1970: written by apply_async, kept while the
-    # message is postponed, read by the delivery. 0: not known.
-    due: float = 0.0
-    hops: int = 0  # how often it was postponed; written and read by the delivery
-    # When "requeue" met its first conflict, in seconds since 1970; written and read likewise.
-    requeued_at: float = 0.0
-    redelivered: int = 0  # WAITS or LOOKS; written and read by the delivery
-    ticket: Ticket | None = None  # its place among those that "rerun"; written and read likewise
-    # Whether it has taken a number, but gives way to no other: others wait for the call, or its
-    # body has begun. Written by apply_async and the delivery; read by "rerun", which takes no
-    # second number.
+    task_id: str
+    task: str
+    lock_key: LockKey | None = None  # None: the worker computes it
+    overrides: Mapping[str, Any] = NO_OVERRIDES  # the lock options of this call
+    queued: bytes | None = None  # the duplicate entry (unique_until), as the producer added it
+    token: str | None = None  # from the worker's main process, for one delivery; never sent on
+    due: float = 0.0  # the earliest start as a Unix time, kept while postponed; 0: unknown
+    hops: int = 0  # how often the message was postponed
+    requeued_at: float = 0.0  # the Unix time of the first conflict of "requeue"
+    redelivered: int = 0  # WAITS or LOOKS
+    ticket: Ticket | None = None  # its place among the calls of "rerun" or "replace"
+    # It has taken a number, but no later call replaces it: other calls wait for it, or its body has
+    # begun. "rerun" takes no second number.
     never_gives_way: bool = False
-    # The key before retry() or replace() gave other arguments: written by signature_from_request,
-    # read by apply_async, which sends it no further.
+    # The key before retry() or replace() changed the arguments: from signature_from_request to
+    # apply_async, which does not send it.
     previous_key: str | None = None
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
-        """Read the header of a call; None if there is none that was made for this call."""
+        """Read the header of a call; None if there is none for this call."""
         wire = wire_of(headers, task_id, task)
         if wire is None:
             return None
@@ -122,7 +116,7 @@ class Header(NamedTuple):
         if options:
             if options.get("lock_wait") == ENDLESS:
                 options = {**options, "lock_wait": math.inf}
-            # A newer version may know more options: those are ignored here.
+            # Ignore options of a newer version.
             options = {name: options[name] for name in options if name in NAMES}
         return cls(
             wire["id"],
@@ -141,7 +135,7 @@ class Header(NamedTuple):
         )
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the headers of a message with this one among them."""
+        """Return the headers of a message with this header added."""
         name, key = self.lock_key or (None, None)
         endless = self.overrides.get("lock_wait") == math.inf
         wire = {
@@ -158,38 +152,34 @@ class Header(NamedTuple):
         return {**(headers or {}), HEADER: {field: wire[field] for field in wire if wire[field]}}
 
     def next(self, **changes: Any) -> Header:
-        """Return the header of another message of the same call.
-
-        How often this message was postponed and when it was due say nothing about the next one, and
-        the token is for one delivery.
-        """
+        """Return the header of another message of the same call, such as a retry."""
         fresh = {"token": None, "due": 0.0, "hops": 0, "requeued_at": 0.0, "redelivered": 0}
         return self._replace(**{**fresh, **changes})
 
     def without_ticket(self) -> Header:
-        """Return the header of a call that gives way to no other, or not any more."""
+        """Return the header of a call that no later call replaces."""
         return self._replace(
             ticket=None, never_gives_way=self.never_gives_way or self.ticket is not None
         )
 
 
 def put_token(headers: dict[str, Any], task_id: str, task: str, token: str) -> None:
-    """Choose the token of a delivery in the headers of its message, whatever else is in them."""
+    """Put the token of a delivery into the headers of its message."""
     wire = wire_of(headers, task_id, task) or {"id": task_id, "task": task}
     headers[HEADER] = {**wire, "token": token}
 
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:
-    """Return what a caller shows instead of the arguments, by ``argsrepr`` and ``kwargsrepr``."""
+    """Return the ``argsrepr`` and ``kwargsrepr`` of a caller, shown instead of the arguments."""
     texts = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
     return ", ".join(map(str, texts)) if texts else None
 
 
 def hidden_in_message(app: Celery, request: Any, args: Any, kwargs: Any) -> str | None:
-    """Return what the sender of a message shows instead of the arguments; None for nothing.
+    """Return the text that the sender of a message shows instead of the arguments, or None.
 
-    Celery always sends a representation of the arguments. One that is not what Celery would have
-    made was given by the sender, to hide something.
+    Celery always sends a representation of the arguments. If it differs from the usual one, the
+    sender chose it to hide something.
     """
     usual = {
         "argsrepr": saferepr(tuple(args), app.amqp.argsrepr_maxsize),

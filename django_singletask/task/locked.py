@@ -1,4 +1,4 @@
-"""A task whose calls have locks: its options as attributes, and its place among other bases."""
+"""A task whose calls have locks: its options as attributes, and its work with other bases."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from django_singletask.task.unique import QueuedCall
 
 __all__ = ["LockedTask"]
 
-# Celery's own __call__ ends the chain of super().__call__(). As for a call without a message, it
-# pushes another request, empty (Celery 5.4) or a copy, and what the body does, such as retry(), is
-# not seen in the request of the message. In a worker Celery prevents that for the class that is
-# called first, but here SingletonTask is called before.
+# Celery's __call__ ends the chain of super().__call__(). It pushes another request, empty (Celery
+# 5.4) or a copy, so the request of the message does not see what the body does, such as retry().
+# In a worker Celery prevents that only for the class that is called first.
 ENDS_HERE = "singletask_chain_ends_here"
-"""Attribute of a request: the next one that is pushed above it is itself."""
+"""Attribute of a request that is to be pushed again instead of another request."""
 
 
 class LockedTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
@@ -49,10 +48,10 @@ class LockedTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at r
     lock_history: bool = True
 
     parameters: Parameters
-    """Of the body: what calls are bound to."""
+    """The parameters of the body."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LockedTask:
-        # Not in __init__: a task class may have one that does not call this one.
+        # Not in __init__, which a task class may override without super().
         task: LockedTask = super().__new__(cls)
         task.parameters = Parameters(inspect.signature(task.run))
         return task
@@ -60,18 +59,18 @@ class LockedTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at r
     def lock(self, /, *args: Any, **kwargs: Any) -> TaskLock:
         """Return the lock of a call with these arguments, not acquired.
 
-        ``task.lock(7).locked()`` asks whether that call is running. Arguments that do not make the
-        lock may be left out. Raises ``TypeError`` if the arguments do not fit the task or have no
-        stable form, and :class:`LockError` if ``lock_name`` says that the call takes no lock.
+        ``task.lock(7).locked()`` asks whether that call is running. Arguments that are not part of
+        the lock may be left out. Raises ``TypeError`` if the arguments do not fit the task or have
+        no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
         """
         options = LockOptions.of(self)
         return options.lock(self.lock_key(args, kwargs, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
-        """Return the result of the call that stops one with these arguments at enqueue, if any.
+        """Return the result of a queued call with these arguments; None if there is none.
 
-        Asks the cache; the answer can be out of date when you act on it. Raises ``TypeError`` as
-        :meth:`lock` does.
+        This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
+        as :meth:`lock` does.
         """
         key, options = self.lock_key(args, kwargs, partial=True), LockOptions.of(self)
         if key == NO_LOCK:
@@ -82,18 +81,13 @@ class LockedTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at r
     def lock_key(
         self, args: Any, kwargs: Any, options: LockOptions | None = None, **facts: Any
     ) -> LockKey:
-        """Return name and key of the lock of a call with these options (default: the task's own).
-
-        ``facts`` are the other arguments of :func:`call_key`.
-        """
+        """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""
         options = LockOptions.of(self) if options is None else options
         facts |= {"lock_on": options.lock_on, "lock_name": options.lock_name}
         return call_key(self.name, self.parameters, args or (), kwargs or {}, **facts)
 
-    # Other bases may have a __call__, which is called with the same request
-
     def rest_of_call(self, request: Any) -> Callable[..., Any]:
-        """Return what is to be called under the lock, for a request that is pushed already."""
+        """Return what to call under the lock: the body, or the ``__call__`` of other bases."""
         call = super().__call__
         if getattr(call, "__func__", None) is Task.__call__:
             return self.run  # no other base has one
@@ -108,11 +102,11 @@ class LockedTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at r
         return call_others
 
     def push_request(self, *args: Any, **kwargs: Any) -> None:
-        """Push a new request, or once more the one whose chain of calls ends here."""
+        """Push a new request, or the current one again if its chain of calls ends here."""
         request: Any = self.request_stack.top
         ends_here = request is not None and vars(request).pop(ENDS_HERE, False)
-        # Celery's __call__ gives these two alone. Another base may call run() instead, and then
-        # this is a request that the body has pushed.
+        # Only Celery's __call__ passes exactly these two. If another base calls run() instead, this
+        # request was pushed by the body.
         if ends_here and not args and kwargs.keys() == {"args", "kwargs"}:
             self.request_stack.push(request)
         else:

@@ -1,4 +1,4 @@
-"""The lock options of a task: their defaults, one call's own, and what is wrong with them."""
+"""The lock options of a task: their defaults, the options of one call, and their errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from django_singletask.locks.run import Run
 from django_singletask.task.pairs import Problem, shown, wrong_pairs
 
 Rule = Callable[[str, str, Any], object]
-"""Raises an error for an option, followed by the place, with a value that it cannot have."""
+"""Raises an error if an option, at a place, has an invalid value."""
 
 __all__ = ["NAMES", "OF_RUN", "POLICIES", "LockOptions"]
 
 POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
 CHECKS = {"number": "E008", "lock_on": "E009", "lock_name": "E010", "choice": "E012"}
-"""Numbers of the system checks of single options; those of pairs are in PAIRS."""
+"""Ids of the system checks of single options; those of pairs are in PAIRS."""
 
 
 class LockOptions(NamedTuple):
@@ -48,22 +48,22 @@ class LockOptions(NamedTuple):
 
     @classmethod
     def of(cls, task: object) -> LockOptions:
-        """Return the options that are the attributes of a task, or of its class."""
+        """Return the options of a task, or of its class."""
         return cls._make(_values(task))
 
     def but(self, overrides: Mapping[str, Any]) -> LockOptions:
-        """Return these options with those of one call; see :meth:`check_call`."""
+        """Return these options with the changes of one call; see :meth:`check_call`."""
         if not overrides:
             return self
         if "lock_on" in overrides or "lock_name" in overrides:
-            # They exclude each other: the one of the call replaces the other of the task.
+            # Only one of the two can be set, so the call's one replaces the task's one.
             overrides = {"lock_on": None, "lock_name": None, **overrides}
         return self._replace(**overrides)
 
     def check_run(self, task: str) -> None:
         """Raise ``TypeError`` or ``ValueError`` for what cannot work in a run.
 
-        Some projects run no system checks. The same values are looked at once in a process.
+        Some projects run no system checks. The result is cached.
         """
         _check_run(task, *_values_of_run(self))
 
@@ -81,7 +81,7 @@ class LockOptions(NamedTuple):
         )
 
     def check_call(self, task: str, overrides: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for options of one call that cannot work."""
+        """Raise ``TypeError`` or ``ValueError`` for invalid options of one call."""
         where = f"in lock_options of {task}"
         if not isinstance(overrides, Mapping):
             raise TypeError(f"lock_options of {task} must be a dict, not {overrides!r}.")
@@ -91,15 +91,15 @@ class LockOptions(NamedTuple):
                 f"{unknown[0]!r} {where} is unknown; the options are {', '.join(sorted(NAMES))}."
             )
         for problem in self.but(overrides).problems(where):
-            # What is wrong with the task's own options is the task's problem, not the call's.
+            # Leave out the problems of the task's own options.
             if problem.error is not None and overrides.keys() & set(problem.options):
                 raise problem.error(problem.text)
 
     def problems(self, where: str, parameters: Parameters | None = None) -> Iterator[Problem]:
-        """Yield what is wrong, for the body of a class, for one call and for the check alike.
+        """Yield the problems of these options: for a class body, for one call and for the check.
 
-        ``where`` follows the name of an option in the texts: ``"of shop.tasks.add"``. With the
-        ``parameters`` of the body the names of arguments are looked at, too.
+        In the texts, ``where`` follows the name of an option: ``"of shop.tasks.add"``. The names of
+        arguments are checked only with the ``parameters`` of the body.
         """
         wrong: set[str] = set()
         for problem in self._wrong_values(where):
@@ -125,9 +125,9 @@ class LockOptions(NamedTuple):
         arguments = ", ".join(parameters.names)
         for name in self.lock_on or ():
             if name not in parameters.names and not parameters.takes_any_name:
-                text = f"lock_on={self.lock_on!r} {where} names {name!r}, which is no argument"
+                text = f"lock_on={self.lock_on!r} {where} names {name!r}, which is not an argument."
                 hint = f"Its arguments are: {arguments or 'none; use lock_on=[]'}."
-                yield Problem(("lock_on",), f"{text} of it.", hint, CHECKS["lock_on"])
+                yield Problem(("lock_on",), text, hint, CHECKS["lock_on"])
         misfit = "" if self.on_skip is None else parameters.misfit(self.on_skip, "the conflict")
         if misfit:
             text = f"on_skip {where} cannot take the conflict and the task's arguments: {misfit}."
@@ -139,7 +139,7 @@ class LockOptions(NamedTuple):
                 hint = f"Its arguments are: {arguments or 'none'}."
                 if isinstance(error, ValueError):
                     example = "'customer:{customer_id}'"
-                    hint = f"Write what it stands for, as in {example}; double a literal brace."
+                    hint = f"Add a fixed text, as in {example}; double a literal brace."
                 yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"])
 
 
@@ -167,20 +167,18 @@ def _number(check: Callable[..., Any] = check_seconds, **allowed: bool) -> Rule:
 
 def _choice(*choices: Any) -> Rule:
     def check(option: str, where: str, value: Any) -> None:
-        # 1 equals True, but is not it.
+        # 1 == True, but 1 is not valid.
         if value not in choices or (True in choices and not isinstance(value, bool)):
             error = ValueError if isinstance(value, str) and True not in choices else TypeError
             names = ", ".join(map(str, choices))
-            raise error(f"{option}={value!r} {where} is none of {names}.")
+            raise error(f"{option}={value!r} {where} is not one of {names}.")
 
     return check
 
 
 def _function(option: str, where: str, value: Any) -> None:
     if not callable(value) or iscoroutinefunction(value):
-        raise TypeError(
-            f"{option} {where} must be a function that is not async, not {shown(value)}."
-        )
+        raise TypeError(f"{option} {where} must be a plain function, not {shown(value)}.")
 
 
 def _value(option: str, where: str, value: Any) -> None:
@@ -219,4 +217,4 @@ RULES: dict[str, tuple[Rule, str, str]] = {
     "lock_on": (_names, "lock_on", "a list"),
     "lock_name": (_name, "lock_name", "a string or a function"),
 }
-"""The rule of each option, the kind of its check, and what the option can be set to."""
+"""The rule of each option, the kind of its check, and a valid value for the hint."""

@@ -1,4 +1,4 @@
-"""Which two lock options do not go together; the reference has the same table."""
+"""Pairs of lock options that cannot be combined; the reference has the same table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ __all__ = ["PAIRS", "Problem", "shown", "wrong_pairs"]
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong with ``options``.
+    """A problem of ``options``.
 
-    ``check`` is the number of the system check. ``error`` is what a call with these options
-    raises; None: a call raises nothing, only the system check reports it. ``early``: the body of
-    a class raises it too.
+    ``check`` is the id of the system check. A call with these options raises ``error``; if it is
+    None, only the check reports the problem. ``early``: the class body raises the error, too.
     """
 
     options: tuple[str, ...]
@@ -25,10 +24,10 @@ class Problem(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two options that do not go together: ``one`` has no effect beside ``other``, or both clash.
+    """Two options that cannot be combined, or of which ``one`` has no effect with ``other``.
 
-    Each is the name of an option and those of its values that are meant; without values, all but
-    its default. With one of ``unless``, ``one`` has an effect after all.
+    Each is the name of an option and the values in question; without values, all except its
+    default. With any of ``unless``, ``one`` has an effect.
     """
 
     one: tuple[Any, ...]
@@ -52,7 +51,7 @@ def _clash(one: tuple[Any, ...], other: tuple[Any, ...]) -> Pair:
 
 
 def shown(value: Any) -> str:
-    """Write the value of an option for an error: a function by its name, without its address."""
+    """Return the value of an option as text; of a function the name, without its address."""
     return str(getattr(value, "__qualname__", None) or repr(value))
 
 
@@ -68,16 +67,15 @@ PAIRS = (
         ("lock_timeout", None),
         "E011",
         TypeError,
-        text="lock_renew=False {where} has no lock_timeout: after it the lock would end under a "
-        "running task.",
-        hint="Set lock_timeout to more seconds than the task can run, or let it renew.",
+        text="lock_renew=False {where} needs lock_timeout, a lease that is longer than any run.",
+        hint="Set lock_timeout to more seconds than the task can run, or remove lock_renew=False.",
     ),
     Pair(
         ("on_conflict", "wait"),
         ("lock_wait", None, 0),
         "E017",
         ValueError,
-        text='on_conflict="wait" {where} needs lock_wait: how many seconds it waits.',
+        text='on_conflict="wait" {where} needs lock_wait, the longest wait in seconds.',
         hint='Set lock_wait to seconds or math.inf, or on_conflict to "raise".',
     ),
     Pair(("lock_wait",), ("on_conflict", "skip", "raise", "rerun")),
@@ -90,7 +88,7 @@ PAIRS = (
 
 
 def wrong_pairs(options: Any, where: str, wrong: set[str]) -> Iterator[Problem]:
-    """Yield what is wrong with two options, unless one of them is ``wrong`` by itself."""
+    """Yield the problems of pairs, unless one of the two options is ``wrong`` by itself."""
     for one, other, check, error, early, text, hint, unless in PAIRS:
         names = one[0], other[0]
         if not (_has(options, *one) and _has(options, *other)) or wrong.intersection(names):

@@ -1,4 +1,4 @@
-"""What a delivery does that finds its lock held: one function for each ``on_conflict``."""
+"""What a delivery does if its lock is held: one function for each ``on_conflict``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def skip(delivery: Delivery) -> Any:
 
 
 def refuse(delivery: Delivery) -> NoReturn:
-    """Raise ``LockConflict``; ``wait`` has waited before."""
+    """Raise ``LockConflict``; ``wait`` has already waited."""
     delivery.lock.refuse(delivery.options.on_conflict)
 
 
 def requeue(delivery: Delivery) -> NoReturn:
-    """Postpone the message until it has the lock; raise ``LockConflict`` after ``lock_wait``."""
+    """Postpone the message; raise ``LockConflict`` after ``lock_wait``."""
     _must_be_a_message(delivery)
     limit, now = delivery.options.lock_wait, time.time()
     since = delivery.header.requeued_at or now
@@ -45,13 +45,13 @@ def requeue(delivery: Delivery) -> NoReturn:
 
 
 def rerun(delivery: Delivery) -> NoReturn:
-    """Postpone the message behind the holder, as the last that has met a conflict so far."""
+    """Postpone the message behind the holder, as the last one that has met a conflict."""
     _must_be_a_message(delivery)
     entry, ticket = (delivery.lock.address, delivery.task.name), None
     with suppress(LockUnavailable):  # the next delivery meets the outage itself
         has_one = delivery.header.ticket or delivery.header.never_gives_way
         ticket = None if has_one else take_ticket(*entry)
-    if ticket is None:  # it has one, or others were faster: it takes one the next time
+    if ticket is None:  # it has one, or gets one the next time because others were faster
         delivery.postpone("rerun")
     try:
         delivery.postpone("rerun", ticket=ticket)

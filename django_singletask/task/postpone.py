@@ -1,4 +1,4 @@
-"""Publish a message again for a later time, so that this delivery of it can go."""
+"""Publish a message again with a delay, and end this delivery of it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ logger = logging.getLogger("django_singletask")
 
 FIRST_HOP = 1.0
 SHORT_HOP = 0.05
-"""Seconds of the first hop, and of that behind an earlier run that is about to end."""
+"""Seconds of the first hop; the short one is behind an earlier run that is about to end."""
 
 
 def postpone(
     task: Task[..., Any], request: Any, header: Header, delay: float, *, lost: bool
 ) -> NoReturn:
-    """Publish the message of a request again with this header, and let this delivery go.
+    """Publish the message of a request again with this header, then raise :class:`Postponed`.
 
-    Same task id, chord, chain, headers and retries. With ``acks_late`` this delivery is
-    acknowledged after the next is published: a process that is killed in between leaves two, and
-    the lock decides between them. ``lost``: the broker may have forgotten the message, so an error
-    must be raised here, or nobody sees it. Raises :class:`Postponed`.
+    Task id, chord, chain, headers and retries stay the same. With ``acks_late`` this delivery is
+    acknowledged after the next one is published: a process that is killed in between leaves two,
+    and the lock decides between them. ``lost``: the broker may not have the message any more, so
+    an error is raised.
     """
     signature = task.signature_from_request(request, countdown=delay, retries=request.retries)
-    # What the caller hides stays hidden, and a result that nobody wants is not stored: Celery keeps
-    # the first on no version, the second not on 5.4.
+    # Celery does not keep these by itself: no version keeps the first two, 5.4 not the third.
     names = ("argsrepr", "kwargsrepr", "ignore_result")
     kept = {name: vars(request)[name] for name in names if name in vars(request)}
     headers = header.into(signature.options.get("headers"))
@@ -49,11 +48,10 @@ def postpone(
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:
-        logger.exception("%s could not be postponed.", request.id)
+        logger.exception("Task %s could not be postponed.", request.id)
         if lost and not task.acks_late:
             raise
-        # It is no failure of the task: give the message back to the broker. Of a redelivery that
-        # the broker has forgotten, the other run is there.
+        # The task has not failed: return the message to the broker.
         raise Reject(error, requeue=True) from error
     raise Postponed
 
@@ -61,9 +59,8 @@ def postpone(
 def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = math.inf) -> float:
     """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
 
-    ``lease`` is that of the holder in seconds, 0 if it is not known. The hops are short, because a
-    delivery that waits for its time longer than the broker's visibility timeout is itself
-    redelivered, and multiplies.
+    ``lease`` is the length of the holder's lease in seconds, 0 if unknown. Hops are short, because
+    the broker delivers a message again that waits longer than the visibility timeout.
     """
     transport = app.conf.broker_transport_options or {}
     longest = float(transport.get("visibility_timeout") or 3600) / 3
@@ -86,8 +83,8 @@ def _has_quorum_queues(app: Celery) -> bool:
 def raise_or_retry(task: Task[..., Any], error: Exception) -> NoReturn:
     """Raise an error of the lock, or the ``Retry`` that ``autoretry_for`` makes of it.
 
-    Celery wraps the body of a task, which runs inside the lock. So its wrapper is put around a body
-    that raises the error, in a copy of the task: Celery wraps a task only once.
+    Celery's wrapper is around the body, so it does not see this error. This function wraps a body
+    that raises the error, in a copy of the task, because Celery wraps a task only once.
     """
 
     def run(*args: Any, **kwargs: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Know the last of the messages that conflict (``"rerun"``) or replace each other."""
+"""Find out which message is the last of those that conflict or replace each other."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ __all__ = ["State", "Ticket", "gives_way", "is_superseded", "take_ticket"]
 
 logger = logging.getLogger("django_singletask")
 
-# Of all that conflict, the last runs
+# Of all calls that conflict, the last runs ("rerun")
 #
-# An entry beside the lock counts those that meet a conflict. Each takes the next number, then
-# publishes its message again with that number, then notes it. A message that is back gives way to
-# a higher number that is noted, and to no other: what is noted has a message, so the work is not
-# lost whoever gives way.
+# An entry next to the lock counts the calls that meet a conflict. Each call takes the next number,
+# publishes its message again with that number, and then notes the number in the entry. A message
+# that arrives again ends if a higher number is noted. A noted number has a message in the queue,
+# so no work is lost.
 #
-#   holder: ..... runs ......................................................... frees
+#   holder: ..... runs ......................................................... releases
 #   B:        takes 1, publishes B', notes 1      B' is back: 2 is noted -> ends
 #   C:           takes 2, publishes C', notes 2                    C' is back: the highest -> runs
 #
-# Killed or asleep before it has noted 2, C leaves B the highest: no harm, and C' notes itself when
-# it is back. Noting 2 after 3 changes nothing. In another order the last can be lost:
+# If C is killed before it notes 2, B is the highest: no harm, and C' notes 2 when it is back.
+# Noting 2 after 3 changes nothing. In another order the last call can be lost:
 #
-#   C: notes 2, killed                  B' is back: 2 is noted -> ends        nobody is left
+#   C: notes 2, killed                  B' is back: 2 is noted -> ends        no call is left
 #
-# and with no number before the message, B and C that meet one holder at the same time could end
-# with the older one. A cache that forgets the entry begins a new epoch: what is noted in it met
-# its conflict later than every message of the one before.
+# The number must be taken before publishing; otherwise the older of two simultaneous calls could
+# win. If the cache loses the entry, a new epoch begins: a number that is noted in it belongs to a
+# later conflict than every message of the old epoch.
 #
-# Of equal calls that are queued, the last runs (on_duplicate="replace")
+# Of identical queued calls, the last runs (on_duplicate="replace")
 #
-# Each call takes its number when it is sent, and keeps it in retries that its body has not sent. A
-# call for which others wait, or whose body has begun, gives way to no other; its number is noted
-# all the same. If it meets a conflict ("rerun"), it takes no second number: a call that is newer
-# would give way to that.
+# Each call takes its number when it is sent. A call that others wait for, or whose body has begun,
+# is not replaced by a later one; its number is noted all the same. If it then meets a conflict
+# ("rerun"), it takes no second number, because that would replace a newer call.
 #
 #   producer A: takes 1, publishes A, notes 1
 #   producer B:                          takes 2, publishes B, notes 2
 #   worker:                                                          A: 2 is noted -> ends   B runs
 
 LEASE = 24 * 60 * 60
-"""Seconds: far longer than a hop, and than most runs."""
+"""Seconds; far longer than a hop, and than most runs."""
 
 TRIES = 100
 
@@ -61,14 +60,14 @@ class Ticket(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the entry says: the highest number taken, and the highest noted."""
+    """The content of the entry: the highest number taken, and the highest number noted."""
 
     epoch: str
     taken: int
     noted: int
 
     def encode(self) -> bytes:
-        # No two are the same, so a swap that was refused is never taken for one that was made.
+        # Each value is unique, so a refused change never looks like a successful one.
         return ":".join(map(str, (*self, os.urandom(8).hex()))).encode()
 
     @classmethod
@@ -81,7 +80,7 @@ class State(NamedTuple):
 
 
 def take_ticket(lock: Address, task: str) -> Ticket | None:
-    """Take the next number; None if others were faster all the time."""
+    """Take the next number; None if other calls were faster at each attempt."""
     store, key = _entry(lock, task)
     for _ in range(TRIES):
         entry = store.read(key)
@@ -99,19 +98,18 @@ def take_ticket(lock: Address, task: str) -> Ticket | None:
 
 
 def gives_way(lock: Address, task: str, ticket: Ticket) -> bool:
-    """Say whether a later message is noted; if none is, note this one, which is published."""
+    """Return whether a later message is noted; if not, note this one, which is published."""
     try:
         return is_superseded(*_entry(lock, task), ticket)
     except SoftTimeLimitExceeded:
         raise
     except Exception:
-        # In doubt each message runs.
-        logger.exception("%s: it is not known whether a later call waits for it.", lock)
+        logger.exception("%s: cannot check for a later call, so this call runs.", lock)
         return False
 
 
 def _entry(lock: Address, task: str) -> tuple[Store, str]:
-    """Return store and key of the entry beside a lock that counts the messages of a task."""
+    """Return the store and key of the entry that counts the messages of a task for a lock."""
     return get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
 
 

@@ -1,4 +1,4 @@
-"""Stop a call at enqueue while an equal one is queued (``unique_until``)."""
+"""Do not send a call while an identical one is queued (``unique_until``)."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ logger = logging.getLogger("django_singletask")
 
 # The life of an entry
 #
-# The producer adds it before it publishes the call. The message carries its whole value, so
-# whoever handles the message can give it back, and nobody else's. In the other order:
+# The producer adds the entry before it publishes the call. The message carries the bytes of the
+# entry, so the process that handles the message can free this entry and no other. In the other
+# order:
 #
-#   producer A: publish ................................ add -> refused, but it is queued already
+#   producer A: publish ................................ add -> refused, but A is already queued
 #   producer B:           add -> taken   publish
 #
-# "start": freed once the run has its lock. Earlier, the next call could arrive first:
+# "start": the entry is freed once the run has its lock. Earlier, the next call could be faster:
 #
 #   run A:       frees the entry ................... lock? held by B -> skipped
 #   producer B:                   add    publish     lock taken, runs with newer arguments
 #
 # "finish": once the run has its lock, the entry becomes a lease of this process, short and
-# renewed, so that a dead worker blocks for that long at most. It is freed after the lock; a call
-# that comes as soon as it may must find the lock free. In the other order:
+# renewed, so that a dead worker does not block for longer than that. The entry is freed after the
+# lock, because the next call must find the lock free. In the other order:
 #
 #   run:       frees the entry .............................. frees the lock
 #   producer:                   add   publish -> skipped
 #
-# "expiry": once the run has its lock, the entry says that the call has begun, so that nothing frees
-# it: not the end of the run, and not the worker that discards a retry which was revoked. It ends
-# when it would have ended.
+# "expiry": once the run has its lock, the entry says that the call has begun. From then on nothing
+# frees it: neither the end of the run, nor a worker that discards a revoked retry. Its end does
+# not change.
 #
 # A process that is killed between add and publish, or between the broker's acknowledgement and
-# its lock, leaves an entry without a call: that ends after unique_for.
+# its lock, leaves an entry without a call, which ends after unique_for.
 
 
 class QueuedCall:
-    """The entry beside a lock that says: this call is queued, or runs until it is finished.
+    """The entry next to a lock that stops duplicates of a call.
 
-    ``value`` is the entry's bytes while the call is queued; None if the call has no entry.
+    ``value`` is the bytes of the entry while the call is queued; None if the call has no entry.
     """
 
     def __init__(
@@ -72,26 +73,24 @@ class QueuedCall:
         self.run = run
         self.value = value
         self.ticket: Ticket | None = None
-        """The place of the call among those that replace each other."""
+        """The place of the call among the calls that replace each other."""
         self.lease: Lease | None = None
-        """The entry as a lease of this process, while the call runs until it is finished."""
+        """The entry as a lease of this process, while a call with ``"finish"`` runs."""
 
     # In the producer
 
     def enqueue(self, delay: float) -> Holder | None:
-        """Add the entry, or return that of the equal call that is queued.
+        """Add the entry, or return the holder of the entry of an identical queued call.
 
-        A call that replaces the queued one takes over its entry, and takes a ticket.
-        ``delay`` is the number of seconds for which the call will not start anyway. Raises
-        :class:`LockUnavailable`: then it is not known whether an equal call is queued. With
-        another ``on_outage`` than ``"raise"`` the call has no entry then.
+        A call that replaces the queued one takes over its entry, and takes a ticket. ``delay`` is
+        the number of seconds before which the call will not start. If the cache cannot be used,
+        this raises :class:`LockUnavailable`; if ``on_outage`` is not ``"raise"``, the call is sent
+        without an entry.
         """
-        # The producer may end while its call is queued, so its death proves nothing: store no
-        # process.
+        # Store no process: the producer may end while its call is queued.
         name, length = self.address.lock_key.name, self._queued_for(delay)
         lease = Lease(self.address, self.run.holder(name, length, pid=0, start=""))
-        # Known here before it is added: whatever strikes after that, give_back() can free it.
-        self.value = lease.value
+        self.value = lease.value  # before the take, so that give_back() can free it after any error
         replaces = self.options.on_duplicate == "replace"
         try:
             queued_call = lease.take()
@@ -102,43 +101,37 @@ class QueuedCall:
         except LockUnavailable as error:
             if self.options.on_outage not in {"run", "skip"}:
                 raise
-            logger.error(
-                "%s: the call is sent without its entry, so equal calls can be sent beside it: %s",
-                *(self.lock_address, error),
-            )
+            text = "%s: the call is sent, but duplicates of it are not stopped: %s"
+            logger.error(text, self.lock_address, error)
             self.discard()
             queued_call = self.ticket = None
         self.value = None
-        # Without a task id the entry belongs to no call, or other entries came and went. Send the
-        # call; its lock decides.
+        # Without a task id the entry belongs to no call. Send the call; its lock decides.
         return queued_call if queued_call and queued_call.task_id and not replaces else None
 
     def _take_over(self, lease: Lease) -> bool:
-        """Put the entry of this call in the place of that of a queued one; say if it is there."""
+        """Replace the entry of a queued call by the entry of this one; return whether it did."""
         entry, holder = self.address.look()
-        # That of a run is renewed, and stays until the run is finished.
+        # The entry of a run has a process, and stays until the run is finished.
         return entry is not None and not holder.pid and lease.replace(entry.value)
 
     def note(self) -> None:
-        """Let the calls before this one, which is published now, give way to it."""
+        """Let this call, which is now published, replace the calls before it."""
         if self.ticket is not None:
             gives_way(self.lock_address, self.run.task or "", self.ticket)
 
     def duplicate_of(self, holder: Holder) -> str:
-        """Report that an equal call is queued, and return its task id.
-
-        Raises :class:`DuplicateTask` instead if ``on_duplicate`` says so.
-        """
+        """Report a duplicate, and return the task id of the queued call or raise."""
         task_id = holder.task_id or ""
         reason = "kept" if holder.kept else "queued"
-        logger.info("%s: task %s stops this call (%s).", self.lock_address, task_id, reason)
+        logger.info("%s: not sent, duplicate of task %s (%s).", self.lock_address, task_id, reason)
         self.lock_address.tell_of_conflict("duplicate", reason, Run(self.run.task), holder)
         if self.options.on_duplicate == "raise":
             raise DuplicateTask(self.lock_address.lock_key.name, task_id)
         return task_id
 
     def holder(self) -> Holder | None:
-        """Ask the cache which call is queued, or runs until it is finished."""
+        """Ask the cache which call stops duplicates now."""
         entry, holder = self.address.look()
         return None if entry is None or holder.kept or proof_of_death(holder) else holder
 
@@ -149,9 +142,9 @@ class QueuedCall:
     # In the worker
 
     def start(self) -> None:
-        """Free the entry, make it a lease of this run, which has its lock now, or let it stay.
+        """Free the entry of a call that has its lock now, or keep it as ``unique_until`` says.
 
-        An error costs the protection against duplicates, never the run.
+        An error ends the protection against duplicates, not the run.
         """
         if self.options.unique_until not in ("finish", "expiry"):
             self.give_back()
@@ -165,22 +158,22 @@ class QueuedCall:
             length = lease_length(self.options.lock_timeout)
             holder = self.run.holder(self.address.lock_key.name, length)
             self.lease = Lease(self.address, holder, at_least=self.options.lock_at_least)
-            # The entry may have ended, or have been freed with a killed earlier run: then it is
-            # taken again, unless another call is queued by now.
+            # If the entry has ended, or was freed with a killed earlier run, take it again, unless
+            # another call is queued by now.
             if not self.lease.replace(self.value) and self.lease.take() is not None:
-                logger.warning("%s: an equal call is queued beside this one.", self.address)
+                logger.warning("%s: an identical call was queued meanwhile.", self.address)
         except SoftTimeLimitExceeded:
             raise  # it is meant for the task
         except Exception:
-            logger.exception("%s: an equal call can be queued beside this one.", self.address)
+            logger.exception("%s: duplicates of this call are not stopped.", self.address)
 
     def _let_stay(self, queued_value: bytes) -> None:
-        """Say in the entry that the call has begun, without moving its end."""
+        """Note in the entry that the call has begun, without changing its end."""
         queued_call = Holder.decode(queued_value)
         begun = queued_call.without_process(queued_call.timeout, kept=True).encode()
-        # By the clocks of two hosts, where the store cannot tell, or where the entry is gone: it
-        # was freed with a run that was killed before it began, or the cache forgot it. A retry
-        # adds none: an operator may have cleared the entry since the call has begun.
+        # The clocks of both hosts decide if the entry is gone (freed with a killed run, or lost by
+        # the cache), or if the cache does not report its end. A retry adds no entry, because an
+        # operator may have cleared it.
         left = max(0.0, queued_call.since + queued_call.timeout - time.time())
         key, store, entry = self.address.key, get_store(self.address.cache), self.address.read()
         if entry is None and left and not self.run.retries:
@@ -190,10 +183,10 @@ class QueuedCall:
             store.replace(key, queued_value, begun, left)
 
     def queue_again(self, delay: float) -> None:
-        """Make the entry that of the queued call again, which starts after ``delay`` seconds.
+        """Keep the entry for the next try of the call, which starts after ``delay`` seconds.
 
-        To be called before the run's lock is free: after that the entry can be the next run's. A
-        call that was skipped has no lease, and its entry has only to last until then.
+        Call this before the run's lock is free: after that the entry can belong to the next run. A
+        call that was skipped has no lease, and only the length of its entry changes.
         """
         if self.value is None or (self.lease is not None and not self.lease.held):
             return
@@ -208,14 +201,14 @@ class QueuedCall:
         except SoftTimeLimitExceeded:
             raise  # it is meant for the task
         except Exception:
-            logger.exception("%s: an equal call can be queued beside the next try.", self.address)
+            logger.exception("%s: duplicates of the next try are not stopped.", self.address)
 
     # In either
 
     def give_back(self, *, kept: bool = False) -> None:
-        """Free the entry, if there is one; what fails is tried again in the background.
+        """Free the entry, if there is one; retry in the background if that fails.
 
-        ``kept``: the run keeps its lock, and so this entry.
+        ``kept``: the run keeps its lock, and therefore this entry.
         """
         if self.lease is not None and self.lease.held:
             self.lease.give_back("returned" if kept else "")
@@ -226,15 +219,12 @@ class QueuedCall:
                 self.discard()
                 if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
                     raise
-                text = "%s: the entry of a queued call could not be deleted; it is tried again: %s"
+                text = "%s: the entry of a queued call could not be deleted; trying again: %s"
                 logger.warning(text, self.address, error)
         self.value = None
 
     def discard(self) -> None:
-        """Free the entry in the background.
-
-        The worker's main process must not wait for a cache that is down.
-        """
+        """Free the entry in the background: the worker's main process must not wait for a cache."""
         if self.value is not None:
             length = Holder.decode(self.value).timeout
             renewal.keeper().owe(self.address.cache, self.address.key, self.value, length)

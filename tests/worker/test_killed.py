@@ -206,7 +206,7 @@ def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, settin
     worker = start_worker(cache=alias, env={"SINGLETASK_TEST_IMPORTS": "1"}, concurrency=1)
     _, pid = start_one(worker, tasks.long, queue)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: "freed, since" in worker.text(), "the lock is freed")
+    wait_for(lambda: "freed, because" in worker.text(), "the lock is freed")
     rows = TaskLockEvent.objects.filter(kind="expired")
     wait_for(rows.exists, "the history is written")
     main = worker.process.pid

@@ -76,7 +76,7 @@ class Site:
         wait_for(lambda: self.worker.text().count(line) > 1, "it is delivered again")
 
     def wait_for_drop(self, result: AsyncResult) -> None:
-        line = f"{result.id} was delivered again, and its work is done"
+        line = f"{result.id} was delivered again, but its work is done"
         wait_for(lambda: line in self.worker.text(), "it is dropped")
 
 

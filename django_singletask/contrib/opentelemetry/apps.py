@@ -14,7 +14,6 @@ class OpenTelemetryConfig(AppConfig):
     label = "django_singletask_opentelemetry"
 
     def ready(self) -> None:
-        """Create the instruments, and receive the events."""
         from django_singletask.contrib.opentelemetry import metrics
 
         metrics.connect()

@@ -1,14 +1,14 @@
 """Count what happens to the locks, with the API of OpenTelemetry.
 
-* ``singletask.lock.hold``: a histogram of the seconds for which locks were held, by ``task`` and
+* ``singletask.lock.hold``: a histogram of how many seconds locks were held, by ``task`` and
   ``outcome``.
 * ``singletask.lock.skipped``: calls that found their lock held, by ``task`` and ``reason``.
 * ``singletask.lock.duplicates``: calls that were not sent, by ``task``.
 * ``singletask.lock.trouble``: locks that expired, were lost, retaken or cleared, and runs without
   their lock, by ``task`` and ``kind``.
 
-The names of locks are left out: there is no limit to their number. The metrics go to the meter
-provider of the process, whenever that is set.
+Lock names are not attributes, because their number is unlimited. The metrics go to the meter
+provider of the process, which may be set later.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ trouble = meter.create_counter(
 
 
 def connect() -> None:
-    """Receive the events of locks."""
     lock_event.connect(record, sender=LockEvent, dispatch_uid=__name__)
 
 
