@@ -22,7 +22,7 @@ def test_lock_that_is_held_over_a_time_is_an_alarm():
     hold(name="old\x1b", since=time.time() - 3700)
     hold(name="young", since=time.time() - 3500, token="2")
     output, message = alarm("--fail-if-held-over", "1h")
-    assert message == "Held for over 1h: old\\x1b (1h 01m)."
+    assert message == "WARNING: Held for over 1h: old\\x1b (1h 01m)."
     assert "young" in output
 
 
@@ -54,7 +54,7 @@ def test_lock_that_starves_is_an_alarm(limit, how, watched):
     skipped(8000, 60, 40, task="t")
     output, message = alarm("--fail-if-starving", limit, *watched)
     assert output == ("No matching lock is held.\n" if watched else "No lock is held.\n")
-    assert message == f"Starving {how} or more: nightly (40 calls in 2h 13m)."
+    assert message == f"WARNING: Starving {how} or more: nightly (40 calls skipped in 2h 13m)."
 
 
 @pytest.mark.parametrize("limit", ["1h", "40x"])
@@ -100,7 +100,7 @@ def test_both_alarms_are_one_message():
     skipped(8000, 60, 40)
     hold(since=time.time() - 8000)
     message = alarm("--fail-if-starving", "1h", "--fail-if-held-over", "1h")[1]
-    assert re.match(r"Held for over 1h: .*\. Starving for 1h or more: ", message)
+    assert re.match(r"WARNING: Held for over 1h: .*\. Starving for 1h or more: ", message)
 
 
 def test_alarm_comes_after_the_json():
@@ -112,3 +112,40 @@ def test_starving_without_history_is_an_error(settings):
     settings.SINGLETASK_HISTORY = "off"
     message = alarm("--fail-if-starving", "1h")[1]
     assert message.startswith("--fail-if-starving needs the history. SINGLETASK_HISTORY = 'off'")
+
+
+@pytest.mark.parametrize(
+    ("option", "limits", "level"),
+    [
+        ("--fail-if-held-over", "1h", 1),
+        ("--fail-if-held-over", "1h,4h", 1),
+        ("--fail-if-held-over", "1h,2h", 2),
+        ("--fail-if-starving", "1h,4h", 1),
+        ("--fail-if-starving", "1h,2h", 2),
+        ("--fail-if-starving", "40x,41x", 1),
+        ("--fail-if-starving", "1x,40x", 2),
+    ],
+)
+def test_second_limit_is_critical(option, limits, level):
+    skipped(8000, 60, 40)
+    hold(since=time.time() - 8000)
+    with pytest.raises(CommandError, match={1: "^WARNING: ", 2: "^CRITICAL: "}[level]) as caught:
+        locks("list", option, limits)
+    assert caught.value.returncode == level
+
+
+def test_each_lock_is_named_with_the_highest_limit_that_it_exceeds():
+    hold(name="old", since=time.time() - 8000)
+    hold(name="young", since=time.time() - 700, token="2")
+    message = alarm("--fail-if-held-over", "10m,1h")[1]
+    assert message == (
+        "CRITICAL: Held for over 1h: old (2h 13m). Held for over 10m: young (11m 40s)."
+    )
+
+
+@pytest.mark.parametrize("watched", [["a.t"], ["t"], ["night*"], ["--task", "a.*"], ["nightly"]])
+def test_starving_is_watched_by_task_and_pattern(watched):
+    skipped(8000, 60, 40, task="a.t")
+    skipped(8000, 60, 40, task="b.u", name="other")
+    message = alarm("--fail-if-starving", "1h", *watched)[1]
+    assert message.endswith(" or more: nightly (40 calls skipped in 2h 13m).")

@@ -16,8 +16,10 @@ from django.db import connection
 from django_singletask import SingletonTask, TaskLock
 from django_singletask.holder import this_process
 from django_singletask.locks.keys import QUEUED, LockKey, name_key
+from django_singletask.management.listings import to_json
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
+from django_singletask.operators import past
 from tests.command_line import hold, locks, locks_as_json
 from tests.past_rows import before_now, ran, row, skipped
 from tests.testapp import tasks
@@ -112,6 +114,31 @@ def test_list_takes_names_and_tasks(take):
     assert [lock["name"] for lock in locks_as_json("list", "--task", "t")] == ["three"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        (["feeds.tasks.import_feed"], ["customer:7", "feeds.tasks.import_feed(feed_id=7)"]),
+        (["import_feed"], ["customer:7", "feeds.tasks.import_feed(feed_id=7)"]),
+        (["feeds.*"], ["feeds.tasks.import_feed(feed_id=7)"]),
+        (["*:7", "c*r:?"], ["customer:7"]),
+        (["*(feed_id=[*"], []),
+        (["5d1c"], ["customer:7"]),
+        (["b" * 32], ["feeds.tasks.import_feed(feed_id=7)"]),
+        (["--task", "tasks.import_feed"], ["customer:7", "feeds.tasks.import_feed(feed_id=7)"]),
+        (["--task", "feeds.*"], ["customer:7", "feeds.tasks.import_feed(feed_id=7)"]),
+        (["import_feed", "--task", "shops.*"], []),
+    ],
+)
+def test_list_takes_tasks_patterns_task_ids_and_tokens(typed, names):
+    task = "feeds.tasks.import_feed"
+    ran(60, name=f"{task}(feed_id=1)", task=task)
+    ran(60, name="customer:?", task="shops.bill")
+    hold(name=f"{task}(feed_id=7)", task=task, task_id="3f0c", token="b" * 32)
+    hold(name="customer:7", task=task, task_id="5d1c", token="c" * 32)
+    hold(name="shops.bill()", task="shops.bill", task_id="77aa", token="d" * 32)
+    assert sorted(lock["name"] for lock in locks_as_json("list", *typed)) == names
+
+
 def test_slow_hold_says_what_is_usual():
     for _ in range(5):
         ran(60, 660, task="reports.tasks.nightly")
@@ -136,6 +163,13 @@ def test_dead_and_expired_are_marked_by_a_word(ended_process):
     assert re.search(rf"  process dead web-3:{ended_process['pid']}$", locks(), re.M)
     assert re.search(r"^old +2h 00m +- +0  expired web-1:7$", locks(), re.M)
     assert {lock["state"] for lock in locks_as_json()} == {"dead", "expired"}
+
+
+def test_json_is_readable_and_steers_no_terminal():
+    facts = {"name": "a\ud800b\x1b\x9bc\u202ed ключ 😀\n"}
+    output = to_json(facts, indent=2)
+    assert output == '{\n  "name": "a\\ud800b\\u001b\\u009bc\\u202ed ключ 😀\\n"\n}'
+    assert json.loads(output) == facts
 
 
 @pytest.mark.parametrize("evil", ["\x00", "\ud800", "\x1b", "\u202e"], ids=ascii)
@@ -247,6 +281,23 @@ def test_clear_of_a_task_leaves_the_others(take):
     assert [lock.name for lock in registry.held()] == [other.name]
 
 
+@pytest.mark.parametrize("typed", ["feeds.*", "feeds.sync", "sync", "5d1c"])
+def test_clear_of_a_pattern_a_task_or_a_task_id_leaves_the_others(take, typed):
+    other = take("feed")
+    ran(60, name="feeds.sync(7)", task="feeds.sync")
+    hold(name="feeds.sync(7)", task="feeds.sync", task_id="5d1c")
+    assert "Freed 1 lock." in locks("clear", typed, "--yes")
+    assert [lock.name for lock in registry.held()] == [other.name]
+
+
+def test_clear_of_a_pattern_that_matches_nothing_frees_nothing(take):
+    lock = take("nightly")
+    ran(60, name="feeds.sync(7)")
+    error = refused("clear", "feeds.*", "nightly", "--yes")
+    assert (str(error), error.returncode) == ("No matching lock is held: feeds.*.", 1)
+    assert lock.owned()
+
+
 def test_clear_all(take):
     taken = [take("one"), take("two")]
     assert "Freed 2 locks.\n" in locks("clear", "--all", "--yes")
@@ -285,7 +336,7 @@ def test_clear_refuses_options_that_do_not_fit(take, answer, arguments, message)
     lock, questions = take("nightly"), answer("y")
     error = refused("clear", *arguments)
     assert str(error).startswith(message)
-    assert error.returncode == 2
+    assert error.returncode == 3
     assert lock.owned()
     assert questions == []
 
@@ -293,13 +344,13 @@ def test_clear_refuses_options_that_do_not_fit(take, answer, arguments, message)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nightly"], "Not held: nightly."),
-        (["one", "nightly", "was\x1b"], "Not held: nightly, was\\x1b."),
-        (["--task", "unique"], "Not held: --task unique."),
-        (["--token", "x"], "Not held: --token x."),
-        (["one", "--token", "x"], "Not held by that token: one."),
-        (["one", "--dead"], "Not held by a dead process: one."),
-        (["one", "--queued"], "Not queued: one."),
+        (["nightly"], "No matching lock is held: nightly."),
+        (["one", "nightly", "was\x1b"], "No matching lock is held: nightly, was\\x1b."),
+        (["--task", "unique"], "No matching lock is held: --task unique."),
+        (["--token", "x"], "No matching lock is held: --token x."),
+        (["one", "--token", "x"], "No matching lock is held by that token: one."),
+        (["one", "--dead"], "No matching lock is held by a dead process: one."),
+        (["one", "--queued"], "No matching call is queued: one."),
     ],
 )
 def test_clear_of_a_lock_that_is_not_held_is_an_error(take, arguments, message):
@@ -349,15 +400,16 @@ def test_clear_without_names_may_find_nothing(arguments, output):
 @pytest.mark.parametrize("arguments", [["old"], ["--token", "o"]])
 def test_clear_of_an_expired_lock_says_that_there_is_nothing_to_free(arguments):
     open_row = row("acquired", 7200, name="old", timeout=60, token="o")
-    message = f"Not held: {' '.join(arguments)}. Expired is not held: there is nothing to free."
-    assert str(refused("clear", "--yes", *arguments)) == message
+    message = str(refused("clear", "--yes", *arguments))
+    assert message.startswith(f"No matching lock is held: {' '.join(arguments)}. ")
+    assert message.endswith("An expired lock is not held: there is nothing to free.")
     open_row.refresh_from_db()
     assert open_row.outcome == ""
 
 
 def test_clear_all_where_one_is_expired_says_that_there_is_nothing_to_free():
     row("acquired", 7200, name="old", timeout=60)
-    assert locks("clear", "--yes", "--all").startswith("No lock is held. Expired is not held")
+    assert locks("clear", "--yes", "--all").startswith("No lock is held. An expired lock is")
 
 
 @pytest.mark.parametrize("text", ["y", "YES", " yes "])
@@ -365,7 +417,7 @@ def test_clear_asks_first(take, answer, text):
     lock, questions = take("nightly"), answer(text)
     locks("clear", "nightly")
     assert questions == [
-        "Free 1 lock? The runs above go on, and others can start beside them. [y/N] "
+        "Free 1 lock? The task keeps running, and a second copy can start at the same time. [y/N] "
     ]
     assert not lock.locked()
 
@@ -502,7 +554,7 @@ def test_clear_queued_asks_about_queued_calls(queued, answer):
     queued("a")
     questions = answer("n")
     assert str(refused("clear", "--queued")).startswith("Nothing was freed")
-    assert questions[0].startswith("Forget 1 queued call? Those that the broker has still run")
+    assert questions[0].startswith("Forget 1 queued call? A call that the broker still has")
 
 
 def test_clear_all_leaves_queued_calls(queued, take):
@@ -527,12 +579,14 @@ def test_queued_call_on_memcached_must_be_named(settings, empty_cache, queued, n
 def test_clear_of_a_queued_call_suggests_the_option_queued(queued):
     queued("a")
     error = refused("clear", "--yes", NAME)
-    assert str(error) == f"Not held: {NAME}. A call is queued: --queued lets an equal one be sent."
+    assert str(error) == f"No matching lock is held: {NAME}. A call is queued: --queued forgets it."
 
 
 def test_clear_by_token_mentions_no_other_calls(queued):
     queued("a")
-    assert str(refused("clear", "--yes", "--token", "zzz")) == "Not held: --token zzz."
+    assert (
+        str(refused("clear", "--yes", "--token", "zzz")) == "No matching lock is held: --token zzz."
+    )
 
 
 # why
@@ -635,25 +689,49 @@ def test_history_says_why_a_run_was_skipped():
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ([], ["5d1c", "two", "two", "one"]),
+        ([], ["lost", "5d1c", "two", "two", "one"]),
         (["one"], ["one"]),
         ([name_key("one").key], ["one"]),
         (["--task", "a"], ["one"]),
         (["--since", "1h"], ["5d1c", "two", "two"]),
         (["--kind", "skipped"], ["two"]),
-        (["--limit", "1"], ["5d1c"]),
+        (["--limit", "2"], ["lost", "5d1c"]),
         (["--outcome", "released"], ["5d1c", "two", "one"]),
         # A task id, and a lock that is named so.
         (["3f0c"], ["one"]),
         (["5d1c"], ["5d1c", "two"]),
+        (["a"], ["one"]),
+        (["tw*"], ["two", "two"]),
+        (["*o*"], ["lost", "two", "two", "one"]),
+        (["*o*", "--task", "*b", "--kind", "acquired"], ["two"]),
+        (["t*o", "a", "--limit", "2"], ["two", "two"]),
+        (["--outcome", "raised"], ["two"]),
+        (["--outcome", "returned"], ["5d1c", "one"]),
+        (["*e", "--outcome", "returned"], ["one"]),
+        (["c" * 32], ["5d1c"]),
+        (["b" * 32], ["lost"]),
     ],
 )
 def test_history_takes_filters(arguments, names):
     ran(7200, name="one", task="a", task_id="3f0c")
-    ran(60, name="two", task="b", task_id="5d1c")
+    ran(60, name="two", task="b", task_id="5d1c", result="raised")
     skipped(30, name="two", task="b")
-    ran(10, name="5d1c")
+    ran(10, name="5d1c", token="c" * 32)
+    row("lost", 7300, token="b" * 32, name="lost", task="none")
     assert [facts["name"] for facts in locks_as_json("history", *arguments)] == names
+
+
+def test_history_says_that_it_searched_the_newest_rows_only(monkeypatch, capsys):
+    monkeypatch.setattr(past, "SCANNED", 2)
+    ran(60, name="feeds.sync(1)")
+    for number in range(3):
+        ran(50, name=f"shops.bill({number})")
+    assert "shops.bill(2)" in locks("history", "*bill*", "--limit", "2")
+    assert capsys.readouterr().err == ""
+    assert "feeds.sync" in locks("history", "feeds.*")
+    assert capsys.readouterr().err == ""
+    assert locks("history", "*sync*") == "The history has no matching row.\n"
+    assert re.match("Only the newest .* rows were searched", capsys.readouterr().err)
 
 
 def test_history_of_a_call_is_found_by_its_arguments():
@@ -679,7 +757,7 @@ def test_history_of_an_unknown_name_is_an_error(name):
 def test_history_of_a_known_name_may_be_empty():
     ran(7200, name="nightly")
     output = locks("history", "nightly", "--since", "1h")
-    assert output == "Nothing of this is in the history.\n"
+    assert output == "The history has no matching row.\n"
     assert locks_as_json("history", tasks.unique.name) == []
 
 
@@ -688,7 +766,10 @@ def test_history_that_is_off_still_shows_old_rows(settings, capsys):
     ran(60)
     for name in ("nightly", name_key("nightly").key):
         assert "returned" in locks("history", name)
-    assert capsys.readouterr().err == 2 * "SINGLETASK_HISTORY = 'off': only old rows are there.\n"
+    assert (
+        capsys.readouterr().err
+        == 2 * "SINGLETASK_HISTORY = 'off': the history has old rows only.\n"
+    )
 
 
 # prune
@@ -747,7 +828,7 @@ def test_prune_shows_on_a_terminal_how_far_it_is(old):
 def test_prune_that_is_interrupted_says_how_far_it_is(old):
     terminal = Terminal()
     terminal.interrupted = True
-    message = r"^Interrupted: 2 rows of the history are gone\. Run it again to go on\.$"
+    message = r"^Interrupted: 2 rows of the history are gone\. Run the command again to continue\.$"
     with pytest.raises(CommandError, match=message):
         call_command("locks", "prune", stdout=terminal, no_color=True)
     assert TaskLockEvent.objects.count() == 3
@@ -805,17 +886,25 @@ def test_missing_history_table_suggests_migrate(no_history_table, arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list", "--fail-if-held-over", "60"], "--fail-if-held-over: '60' is not a duration"),
+        (
+            ["list", "--fail-if-held-over", "60"],
+            "--fail-if-held-over: '60' is not a duration",
+        ),
         (["list", "--fail-if-starving", "60"], "--fail-if-starving: '60' is not a duration"),
         (
             ["list", "--fail-if-starving", "x"],
-            "'x' is not a duration: write it as 90s, 15m, 2h or ",
+            "'x' is not a duration: write it as 90s, 15m",
         ),
         (["list", "--fail-if-starving", "x"], "7d. Or a number of calls: 50x."),
         (["list", "--fail-if-starving", "0s"], "--fail-if-starving: '0s': a duration must be pos"),
-        (["list", "--fail-if-starving", "0x"], "--fail-if-starving: '0' is no positive number"),
+        (["list", "--fail-if-starving", "0x"], "--fail-if-starving: '0' is not a positive number"),
+        (
+            ["list", "--fail-if-held-over", "1h,10m"],
+            "'1h,10m': write one limit for WARNING",
+        ),
+        (["list", "--fail-if-held-over", "1s,2s,3s"], "'1s,2s,3s': write one limit"),
         (["history", "--since", "x\x1b"], r"--since: 'x\\x1b' is not a duration"),
-        (["history", "--limit", "0"], "--limit: '0' is no positive number"),
+        (["history", "--limit", "0"], "--limit: '0' is not a positive number"),
         (["history", "--kind", "x"], "--kind: invalid choice: 'x'"),
         (["prune", "--older-than", "7"], "--older-than: '7' is not a duration"),
         (["clear", "--al", "--yes"], "unrecognized arguments: --al"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from django_singletask.management.arguments import with_action
 from tests.command_line import hold
 
 pytestmark = [
@@ -61,16 +62,16 @@ def test_alarm_exits_with_one():
     done = run("list", "--fail-if-held-over", "1h")
     assert done.returncode == 1
     assert done.stdout.startswith("LOCK ")
-    assert done.stderr == "CommandError: Held for over 1h: nightly (1h 01m).\n"
+    assert done.stderr == "WARNING: Held for over 1h: nightly (1h 01m).\n"
 
 
 @pytest.mark.parametrize(
     ("cache", "arguments", "code", "stderr"),
     [
-        ("redis", ["clear", "--yes"], 2, "CommandError: Say what to clear"),
-        ("redis", ["list", "--fail-if-starving", "1h", "zzz"], 3, "CommandError: No lock or task"),
-        ("redis", ["clear", "--yes", "zzz"], 3, "CommandError: No lock or task is known as"),
-        ("dummy", [], 1, "CommandError: SINGLETASK_CACHE = 'dummy' cannot hold locks"),
+        ("redis", ["clear", "--yes"], 3, "Error: Say what to clear"),
+        ("redis", ["list", "--fail-if-starving", "1h", "zzz"], 3, "Error: No lock or task"),
+        ("redis", ["clear", "--yes", "zzz"], 3, "Error: No lock or task is known as"),
+        ("dummy", [], 3, "Error: SINGLETASK_CACHE = 'dummy' cannot hold locks"),
     ],
 )
 def test_error_is_one_line_and_an_exit_code(cache, arguments, code, stderr):
@@ -110,8 +111,8 @@ def test_full_disk_is_an_error(take):
     take("nightly")
     with open("/dev/full", "w") as full:
         done = run(stdout=full)
-    assert done.returncode == 1
-    assert re.match(r"CommandError: The output cannot be written: .*No space left", done.stderr)
+    assert done.returncode == 3
+    assert re.match(r"Error: The output cannot be written: .*No space left", done.stderr)
     assert done.stderr.count("\n") == 1
 
 
@@ -121,10 +122,53 @@ def test_characters_that_the_terminal_lacks_are_replaced(take, monkeypatch):
     done = run()
     assert (done.returncode, done.stderr) == (0, "")
     assert "xx?xx" in done.stdout
+    take("ключ")
+    assert r"\u043a\u043b\u044e\u0447" in run("--json").stdout
 
 
-def test_options_of_django_stand_before_the_action(take):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--settings", "tests.settings", "list", "nightly"],
+        ["list", "nightly", "--settings=tests.settings", "-v", "2", "--traceback", "--no-color"],
+        ["nightly", "--pythonpath", "."],
+        ["--json", "nightly"],
+    ],
+)
+def test_options_of_django_stand_on_each_side_of_the_action_which_may_be_missing(take, arguments):
     take("nightly")
-    done = run("--settings", "tests.settings", "list", "nightly")
+    done = run(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "nightly" in done.stdout
+
+
+def test_wrong_option_exits_with_three():
+    done = run("list", "--fail-if-held-over", "1")
+    assert done.returncode == 3
+    assert "'1' is not a duration" in done.stderr
+
+
+def test_critical_exits_with_two():
+    hold(since=time.time() - 3700)
+    done = run("--fail-if-held-over", "1m,1h")
+    assert done.returncode == 2
+    assert done.stderr == "CRITICAL: Held for over 1h: nightly (1h 01m).\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "complete"),
+    [
+        ("", ""),
+        ("--help", "--help"),
+        ("list", "list"),
+        ("--json why x", "--json why x"),
+        ("-v 2 --settings s probe", "-v 2 --settings s probe"),
+        ("--json", "--json"),
+        ("x", "list x"),
+        ("--task probe", "list --task probe"),
+        ("--json --task probe", "list --json --task probe"),
+        ("x list", "list x list"),
+    ],
+)
+def test_command_line_without_an_action_is_that_of_list(typed, complete):
+    assert with_action(typed.split()) == complete.split()

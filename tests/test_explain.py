@@ -543,4 +543,4 @@ def test_command_exits_with_3_for_an_unknown_name():
     command = [sys.executable, "-m", "django", "locks", "why", "nothing\x1b"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("CommandError: No lock or task is known as 'nothing\\x1b'.")
+    assert done.stderr.startswith("Error: No lock or task is known as 'nothing\\x1b'.")

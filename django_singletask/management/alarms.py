@@ -1,13 +1,15 @@
-"""Watch for a monitor: what must be known, is held for too long, or starves."""
+"""Watch for a monitor: what is held for too long, or starves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from django.core.management.base import CommandError
 
 from django_singletask.history.queries import NoHistory
+from django_singletask.management.process import UNKNOWN, Alarm
 from django_singletask.management.tables import few
 from django_singletask.operators.explain import HOLDING
 from django_singletask.operators.names import Selector
@@ -15,52 +17,73 @@ from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.words import compact, in_words, plural
 
-__all__ = ["held_over", "starving_over"]
+__all__ = ["watch"]
 
 
-def held_over(locks: Sequence[HeldLock], limit: float | None) -> list[str]:
-    """Return a sentence that names the locks held for longer than ``limit`` seconds, if any is."""
-    if limit is None:
-        return []
-    over = [
-        f"{lock.name} ({in_words(lock.held_for)})"
-        for lock in locks
-        if lock.state in HOLDING - {"kept"} and lock.held_for > limit
-    ]
-    return [f"Held for over {compact(limit)}: {few(over)}."] if over else []
-
-
-def starving_over(
-    selectors: Sequence[Selector],
+def watch(
+    locks: Sequence[HeldLock],
+    names: Sequence[Selector],
     task: Selector | None,
-    limits: tuple[float, int | None] | None,
-) -> list[str]:
-    """Return a sentence that names the locks that starve, if any does."""
-    if limits is None:
-        return []
-    longer_than, times = limits
+    *,
+    held_over: Sequence[float],
+    starving: Sequence[tuple[float, int]],
+) -> None:
+    """Raise :class:`Alarm` if a limit is exceeded: WARNING by the first, CRITICAL by the second."""
     try:
-        states = _starving(selectors, task, longer_than, times)
+        hungry = list(_starving_over(names, task, starving))
     except NoHistory as error:
-        raise CommandError(f"--fail-if-starving needs the history. {error}") from error
-    hungry = [
-        f"{state.name} ({plural(state.skipped, 'call')} in {in_words(state.unmet)})"
-        for state in states
-    ]
-    how = f"for {compact(longer_than)}" if times is None else f"{plural(times, 'time')} in a row"
-    return [f"Starving {how} or more: {few(hungry)}."] if hungry else []
+        message = f"--fail-if-starving needs the history. {error}"
+        raise CommandError(message, returncode=UNKNOWN) from error
+    if exceeded := [*_held_over(locks, held_over), *hungry]:
+        level = max(level for level, _sentence in exceeded)
+        sentences = " ".join(sentence for _level, sentence in exceeded)
+        raise Alarm(f"{('WARNING', 'CRITICAL')[level - 1]}: {sentences}", returncode=level)
+
+
+def _held_over(locks: Sequence[HeldLock], limits: Sequence[float]) -> Iterator[tuple[int, str]]:
+    """Yield for each limit, the highest first, its level and a sentence that names the locks."""
+    below = math.inf
+    for level, limit in reversed([*enumerate(limits, 1)]):
+        over = [
+            f"{lock.name} ({in_words(lock.held_for)})"
+            for lock in locks
+            if lock.state in HOLDING - {"kept"} and limit < lock.held_for <= below
+        ]
+        if over:
+            yield level, f"Held for over {compact(limit)}: {few(over)}."
+        below = limit
+
+
+def _starving_over(
+    names: Sequence[Selector], task: Selector | None, limits: Sequence[tuple[float, int]]
+) -> Iterator[tuple[int, str]]:
+    """Yield for each limit, the highest first, its level and a sentence that names the locks."""
+    named: set[str] = set()
+    for level, (longer_than, times) in reversed([*enumerate(limits, 1)]):
+        states = [
+            state for state in _starving(names, task, longer_than, times) if state.name not in named
+        ]
+        named.update(state.name for state in states)
+        hungry = [
+            f"{state.name} ({plural(state.skipped, 'call')} skipped in {in_words(state.unmet)})"
+            for state in states
+        ]
+        by_time = longer_than < math.inf
+        how = f"for {compact(longer_than)}" if by_time else f"{plural(times, 'time')} in a row"
+        if hungry:
+            yield level, f"Starving {how} or more: {few(hungry)}."
 
 
 def _starving(
-    selectors: Sequence[Selector], task: Selector | None, longer_than: float, times: int | None
+    names: Sequence[Selector], task: Selector | None, longer_than: float, times: int
 ) -> list[Starving]:
     ask = partial(starving, longer_than, times=times)
-    states = [] if selectors or (task and not task.is_pattern) else ask()
-    for selector in selectors or filter(None, [task]):
+    states = [] if names or (task and not task.is_pattern) else ask()
+    for selector in names or filter(None, [task]):
         if selector.is_pattern:
             states += [state for state in ask() if selector.covers(state.name, state.task)]
-        if names := selector.names():
-            states += ask(names=names)
+        if spelled := selector.names() - {""}:
+            states += ask(names=spelled)
         if selector.task and not selector.is_pattern:
             states += ask(task=selector.task)
     return [

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -13,70 +16,102 @@ from django_singletask.models import HoldOutcome, Kind, Result
 from django_singletask.operators.words import parse_duration
 from django_singletask.stores.base import PREFIX
 
-__all__ = ["add_actions", "check_choice"]
+__all__ = ["add_actions", "check_choice", "with_action"]
 
-NAME = "name or key of a lock, or a call: feeds.tasks.import_feed(7)"
+ACTIONS = ("list", "why", "clear", "history", "probe", "prune")
+NAMES = (
+    "name or key of a lock, a call (feeds.tasks.import_feed(7)), a task or the last part of its "
+    "name, a pattern with *, a task id or a token"
+)
 
 
 def add_actions(parser: CommandParser) -> None:
     """Add the actions and their options; without an action the locks are listed."""
-    actions = parser.add_subparsers(
-        dest="action", metavar="list | why | clear | history | probe | prune"
+    actions = parser.add_subparsers(dest="action", metavar=" | ".join(ACTIONS))
+    parser.set_defaults(names=[], task=None, fail_if_held_over=[], fail_if_starving=[])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.allow_abbrev = False  # "clear --al" must not mean --all
+    add = partial(actions.add_parser, allow_abbrev=False)
+    _add_list(add("list", help="list the locks that are held now (the default)"))
+    add("why", help="say why a lock is held, or is not").add_argument(
+        "name", type=no_pattern, metavar="LOCK", help=NAMES
     )
-    parser.set_defaults(names=[], task=None, fail_if_held_over=None, fail_if_starving=None)
-    _add_list(actions.add_parser("list", help="list the locks that are held now (the default)"))
-    why = actions.add_parser("why", help="say why a lock is held, or is not")
-    why.add_argument("name", type=no_pattern, metavar="LOCK", help=f"{NAME}; or a task, or its id")
     _add_clear(
-        actions.add_parser(
+        add(
             "clear",
-            help="free locks; the runs that hold them go on",
-            description="Free locks. The runs that hold them go on, and others can start beside "
-            "them. Each lock is freed only if the holder that was shown still has it.",
+            help="free locks; their tasks keep running",
+            description="Free locks. Their tasks keep running, and a second copy of each can start "
+            "at the same time. A lock is freed only if the holder that was shown still has it.",
         )
     )
-    _add_history(actions.add_parser("history", help="list what happened, the latest first"))
-    actions.add_parser("probe", help="find out whether this cache can hold locks")
-    _add_prune(actions.add_parser("prune", help="delete old history, in small batches"))
-    for each in (parser, *actions.choices.values()):
-        each.allow_abbrev = False  # "clear --al" must not mean --all
-        # With a default of its own the action would overrule a --json before it.
-        default = False if each is parser else argparse.SUPPRESS
-        each.add_argument("--json", action="store_true", default=default, help="print JSON")
+    _add_history(add("history", help="list what happened, the latest first"))
+    add("probe", help="find out whether this cache can hold locks")
+    _add_prune(add("prune", help="delete old history, in small batches"))
+    for action in actions.choices.values():
+        _add_shared(action)
+
+
+def _add_shared(action: argparse.ArgumentParser) -> None:
+    """Add the options that can stand before the action too, and those of Django."""
+    # With a default the action would overrule the same option before it.
+    add = partial(action.add_argument, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--json", action="store_true", help="print JSON")
+    add("-v", "--verbosity", type=int, choices=range(4))
+    for option in ("--settings", "--pythonpath"):
+        add(option)
+    for option in ("--traceback", "--no-color", "--force-color"):
+        add(option, action="store_true")
+
+
+def with_action(arguments: list[str]) -> list[str]:
+    """Return the arguments of a command line with the action ``list`` if they name none."""
+    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_shared(shared)
+    first = shared.parse_known_args(arguments)[1][:1]
+    is_complete = {*first} <= {*ACTIONS, "-h", "--help", "--version"}
+    return arguments if is_complete else ["list", *arguments]
 
 
 def _add_list(action: CommandParser) -> None:
     add = action.add_argument
-    add("names", nargs="*", metavar="LOCK", help=NAME)
-    add("--task", help="list the locks of this task")
-    longer = "exit with 1 if a lock is held for longer"
-    add("--fail-if-held-over", type=span, metavar="1h", help=longer)
-    hungry = "exit with 1 if for so long, or so many times in a row, a lock's calls were skipped "
-    hungry += "and none was completed, and the calls go on"
-    add("--fail-if-starving", type=span_or_times, metavar="1h|50x", help=hungry)
+    add("names", nargs="*", metavar="LOCK", help=NAMES)
+    add("--task", help="list the locks of this task; a pattern with * works too")
+    two = "; with a second, higher limit: 2 (critical) if that is exceeded"
+    longer = f"exit with 1 (warning) if a lock is held for longer{two}"
+    add("--fail-if-held-over", type=limits(span), default=[], metavar="10m[,1h]", help=longer)
+    hungry = "exit with 1 (warning) if for so long, or so many times in a row, the calls of a lock "
+    hungry += f"were skipped, none was completed, and calls still come{two}"
+    add(
+        "--fail-if-starving",
+        type=limits(hunger),
+        default=[],
+        metavar="1h[,6h]|50x[,500x]",
+        help=hungry,
+    )
 
 
 def _add_clear(action: CommandParser) -> None:
     add = action.add_argument
-    add("names", nargs="*", metavar="LOCK", help=NAME)
-    add("--token", help="free the lock of this holder only")
-    add("--task", help="free the locks of this task")
+    add("names", nargs="*", metavar="LOCK", help=NAMES)
+    add("--token", help="free only the lock of the holder with this token")
+    add("--task", help="free the locks of this task; a pattern with * works too")
     add("--dead", action="store_true", help="free the locks of processes that are proven dead")
     add("--all", action="store_true", help="free every lock")
-    queued = "instead of locks, forget queued calls, so that equal ones can be sent again"
+    queued = "instead of locks, forget queued calls, so that identical calls can be sent"
     add("--queued", action="store_true", help=queued)
-    add("--reason", default="", help="why: the history keeps it")
+    add("--reason", default="", help="why; the history keeps it")
     add("--yes", action="store_true", help="do not ask")
     add("--dry-run", action="store_true", help="show what would be freed")
 
 
 def _add_history(action: CommandParser) -> None:
     add = action.add_argument
-    add("names", nargs="*", metavar="LOCK", help=f"{NAME}; or a task id")
-    add("--task", help="only what happened to locks of this task")
-    add("--kind", choices=Kind.values, help="only what is of this kind")
-    add("--outcome", choices=[*HoldOutcome.values, *Result.values], help="only holds that ended so")
-    add("--since", type=span, metavar="2h", help="only what is no older")
+    add("names", nargs="*", metavar="LOCK", help=NAMES)
+    add("--task", help="only the rows of this task; a pattern with * works too")
+    add("--kind", choices=Kind.values, help="only rows of this kind")
+    ends = [*HoldOutcome.values, *Result.values]
+    add("--outcome", choices=ends, help="only runs that ended like this")
+    add("--since", type=span, metavar="2h", help="only rows that are no older")
     add("--limit", type=count, default=50, metavar="50", help="at most so many rows (50)")
 
 
@@ -91,16 +126,16 @@ def check_choice(options: dict[str, Any]) -> None:
     """Raise if the options of ``clear`` do not say what to clear, or contradict each other."""
     narrowed = any(options[option] for option in ("names", "token", "task", "dead"))
     if options["json"] and not (options["yes"] or options["dry_run"]):
-        raise CommandError("--json cannot ask: add --yes or --dry-run.", returncode=2)
+        raise CommandError("--json cannot ask: add --yes or --dry-run.", returncode=3)
     if not (narrowed or options["all"] or options["queued"]):
         raise CommandError(
             "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
             "or --all. 'manage.py locks' lists what is held.",
-            returncode=2,
+            returncode=3,
         )
     if narrowed and options["all"]:
         raise CommandError(
-            "--all does not go together with a name, --token, --task or --dead.", returncode=2
+            "--all does not go together with a name, --token, --task or --dead.", returncode=3
         )
 
 
@@ -120,17 +155,32 @@ def span(text: str) -> float:
         raise argparse.ArgumentTypeError(printable(str(error))) from error
 
 
-def span_or_times(text: str) -> tuple[float, int | None]:
-    """Read a duration, or a number of times such as ``50x``."""
+def hunger(text: str) -> tuple[float, int]:
+    """Read a duration, or a number of times such as ``50x``; the other one is without end."""
     if text.endswith("x") and text[:-1].isdigit():
         return math.inf, count(text[:-1])
     try:
-        return span(text), None
+        return span(text), sys.maxsize
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error} Or a number of calls: 50x.") from None
 
 
+def limits(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Read one limit, or two with a comma, the lower one first."""
+
+    def read_limits(text: str) -> list[Any]:
+        numbers = [read(part) for part in text.split(",")]
+        if numbers[1:] and not (len(numbers) == 2 and numbers[0] < numbers[1]):
+            raise argparse.ArgumentTypeError(
+                f"{printable(text)!r}: write one limit for WARNING, or two for WARNING and "
+                "CRITICAL, the lower one first, such as 10m,1h."
+            )
+        return numbers
+
+    return read_limits
+
+
 def count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= 10**9):
-        raise argparse.ArgumentTypeError(f"{printable(text)!r} is no positive number.")
+        raise argparse.ArgumentTypeError(f"{printable(text)!r} is not a positive number.")
     return int(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -15,7 +16,15 @@ from django_singletask.operators import words
 from django_singletask.operators.probe import Probe
 from django_singletask.operators.rows import HeldLock
 
-__all__ = ["COMMAND", "as_json", "history_table", "json_rows", "lock_table", "probe_report"]
+__all__ = [
+    "COMMAND",
+    "as_json",
+    "history_table",
+    "json_rows",
+    "lock_table",
+    "probe_report",
+    "to_json",
+]
 
 COMMAND = " (manage.py locks)"
 """End of the actor's name if it was this command."""
@@ -127,11 +136,20 @@ def probe_report(probe: Probe) -> list[str]:
 
 def json_rows(rows: Sequence[Any]) -> Iterator[str]:
     """Yield the lines of a JSON array, with a line for each row."""
-    encode, last = json.JSONEncoder(default=as_json).encode, len(rows) - 1
+    last = len(rows) - 1
     for number, row in enumerate(rows):
-        yield f"{' ' if number else '['}{encode(row)}{',' if number < last else ']'}"
+        yield f"{' ' if number else '['}{to_json(row)}{',' if number < last else ']'}"
     if not rows:
         yield "[]"
+
+
+def to_json(data: Any, **layout: Any) -> str:
+    """Write JSON in which only what could steer a terminal, or what it lacks, is escaped."""
+    ascii_only = "utf" not in str(getattr(sys.stdout, "encoding", "utf-8")).lower()
+    text = json.dumps(data, default=as_json, ensure_ascii=ascii_only, **layout)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def as_json(fact: Any) -> Any:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import gc
 import getpass
-import json
-import os
 import socket
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
@@ -23,6 +18,7 @@ from django_singletask.history.queries import NoHistory, reading
 from django_singletask.history.sweep import prune
 from django_singletask.management import alarms, listings
 from django_singletask.management.arguments import add_actions, check_choice
+from django_singletask.management.process import UNKNOWN, ProcessCommand
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import printable
 from django_singletask.models import Result, TaskLockEvent
@@ -41,7 +37,7 @@ LOCMEM = {"django_singletask.E004", "django_singletask.W001"}
 """Checks that say that each process has locks of its own."""
 
 
-class Command(BaseCommand):
+class Command(ProcessCommand):
     """List the locks that are held now, explain one, clear some; read and prune their history."""
 
     help = "List the locks that are held now, explain one, clear some; read their history."
@@ -50,42 +46,19 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         add_actions(parser)
 
-    def run_from_argv(self, argv: list[str]) -> None:
-        """Run as a process of its own, whose output may end early or lack characters."""
-        gc.set_threshold(50_000)  # to look for garbage took a tenth of the time of a long list
-        with suppress(AttributeError):  # closed, or replaced by something simpler
-            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        try:
-            try:
-                super().run_from_argv(argv)
-            finally:
-                sys.stdout.flush()
-        except OSError as error:
-            if error.errno not in {errno.EPIPE, errno.ENOSPC}:
-                raise
-            # Python would write what is left in the buffer at exit, and fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if error.errno == errno.EPIPE:
-                sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
-            sys.stderr.write(f"CommandError: The output cannot be written: {error}\n")
-            sys.exit(1)
-
     def handle(self, *args: Any, **options: Any) -> None:
         action = options["action"] or "list"
-        messages = check_cache() if action in {"list", "why", "clear"} else []
-        for message in messages:
+        for message in check_cache() if action in {"list", "why", "clear"} else []:
             if message.id in LOCMEM:
-                raise CommandError(f"{message.msg} Those of others cannot be seen. {message.hint}")
+                unseen = "The locks of other processes cannot be seen."
+                raise CommandError(f"{message.msg} {unseen} {message.hint}", returncode=UNKNOWN)
         try:
             getattr(self, action)(options)
-        except UnknownName as error:
-            raise CommandError(str(error), returncode=3) from error
-        except (ImproperlyConfigured, NoHistory) as error:
-            raise CommandError(printable(str(error))) from error
+        except (ImproperlyConfigured, NoHistory, UnknownName) as error:
+            raise CommandError(printable(str(error)), returncode=UNKNOWN) from error
 
     def list(self, options: dict[str, Any]) -> None:
-        """Print the locks that are held now; exit with 1 on what a monitor must know."""
-        held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
+        """Print the locks that are held now; raise :class:`Alarm` if a limit is exceeded."""
         with asking_the_cache():
             names, task = selectors(options)
             locks = held.with_history(held.held(names, task=task))
@@ -102,9 +75,8 @@ class Command(BaseCommand):
             self.print_table(listings.lock_table(locks))
         else:
             self.stdout.write("No matching lock is held." if names or task else "No lock is held.")
-        messages = alarms.held_over(locks, held_over) + alarms.starving_over(names, task, starving)
-        if messages:
-            raise CommandError(" ".join(messages))
+        held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
+        alarms.watch(locks, names, task, held_over=held_over, starving=starving)
 
     def why(self, options: dict[str, Any]) -> None:
         with asking_the_cache():
@@ -143,15 +115,15 @@ class Command(BaseCommand):
 
     def confirm(self, count: int, options: dict[str, Any]) -> None:
         """Ask; anything but yes ends the command."""
-        question = (
-            f"Forget {plural(count, 'queued call')}? Those that the broker has still run, and "
-            "equal ones can be sent beside them. [y/N] "
-            if options["queued"]
-            else f"Free {plural(count, 'lock')}? The runs above go on, and others can start "
-            "beside them. [y/N] "
-        )
+        if options["queued"]:
+            question = f"Forget {plural(count, 'queued call')}? A call that the broker still has "
+            question += "runs, and an identical call can be sent and run at the same time."
+        else:
+            tasks = "The task keeps" if count == 1 else "The tasks keep"
+            question = f"Free {plural(count, 'lock')}? {tasks} running, and a second copy "
+            question += f"{'of each ' * (count > 1)}can start at the same time."
         try:
-            answer = input(question)
+            answer = input(f"{question} [y/N] ")
         except (EOFError, KeyboardInterrupt):
             self.stdout.write("")
             answer = ""
@@ -189,13 +161,13 @@ class Command(BaseCommand):
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
-            self.stderr.write("SINGLETASK_HISTORY = 'off': only old rows are there.")
+            self.stderr.write("SINGLETASK_HISTORY = 'off': the history has old rows only.")
         if options["json"]:
             self.print_lines(listings.json_rows(rows))
         elif rows:
             self.print_table(listings.history_table(rows))
         else:
-            self.stdout.write("Nothing of this is in the history.")
+            self.stdout.write("The history has no matching row.")
 
     def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
@@ -226,7 +198,7 @@ class Command(BaseCommand):
             self.stdout.write("")
             raise CommandError(
                 f"Interrupted: {plural(count, 'row')} of the history "
-                f"{'is' if count == 1 else 'are'} gone. Run it again to go on."
+                f"{'is' if count == 1 else 'are'} gone. Run the command again to continue."
             )
         seconds = older_than or conf.history_days * 86_400
         if options["json"]:
@@ -236,7 +208,7 @@ class Command(BaseCommand):
             self.stdout.write(f"{verb} {plural(count, 'row')} older than {compact(seconds)}.")
 
     def print_json(self, data: Any) -> None:
-        self.stdout.write(json.dumps(data, indent=2, default=listings.as_json))
+        self.stdout.write(listings.to_json(data, indent=2))
 
     def print_table(self, lines: Iterator[str]) -> None:
         """Print a table, its head in colour on a terminal."""
@@ -256,7 +228,7 @@ def asking_the_cache() -> Iterator[None]:
     except (CommandError, UnknownName):
         raise
     except Exception as error:
-        raise CommandError(printable(cannot_ask(error))) from error
+        raise CommandError(printable(cannot_ask(error)), returncode=UNKNOWN) from error
 
 
 def selectors(options: dict[str, Any]) -> tuple[Sequence[Selector], Selector | None]:
@@ -288,13 +260,13 @@ def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[
     token, task, queued, dead = (options[name] for name in ("token", "task", "queued", "dead"))
     what = "queued" if queued else "held by a dead process" if dead else "held"
     criteria = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
-    sentences = [f"No {'call' if queued else 'lock'} is {what}."]
-    if criteria:
-        by = " by that token" if token and missing else ""
-        sentences = [f"Not {what}{by}: {', '.join(map(printable, criteria))}."]
+    noun = f"{'matching ' * bool(criteria)}{'call' if queued else 'lock'}"
+    by = " by that token" if token and missing else ""
+    named = f": {', '.join(map(printable, criteria))}" if criteria else ""
+    sentences = [f"No {noun} is {what}{by}{named}."]
     states = {lock.state for lock in locks if token in (None, lock.token)}
     if "expired" in states:
-        sentences.append("Expired is not held: there is nothing to free.")
+        sentences.append("An expired lock is not held: there is nothing to free.")
     if "queued" in states and not (queued or dead):
-        sentences.append("A call is queued: --queued lets an equal one be sent.")
+        sentences.append("A call is queued: --queued forgets it.")
     return " ".join(sentences)
