@@ -57,8 +57,16 @@ def names(monkeypatch) -> Iterator[Names]:
         shared_task = functools.partial(app.task, shared=False, lazy=False)
         monkeypatch.setattr(celery, "shared_task", shared_task)
         monkeypatch.setattr(lock_event, "receivers", [])
-        for absent in ("feeds", "prometheus_client"):
+        for absent in (
+            "feeds",
+            "prometheus_client",
+            "health_check.exceptions",
+            "health_check.views",
+        ):
             monkeypatch.setitem(sys.modules, absent, MagicMock())
+        monkeypatch.setitem(sys.modules, "health_check.base", SimpleNamespace(HealthCheck=object))
+        # Only Django 6.0 has it, and a @task needs a module that can be imported.
+        monkeypatch.setitem(sys.modules, "django.tasks", MagicMock())
         monkeypatch.setitem(sys.modules, "feeds.tasks", SimpleNamespace(import_feed=MagicMock()))
         names = Names(vars(django_singletask), shared_task=shared_task, __name__="docs")
         names |= {
@@ -74,7 +82,7 @@ def names(monkeypatch) -> Iterator[Names]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page, names):
     for block in blocks(page):
-        exec(compile(block, page, "exec"), names)
+        exec(compile(block, page, "exec", dont_inherit=True), names)
         names["app"].tasks.clear()  # a page may define a task anew
 
 

@@ -1,7 +1,8 @@
-"""The documentation names tests as proof of what it says: they must exist."""
+"""The documentation names tests, and its dashboard metrics: they must exist."""
 
 from __future__ import annotations
 
+import json
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,3 +34,39 @@ def test_named_file_exists(path):
 )
 def test_named_test_is_in_the_named_file(path, name):
     assert re.search(rf"(def|class) {name}\b", (ROOT / path).read_text())
+
+
+def queries_and_metrics():
+    """Return each query of the dashboard with the metrics and labels that monitoring.rst has."""
+    page = (ROOT / "docs/operating/monitoring.rst").read_text()
+    code = re.findall(r'(Counter|Histogram)\("(\w+)", ".*", (\[.*?\])', page)
+    metrics = {}
+    for kind, name, labels in code:
+        for end in ("_total",) if kind == "Counter" else ("_bucket", "_count", "_sum"):
+            metrics[name + end] = {*json.loads(labels), "le"}
+    board = json.loads((ROOT / "docs/operating/grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    variables = [each["definition"] for each in board["templating"]["list"] if "definition" in each]
+    return [*queries, *variables], metrics
+
+
+def test_dashboard_asks_for_metrics_that_are_exported():
+    queries, metrics = queries_and_metrics()
+    assert len(metrics) == 5
+    for query in queries:
+        names = set(re.findall(r"singletask_\w+", query))
+        by = re.findall(r"by \((.*?)\)", query)
+        labels = {
+            *re.findall(r"(\w+)=", query),
+            *(label for each in by for label in each.split(", ")),
+        }
+        assert names <= set(metrics), query
+        assert all(labels <= metrics[name] for name in names) or "unless" in query, query
+
+
+def test_opentelemetry_exports_the_metrics_under_the_same_names():
+    page = (ROOT / "docs/operating/monitoring.rst").read_text()
+    listed = set(re.findall(r"^``(singletask\.lock\.\w+)``", page, re.MULTILINE))
+    units = {name.replace(".", "_") for name in listed} | {"singletask_lock_hold_seconds"}
+    for metric in queries_and_metrics()[1]:
+        assert metric.rpartition("_")[0] in units
