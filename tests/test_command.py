@@ -868,7 +868,7 @@ def test_other_errors_are_not_blamed_on_the_cache(take, monkeypatch):
 def test_command_refuses_a_cache_in_local_memory(settings, arguments, eager):
     settings.SINGLETASK_CACHE = "locmem"
     settings.CELERY_TASK_ALWAYS_EAGER = eager
-    message = "SINGLETASK_CACHE = 'locmem' uses django.core.cache.backends.locmem.LocMemCache: each"
+    message = "SINGLETASK_CACHE = 'locmem' uses django.core.cache.backends.locmem.LocMemCache: proc"
     with pytest.raises(CommandError, match=rf"^{re.escape(message)}.* cannot be seen\. "):
         locks(*arguments)
 

@@ -117,6 +117,8 @@ def questions():
             lambda: history.still_open([7, 8]),
             lambda: history.name_of_key("singletask:t5:305"),
             lambda: find(task="t5", kind="lost"),
+            lambda: find(task="t5", result="raised"),
+            lambda: find(like="t5(*"),
             lambda: find(outcome="dead", since=60),
         ],
     }

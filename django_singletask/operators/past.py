@@ -66,10 +66,10 @@ def _find(limit: int, **facts: Any) -> Found:
         rows = rows.since(django_now() - timedelta(seconds=since))
     if not result and like == "*":
         return Found(list(rows[:limit]), True)
-    start = like.partition("*")[0]
-    ids = list(history.order_by().named_like(start).values_list("pk", flat=True)[: FREQUENT + 1])
-    if start and len(ids) <= FREQUENT:
-        rows = rows.filter(pk__in=ids)
+    if start := like.partition("*")[0]:
+        named = history.order_by().named_like(start).values_list("pk", flat=True)
+        ids = list(named[: FREQUENT + 1])
+        rows = rows.filter(pk__in=ids) if len(ids) <= FREQUENT else rows
     seen = list(rows.values_list("pk", "name", "result")[:SCANNED])
     meant = [pk for pk, name, ended in seen if fits(name, like) and result in ("", ended)][:limit]
     complete = len(seen) < SCANNED or len(meant) == limit
