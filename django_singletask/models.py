@@ -146,7 +146,7 @@ class TaskLockEvent(models.Model):
         )
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.outcome or self.kind}"
+        return f"{self.name}: {self.get_outcome_display() or self.get_kind_display()}"
 
     def holder(self) -> Holder:
         """Return the holder of the lock, as far as the row describes it."""

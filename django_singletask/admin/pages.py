@@ -10,7 +10,7 @@ from django.contrib import admin
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
-from django.utils.translation import gettext_lazy
+from django.utils.translation import gettext_lazy, pgettext_lazy
 
 from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
@@ -21,7 +21,7 @@ __all__ = ["OperatorPages", "View", "attempt", "or_unreadable", "unbroken"]
 
 TABS = {
     "changelist": gettext_lazy("Held now"),
-    "events": gettext_lazy("History"),
+    "events": pgettext_lazy("page", "History"),
     "timeline": gettext_lazy("Timeline"),
     "per_task": gettext_lazy("Per task"),
 }

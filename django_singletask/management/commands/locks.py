@@ -46,6 +46,7 @@ class Command(ProcessCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         add_actions(parser)
 
+    @no_translations  # only the words that the admin has, too, are translated
     def handle(self, *args: Any, **options: Any) -> None:
         action = options["action"] or "list"
         for message in check_cache() if action in {"list", "why", "clear"} else []:

@@ -1,0 +1,117 @@
+"""The catalogues of the package's texts: ``python -m tests.catalogues`` brings them up to date.
+
+New texts are added without a translation, and texts that are no longer used are removed.
+``tests/test_catalogues.py`` says what is left to translate. After an edit of a ``.po``, run this
+again: it compiles the ``.mo``.
+"""
+
+from __future__ import annotations
+
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from babel.messages import Catalog
+from babel.messages.extract import DEFAULT_KEYWORDS, extract
+from babel.messages.mofile import read_mo, write_mo
+from babel.messages.pofile import read_po, write_po
+from django.utils.translation.template import templatize
+
+__all__ = ["LANGUAGES", "by_id", "compiled", "read", "texts", "update"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "django_singletask"
+LANGUAGES = ["de"]
+
+KEYWORDS = DEFAULT_KEYWORDS | {
+    f"{name}_lazy": DEFAULT_KEYWORDS[name] for name in ("gettext", "ngettext", "pgettext")
+}
+HEADER = """\
+# The texts of the admin's pages. After an edit: python -m tests.catalogues
+msgid ""
+msgstr ""
+"Language: {0.locale}\\n"
+"Content-Type: text/plain; charset=utf-8\\n"
+"Plural-Forms: {0.plural_forms}\\n"
+"""
+
+
+def folder(language: str) -> Path:
+    return PACKAGE / "locale" / language / "LC_MESSAGES"
+
+
+def read(language: str) -> Catalog:
+    """Return the translations, or an empty catalogue of a new language."""
+    path = folder(language) / "django.po"
+    if not path.exists():
+        return Catalog(language)
+    with path.open("rb") as file:
+        return read_po(file, locale=language)
+
+
+def compiled(language: str) -> Catalog:
+    """Return what Django reads."""
+    path = folder(language) / "django.mo"
+    if not path.exists():
+        return Catalog(language)
+    with path.open("rb") as file:
+        return read_mo(file)
+
+
+def texts() -> Catalog:
+    """Return all texts of the package that are marked for translation."""
+    catalog = Catalog()
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.suffix not in {".html", ".py"}:
+            continue
+        source = path.read_text()
+        if path.suffix == ".html":
+            # What is not marked is X here, but still indented, which Python does not like.
+            lines = templatize(source, origin=str(path)).splitlines()
+            source = "\n".join(line.lstrip() for line in lines)
+        name = str(path.relative_to(ROOT))
+        for line, text, comments, context in extract(
+            "python", BytesIO(source.encode()), KEYWORDS, ["Translators:"]
+        ):
+            catalog.add(text, None, [(name, line)], (), comments, context=context)
+    return catalog
+
+
+def update(language: str) -> None:
+    """Write the catalogue with the texts of now, and compile it."""
+    catalog = read(language)
+    catalog.update(texts(), no_fuzzy_matching=True)
+    catalog.obsolete.clear()
+    folder(language).mkdir(parents=True, exist_ok=True)
+    with (folder(language) / "django.po").open("wb") as file:
+        file.write(HEADER.format(catalog).encode())
+        # Without the lines of the modules, which change with each edit.
+        write_po(file, catalog, width=98, omit_header=True, include_lineno=False)
+    for (context, text), strings in by_id(catalog).items():
+        if not all(strings):
+            catalog.delete(text, context)
+    if by_id(compiled(language)) != by_id(catalog):
+        with (folder(language) / "django.mo").open("wb") as file:
+            write_mo(file, catalog)
+
+
+def by_id(catalog: Catalog) -> dict[tuple[str | None, Any], tuple[str, ...]]:
+    """Return the translations of each text, by its context and itself: several for a plural."""
+    translations = {}
+    for message in catalog:
+        text, strings, context = message.id, message.string or "", message.context
+        if text:
+            if isinstance(context, bytes):  # as Babel reads it from a .mo
+                context = context.decode()
+            text = text if isinstance(text, str) else tuple(text)
+            strings = (strings,) if isinstance(strings, str) else tuple(strings)
+            translations[context, text] = strings
+    return translations
+
+
+if __name__ == "__main__":
+    for language in LANGUAGES:
+        update(language)
+        untranslated = sum(not all(strings) for strings in by_id(read(language)).values())
+        sys.stdout.write(f"{language}: {untranslated} texts are not translated\n")

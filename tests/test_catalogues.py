@@ -1,0 +1,139 @@
+"""The translations of the admin's texts: complete, compiled, and shown whatever Django has."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html import unescape
+from io import StringIO
+from itertools import count
+from pathlib import Path
+from string import Formatter
+from urllib.parse import urlencode
+
+import django
+import pytest
+from babel.messages.mofile import read_mo
+from django.core.management import call_command
+from django.http import HttpResponse
+from django.utils.translation import override, trans_real
+
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import QUEUED, name_key
+from django_singletask.models import Kind
+from django_singletask.stores import get_store
+from tests import catalogues
+from tests.admin_pages import BASE, event, log_in
+from tests.catalogues import by_id
+
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
+
+UPDATE = "python -m tests.catalogues"
+
+
+def placeholders(text: str) -> list[str]:
+    """Return what is filled in, whatever the order, and the tags."""
+    numbers = count()
+    fields = [field for _text, field, *_rest in Formatter().parse(text) if field is not None]
+    named = [field or str(next(numbers)) for field in fields]
+    return sorted(named + re.findall(r"%\(\w+\)\w|%%|<[^>]*>", text))
+
+
+@pytest.mark.parametrize("language", catalogues.LANGUAGES)
+def test_a_catalogue_is_complete(language: str) -> None:
+    catalog = catalogues.read(language)
+    translations = by_id(catalog)
+    assert translations.keys() == by_id(catalogues.texts()).keys(), f"run {UPDATE}"
+    assert not catalog.obsolete, f"run {UPDATE}"
+    assert [message.id for message in catalog if message.id and message.fuzzy] == []
+    assert [text for text, strings in translations.items() if not all(strings)] == []
+
+
+@pytest.mark.parametrize("language", catalogues.LANGUAGES)
+def test_a_translation_has_the_placeholders_and_the_tags_of_its_text(language: str) -> None:
+    wrong = []
+    for (_context, text), strings in by_id(catalogues.read(language)).items():
+        texts = [text] if isinstance(text, str) else [text[0], *[text[1]] * (len(strings) - 1)]
+        assert len(texts) == len(strings)
+        pairs = zip(texts, strings, strict=True)
+        wrong += [pair for pair in pairs if placeholders(pair[0]) != placeholders(pair[1])]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("language", catalogues.LANGUAGES)
+def test_the_compiled_catalogue_is_that_of_the_source(language: str) -> None:
+    assert by_id(catalogues.compiled(language)) == by_id(catalogues.read(language)), f"run {UPDATE}"
+
+
+@pytest.mark.parametrize("language", catalogues.LANGUAGES)
+def test_a_text_that_django_has_too_is_translated_alike(language: str) -> None:
+    """Django has one catalogue for all apps: which translation it takes depends on their order."""
+    ours, differ = by_id(catalogues.read(language)), {}
+    for path in Path(django.__file__).parent.rglob(f"{language}/LC_MESSAGES/django.mo"):
+        with path.open("rb") as file:
+            theirs = by_id(read_mo(file))
+        both = ours.keys() & theirs.keys()
+        differ |= {key: (ours[key], theirs[key]) for key in both if ours[key] != theirs[key]}
+    assert differ == {}, "give such a text a context (pgettext), or another wording"
+
+
+class Marked(trans_real.DjangoTranslation):
+    """A translation that puts each text into brackets, so that one that is not marked shows."""
+
+    def gettext(self, message: str) -> str:
+        return f"⟦{message.rpartition(chr(4))[2]}⟧"
+
+    def ngettext(self, singular: str, plural: str, number: int) -> str:
+        return self.gettext(singular if number == 1 else plural)
+
+
+def unmarked(response: HttpResponse) -> set[str]:
+    """Return what the page of the package shows outside of brackets, but for names and numbers."""
+    assert response.status_code == 200
+    html = response.content.decode()
+    html = html[html.index('<div id="content"') : html.index('<footer id="footer"')]
+    html = re.sub(r"<(pre|script).*?</\1>", "", html, flags=re.DOTALL)
+    texts = re.sub(r"<[^>]*>", "\n", html) + "\n".join(
+        re.findall(r'(?:aria-label|data-label|placeholder|title)="(.*?)"', html)
+    )
+    while texts != (inner := re.sub(r"⟦[^⟦⟧]*⟧", "", texts)):
+        texts = inner
+    # What is left: durations, and the dotted names of tasks.
+    texts = re.sub(r"\b[0-9.]+[dhms]\b|\b\w+(?:\.\w+)+", "", unescape(texts))
+    return {line.strip() for line in texts.splitlines() if re.search("[A-Za-z]", line)}
+
+
+def test_the_pages_show_no_text_that_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = Marked("de")
+    monkeypatch.setattr(trans_real, "translation", lambda language: marked)
+    browser = log_in("view_tasklockevent", "clear_lock", name="οδ")
+    store = get_store("redis")
+    holder = Holder.new("ένα", 60, task="δύο", task_id="τρία", retries=0)
+    holder = dataclasses.replace(holder, host="ξ", token="1" * 32)
+    keys = [name_key("ένα").key, name_key("ένα").beside(QUEUED, "δύο").key]
+    for key, pid in zip(keys, [1, 0], strict=True):
+        store.add(key, dataclasses.replace(holder, pid=pid).encode(), 60)
+    facts = {"name": "ένα", "task": "δύο", "token": "1" * 32, "host": "ξ", "pid": 1, "key": "3"}
+    event(**facts)
+    rows = [
+        event(kind=kind, blocked_by="2" * 32, actor="οδ", count=3, **facts)
+        for kind in Kind.values
+        if kind != "acquired"
+    ]
+    pages = ["", "history/", "history/?q=ένα", "timeline/", "per-task/", f"{rows[0].pk}/change/"]
+    pages += [f"clear/?{urlencode({'key': key, 'token': holder.token})}" for key in keys]
+    with override("de", deactivate=True):  # what was active would be activated as this one
+        found = {page: unmarked(browser.get(BASE + page)) for page in pages}
+    assert {page: texts for page, texts in found.items() if texts} == {}
+
+
+def test_the_command_speaks_english_in_every_language() -> None:
+    """Else its sentences, which are not translated, would have translated states in them."""
+    output = StringIO()
+    event()
+    with override("de"):
+        call_command("locks", "history", stdout=output)
+    assert " held " in output.getvalue()
