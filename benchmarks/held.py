@@ -74,7 +74,7 @@ def held(rounds: int, levels: list[int]) -> Table:
     ]
     text = (
         "One process holds all locks, on Redis, with the history. To take: one of the locks that "
-        "were added at this level. One more: take and give back another lock, in turns with the "
+        "were added at this level. One more: take and release another lock, in turns with the "
         f"floor. Memory: what Python allocated; Redis uses {in_store:,.0f} bytes for a lock. "
         "Renewal: one tick of the renewal thread. The list: ``manage.py locks list`` as another "
         "process, including its start. The times of the list and of the renewal are medians of "

@@ -1,4 +1,4 @@
-"""Take and give back a lock. Each alternative is used as its README says."""
+"""Take and release a lock. Each alternative is used as its README says."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def on_redis(rounds: int, busy: bool) -> Table:
         "history is on, and a thread writes it to PostgreSQL. The time to write what is left after "
         "a turn is not included."
     )
-    return compared(titled("Take and give back on Redis", busy), text, series, checks)
+    return compared(titled("Take and release on Redis", busy), text, series, checks)
 
 
 def in_a_loop(rounds: int) -> Table:
@@ -157,7 +157,7 @@ def in_a_loop(rounds: int) -> Table:
         "500 locks without a pause, until the last row of the history is in PostgreSQL: the whole "
         "cost of a row, in all threads. There is no target."
     )
-    return compared("Take and give back in a loop, with the writing", text, series, [])
+    return compared("Take and release in a loop, with the writing", text, series, [])
 
 
 class Memcached(NamedTuple):
@@ -215,7 +215,7 @@ def on_memcached(rounds: int, busy: bool) -> list[Table]:
             client.recipe: recipe(client.alias),
         }
         series = in_turns(steps, rounds)
-        title = titled(f"Take and give back on memcached, {client.alias}", busy)
+        title = titled(f"Take and release on memcached, {client.alias}", busy)
         text = (
             "Floor: three trips on the bare client, add, gets and cas. The recipe makes two trips. "
             "So does django-singletask with pymemcache: it sends add and gets together."
@@ -240,4 +240,4 @@ def in_database(rounds: int) -> Table:
         "it."
     )
     checks = [faster(series, name, django)]
-    return compared("Take and give back in PostgreSQL", text, series, checks)
+    return compared("Take and release in PostgreSQL", text, series, checks)

@@ -44,7 +44,7 @@ def draw(locks: Series, throughput: Series) -> str:
     """Return the SVG."""
     charts = [
         Chart(
-            "Take and give back a lock on Redis",
+            "Take and release a lock on Redis",
             "times the floor, which is two trips on a bare client; shorter is better",
             "floor",
             # Only the table has the rows without the history and the floor on a bare connection.
@@ -66,7 +66,7 @@ def draw(locks: Series, throughput: Series) -> str:
         parts += drawn
         top += height
     notes = [
-        "* gives a lock back without a check of its owner.",
+        "* releases a lock without a check of its owner.",
         "Medians of one run with all candidates in turns: benchmarks/RESULTS.rst names machine and "
         "versions.",
     ]

@@ -109,12 +109,11 @@ def results(tables: Sequence[Table], servers: str, loads: Sequence[float], minut
         "==========",
         "",
         *wrapped(
-            "``python benchmarks/run.py`` wrote this in one run. The candidates of a table took "
-            "turns, in another order in each round. The times are medians over the rounds. A ratio "
-            "is the median of the ratios within a round, to the first row unless another is named. "
-            "Times depend on the machine, ratios hardly. A heading that ends in "
-            "*one core busy* means that another process computed all the time: the machines of "
-            "users are not quiet."
+            "``python benchmarks/run.py`` wrote this page. The candidates of a table took turns, in "
+            "a different order in each round. The times are medians over the rounds. A ratio is the "
+            "median of the ratios within a round, to the first row unless another row is named. "
+            "Times depend on the machine; ratios depend on it much less. *One core busy* in a "
+            "heading means that another process used one core all the time, as on a busy server."
         ),
         "",
         *wrapped(

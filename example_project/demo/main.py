@@ -209,7 +209,7 @@ class Demo:
         self.screen.say(
             f"\nAdmin: {admin.url}  name: {admin.name}  password: {admin.password}\n"
             f"The locks in another terminal:\n{command_line('locks')}\n"
-            "Imports go on, so that there is something to see. Ctrl-C ends the demo.\n"
+            "Imports continue, so that there is something to see. Ctrl-C ends the demo.\n"
         )
         self.site.delay = 1.0
         self.round = "serving"
