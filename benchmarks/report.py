@@ -109,11 +109,11 @@ def results(tables: Sequence[Table], servers: str, loads: Sequence[float], minut
         "==========",
         "",
         *wrapped(
-            "``python benchmarks/run.py`` wrote this page. The candidates of a table took turns, in "
-            "a different order in each round. The times are medians over the rounds. A ratio is the "
-            "median of the ratios within a round, to the first row unless another row is named. "
-            "Times depend on the machine; ratios depend on it much less. *One core busy* in a "
-            "heading means that another process used one core all the time, as on a busy server."
+            "``python benchmarks/run.py`` wrote this page. The candidates of a table took turns, "
+            "in a different order in each round. The times are medians over the rounds. A ratio is "
+            "the median of the ratios within a round, to the first row unless another row is "
+            "named. Times depend on the machine; ratios depend on it much less. *One core busy* in "
+            "a heading means that another process used one core all the time, as on a busy server."
         ),
         "",
         *wrapped(
