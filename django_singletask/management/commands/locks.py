@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser, no_translations
 
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
