@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -35,8 +34,8 @@ def test_cache_that_can_hold_locks_is_fit(cache_alias):
     assert result.fit
     first, second, *_rest = texts(result.findings, "ok").splitlines()
     assert first == "another process sees the lock that this process holds"
-    assert second.startswith("a lock is taken and given back in ")
-    assert "its clock agrees with that of this host" in texts(result.findings, "ok")
+    assert second.startswith("a lock is acquired and released in ")
+    assert "the server's clock agrees with" in texts(result.findings, "ok")
     assert 0 < result.median <= result.slowest < 5
 
 
@@ -49,7 +48,7 @@ def test_memory_of_one_process_is_unfit():
 def test_process_that_uses_other_keys_is_unfit():
     finding = look_from_another_process("django_redis", get_store("redis"))
     assert finding.level == "unfit"
-    assert "uses other keys (KEY_PREFIX, KEY_FUNCTION)" in finding.text
+    assert "use different keys (KEY_PREFIX, KEY_FUNCTION)" in finding.text
 
 
 def test_probe_disturbs_no_lock_and_leaves_none(on_redis, take):
@@ -113,29 +112,29 @@ def own_store(settings, own_redis):
 def test_replicas_are_a_warning():
     # The server of the tests has one, and a Sentinel beside.
     findings = [*look_at(get_store("redis"))]
-    assert "1 replica, which lag: a failover can forget the" in texts(findings, "warning")
+    assert "1 replica: a failover can lose the newest locks" in texts(findings, "warning")
 
 
 def test_redis_without_fault_has_no_warning(own_store):
     own_store.client.config_set("appendonly", "yes")
     findings = [*look_at(own_store)]
     assert {finding.level for finding in findings} == {"ok", "note"}
-    assert "locks survive its restart: AOF is on" in texts(findings, "ok")
-    assert "it evicts nothing: maxmemory-policy is noeviction" in texts(findings, "ok")
+    assert "locks survive a restart: AOF is on" in texts(findings, "ok")
+    assert "the server evicts nothing: maxmemory-policy is noeviction" in texts(findings, "ok")
     own_store.client.config_set("appendonly", "no")  # else the server waits for it at its end
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl"])
 def test_policy_that_evicts_locks_is_a_warning(own_store, policy):
     own_store.client.config_set("maxmemory-policy", policy)
-    assert f"its policy is {policy}" in texts(look_at(own_store), "note")
+    assert f"without maxmemory; maxmemory-policy is {policy}" in texts(look_at(own_store), "note")
     own_store.client.config_set("maxmemory", 10**9)
     assert f"maxmemory-policy {policy} evicts locks too" in texts(look_at(own_store), "warning")
 
 
 @pytest.mark.parametrize(
     ("save", "text"),
-    [("", "a restart forgets all locks"), ("3600 1", "since the last RDB snapshot")],
+    [("", "a restart loses all locks"), ("3600 1", "since the last RDB snapshot")],
 )
 def test_persistence_is_reported(own_store, save, text):
     own_store.client.config_set("save", save)
@@ -144,28 +143,29 @@ def test_persistence_is_reported(own_store, save, text):
 
 def test_replica_is_unfit(settings):
     with private_store(settings, "redis", os.environ["SINGLETASK_TEST_REDIS_REPLICA_URL"]) as store:
-        assert "it is a slave, and locks need the primary" in texts(look_at(store), "unfit")
+        assert "the server is a slave: locks need the primary" in texts(look_at(store), "unfit")
 
 
 def test_server_that_refuses_to_answer_is_a_note(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-info")
-    assert [*look_at(own_store)] == [Finding("note", "the server tells no more: NoPermissionError")]
+    assert [*look_at(own_store)] == [
+        Finding("note", "the server does not say more: NoPermissionError")
+    ]
 
 
 def test_server_that_forbids_config_still_answers_the_rest(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-config")
     *rest, last = look_at(own_store)
-    assert "it evicts nothing" in texts(rest, "ok")
-    assert last == Finding("note", "the server tells no more: NoPermissionError")
+    assert "the server evicts nothing" in texts(rest, "ok")
+    assert last == Finding("note", "the server does not say more: NoPermissionError")
 
 
 @pytest.mark.parametrize("alias", ["pylibmc", "pymemcache"])
 def test_memcached_says_what_it_evicts(alias):
     findings = [*look_at(get_store(alias))]
-    assert "it has evicted nothing yet" in texts(findings, "ok")
-    assert "is full, it evicts locks too" in texts(findings, "note")
+    assert "evicts locks too when its memory is full; so far it was not" in texts(findings, "note")
     assert texts(findings, "unfit") == ""
-    assert "a restart forgets all locks, and it cannot list them" in texts(findings, "note")
+    assert "a restart loses all locks, and memcached cannot list locks" in texts(findings, "note")
 
 
 class MemcachedThatNeverEvicts(servers.Memcached):
@@ -208,17 +208,19 @@ def test_memcached_at_a_socket_that_never_evicts_is_unfit(settings):
 
 
 def test_memcached_that_has_evicted_is_a_warning(monkeypatch):
-    stats = {b"version": b"1.6", b"time": b"0", b"evictions": b"7"}
-    away = {"version": b"", "pid": b"-1"}
-    client = SimpleNamespace(get_stats=lambda: [("a:1 (0)", stats), (b"b:2 (0)", away)])
-    store = get_store("pylibmc")
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "client", client)
+    stats = {"version": "1.6", "time": "0", "evictions": "7"}
+    monkeypatch.setattr("django_singletask.operators.server.ask_memcached", lambda *_: stats)
+    findings = [*look_at(get_store("pymemcache"))]
+    assert "has evicted 7 keys, and evicts locks too" in texts(findings, "warning")
+    assert "s behind the clock of this host" in texts(findings, "warning")
+
+
+def test_memcached_servers_that_do_not_answer_are_unfit(settings):
+    ports = [servers.free_port() for _ in range(2)]
+    with private_store(settings, "pymemcache", [f"127.0.0.1:{port}" for port in ports]) as store:
         findings = [*look_at(store)]
-    assert "it has evicted 7 entries" in texts(findings, "warning")
-    assert "2 servers: when one fails its locks are gone" in texts(findings, "warning")
-    assert "s behind that of this host" in texts(findings, "warning")
-    assert texts(findings, "unfit") == "b:2 does not answer"
+    assert "2 servers: if one fails, its locks are lost" in texts(findings, "warning")
+    assert f"127.0.0.1:{ports[1]} does not answer" in texts(findings, "unfit")
 
 
 @pytest.mark.parametrize(
@@ -226,28 +228,28 @@ def test_memcached_that_has_evicted_is_a_warning(monkeypatch):
     [
         ("db_postgres", "PostgreSQL "),
         ("db_mariadb", "MariaDB "),
-        ("db_sqlite", "the processes of one host only"),
+        ("db_sqlite", "only processes on one host can share"),
     ],
 )
 def test_database_tells_what_it_is(django_db_setup, alias, text):
     findings = [*look_at(get_store(alias))]
     assert text in texts(findings, "note")
-    assert "its clock agrees" in texts(findings, "ok")
+    assert "clock agrees" in texts(findings, "ok")
 
 
 @pytest.mark.parametrize(
     ("there", "level", "text"),
     [
-        (1060.0, "warning", "its clock is 60 s ahead of that of this host"),
-        (900.0, "warning", "its clock is 99 s behind that of this host"),
-        (999.5, "ok", "its clock agrees"),
-        (1001.5, "ok", "its clock agrees"),
+        (1060.0, "warning", "the server's clock is 60 s ahead of the clock"),
+        (900.0, "warning", "the server's clock is 99 s behind the clock"),
+        (999.5, "ok", "the server's clock agrees"),
+        (1001.5, "ok", "the server's clock agrees"),
     ],
 )
 def test_clock_that_differs_is_a_warning(monkeypatch, there, level, text):
     monkeypatch.setattr("time.time", lambda: 1000.0)
-    finding = compare_clocks(there, before=999.0)
-    assert (finding.level, finding.text.startswith(text)) == (level, True)
+    found, said = compare_clocks(there, before=999.0)
+    assert (found, said.startswith(text)) == (level, True)
 
 
 # As a process

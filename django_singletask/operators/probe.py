@@ -22,7 +22,7 @@ __all__ = ["Probe", "latency", "look_from_another_process", "probe"]
 LEASE = 60.0
 """Seconds after which the entry of a probe that was killed ends."""
 TURNS = 200
-"""Locks that are taken and given back to measure how long that takes."""
+"""Locks that are acquired and released to measure how long that takes."""
 READER = """
 import sys
 
@@ -57,15 +57,15 @@ class Probe:
 def probe(alias: str) -> Probe:
     """Look at a cache from this process and from another one, and at its server.
 
-    The locks that it takes are its own, and are freed. Raises ``ImproperlyConfigured`` for a cache
-    that cannot hold locks, and :class:`LockUnavailable`.
+    It releases the locks that it acquires, and touches no other. Raises ``ImproperlyConfigured``
+    for a cache that cannot hold locks, and :class:`LockUnavailable`.
     """
     store = get_store(alias)
     seen = look_from_another_process(alias, store)
     median, slowest = latency(store)
     speed = Finding(
         "ok",
-        f"a lock is taken and given back in {median * 1000:.2f} ms (median), "
+        f"a lock is acquired and released in {median * 1000:.2f} ms (median), "
         f"{slowest * 1000:.2f} ms (99%)",
     )
     backend = f"{type(store.cache).__module__}.{type(store.cache).__qualname__}"
@@ -96,15 +96,15 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
     if done.returncode == 3:
         return Finding(
             "unfit",
-            "another process does not see the lock that this process holds: the cache is not "
-            "shared, or the other process uses other keys (KEY_PREFIX, KEY_FUNCTION)",
+            "another process does not see the lock that this process holds: the processes do not "
+            "share the cache, or use different keys (KEY_PREFIX, KEY_FUNCTION)",
         )
     last_line = without_secrets(done.stderr.strip().rpartition("\n")[2])
     raise RuntimeError(f"The other process failed: {last_line or f'exit {done.returncode}'}")
 
 
 def latency(store: Store) -> tuple[float, float]:
-    """Return median and 99% of the seconds that it takes to take a lock and give it back."""
+    """Return median and 99% of the seconds in which a lock is acquired and released."""
     key, value = _entry()
     spans = []
     for _ in range(TURNS):

@@ -12,7 +12,7 @@ from typing import Any
 from django_singletask.operators.words import plural
 from django_singletask.stores import Store
 
-__all__ = ["Finding", "compare_clocks", "look_at"]
+__all__ = ["Finding", "ask_memcached", "compare_clocks", "look_at"]
 
 CLOCKS = 2.0
 """Seconds by which two clocks may differ before that is worth a warning."""
@@ -34,145 +34,101 @@ def look_at(store: Store) -> Iterator[Finding]:
     looks = {"redis": _redis, "memcached": _memcached, "database": _database}
     try:
         if look := looks.get(store.family):
-            yield from look(store)
+            for level, text in look(store):
+                yield Finding(level, text)
     except Exception as error:  # each client has errors of its own
-        yield Finding("note", f"the server tells no more: {type(error).__name__}")
+        yield Finding("note", f"the server does not say more: {type(error).__name__}")
 
 
-def compare_clocks(there: float, before: float) -> Finding:
+def compare_clocks(there: float, before: float) -> tuple[str, str]:
     """Compare the clock of a server, which was read after ``before``, with that of this host."""
     apart = there - min(max(there, before), time.time())
     if abs(apart) < CLOCKS:
-        return Finding("ok", "its clock agrees with that of this host")
-    direction = "ahead of" if apart > 0 else "behind"
-    return Finding(
-        "warning",
-        f"its clock is {abs(apart):.0f} s {direction} that of this host: leases do not mind, but "
-        "one of the two is wrong, and times in the history with it",
-    )
+        return "ok", "the server's clock agrees with the clock of this host"
+    clock = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the clock of this host"
+    text = f"the server's clock is {clock}: leases do not depend on it, but times in the history do"
+    return "warning", text
 
 
-def _redis(store: Any) -> Iterator[Finding]:
+def _redis(store: Any) -> Iterator[tuple[str, str]]:
     client = store.client
     info = client.info()
-    yield Finding("note", f"{info.get('server_name', 'redis')} {info.get('redis_version')}")
+    yield "note", f"{info.get('server_name', 'redis')} {info.get('redis_version')}"
     before = time.time()
     seconds, micros = client.time()
     yield compare_clocks(seconds + micros / 1e6, before)
-    policy = info.get("maxmemory_policy")
+    policy, evicted = info.get("maxmemory_policy"), info.get("evicted_keys", 0)
     if policy == "noeviction":
-        yield Finding("ok", "it evicts nothing: maxmemory-policy is noeviction")
+        yield "ok", "the server evicts nothing: maxmemory-policy is noeviction"
     elif not info.get("maxmemory"):
-        text = f"it evicts nothing as it has no maxmemory, but its policy is {policy}"
-        yield Finding("note", text)
+        yield "note", f"the server evicts nothing without maxmemory; maxmemory-policy is {policy}"
     else:
-        yield Finding(
-            "warning",
-            f"maxmemory-policy {policy} evicts locks too when the memory is full "
-            f"({info.get('evicted_keys', 0)} keys so far): use noeviction, and a server for the "
-            "locks alone",
-        )
+        text = f"evicts locks too when the memory is full ({evicted} keys so far): set noeviction"
+        yield "warning", f"maxmemory-policy {policy} {text}, and use a dedicated server for locks"
     if info.get("role") != "master":
-        yield Finding("unfit", f"it is a {info.get('role')}, and locks need the primary")
+        yield "unfit", f"the server is a {info.get('role')}: locks need the primary"
     if replicas := info.get("connected_slaves"):
-        yield Finding(
-            "warning",
-            f"{plural(replicas, 'replica')}, which lag: a failover can forget the latest locks, "
-            "and a second run can start beside their holders",
+        text = (
+            "a failover can lose the newest locks, and a task can then run twice at the same time"
         )
+        yield "warning", f"{plural(replicas, 'replica')}: {text}"
     # The last question, since managed servers forbid CONFIG.
     if info.get("aof_enabled"):
-        yield Finding("ok", "locks survive its restart: AOF is on")
+        yield "ok", "locks survive a restart: AOF is on"
     elif client.config_get("save").get("save"):
-        yield Finding("note", "a restart forgets the locks since the last RDB snapshot")
+        yield "note", "a restart loses the locks acquired since the last RDB snapshot"
     else:
-        yield Finding("note", "a restart forgets all locks: neither AOF nor RDB is on")
+        yield "note", "a restart loses all locks: neither AOF nor RDB is on"
 
 
-def _memcached(store: Any) -> Iterator[Finding]:
-    before = time.time()
-    servers = dict(_stats(store))
-    for server, stats in servers.items():
-        if not stats:
-            yield Finding("unfit", f"{server} does not answer")
-            continue
-        yield Finding("note", f"memcached {stats['version']}")
-        yield compare_clocks(int(stats["time"]) + 0.5, before)
-        evictions = int(stats.get("evictions", 0))
-        if evictions:
-            yield Finding(
-                "warning",
-                f"it has evicted {evictions} entries as its memory was full, and evicts locks "
-                "too: give it more (-m), or the locks a server of their own",
-            )
-        else:
-            yield Finding("ok", "it has evicted nothing yet")
-        yield Finding("note", "a restart forgets all locks, and it cannot list them")
+def _memcached(store: Any) -> Iterator[tuple[str, str]]:
+    yield "note", "a restart loses all locks, and memcached cannot list locks"
+    servers = [str(server).removeprefix("unix:") for server in store.cache.client_servers]
     if len(servers) > 1:
-        yield Finding(
-            "warning",
-            f"{len(servers)} servers: when one fails its locks are gone, and if processes disagree "
-            "on the list they do not see each other's",
-        )
+        text = "if one fails, its locks are lost; all processes need the same list of servers"
+        yield "warning", f"{len(servers)} servers: {text}"
     for server in servers:
-        if _settings(store, server).get("evictions") == "off":
-            yield Finding(
-                "unfit",
-                f"{server} was started with -M: when its memory is full, it refuses to renew locks "
-                "and to free them, so that their holders lose them. Start it without -M",
+        before = time.time()
+        try:
+            stats = ask_memcached(server, "stats")
+            settings = ask_memcached(server, "stats settings")
+        except ConnectionRefusedError:
+            yield "unfit", f"{server} does not answer"
+            continue
+        yield "note", f"{server}: memcached {stats['version']}"
+        yield compare_clocks(int(stats["time"]) + 0.5, before)
+        if settings.get("evictions") == "off":
+            text = (
+                "when its memory is full, it neither renews nor releases locks: start it without -M"
             )
+            yield "unfit", f"{server} was started with -M: {text}"
+        elif evictions := int(stats.get("evictions", 0)):
+            text = "and evicts locks too: give it more memory (-m), or use a dedicated server"
+            yield "warning", f"{server} has evicted {plural(evictions, 'key')}, {text}"
         else:
-            yield Finding("note", f"when the memory of {server} is full, it evicts locks too")
+            yield "note", f"{server} evicts locks too when its memory is full; so far it was not"
 
 
-def _stats(store: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    if hasattr(store.client, "get_stats"):  # pylibmc
-        for server, stats in store.client.get_stats():
-            texts = _texts(stats)
-            # libmemcached calls the socket /x "/x:0 (0)", and makes numbers up for a server that
-            # does not answer.
-            name = _text(server).partition(" ")[0].removesuffix(":0")
-            yield name, texts if texts.get("pid") != "-1" else {}
-    else:
-        for server, each in store.clients.items():
-            yield str(server), _texts(each.stats())
-
-
-def _settings(store: Any, server: str) -> dict[str, str]:
-    """Return the answer of a server to ``stats settings``."""
-    if not hasattr(store.client, "get_stats"):
-        clients = {str(name): each for name, each in store.clients.items()}
-        return _texts(clients[server].stats("settings"))
-    # libmemcached knows no such question.
-    with _connect(server) as connection:
-        connection.sendall(b"stats settings\r\n")
-        with connection.makefile("r") as lines:
-            answer = takewhile(lambda line: line.startswith("STAT "), lines)
-            return dict(line.split()[1:3] for line in answer)
-
-
-def _connect(server: str) -> socket.socket:
+def ask_memcached(server: str, question: str) -> dict[str, str]:
+    """Return what a server answers to a question; libmemcached does not know "stats settings"."""
+    host, colon, port = server.rpartition(":")
     if "/" in server:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(TIMEOUT)
         connection.connect(server)
-        return connection
-    host, _colon, port = server.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT)
+    else:
+        address = (host.strip("[]"), int(port)) if colon else (server, 11211)
+        connection = socket.create_connection(address, timeout=TIMEOUT)
+    with connection, connection.makefile() as lines:
+        connection.sendall(f"{question}\r\n".encode())
+        answer = takewhile(lambda line: line.startswith("STAT "), lines)
+        return dict(line.split()[1:3] for line in answer)
 
 
-def _texts(stats: dict[Any, Any]) -> dict[str, str]:
-    return {_text(name): _text(value) for name, value in stats.items()}
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _database(store: Any) -> Iterator[Finding]:
+def _database(store: Any) -> Iterator[tuple[str, str]]:
     connection = store.connection
     version = ".".join(map(str, connection.get_database_version()))
-    yield Finding("note", f"{connection.display_name} {version}")
+    yield "note", f"{connection.display_name} {version}"
     clocks = {
         "postgresql": "SELECT extract(epoch FROM clock_timestamp())",
         "mysql": "SELECT UNIX_TIMESTAMP(NOW(6))",
@@ -181,4 +137,4 @@ def _database(store: Any) -> Iterator[Finding]:
     before = time.time()
     yield compare_clocks(float(store.execute(clocks[connection.vendor])[0][0]), before)
     if connection.vendor == "sqlite":
-        yield Finding("note", "an SQLite file is shared by the processes of one host only")
+        yield "note", "only processes on one host can share an SQLite file"
