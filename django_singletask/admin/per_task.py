@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
@@ -12,7 +13,7 @@ from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.admin.pages import OperatorPages, or_unreadable
-from django_singletask.operators.per_task import STEPS, TaskFacts, per_task
+from django_singletask.operators.per_task import STEPS, per_task
 from django_singletask.operators.timeline import SPANS
 from django_singletask.operators.words import clock_time, duration, hold_time
 
@@ -31,7 +32,7 @@ COLUMNS = {
     "longest": _("Longest"),
     "lease": _("Lease"),
 }
-HOLDS = ("p50", "p95", "longest")
+DURATIONS = {"p50": hold_time, "p95": hold_time, "longest": hold_time, "lease": duration}
 
 
 class PerTaskPage(OperatorPages):
@@ -48,9 +49,11 @@ class PerTaskPage(OperatorPages):
         column, step = sort.removeprefix("-"), STEPS[span]
         rows: Any = self.get_queryset(request)
         tasks, start, cut = per_task(rows, span, now=timezone.now())
-        tasks.sort(key=attrgetter("task"))
-        tasks.sort(key=attrgetter(column), reverse=sort != column)
-        slots = SPANS[span].length // step
+        tasks.sort(key=itemgetter("task"))
+        if column != "task":
+            tasks.sort(key=lambda facts: facts[column] or 0)
+        if sort != column:
+            tasks.reverse()
         return self.render(
             request,
             "per_task",
@@ -58,10 +61,10 @@ class PerTaskPage(OperatorPages):
             spans={key: SPANS[key].label for key in STEPS},
             range=span,
             sort=sort,
-            columns=[(name, label, sort_link(name, sort)) for name, label in COLUMNS.items()],
-            rows=[(facts, cells(facts), facts.bars(start, step, slots)) for facts in tasks],
-            bar_width=f"{90 / slots:.2f}%",
-            hours=step.total_seconds() // 3600,
+            columns=[(label, *sort_link(name, sort)) for name, label in COLUMNS.items()],
+            rows=[(facts, cells(facts)) for facts in tasks],
+            bar_width=90 * step / SPANS[span].length,
+            hours=step // timedelta(hours=1),
             start=clock_time(start, dated=True),
             cut=clock_time(cut, dated=True) if cut else "",
         )
@@ -74,17 +77,14 @@ def sort_link(column: str, sort: str) -> tuple[str, str]:
     return (column if ascending else f"-{column}"), present
 
 
-def cells(facts: TaskFacts) -> list[tuple[Any, Any, bool, str]]:
+def cells(facts: dict[str, Any]) -> list[tuple[Any, Any, bool, str]]:
     """Return label, text, whether it exceeds the lease, and a remark, of each column but one."""
     row = []
     for column, label in list(COLUMNS.items())[1:]:
-        number = getattr(facts, column)
-        text, remark = number, ""
-        if column in HOLDS:
-            text = hold_time(number) if number >= 0 else "-"
-        elif column == "lease":
-            text = duration(number) if number else "-"
-        elif column == "other":
-            remark = ", ".join(f"{count} {word}" for word, count in sorted(facts.others.items()))
-        row.append((label, text, column in HOLDS and 0 < facts.lease <= number, remark))
+        text, exceeds = facts[column], False
+        if column in DURATIONS:
+            exceeds = column != "lease" and 0 < (facts["lease"] or 0) <= (text or 0)
+            text = DURATIONS[column](text) if text is not None else "-"
+        remark = facts["others"] if column == "other" else ()
+        row.append((label, text, exceeds, ", ".join(f"{number} {word}" for word, number in remark)))
     return row

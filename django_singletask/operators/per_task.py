@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -15,99 +14,99 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators.timeline import SPANS
 from django_singletask.operators.words import clock_time, status
 
-__all__ = ["STEPS", "TaskFacts", "per_task"]
+__all__ = ["STEPS", "per_task"]
 
 STEPS = {"24h": timedelta(hours=1), "7d": timedelta(hours=6)}
 """The spans of the timeline that can be summed up, and what one bar of a chart stands for."""
 
 
-@dataclasses.dataclass
-class TaskFacts:
-    """The sums of a task, or of all locks without a task; ``p50`` … ``lease`` are in seconds."""
-
-    task: str
-    runs: int = 0
-    returned: int = 0
-    raised: int = 0
-    skipped: int = 0
-    duplicates: int = 0
-    longest: float = -1
-    lease: float = 0
-    others: Counter[str] = dataclasses.field(default_factory=Counter)
-    buckets: Counter[float] = dataclasses.field(default_factory=Counter)
-    runs_in: Counter[int] = dataclasses.field(default_factory=Counter)
-    skips_in: Counter[int] = dataclasses.field(default_factory=Counter)
-
-    def add(self, total: dict[str, Any]) -> None:
-        kind, number, slot = total["kind"], total["number"], int(total["slot"])
-        if kind == "duplicate":
-            self.duplicates += number
-        elif kind == "skipped":
-            self.skipped += number
-            self.skips_in[slot] += number
-        elif kind == "acquired":
-            self.runs += number
-            self.runs_in[slot] += number
-            self.lease = max(self.lease, total["lease"])
-            if total["longest"] is not None:
-                self.longest = max(self.longest, total["longest"])
-                self.buckets[total["bucket"]] += number
-            facts = {field: total[field] for field in ("kind", "outcome", "result")}
-            state, word = status(TaskLockEvent(**facts))
-            if state in ("returned", "raised"):
-                setattr(self, state, getattr(self, state) + number)
-            else:
-                self.others[word] += number
-
-    @property
-    def other(self) -> int:
-        return self.others.total()
-
-    @property
-    def p50(self) -> float:
-        return self.percentile(0.5)
-
-    @property
-    def p95(self) -> float:
-        return self.percentile(0.95)
-
-    def percentile(self, share: float) -> float:
-        """Return the hold that this share of the holds do not exceed, or -1 without holds."""
-        left = share * self.buckets.total()
-        for bucket in sorted(self.buckets):
-            left -= self.buckets[bucket]
-            if left <= 0:
-                return min(middle(bucket), self.longest)
-        return -1
-
-    def bars(self, start: datetime, step: timedelta, slots: int) -> list[dict[str, Any]]:
-        """Return what draws a chart of the runs, and above them the skips, in a square of 100 %."""
-        highest = max((self.runs_in + self.skips_in).values(), default=1)
-        return [
-            {
-                "at": clock_time(start + slot * step, dated=True),
-                "runs": self.runs_in[slot],
-                "skips": self.skips_in[slot],
-                "x": f"{100 * slot / slots:.2f}%",
-                "run_height": f"{100 * self.runs_in[slot] / highest:.2f}%",
-                "run_y": f"{100 - 100 * self.runs_in[slot] / highest:.2f}%",
-                "skip_height": f"{100 * self.skips_in[slot] / highest:.2f}%",
-                "skip_y": f"{100 - 100 * (self.runs_in + self.skips_in)[slot] / highest:.2f}%",
-            }
-            for slot in sorted(self.runs_in | self.skips_in)
-        ]
-
-
 def per_task(
     rows: TaskLockEventQuerySet, span: str, *, now: datetime
-) -> tuple[list[TaskFacts], datetime, datetime | None]:
-    """Return the facts of each task, the round time they begin at, and a later one if cut there."""
+) -> tuple[list[dict[str, Any]], datetime, datetime | None]:
+    """Return the facts of each task, the round time they begin at, and a later one if cut there.
+
+    ``p50``, ``p95``, ``longest`` and ``lease`` are in seconds, or None. ``others`` has the numbers
+    of runs that neither returned nor raised, by words, and ``bars`` what draws a chart. The locks
+    without a task are one task, "".
+    """
     step = STEPS[span]
     local = timezone.localtime(now) if timezone.is_aware(now) else now
     midnight = local.replace(hour=0, minute=0, second=0, microsecond=0)
     start = midnight + step * ((local - midnight) // step + 1) - SPANS[span].length
     sums, cut = sums_since(rows, start, step)
-    tasks: dict[str, TaskFacts] = {}
+    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for total in sums:
-        tasks.setdefault(total["task"], TaskFacts(total["task"])).add(total)
-    return list(tasks.values()), start, cut
+        if total["kind"] in ("acquired", "skipped", "duplicate"):
+            tasks[total["task"]].append(total)
+    facts = [{"task": task, **_facts(totals)} for task, totals in tasks.items()]
+    for each in facts:
+        each["bars"] = _bars(tasks[each["task"]], start, step, SPANS[span].length // step)
+    return facts, start, cut
+
+
+def _facts(totals: list[dict[str, Any]]) -> dict[str, Any]:
+    kinds: Counter[str] = Counter()
+    ends: Counter[tuple[str, str]] = Counter()
+    holds: Counter[float] = Counter()
+    longest = None
+    for total in totals:
+        kinds[total["kind"]] += total["number"]
+        if total["kind"] == "acquired":
+            ends[total["outcome"], total["result"]] += total["number"]
+            if total["longest"] is not None:
+                holds[total["bucket"]] += total["number"]
+                longest = max(longest or 0.0, total["longest"])
+    numbers = {"returned": 0, "raised": 0}
+    others: Counter[str] = Counter()
+    for (outcome, result), number in ends.items():
+        state, word = status(TaskLockEvent(kind="acquired", outcome=outcome, result=result))
+        of = numbers if state in numbers else others
+        of[state if of is numbers else word] += number
+    return {
+        "runs": kinds["acquired"],
+        **numbers,
+        "other": others.total(),
+        "others": sorted(others.items()),
+        "skipped": kinds["skipped"],
+        "duplicates": kinds["duplicate"],
+        "p50": _percentile(holds, 0.5, longest),
+        "p95": _percentile(holds, 0.95, longest),
+        "longest": longest,
+        "lease": max((t["lease"] for t in totals if t["kind"] == "acquired"), default=None),
+    }
+
+
+def _percentile(holds: Counter[float], share: float, longest: float | None) -> float | None:
+    """Return the hold that this share of the holds do not exceed."""
+    left = share * holds.total()
+    for bucket in sorted(holds):
+        left -= holds[bucket]
+        if left <= 0:
+            return min(middle(bucket), longest or 0.0)
+    return None
+
+
+def _bars(
+    totals: list[dict[str, Any]], start: datetime, step: timedelta, slots: int
+) -> list[dict[str, Any]]:
+    """Return bars of runs, and of skips on top of them: places and heights are in percent."""
+    runs: Counter[int] = Counter()
+    skips: Counter[int] = Counter()
+    for total in totals:
+        if total["kind"] != "duplicate":
+            counter = runs if total["kind"] == "acquired" else skips
+            counter[int(total["slot"])] += total["number"]
+    scale = 100 / max((runs + skips).values(), default=1)
+    return [
+        {
+            "at": clock_time(start + slot * step, dated=True),
+            "runs": runs[slot],
+            "skips": skips[slot],
+            "x": 100 * slot / slots,
+            "parts": [
+                ("returned", 100 - scale * runs[slot], scale * runs[slot]),
+                ("skipped", 100 - scale * (runs + skips)[slot], scale * skips[slot]),
+            ],
+        }
+        for slot in sorted(runs | skips)
+    ]
