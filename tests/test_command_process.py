@@ -168,6 +168,7 @@ def test_critical_exits_with_two():
         ("--task probe", "list --task probe"),
         ("--json --task probe", "list --json --task probe"),
         ("x list", "list x list"),
+        ("-v 9", "-v 9"),
     ],
 )
 def test_command_line_without_an_action_is_that_of_list(typed, complete):

@@ -10,10 +10,11 @@ from django_singletask.locks.run import Run
 from django_singletask.operators.names import (
     UnknownName,
     locks_of,
-    nearest,
     select,
     select_task,
 )
+from django_singletask.operators.similar import nearest
+from tests.command_line import hold
 from tests.past_rows import ran
 from tests.testapp import tasks
 
@@ -96,6 +97,12 @@ def test_last_parts_of_the_name_of_a_task_are_enough():
     assert meant("nique") == meant("") == ""
     assert tasks.unique.lock("a").key in select("unique('a')").keys
     assert select_task("unique").task == UNIQUE
+
+
+def test_task_that_only_holds_a_lock_is_found_by_the_end_of_its_name():
+    hold(name="other.project.sync(1)", task="other.project.sync")
+    assert meant("sync") == meant("other.project.sync") == "other.project.sync"
+    assert select_task("sync").task == "other.project.sync"
 
 
 def test_end_of_several_names_is_an_error_with_these_names():

@@ -65,9 +65,12 @@ def _add_shared(action: argparse.ArgumentParser) -> None:
 
 def with_action(arguments: list[str]) -> list[str]:
     """Return the arguments of a command line with the action ``list`` if they name none."""
-    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     _add_shared(shared)
-    first = shared.parse_known_args(arguments)[1][:1]
+    try:
+        first = shared.parse_known_args(arguments)[1][:1]
+    except argparse.ArgumentError:
+        return arguments  # the whole parser says what is wrong
     is_complete = {*first} <= {*ACTIONS, "-h", "--help", "--version"}
     return arguments if is_complete else ["list", *arguments]
 

@@ -27,12 +27,11 @@ from django_singletask.models import COUNTED, TaskLockEvent
 from django_singletask.operators.names import (
     Selector,
     UnknownName,
-    nearest,
-    patterns,
     select,
     task_names,
 )
 from django_singletask.operators.rows import HeldLock, lock_of, locks_of
+from django_singletask.operators.similar import nearest, patterns
 from django_singletask.stores import CannotList, get_store
 
 __all__ = [

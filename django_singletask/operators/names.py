@@ -6,7 +6,6 @@ import ast
 import dataclasses
 from collections.abc import Iterable
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,12 @@ from celery import current_app
 
 from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
-from django_singletask.holder import clean
+from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.past import find, fits
-from django_singletask.stores import get_store
+from django_singletask.stores import CannotList, get_store
 from django_singletask.stores.base import PREFIX
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
 
@@ -30,15 +29,12 @@ __all__ = [
     "Selector",
     "UnknownName",
     "locks_of",
-    "nearest",
-    "patterns",
     "select",
     "select_task",
     "task_names",
+    "tasks",
 ]
 
-COMPARED = 2000
-"""Calls of one task, at most, whose arguments are compared with those of an unknown name."""
 RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
 
@@ -158,7 +154,7 @@ def select(text: str) -> Selector:
     if "*" in text:
         # A name with a pattern begins as the name of a task does, or goes on behind it.
         start = text.partition("*")[0]
-        likely = any(task.startswith(start[: len(task)]) for task in tasks())
+        likely = any(task.startswith(start[: len(task)]) for task in task_names())
         return Selector(text, registered=likely)
     name, parenthesis, arguments = text.partition("(")
     task = _whole(name, text)
@@ -181,21 +177,21 @@ def select_task(text: str) -> Selector:
 
 
 def _whole(name: str, lock: str = "") -> str:
-    """Return the whole name of the task whose name ends with a text, or "".
+    """Return the whole name of the task whose name is, or ends with, a text; else "".
 
     A lock that has the typed text as its name is meant rather than a task whose name ends so.
     """
-    registered = task_names()
-    if name in registered or not name:
+    if not name or name in task_names():
         return name
-    matches = [task for task in registered if task.endswith(f".{name}")] or [
-        task for task in _recorded_tasks() if f".{task}".endswith(f".{name}")
-    ]
-    if name in matches or not matches or (lock and _is_lock(lock)):
-        return name if name in matches else ""
-    if len(matches) > 1:
-        raise UnknownName(name, sorted(matches), shortened=True)
-    return matches[0]
+    if lock and _is_lock(lock):
+        return ""
+    for list_tasks in (task_names, _recorded_tasks, _holding_tasks):
+        matches = {task for task in list_tasks() if f".{task}".endswith(f".{name}")}
+        if len(matches) > 1 and name not in matches:
+            raise UnknownName(name, sorted(matches), shortened=True)
+        if matches:
+            return name if name in matches else matches.pop()
+    return ""
 
 
 def _is_lock(name: str) -> bool:
@@ -216,6 +212,14 @@ def _recorded_tasks() -> list[str]:
     with suppress(NoHistory), reading(even_if_off=True):
         return [*TaskLockEvent.objects.task_names(RECORDED)]
     return []
+
+
+def _holding_tasks() -> set[str]:
+    """Return the tasks that hold a lock, if the cache can list its entries."""
+    with suppress(CannotList):
+        entries = get_store(conf.cache).entries()
+        return {Holder.decode(entry.value).task or "" for _key, entry in entries}
+    return set()
 
 
 def locks_of(name: str) -> list[LockKey]:
@@ -239,34 +243,6 @@ def locks_of(name: str) -> list[LockKey]:
         for lock in filter(None, calls):
             locks += [lock, lock.beside(QUEUED, task)]
     return locks
-
-
-def patterns() -> list[str]:
-    """Return a call of each task that takes a lock, such as ``feeds.import_feed(feed_id=…)``."""
-    calls = []
-    for name, task in tasks().items():
-        parameters = task.parameters.signature.parameters.values()
-        needed = [f"{each.name}=…" for each in parameters if each.default is each.empty]
-        calls.append(f"{name}({', '.join(needed)})")
-    return calls
-
-
-def nearest(name: str, candidates: Iterable[str]) -> list[str]:
-    """Return at most three of the candidates that are like a name, the most alike first.
-
-    The tasks are compared first, in as many parts of their dotted names as ``name`` has, then the
-    arguments: ``import_fed`` is like ``feeds.tasks.import_feed(feed_id=7)``.
-    """
-    typed = name.strip().lower()
-    task = typed.partition("(")[0]
-    alike: dict[str, list[str]] = {}
-    for candidate in dict.fromkeys(candidates):
-        parts = candidate.lower().partition("(")[0].split(".")[-task.count(".") - 1 :]
-        # Whoever types a part of a name means that name.
-        part = task if typed and typed in candidate.lower() else ".".join(parts)
-        alike.setdefault(part, []).append(candidate)
-    calls = (alike[part][:COMPARED] for part in get_close_matches(task, alike))
-    return [each for some in calls for each in get_close_matches(typed, some, cutoff=0)][:3]
 
 
 def _parse(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
