@@ -53,7 +53,6 @@ class LockConflict(LockError):
 
     @classmethod
     def of(cls, lock: Any) -> LockConflict:
-        """Return the error for a :class:`TaskLock` that was just refused."""
         conflict = cls(lock.name, lock.blocker, lock.blocker_remaining, lock.note)
         conflict.lock = lock
         return conflict

@@ -91,7 +91,6 @@ class Holder(Process):
         return holder
 
     def encode(self) -> bytes:
-        """Return the record as bytes."""
         return _encode(vars(self)).encode("ascii")
 
     @classmethod

@@ -12,8 +12,6 @@ __all__ = ["COUNTED", "TROUBLE", "HoldOutcome", "Kind", "Result", "TaskLockEvent
 
 
 class Kind(models.TextChoices):
-    """What happened."""
-
     ACQUIRED = "acquired", _("acquired")
     SKIPPED = "skipped", _("skipped")
     DUPLICATE = "duplicate", _("duplicate")
@@ -155,7 +153,6 @@ class TaskLockEvent(models.Model):
 
     @property
     def is_counted(self) -> bool:
-        """Whether these are calls that did not run."""
         return self.kind in COUNTED
 
     @property

@@ -225,7 +225,7 @@ def test_unfit_clients_are_refused(use, backend, client, reason):
 def test_an_unknown_backend_is_refused(use):
     use(configured(dotted("Unknown")))
     message = only(checks.check_cache(), "E006")
-    assert "Unknown is not a cache that django-singletask knows" in message.msg
+    assert "Unknown is not one of the supported caches" in message.msg
 
 
 def test_a_database_that_cannot_hold_locks_is_refused(use, monkeypatch):

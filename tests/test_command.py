@@ -849,7 +849,7 @@ def test_memcached_without_history_cannot_be_listed(settings, arguments):
 def test_store_that_is_down_is_one_message(settings, dead_redis, arguments):
     settings.SINGLETASK_CACHE = dead_redis
     message = str(refused(*arguments))
-    assert re.match(r"The cache 'dead' .* cannot be asked: ConnectionError: ", message)
+    assert re.match(r"The cache 'dead' .* cannot be used: ConnectionError: ", message)
     assert "\n" not in message
 
 

@@ -369,7 +369,7 @@ def test_expired_hold_says_that_there_is_nothing_to_free():
 def test_history_that_is_off_is_mentioned(settings):
     settings.SINGLETASK_HISTORY = "off"
     assert explained("nightly") == (
-        "Free: nightly.\nSINGLETASK_HISTORY = 'off': nothing is known of what was."
+        "Free: nightly.\nSINGLETASK_HISTORY = 'off': no history is recorded."
     )
 
 

@@ -321,7 +321,7 @@ def test_history_off_on_memcached_finds_locks_by_name_and_key(settings, memcache
 def test_memcached_without_the_table_of_the_history_says_so(memcached, take):
     take("nightly")
     drop_table()
-    with pytest.raises(CannotList, match=r"history.* cannot be read.*Has 'manage.py migrate' run"):
+    with pytest.raises(CannotList, match=r"history.* cannot be read.*Run 'manage.py migrate'"):
         held()
 
 

@@ -1,4 +1,4 @@
-"""What a run does if the cache cannot be asked: ``on_outage``."""
+"""What a run does if the cache cannot be used: ``on_outage``."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_history_shows_it(app: Celery, on_outage: str, row: Any) -> None:
     flush()
     event = TaskLockEvent.objects.get()
     assert (event.kind, event.task_id, event.count) == row
-    reason = "The cache 'dead' cannot be asked: ConnectionError" if on_outage == "run" else "outage"
+    reason = "The cache 'dead' cannot be used: ConnectionError" if on_outage == "run" else "outage"
     assert reason in event.reason
 
 

@@ -384,14 +384,14 @@ def test_page_says_that_the_cache_is_down_while_the_history_is_shown(
     settings.SINGLETASK_CACHE = dead_redis
     event(name="nightly")
     assert (
-        "The cache &#x27;dead&#x27; (SINGLETASK_CACHE) cannot be asked: ConnectionError"
+        "The cache &#x27;dead&#x27; (SINGLETASK_CACHE) cannot be used: ConnectionError"
         in content_of(operator)
     )
     assert "nightly" in content_of(operator, LIST)
     assert "nightly" in content_of(operator, TIMELINE)
     for ask in (operator.get, operator.post):
         response = ask(CLEAR, {"key": "singletask:a:0", "token": "t"}, follow=True)
-        assert "cannot be asked" in response.content.decode()
+        assert "cannot be used" in response.content.decode()
 
 
 def test_passwords_of_the_cache_are_struck_out(operator, settings, monkeypatch):

@@ -284,7 +284,7 @@ def test_old_rows_are_found_with_the_history_off(settings):
 
 
 def test_missing_table_is_an_error_that_says_what_to_do(no_table):
-    with pytest.raises(NoHistory, match=r"cannot be read: .*Has 'manage\.py migrate' run\?"):
+    with pytest.raises(NoHistory, match=r"cannot be read: .*Run 'manage\.py migrate'\."):
         find()
 
 

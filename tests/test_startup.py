@@ -1,4 +1,4 @@
-"""A worker whose locks would not hold does not start. See also tests/worker/test_start.py."""
+"""A worker whose locks would not work does not start. See also tests/worker/test_start.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TestRefuse:
             startup.refuse()
         assert caught.value.code == 1
         text = capsys.readouterr().err
-        assert text.startswith("The worker does not start: its locks would not hold.\n")
+        assert text.startswith("The worker does not start: its locks would not work.\n")
         assert "django_singletask.E001" in text
 
     def test_a_silenced_error_does_not(self, settings):

@@ -459,7 +459,7 @@ def test_purge_leaves_the_last_fencing_token(store: Store) -> None:
 @on_memcached
 def test_memcached_says_why_it_gives_no_fencing_token(store: Store) -> None:
     store.add(KEY, A, 60)
-    with pytest.raises(NotImplementedError, match=r"can forget a counter.*SINGLETASK_CACHE"):
+    with pytest.raises(NotImplementedError, match=r"can lose a counter.*SINGLETASK_CACHE"):
         store.fence(KEY, A)
 
 
@@ -611,11 +611,15 @@ def test_a_cache_that_cannot_hold_locks_is_refused_at_first_use(alias: str, reas
 @pytest.mark.parametrize(
     ("alias", "client", "reason"),
     [
-        ("django_redis", f"{__name__}.UnknownClient", "UnknownClient is not a django-redis client"),
+        (
+            "django_redis",
+            f"{__name__}.UnknownClient",
+            "UnknownClient is not one of the supported clients",
+        ),
         (
             "django_valkey",
             "django_valkey.client.default.HashClient",
-            "HashClient is not a django-valkey client",
+            "HashClient is not one of the supported clients",
         ),
     ],
 )

@@ -326,7 +326,7 @@ def test_a_lock_in_the_sqlite_file_of_the_transaction_raises_with_the_remedy(
         with connections["sqlite_locks"].cursor() as cursor:
             cursor.execute(before)
             cursor.fetchall()
-            with pytest.raises(LockUnavailable, match="SQLite file of their own"):
+            with pytest.raises(LockUnavailable, match="separate SQLite file"):
                 lock.acquire()
     assert not lock.locked()
     assert lock.acquire()
@@ -492,7 +492,7 @@ def test_another_database_is_refused(cache_alias: str, settings, monkeypatch) ->
 @on(*TABLES)
 def test_a_missing_table_raises_with_the_next_step(cache_alias: str, settings) -> None:
     with private_store(settings, cache_alias, f"no_{TABLES[cache_alias]}") as store:
-        steps = r"[^.]\. Make the table of .*: manage\.py createc"
+        steps = r"[^.]\. Create the table of .*: manage\.py createc"
         with pytest.raises(LockUnavailable, match=steps):
             store.read(KEY)
 

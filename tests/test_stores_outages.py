@@ -160,7 +160,7 @@ def test_a_dead_server_raises(alias, request_name, server, open_store) -> None:
                 REQUESTS[request_name](store)
             cause = raised.value.__cause__
             assert isinstance(cause, CAUSES[KINDS[alias]])
-            begin = f"The cache {alias!r} cannot be asked: {type(cause).__name__}: "
+            begin = f"The cache {alias!r} cannot be used: {type(cause).__name__}: "
             assert str(raised.value).startswith(begin)
 
 

@@ -72,7 +72,7 @@ def test_row_whose_token_is_gone_at_two_looks_is_expired(take, clock, sweeper):
     sweeper.sweep()
     assert outcome(token) == "expired"
     expired = TaskLockEvent.objects.get(kind="expired")
-    assert (expired.token, expired.reason) == (token, "its lease ended unreleased")
+    assert (expired.token, expired.reason) == (token, "its lease ended without a release")
 
 
 def test_looks_that_are_less_than_a_lease_apart_are_not_enough(take, clock, sweeper):
@@ -163,7 +163,7 @@ def test_cache_that_is_down_does_not_keep_the_rows_of_others_from_being_swept(
         sweeper.sweep()
     assert outcome(token) == "expired"
     assert outcome("d0") == outcome("d1") == ""
-    assert caplog.text.count("The rows of the cache 'dead' are not swept") == 2
+    assert caplog.text.count("History rows of the cache 'dead' are not swept") == 2
 
 
 def test_cache_that_is_no_longer_in_the_settings_is_not_asked(clock, sweeper, caplog):
@@ -263,6 +263,6 @@ def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, caplog):
     pool = watcher.Watcher()
     for _ in range(4):
         watcher.sweep(pool)
-    assert caplog.text.count("not swept (OperationalError: the server is away).") == 2
+    assert caplog.text.count("cannot be swept (OperationalError: the server is away);") == 2
     assert "Traceback" not in caplog.text
     pool.leader.release()

@@ -325,7 +325,7 @@ def test_missing_table_is_one_log_line(work, no_table, logged):
         work.apply()
     [line] = logged()
     assert f'relation "{TABLE}" does not exist' in line
-    assert "Has 'manage.py migrate' run?" in line
+    assert "Run 'manage.py migrate'." in line
     assert "\n" not in line
 
 
@@ -336,9 +336,7 @@ def test_end_of_an_outage_is_one_log_line(work, logged):
         cursor.execute(f"ALTER TABLE {TABLE}_gone RENAME TO {TABLE}")
     work.apply()
     work.apply()
-    assert logged()[1:] == [
-        "The history of the locks is written again; 2 events were not recorded."
-    ]
+    assert logged()[1:] == ["The lock history is written again; 2 events were not recorded."]
 
 
 @pytest.mark.django_db(databases=["default"], transaction=True)

@@ -1,7 +1,7 @@
 """Insert and close the rows of many runs at once, without a model instance for each.
 
-COPY where the database is PostgreSQL with psycopg 3, and plain INSERT elsewhere. For ten rows COPY
-takes a quarter of the processor time of bulk_create(), and INSERT half, or a third on SQLite.
+This uses COPY on PostgreSQL with psycopg 3, and INSERT elsewhere. For ten rows COPY takes a quarter
+of the CPU time of bulk_create(), and INSERT takes half, or a third on SQLite.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DEFAULTS = {field.name: field.get_default() for field in fields if not field.pri
 values = itemgetter(*DEFAULTS)
 
 no_copy: set[str] = set()
-"""Aliases of databases that refused COPY: it is tried no more there."""
+"""Aliases of databases that refused COPY."""
 
 
 def insert(alias: str, runs: Iterable[Mapping[str, Any]]) -> None:
-    """Insert a row for each run, given by its fields; those that are missing get their defaults."""
+    """Insert a row for each run; missing fields get their defaults."""
     connection = connections[alias]
     rows = [values({**DEFAULTS, **_adapted(connection, run)}) for run in runs]
     quote = connection.ops.quote_name
@@ -38,18 +38,18 @@ def insert(alias: str, runs: Iterable[Mapping[str, Any]]) -> None:
         if connection.vendor != "postgresql":
             cursor.executemany(f"INSERT INTO {into} VALUES {row_of_marks}", rows)
         elif copy is None or alias in no_copy or len(rows) < 2:
-            # One trip: executemany() of psycopg 2 makes one for each row. A single row comes here
-            # too, since after a failure each row is written by itself: COPY may be what failed.
+            # In one request: executemany() of psycopg 2 sends one for each row. A single row, too,
+            # because rows are written one by one after a failure, and COPY may be its reason.
             marks = ", ".join([row_of_marks] * len(rows))
             cursor.execute(f"INSERT INTO {into} VALUES {marks}", list(chain.from_iterable(rows)))
         else:
-            # Django does not translate the errors of COPY by itself.
+            # Django does not translate the errors of COPY.
             with connection.wrap_database_errors, copy(f"COPY {into} FROM STDIN") as lines:
                 lines.write("".join(["\t".join(map(_copied, row)) + "\n" for row in rows]))
 
 
 def close(alias: str, endings: Mapping[str, Mapping[str, Any]]) -> int:
-    """Close the rows of runs that are open; return how many were.
+    """Close the open rows of runs; return how many were open.
 
     ``endings`` has the changed fields of each run, by its token.
     """
@@ -57,8 +57,8 @@ def close(alias: str, endings: Mapping[str, Mapping[str, Any]]) -> int:
     quote = connection.ops.quote_name
     rows = [(*_adapted(connection, ending).values(), token) for token, ending in endings.items()]
     changes = ", ".join(f"{quote(name)} = %s" for name in next(iter(endings.values())))
-    # With COALESCE no database looks into the indexes of the other two columns, whose values half
-    # of all rows have.
+    # COALESCE keeps databases from using the indexes of these two columns, which match half of all
+    # rows.
     conditions = f"{quote('token')} = %s AND COALESCE({quote('kind')}, '') = 'acquired'"
     conditions += f" AND COALESCE({quote('outcome')}, '') = '' AND {TOKENS}"
     table = quote(TaskLockEvent._meta.db_table)
@@ -73,5 +73,5 @@ def _adapted(connection: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> str:
-    # The texts of an event have no tab and no newline any more.
+    # The texts of an event contain no tab or newline.
     return r"\N" if value is None else str(value).replace("\\", "\\\\")

@@ -44,23 +44,23 @@ __all__ = [
 ]
 
 SWEEPER = "django_singletask.sweep"
-"""Name of the lock of the worker that sweeps; it is no lock of the project."""
+"""Name of the lock of the worker that sweeps; it is not a lock of the project."""
 
 NEWEST = 1000
-"""Rows that are looked at: of a task, of a name, or at the beginning of a time window."""
+"""The maximum number of rows that are read: of a task, of a name, or of a window's beginning."""
 OPEN = 5000
-"""Open rows that are looked at: holds that go on, or whose end nobody reported."""
+"""The maximum number of open rows that are read; a hold is open until its end is reported."""
 RUNS = 100
 """Runs at most whose length says what is usual."""
 FREQUENT = 5000
-"""Rows that a search sorts at most; of more, it reads the newest."""
+"""The maximum number of rows that a search sorts; of more, it reads the newest."""
 LATE = timedelta(hours=1)
-"""How late a row may be written: a process keeps its events while the database is away."""
-# Conditions of indexes: SQLite must find them in a statement, without parameters.
+"""How late a row may be written, because a process keeps its events while the database is down."""
+# Conditions of indexes, which SQLite must find in a statement without parameters.
 TOKENS = "(task_id = '' OR NOT (outcome = 'released'))"
 COUNTED = "kind IN ('skipped', 'duplicate') AND NOT (blocked_by = '')"
 BATCH = 500
-"""Values in one condition: SQLite takes no more than 999 in older versions."""
+"""Values in one condition; older versions of SQLite allow 999."""
 
 
 class NoHistory(Exception):
@@ -69,13 +69,13 @@ class NoHistory(Exception):
 
 @contextmanager
 def reading(*, even_if_off: bool = False) -> Iterator[None]:
-    """Raise :class:`NoHistory` if the history is off, or if the block finds it unreadable.
+    """Raise :class:`NoHistory` if the history is off, or if the block cannot read it.
 
-    ``even_if_off`` lets the block read the rows that were written before it was switched off. In a
-    transaction the block has a savepoint: else PostgreSQL refuses all statements after a failure.
+    ``even_if_off``: the block may read rows from before the history was switched off. In a
+    transaction the block gets a savepoint, since PostgreSQL refuses all statements after an error.
     """
     if conf.history == "off" and not even_if_off:
-        raise NoHistory("SINGLETASK_HISTORY = 'off': nothing is known of what was.")
+        raise NoHistory("SINGLETASK_HISTORY = 'off': no history is recorded.")
     alias = router.db_for_read(apps.get_model("django_singletask", "TaskLockEvent"))
     in_transaction = connections[alias].in_atomic_block
     try:
@@ -87,9 +87,9 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
 
 
 def remedy(error: Exception) -> str:
-    """Say what to do about a failed statement of the history, as far as the error tells."""
+    """Return what to do about a failed statement of the history, if the error shows it."""
     if is_missing(error):
-        return " Has 'manage.py migrate' run?"
+        return " Run 'manage.py migrate'."
     cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL"
     where = "as 'The history' in the documentation shows"
     return f" Give the SQLite file {cure}, {where}." if is_busy(error) else ""
@@ -97,7 +97,7 @@ def remedy(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class UsualHold:
-    """How long the last runs had their lock: seconds, and the number of runs that says so."""
+    """How long the last runs held their lock, in seconds, and the number of these runs."""
 
     median: float
     longest: float
@@ -105,24 +105,24 @@ class UsualHold:
 
 
 class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
-    """The rows of the history, narrowed in ways that an index serves; a list is read at once."""
+    """The rows of the history; each filter uses an index, and methods with a list read at once."""
 
     def primary(self) -> TaskLockEventQuerySet:
-        """Read where the rows are written: a replica may not have them yet."""
+        """Read from the database that is written, since a replica may be behind."""
         return self.using(router.db_for_write(self.model))
 
     def newest(self) -> TaskLockEventQuerySet:
         return self.order_by("-id")
 
     def open(self) -> TaskLockEventQuerySet:
-        """Keep the rows of holds that have not ended, as far as is known.
+        """Keep the rows of holds whose end is not reported.
 
-        They are in the order of their index. With any other order PostgreSQL may read the whole
-        table, since it takes "acquired" and "no outcome" for independent conditions.
+        They are in the order of their index. With another order PostgreSQL may read the whole
+        table, since it treats the two conditions as independent.
         """
         rows = self.filter(kind="acquired", outcome="")
         if connections[self.db].vendor == "sqlite":
-            # Many rows meet the condition: else an index of one column looks better to SQLite.
+            # Otherwise SQLite may prefer the index of one column.
             rows = self.extra(where=["likely(kind = 'acquired') AND likely(outcome = '')"])
         return rows.order_by("key")
 
@@ -132,7 +132,7 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     def of_state(self, kind: str | None, outcome: str | None) -> TaskLockEventQuerySet:
         """Keep the rows of a kind and with an outcome; None means any.
 
-        Open and released runs are so many that the newest are soon found without an index.
+        The newest open and released runs are found without an index, since there are so many.
         """
         state = {"kind": kind, "outcome": outcome}
         rows = self.filter(**{field: each for field, each in state.items() if each is not None})
@@ -145,8 +145,8 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
     def of_task(self, task: str) -> TaskLockEventQuerySet:
         """Keep the rows of a task, the newest first.
 
-        In the order of their index, and as a range: for ``task = …`` PostgreSQL may go back through
-        the ids, though a task that has made many rows may have made none of the last millions.
+        The order is that of the index, and the condition is a range: for ``task = …`` PostgreSQL
+        may scan the ids from the newest, and a task may have no row among the last millions.
         """
         return self.filter(task__gte=task, task__lte=task).order_by("task", "-id")
 
@@ -155,21 +155,20 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         return self.filter(name__in=set(names)).newest()
 
     def named_like(self, beginning: str) -> TaskLockEventQuerySet:
-        """Keep the rows whose name begins with a text."""
         vendor = connections[self.db].vendor
         if vendor == "mysql":
             # Its case-sensitive comparison uses no index.
             return self.filter(name__istartswith=beginning)
         if vendor == "sqlite":
-            # Its LIKE uses no index either. No character of a name comes after this one.
+            # Its LIKE uses no index either. This is the last character.
             return self.filter(name__gte=beginning, name__lt=f"{beginning}\U0010ffff")
         return self.filter(name__startswith=beginning)
 
     def since(self, start: datetime) -> TaskLockEventQuerySet:
-        """Keep what began at ``start`` or later; this asks the database for the first id.
+        """Keep what began at ``start`` or later; this reads the first id from the database.
 
-        Rows are written nearly in the order of their times, but a process keeps its events while
-        the database is away. So the lowest id is looked for among many rows, from an hour earlier.
+        The ids are nearly in the order of the times, but rows may be written late. So the first id
+        is the lowest one of many rows from an hour earlier on.
         """
         later = self.model.objects.using(self.db).filter(at__gte=start - LATE)
         first = later.order_by("at").values("pk")[:NEWEST].aggregate(low=models.Min("pk"))["low"]
@@ -188,40 +187,39 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         ids = list(rows.named_like(text).values_list("pk", flat=True)[: FREQUENT + 1])
         ids += rows.filter(name__in=names).values_list("pk", flat=True)[: FREQUENT + 1]
         if len(ids) > FREQUENT:
-            # To sort so many takes long: it is quicker to read from the newest on.
+            # Reading from the newest is faster than sorting so many rows.
             return self.filter(models.Q(name__startswith=text) | models.Q(name__in=names))
-        # A list of ids: with the condition itself PostgreSQL would look for few names in all rows.
+        # A list of ids: with the condition PostgreSQL would search all rows for rare names.
         ids += rows.filter(task_id=text).values_list("pk", flat=True)[:FREQUENT]
         return self.filter(pk__in=ids)
 
     def of_tokens(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
-        """Return the rows of these tokens, but for runs of tasks that gave their lock back.
+        """Return the rows of these tokens, except runs of tasks that released their lock.
 
-        Rows are looked up by one column, and Python looks at the rest: with two conditions SQLite
-        and MySQL may use the index of the other column.
+        Python filters by the other columns: with two conditions SQLite and MySQL may use the wrong
+        index.
         """
         return self._among("token", tokens, where=[TOKENS])
 
     def runs(self, tokens: Iterable[str], task_ids: Iterable[str] = ()) -> list[TaskLockEvent]:
-        """Return the rows of the runs that have, or had, these tokens.
+        """Return the rows of the runs with these tokens.
 
-        Those of tasks that gave their lock back are found only if ``task_ids`` has their task ids:
-        an index of all tokens would be as large as that of all task ids.
+        Tasks that released their lock are found only by ``task_ids``, because an index of all
+        tokens would be too large.
         """
         rows = self.of_tokens(tokens := set(tokens))
         rows += [row for row in self._among("task_id", task_ids) if row.token in tokens]
         return [row for row in dict.fromkeys(rows) if row.kind == "acquired"]
 
     def blocked_by(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
-        """Return the skips, and the duplicates, that holders with these tokens caused."""
+        """Return the skips and duplicates that holders with these tokens caused."""
         return self._among("blocked_by", tokens, where=[COUNTED])
 
     def counts_behind(self, tokens: Iterable[str]) -> list[tuple[str, str, int]]:
-        """Return kind, token and count of the rows about calls that met one of these holders."""
+        """Return the kind, token and count of the rows of :meth:`blocked_by`."""
         return self._among("blocked_by", tokens, "kind", "blocked_by", "count", where=[COUNTED])
 
     def still_open(self, ids: Iterable[int]) -> list[TaskLockEvent]:
-        """Return the rows with these ids, without those that have been closed meanwhile."""
         return [row for row in self._among("pk", ids) if not row.outcome]
 
     def _among(self, field: str, values: Iterable[Any], *columns: str, where: Any = ()) -> Any:
@@ -232,9 +230,9 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         return [row for rows in found for row in (rows.values_list(*columns) if columns else rows)]
 
     def name_of_key(self, key: str) -> str:
-        """Return the name that belongs to a key, among the newest rows of its task, or "".
+        """Return the name that belongs to a key, from the newest rows of its task, or "".
 
-        No index has the keys, but a key begins with the task, or with the name of the lock.
+        There is no index of keys, but a key begins with the task or with the lock's name.
         """
         slug = key.removeprefix(QUEUED).removeprefix(PREFIX).rpartition(":")[0]
         for rows in (self.of_task(slug), self.named(slug)):
@@ -244,17 +242,17 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         return ""
 
     def task_names(self, limit: int) -> list[str]:
-        # DISTINCT would read the whole table, or its index.
+        # DISTINCT would read the whole index.
         rows, tasks = self.order_by("task").values_list("task", flat=True), [""]
         while len(tasks) <= limit and (after := rows.filter(task__gt=tasks[-1]).first()):
             tasks.append(after)
         return tasks[1:]
 
     def usual_hold(self, name: str, task: str = "") -> UsualHold | None:
-        """Say how long the last hundred runs of a task had their lock, or of a name without a task.
+        """Return how long the last runs of a task, or of a name without a task, held their lock.
 
-        Only runs that returned count: beside a run that hung until it was stopped, and raised, the
-        next that hangs would not be slow. None without such runs or without a history.
+        Only runs that returned count; otherwise a run that hung until it was stopped would make
+        the next one look normal. None without such runs or without a history.
         """
         rows = self.of_task(task) if task else self.named(name)
         fields = rows.values_list("outcome", "result", "at", "ended_at")
@@ -271,7 +269,7 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
 
 
 def ago(at: datetime | None) -> float:
-    """Return how many seconds ago a time of the history was, by the clock of this host."""
+    """Return the age of a time of the history in seconds, by the clock of this host."""
     return 0.0 if at is None else max(0.0, time.time() - timestamp(at))
 
 

@@ -1,4 +1,4 @@
-"""Receive lock events and write them: in a thread of each process, or where they happen."""
+"""Receive lock events and write them, in a thread of each process or at once."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ logger = logging.getLogger("django_singletask")
 
 LISTENER = "django_singletask.history"
 BOUND = 50_000
-"""Events that are kept while the database is away; of more, the oldest are dropped."""
+"""How many events are kept while the database is down; then the oldest are dropped."""
 AT_ONCE = 1000
-"""Events in one transaction at most."""
+"""The maximum number of events in one transaction."""
 RETRY = 1.0
-"""Seconds between two attempts to write while the database is away."""
+"""Seconds between two attempts to write while the database is down."""
 PATIENCE = 10.0
-"""Seconds for which a database that asks to try again is asked again, and nothing is logged."""
+"""Seconds without a log line while a database is busy, or asks to try again."""
 GATHER = 0.1
-"""Seconds for which events gather before a write, unless there are enough or flush() waits."""
+"""Seconds for which events are collected, unless there are enough or flush() waits."""
 IDLE = 5.0
 """Seconds without an event after which the connection is closed."""
 
 
 def connect(**kwargs: Any) -> None:
-    """Receive the events of locks, unless the history is off: then no event is made at all."""
+    """Receive lock events, unless the history is off; without receivers no event is created."""
     if conf.history == "off":
         lock_event.disconnect(sender=LockEvent, dispatch_uid=LISTENER)
     else:
@@ -67,7 +67,7 @@ setting_changed.connect(connect)
 
 
 def receive(*, event: LockEvent, **kwargs: Any) -> None:
-    """Record an event; a failure costs the row and one log line, never the task."""
+    """Record an event; a failure is logged and does not affect the task."""
     mode = conf.history
     if mode == "off" or (event.quiet and event.kind not in TROUBLE):
         return
@@ -85,7 +85,7 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Wait until all events are written; say whether they were, within ``timeout`` seconds."""
+    """Wait up to ``timeout`` seconds until all events are written; return whether they are."""
     return writer.flush(timeout)
 
 
@@ -96,8 +96,8 @@ def stop() -> None:
 
 def warn(error: Exception, consequence: str) -> None:
     logger.warning(
-        "The history of the locks cannot be written, which does no harm to the tasks%s (%s: %s).%s "
-        "SINGLETASK_HISTORY = 'off' stops recording.",
+        "The lock history cannot be written; tasks are not affected%s (%s: %s).%s To stop "
+        "recording, set SINGLETASK_HISTORY = 'off'.",
         consequence,
         type(error).__name__,
         str(error).partition("\n")[0],
@@ -107,16 +107,16 @@ def warn(error: Exception, consequence: str) -> None:
 
 # Group commit
 #
-# The thread writes in one transaction all events that have gathered in a tenth of a second. A run
-# that began in that time and goes on is left to the next write, but once only. So a run of up to a
-# tenth of a second is always one row inserted, and none changed. No task waits.
+# The thread collects events for a tenth of a second and writes them in one transaction. A run that
+# has not ended in that time is left to the next write, but only once. So a run of up to a tenth of
+# a second is always one inserted row, without a change. No task waits.
 #
 #   tasks:    a begins . a ends . b begins ............................... b ends ......
 #   thread:   gathers ......................... writes a, leaves b, gathers .......... writes b
 #
-# SIGKILL loses what is not written: events of the last tenth of a second, or two for the beginning
-# of a run. Whoever frees the lock of a killed run writes a row about it in any case. An outage of
-# the database loses none up to BOUND.
+# SIGKILL loses unwritten events: those of the last tenth of a second, or of two for the beginning
+# of a run. The process that frees the lock of a killed run writes a row about it in any case. An
+# outage of the database loses no event up to BOUND.
 
 
 class Writer:
@@ -125,8 +125,8 @@ class Writer:
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
         self.dropped = self.lost = 0
-        self.unwritten = 0  # events that the thread has taken, and not written yet
-        self.left = 0  # how many of the first events were left to the next write
+        self.unwritten = 0  # events that the thread has taken, but not written yet
+        self.left = 0  # how many of the first events were already left once
         self.arrived = threading.Event()
         self.awaited = threading.Event()  # flush() waits
         self.starting = threading.Lock()
@@ -150,8 +150,7 @@ class Writer:
         with self.starting:
             if self.thread is None or not self.thread.is_alive():
                 self.ended = threading.Event()
-                # Assigned before it starts: if a signal came in between, nothing would know of the
-                # thread that runs.
+                # Assigned before the start, because a signal may come in between.
                 self.thread = threading.Thread(
                     target=self.run, args=(self.ended,), name="singletask-history", daemon=True
                 )
@@ -189,7 +188,7 @@ class Writer:
         self.close()
 
     def write_some(self, ended: threading.Event) -> None:
-        # Counted before they are taken, so that flush() never sees both empty.
+        # Set this before taking events, so that flush() never sees both empty.
         self.unwritten = at_once = min(len(self.events), AT_ONCE)
         events = [self.events.popleft() for _ in range(at_once)]
         young = still_young(events[self.left :])
@@ -205,7 +204,7 @@ class Writer:
                     ended.wait(RETRY)
                     continue
                 if at_once > 1:
-                    at_once = 1  # to leave out the one that cannot be written
+                    at_once = 1  # to find the event that cannot be written
                     continue
                 self.lose(error)
             else:
@@ -218,36 +217,35 @@ class Writer:
         self.unwritten = 0
 
     def lose(self, error: Exception) -> None:
-        """Note that an event is not recorded; of several, the first is logged."""
+        """Note that an event is not recorded; only the first one is logged."""
         if not self.lost:
             warn(error, ": an event is not recorded")
         self.lost += 1
 
     def keep(self, error: Exception) -> None:
-        """Note that the database is away: logged once, and if it is only busy, after 10 seconds."""
+        """Note that the database is down; logged once, and after 10 seconds if it is only busy."""
         now = time.monotonic()
         self.failing_since = self.failing_since or now
         patience = PATIENCE if asks_again(error) else 0
         if not self.away and now - self.failing_since >= patience:
             self.away = True
-            consequence = f"; the last {BOUND} events of each process are kept and written when "
-            warn(error, f"{consequence}it can be")
+            warn(error, f"; up to {BOUND} events of each process are kept and written later")
         self.close()
 
     def succeed(self) -> None:
-        """Note that events were written, and log that what kept others from it is over."""
+        """Note that events were written, and log the end of an outage."""
         if self.away:
-            logger.warning("The history of the locks is written again.")
-        if self.lost > 1:  # the loss of a single one is logged already
-            text = "The history of the locks is written again; %d events were not recorded."
+            logger.warning("The lock history is written again.")
+        if self.lost > 1:  # the loss of a single event is already logged
+            text = "The lock history is written again; %d events were not recorded."
             logger.warning(text, self.lost)
         self.away, self.failing_since, self.lost = False, None, 0
         if self.dropped:
             dropped, self.dropped = self.dropped, 0  # other threads may raise it meanwhile
-            logger.warning("%d events were dropped: more than %d had gathered.", dropped, BOUND)
+            logger.warning("%d events were dropped: more than %d were waiting.", dropped, BOUND)
 
     def close(self) -> None:
-        """Close the connections of the thread; even that may fail for a broken one."""
+        """Close the connections of the thread, also broken ones."""
         for connection in connections.all(initialized_only=True):
             try:
                 connection.close()
@@ -257,7 +255,7 @@ class Writer:
 
 
 def still_young(events: list[LockEvent]) -> dict[str, LockEvent]:
-    """Return the first events of runs about which no other event has come yet, by token."""
+    """Return, by token, the first events of runs that have no other event yet."""
     young: dict[str, LockEvent] = {}
     for event in events:
         if event.kind == "acquired":
@@ -277,8 +275,8 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    # The parent writes its events itself. Its connections must never be deleted here: they would
-    # say "quit" on sockets that the parent goes on using.
+    # The parent writes its own events. Its connections must not be deleted here: they would send
+    # "quit" on sockets that the parent still uses.
     global writer
     for connection in writer.open_connections:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))

@@ -1,4 +1,4 @@
-"""Close the rows of runs that nobody can close any more, and delete old rows."""
+"""Close the rows of runs that can no longer close them, and delete old rows."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ __all__ = ["Sweeper", "leader_key", "prune"]
 logger = logging.getLogger("django_singletask")
 
 SWEPT = 50_000
-"""Rows that one sweep deletes at most: the next sweep is soon."""
+"""The maximum number of rows that one sweep deletes."""
 
 
 def leader_key() -> LockKey:
-    """Return the lock of the one worker that sweeps this history; it asks the history for its age.
+    """Return the key of the lock of the one worker that sweeps this history.
 
-    Each history has one: if two projects shared a leader because they share a cache, one of the
-    two histories would be swept by nobody. Two databases can have the same address, as SQLite
-    files on two hosts have, so the time of the migration tells them apart. Without a history, the
-    leader only cleans the lock table.
+    Each history has its own lock, because two projects may share a cache. Two databases can have
+    the same address, such as SQLite files on two hosts, so the key contains the time of the
+    migration. Without a history, the worker only cleans the lock table.
     """
     if conf.history == "off":
         return name_key(SWEEPER)
@@ -47,20 +46,18 @@ def leader_key() -> LockKey:
 
 
 class Sweeper:
-    """Close the open rows of locks that nobody holds any more.
+    """Close the open rows of locks that are no longer held.
 
-    Sweep again and again with one sweeper: a row is closed when its token was not in the store at
-    two looks that are at least its lease apart. After a single look the row could be closed too
-    early, because a renewal may find the entry gone and take the lock again, and because the end
-    of a run may be on its way to the history.
+    Use one sweeper for all sweeps. It closes a row when its token was missing in the store twice,
+    at least one lease apart. Once is not enough: a renewal may take the lock again, or the event of
+    the run's end may not be written yet.
     """
 
     def __init__(self, now: Callable[[], float] = clock.now) -> None:
         self.now = now
-        self.missed: dict[int, float] = {}  # when the token of an open row was first not found
+        self.missed: dict[int, float] = {}  # when the token of an open row was first missing
 
     def sweep(self) -> None:
-        """Close rows, and prune the history."""
         still_open, down = set(), set()
         for row in TaskLockEvent.objects.primary().open().iterator():
             still_open.add(row.pk)
@@ -69,16 +66,16 @@ class Sweeper:
                 try:
                     self.look_after(row)
                 except Exception as error:
-                    # A cache that is down, or can no longer hold locks, must not keep the rows of
-                    # other caches from being swept.
+                    # Continue with the rows of other caches.
                     down.add(row.cache)
-                    logger.warning("The rows of the cache %r are not swept: %s", row.cache, error)
+                    text = "History rows of the cache %r are not swept: %s"
+                    logger.warning(text, row.cache, error)
         for pk in self.missed.keys() - still_open:
             del self.missed[pk]
         sum(prune(limit=SWEPT))
 
     def look_after(self, row: TaskLockEvent) -> None:
-        """Look at an open row whose lease is over, unless the lease was renewed."""
+        """Check an open row whose first lease is over."""
         address = Address(row.cache, LockKey(row.name, row.key))
         entry, holder = address.look()
         if entry and holder.token == row.token:
@@ -89,18 +86,18 @@ class Sweeper:
                 address.free_dead(entry, holder, how)
         elif self.now() - self.missed.setdefault(row.pk, self.now()) >= row.timeout:
             del self.missed[row.pk]
-            text = "%s: the lease of a run on %s:%s ended unreleased."
+            text = "%s: the lease of a run on %s, process %s, ended without a release."
             logger.warning(text, row.key, row.host, row.pid)
-            address.tell("expired", row.holder(), reason="its lease ended unreleased")
+            address.tell("expired", row.holder(), reason="its lease ended without a release")
 
 
 def prune(
     batch: int = 1000, *, older_than: float | None = None, limit: int | None = None
 ) -> Iterator[int]:
-    """Delete what is older than ``older_than`` seconds (default ``SINGLETASK_HISTORY_DAYS``).
+    """Delete rows older than ``older_than`` seconds (default ``SINGLETASK_HISTORY_DAYS``).
 
-    In small batches, each a transaction of its own; at most ``limit`` rows. Yields the number of
-    rows of each batch, and deletes the next one when it is asked to go on.
+    This deletes at most ``limit`` rows, in small batches, each in a separate transaction. It yields
+    the number of rows of each batch.
     """
     rows = TaskLockEvent.objects.primary()
     old, deleted = rows.older_than(older_than).order_by("at"), 0
@@ -109,13 +106,12 @@ def prune(
         oldest = list(rest.values_list("pk", "at", "token")[:batch])
         if not oldest:
             break
-        # Skips are deleted before the runs that they met: without those, they would look like
-        # calls that came to nothing, between two batches or after the last batch of a limit.
+        # Delete skips before the runs that they met, since a batch may be the last one.
         tokens = [token for _pk, _at, token in oldest if token]
         first = [row.pk for row in rows.only("pk").blocked_by(tokens)][:batch]
         with undivided(connections[rows.db]):
             gone = rows.filter(pk__in=first or [pk for pk, _at, _token in oldest]).delete()[0]
         deleted += gone
         yield gone
-        # PostgreSQL's index still has the deleted rows: do not pass them again each time.
+        # Do not read deleted rows again, which are still in PostgreSQL's index.
         rest = old.filter(at__gte=oldest[0 if first else -1][1])

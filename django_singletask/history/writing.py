@@ -1,4 +1,4 @@
-"""Write what happens to the locks into rows: where a row is inserted, counted and closed."""
+"""Write lock events into rows: insert, count and close rows."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from django_singletask.signals import LockEvent
 __all__ = ["is_outage", "write"]
 
 INCORRECT_STRING = 1366
-"""MySQL's code for a text that it refuses; Django takes that for an operational error."""
+"""MySQL's code for an invalid text, which Django reports as an operational error."""
 
 LENGTHS = {
     field.name: field.max_length
     for field in TaskLockEvent._meta.concrete_fields
     if isinstance(field, models.CharField) and field.max_length
 }
-"""Characters that each column of text holds."""
+"""The maximum number of characters in each text column."""
 
 
 def is_outage(error: Exception) -> bool:
-    """Say whether a later attempt may succeed: away, read-only, or without the table yet."""
+    """Return whether a later attempt may succeed: down, read-only, or without the table yet."""
     kinds = (db.OperationalError, db.InterfaceError, db.InternalError, db.ProgrammingError)
     return isinstance(error, kinds) and error.args[:1] != (INCORRECT_STRING,)
 
 
 def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
-    """Write events in one transaction, in a savepoint if the caller is in one.
+    """Write events in one transaction, or in a savepoint if the caller is in a transaction.
 
-    ``again`` says that an attempt failed which may have been committed all the same. Raises the
-    errors of the database; then nothing is written.
+    ``again``: an earlier attempt failed, but may have been committed. If this raises an error of
+    the database, nothing is written.
     """
     events = [_fitted(event) for event in events]
     try:
         _write(events, again)
     except (db.NotSupportedError, db.ProgrammingError):
-        # Row-level security refuses COPY, and so does a view. Nothing is written yet.
+        # Row-level security and views refuse COPY. Nothing is written yet.
         alias = _alias()
         if alias in bulk.no_copy:
             raise
@@ -66,7 +66,7 @@ def _write(events: Iterable[LockEvent], again: bool) -> None:
         batch = Batch(again)
         for event in events:
             if event.kind in TROUBLE:
-                # It closes the row of a run, which must be there.
+                # This closes the row of a run, so write that row first.
                 batch.save()
                 batch = Batch(again)
                 _insert(event, again)
@@ -76,10 +76,10 @@ def _write(events: Iterable[LockEvent], again: bool) -> None:
 
 
 class Batch:
-    """Gather what can be written with few statements.
+    """Collect events that few statements can write.
 
-    A run that ends in the batch in which it began is one row inserted, and any number of skips
-    against one holder is one row changed.
+    A run that begins and ends in one batch is one inserted row, and all skips against one holder
+    are one changed row.
     """
 
     def __init__(self, again: bool) -> None:
@@ -96,7 +96,7 @@ class Batch:
         elif event.kind == "released":
             self.released[event.token] = event
         else:
-            # Without a known holder there is nothing to count against: such a skip is a row.
+            # A skip without a known holder gets a separate row.
             holder = event.blocked_by or id(event)
             self.counted[event.kind, event.key, holder, event.reason].append(event)
 
@@ -109,8 +109,8 @@ class Batch:
             bulk.insert(_alias(), self.acquired.values())
         if self.released:
             _close(self.released)
-        # In the same order in all processes. Two that count the same rows in different orders
-        # would each wait for a row that the other has changed:
+        # All processes use the same order. With different orders, two of them could wait for each
+        # other:
         #
         #   one:    changes a ...... waits for b
         #   other:         changes b ...... waits for a
@@ -127,7 +127,6 @@ def _rows() -> TaskLockEventQuerySet:
 
 
 def _fitted(event: LockEvent) -> LockEvent:
-    """Make the texts and the time of an event such as the columns can hold."""
     changes: dict[str, Any] = {}
     for name, length in LENGTHS.items():
         text = getattr(event, name)
@@ -149,12 +148,12 @@ def _insert(event: LockEvent, again: bool) -> None:
     if again and any((row.kind, row.at) == (event.kind, event.at) for row in rows):
         return
     _row(event, outcome="").save(force_insert=True)
-    # A row that the run has closed itself stays as it is.
+    # Do not change a row that the run itself has closed.
     open_rows = [row.pk for row in rows if row.kind == "acquired" and not row.outcome]
     if not open_rows:
         return
     changes: dict[str, Any] = {"outcome": event.outcome or event.kind, "ended_at": event.at}
-    if event.kind == "retaken":  # the run goes on
+    if event.kind == "retaken":  # the run keeps running
         changes = {"reason": event.reason}
     _rows().filter(pk__in=open_rows, outcome="").update(**changes)
 
@@ -166,7 +165,7 @@ def _close(released: dict[str, LockEvent]) -> None:
     rows = _rows().only("token", "kind", "outcome", "ended_at")
     for run in rows.runs(released, {event.task_id for event in released.values()}):
         event = released[run.token]
-        # The sweep closes the row of a run that keeps its lock: later than that run does.
+        # The sweep may have closed the row of a run that keeps its lock, with a later time.
         if run.outcome != "released" or run.ended_at > event.at:
             _close_again(run, event)
 
@@ -177,22 +176,22 @@ def _ending(event: LockEvent) -> dict[str, Any]:
 
 
 def _close_again(run: TaskLockEvent, event: LockEvent) -> None:
-    """Close a row that others have closed meanwhile, or an earlier attempt with this event."""
+    """Close a row again that another process, or an earlier attempt, has closed."""
     ending = _ending(event)
     if event.outcome == "lost":
-        # The run knows no more than that it lost its lock; who cleared the lock knew why.
+        # Keep the outcome, since the process that cleared the lock knew the reason.
         del ending["outcome"]
         _rows().filter(pk=run.pk).update(**ending)
         return
     _rows().filter(pk=run.pk).update(**ending)
-    # If the sweep took the run for gone, it was wrong.
+    # If the sweep has reported the run as expired, it was wrong.
     wrong = [row.pk for row in _rows().of_tokens([run.token]) if row.kind == "expired"]
     if wrong:
         _rows().filter(pk__in=wrong).delete()
 
 
 def _count(repeats: list[LockEvent], again: bool) -> None:
-    """Count the calls that met one holder in one row, however many processes met it."""
+    """Count the calls that met one holder in one row, also from several processes."""
     first, last = repeats[0], repeats[-1]
     if not first.blocked_by:
         same = _rows().filter(at=first.at).values_list("kind", "key", "task_id")
@@ -212,9 +211,9 @@ def _count(repeats: list[LockEvent], again: bool) -> None:
 
 
 def _counted(event: LockEvent) -> TaskLockEvent | None:
-    """Return the row in which such calls against one holder are counted.
+    """Return the row that counts such calls against one holder.
 
-    MySQL does not know the constraint, and may have several rows: all processes take the first.
+    MySQL has no constraint and may have several rows: all processes use the first.
     """
     alike = (event.kind, event.key, event.reason)
     rows = _rows().blocked_by([event.blocked_by])

@@ -48,7 +48,6 @@ class Address(NamedTuple):
         return self.lock_key.key
 
     def read(self) -> Entry | None:
-        """Return the entry that is there now; raises :class:`LockUnavailable`."""
         return get_store(self.cache).read(self.key)
 
     def look(self) -> tuple[Entry | None, Holder]:
@@ -74,7 +73,6 @@ class Address(NamedTuple):
     def tell_of_conflict(
         self, kind: str, reason: str, run: Run | Holder, blocker: Holder | None
     ) -> None:
-        """Report a run or a call that met ``blocker``."""
         facts = {"task": run.task or "", "task_id": run.task_id or "", **blocker_facts(blocker)}
         self.tell(kind, None, reason=reason, **facts)
 
@@ -127,7 +125,6 @@ class Address(NamedTuple):
 
 
 def blocker_facts(blocker: Holder | None) -> dict[str, str]:
-    """Return the fields of an event that describe the blocking holder."""
     if blocker is None:
         return {"blocked_by": "", "blocked_by_task_id": ""}
     return {"blocked_by": blocker.token, "blocked_by_task_id": blocker.task_id or ""}

@@ -28,7 +28,6 @@ _thread = _Thread()
 
 
 def here() -> Place:
-    """Return the place of the running code."""
     loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
     return _thread.mark, None if task is None else id(task)
@@ -50,7 +49,6 @@ _innermost: ContextVar[Block | None] = ContextVar("innermost", default=None)
 
 
 def enter(lock: Any) -> Token[Block | None]:
-    """Note that the block of a lock begins here."""
     return _innermost.set(Block(weakref.ref(lock), here(), _innermost.get()))
 
 

@@ -56,7 +56,6 @@ class Debts:
         self.is_down = False
 
     def add(self, debt: Debt) -> None:
-        """Note a release, to be made as soon as the cache answers."""
         if len(self.waiting) >= MAX_DEBTS:
             key = self.waiting.popleft().key
             logger.warning("%s is not released; it is free when its lease ends.", key)

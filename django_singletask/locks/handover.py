@@ -64,12 +64,10 @@ class Handle(NamedTuple):
         raise ValueError(f"handle must be what hand_over() returned, not {repr(text)[:200]}.")
 
     def encode(self) -> str:
-        """Return the handle as a string."""
         return json.dumps(self._asdict(), separators=(",", ":"))
 
 
 def hand_over(lease: Lease, seconds: float) -> str:
-    """Leave the entry to another process; see :meth:`TaskLock.hand_over`."""
     check_seconds("for_", seconds)
     if lease.lost or lease.holder.pid != this_process().pid:  # in a fork, the parent has it
         raise LockLost(f"{lease.address} is not held by this process: nothing to hand over.")
@@ -93,7 +91,6 @@ def hand_over(lease: Lease, seconds: float) -> str:
 
 
 def receive(lease: Lease, token: str) -> None:
-    """Take the entry that was handed over with this token; see :meth:`TaskLock.receive`."""
     address = lease.address
     entry, holder = address.look()
     how = None

@@ -146,7 +146,6 @@ class HeldLock:
     aclear = offer_in_thread(clear)
 
     def address_of(self, token: str | None) -> Address:
-        """Return the address of the slot of the holder with this token."""
         if self.slots > 1:
             for key, entry in self._entries().items():
                 if Holder.decode(entry.value).token == token:
@@ -283,6 +282,5 @@ class HeldLock:
         return False
 
     def _end_block(self) -> None:
-        """Let the object be used again."""
         vars(self).pop("_received", None)
         vars(self).pop("_user", None)

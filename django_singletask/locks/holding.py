@@ -167,7 +167,6 @@ class Holding:
         renewal.keeper().wake_for(self)
 
     def fencing_token(self) -> int:
-        """Return the fencing token of this acquisition; see :meth:`TaskLock.fencing_token`."""
         if self.holder.slots > 1:
             raise TypeError(
                 f"{self.address} has {self.holder.slots} slots, so several runs hold it at once, "

@@ -209,7 +209,6 @@ def _check_name(option: str, name: object) -> None:
 
 
 def _argument(field: str) -> str:
-    """Return the argument that a field of a format string begins with."""
     return re.split(r"[.\[]", field)[0]
 
 

@@ -136,7 +136,6 @@ class Lease(Holding):
         return min(entries, key=rank)
 
     def move_to(self, key: str) -> None:
-        """Change to the entry of another slot."""
         if key != self.key:
             self.key = key
             lock_key = LockKey(self.address.lock_key.name, key)

@@ -98,7 +98,6 @@ class TaskLock(HeldLock):
             self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """Release the lock if it is held, and let the object be used again."""
         try:
             if (lease := self.lease) is not None:
                 if lease.held:
@@ -177,7 +176,6 @@ class TaskLock(HeldLock):
     # Conflicts
 
     def meet_conflict(self) -> None:
-        """Raise or skip, as ``on_conflict`` says, in a ``with`` that finds the lock held."""
         if self.on_conflict == "raise":
             self.refuse("wait" if self.wait else "raise")
         self.report_conflict("skip")

@@ -95,7 +95,6 @@ def only_one(
 
 
 def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
-    """Return the function that makes a call's lock key from the arguments."""
     if isinstance(function, str):
         raise TypeError(f"only_one takes its key as a keyword: only_one(key={function!r}).")
     for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
@@ -120,7 +119,6 @@ def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
 
 
 def _check_skip(function: Any, on_conflict: str, skip_result: Any, on_skip: Any) -> None:
-    """Raise ``TypeError`` for an invalid ``skip_result`` or ``on_skip``."""
     if callable(skip_result):
         raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
     if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
@@ -138,8 +136,6 @@ def _guarded(
     on_skip: Callable[..., Any] | None,
     skip_result: Any,
 ) -> Callable[P, Any]:
-    """Return the function with a lock around each call."""
-
     def answer(lock: TaskLock, *args: Any, **kwargs: Any) -> Any:
         if on_skip is None:
             return skip_result

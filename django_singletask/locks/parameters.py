@@ -58,7 +58,6 @@ class Parameters:
 
     @property
     def takes_any_name(self) -> bool:
-        """Whether the body has ``**kwargs``."""
         return self._extra is not None
 
     def misfit(self, function: Callable[..., Any], *first: str) -> str:

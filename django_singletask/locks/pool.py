@@ -42,7 +42,6 @@ class Pool:
         self.idle = 0
 
     def add(self, job: Callable[[], None]) -> None:
-        """Add a job to the queue."""
         with self.changed:
             # Each idle thread takes one of the jobs that wait already.
             if self.idle <= len(self.jobs) and self.threads < MAX_THREADS:
@@ -52,7 +51,6 @@ class Pool:
             self.changed.notify()
 
     def run(self) -> None:
-        """Do jobs until there was none for a while."""
         while True:
             with self.changed:
                 self.idle += 1

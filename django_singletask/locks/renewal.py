@@ -79,7 +79,6 @@ class Keeper:
         return lease is not None and lease.place == place
 
     def kept(self) -> set[tuple[str, str]]:
-        """Return token and key of each lease that is kept."""
         return {reference.key for reference in self.leases.valuerefs()}
 
     def owe(
@@ -109,7 +108,6 @@ class Keeper:
             self.wake(due)
 
     def wake(self, at: float) -> None:
-        """Wake the thread, and start it if it does not run."""
         with self.changed:
             if self.thread is None or not self.thread.is_alive():
                 has_threads()

@@ -25,7 +25,6 @@ GRACE = 1.0
 
 
 def do(step: Callable[P, float | None], /, *args: P.args, **kwargs: P.kwargs) -> None:
-    """Run the steps in this thread."""
     while (pause := step(*args, **kwargs)) is not None:
         time.sleep(pause)
 

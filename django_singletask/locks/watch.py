@@ -63,6 +63,5 @@ class Watch:
         return self.was_down or epoch_of(self.cache).changes != self.renewed_at_change
 
     def renewed(self, changes: int) -> None:
-        """Note that all locks were renewed after so many changes of the epoch."""
         self.renewed_at_change = changes
         self.was_down = False

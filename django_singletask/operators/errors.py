@@ -19,13 +19,13 @@ __all__ = ["cannot_ask", "without_secrets"]
 
 
 def cannot_ask(error: Exception) -> str:
-    """Say in one line why the cache that holds the locks cannot be asked."""
+    """Say in one line why the cache that holds the locks cannot be used."""
     if isinstance(error, (CannotList, ImproperlyConfigured, NoHistory)):
         return without_secrets(str(error))
     if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     reason = without_secrets(str(error).partition("\n")[0]).rstrip(".")
-    return _("The cache {} (SINGLETASK_CACHE) cannot be asked: {}.").format(
+    return _("The cache {} (SINGLETASK_CACHE) cannot be used: {}.").format(
         repr(conf.cache), f"{type(error).__name__}: {reason}"
     )
 

@@ -43,7 +43,7 @@ STORES = {
     "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
     "django.core.cache.backends.locmem.LocMemCache": "locmem.LocMemStore",
 }
-"""The module and class of the store, by the class of the cache or a class that it extends."""
+"""The module and class of the store, by the class of the cache or one of its bases."""
 
 UNSAFE = {
     "django.core.cache.backends.dummy.DummyCache": (
@@ -56,51 +56,50 @@ UNSAFE = {
 
 
 def _ancestors(cls: type) -> list[str]:
-    # By name, so that no client library is imported for a cache that is not configured.
+    # By name, so that client libraries that are not used are not imported.
     return [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
 
 
 def is_a(cache: Any, name: str) -> bool:
-    """Say whether a cache is of the class of this dotted name, or of a subclass."""
     return name in _ancestors(type(cache))
 
 
 def open_cache(alias: str) -> Any:
-    """Return a new cache object for the alias; this opens no connection.
+    """Return a new cache object for the alias, without opening a connection.
 
-    It is never the object of ``caches[alias]``, which the application closes, flushes and
-    patches. Raises ``ImproperlyConfigured`` if there is no such alias.
+    It is not the object ``caches[alias]``, which the project closes, flushes and patches. Raises
+    ``ImproperlyConfigured`` if there is no such alias.
     """
     if alias not in caches.settings:
         raise ImproperlyConfigured(
-            f"{_named(alias)} is not in CACHES. Add that alias to CACHES, or name another one."
+            f"{_named(alias)} is not in CACHES. Add that alias to CACHES, or use another one."
         )
     return caches.create_connection(alias)
 
 
 def _named(alias: str) -> str:
-    """Write an alias as it was given: in the setting, or to the one lock that names its cache."""
+    """Return how the user set the alias: in the setting, or for one TaskLock."""
     return f"SINGLETASK_CACHE = {alias!r}" if alias == conf.cache else f"TaskLock's cache={alias!r}"
 
 
 def refusal(cache: Any) -> str | None:
-    """Say why locks cannot live in a cache; None if they can."""
+    """Return why a cache cannot hold locks; None if it can."""
     names = _ancestors(type(cache))
     for name in names:
         if name in UNSAFE:
             return f"{name} {UNSAFE[name]}"
     if not any(name in STORES for name in names):
-        return f"{names[0]} is not a cache that django-singletask knows to be shared and atomic"
+        return f"{names[0]} is not one of the supported caches"
     package = next(name for name in names if name in STORES).partition(".")[0]
     if package in ("django_redis", "django_valkey"):
         client = _ancestors(cache._client_cls)  # noqa: SLF001 - CLIENT_CLASS, loaded
         project = package.replace("_", "-")
         if any(name.endswith((".ShardClient", ".HerdClient")) for name in client):
-            return f"{client[0]} of {project} spreads or rewrites the entries"
+            return f"{client[0]} of {project} spreads or changes the entries"
         if "django_valkey.client.sentinel.SentinelClient" in client:
             return f"{client[0]} of {project} writes to a replica"  # seen with version 0.4.1
         if f"{package}.client.default.DefaultClient" not in client:
-            return f"{client[0]} is not a {project} client that django-singletask knows"
+            return f"{client[0]} is not one of the supported clients of {project}"
     return None
 
 
@@ -121,24 +120,24 @@ def _open_store(alias: str) -> Store:
     return store
 
 
-# A client that is inherited through fork shares its socket with the parent. Then two processes
-# read each other's replies:
+# After a fork, a client shares its socket with the parent. Then two processes read each other's
+# replies:
 #
 #   parent: get a -> socket          child: get b -> the same socket
 #   parent: reads "value of b"       child: reads "value of a"
 #
-# So each process and thread has stores of its own. The child may not close the parent's stores
-# either: pylibmc and mysqlclient would say "quit" on the shared socket, and the server would hang
-# up on the parent. A child that ends by sys.exit() deletes every object on its way out, so
-# _after_fork() makes the inherited stores immortal there.
+# So each process and thread has separate stores. The child must not close the parent's stores
+# either: pylibmc and mysqlclient would send "quit" on the shared socket, and the server would
+# disconnect the parent. sys.exit() deletes every object, so _after_fork() makes the inherited
+# stores immortal in the child.
 _open_stores: set[Store] = set()
 _generation = 0
-"""A number that grows when every thread must open its stores anew."""
+"""A number that grows when every thread must open its stores again."""
 _opener: Callable[[str], Store] = _open_store
 
 
 class _Stores(dict[str, Store]):
-    """The stores of one thread, by alias; they are closed when the thread ends."""
+    """The stores of one thread, by alias. They are closed when the thread ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,9 +165,9 @@ _local = _Local()
 
 
 def get_store(alias: str) -> Store:
-    """Return the store of a cache alias for the running process and thread.
+    """Return this thread's store for a cache alias.
 
-    Raises ``ImproperlyConfigured`` if there is no such alias or it cannot hold locks.
+    Raises ``ImproperlyConfigured`` if there is no such alias, or if it cannot hold locks.
     """
     stores = _local.stores
     if stores.generation != _generation:
@@ -184,7 +183,7 @@ def get_store(alias: str) -> Store:
 
 
 def look_at_epoch(alias: str) -> None:
-    """Ask a cache that can forget its locks for its epoch, in a thread of the background."""
+    """Read the epoch of a cache that can forget its locks, in a background thread."""
     store = get_store(alias)
     if isinstance(store, ForgetfulStore):
         store.connect_within(CONNECT_WITHIN)
@@ -192,20 +191,19 @@ def look_at_epoch(alias: str) -> None:
 
 
 def close_stores() -> None:
-    """Close the stores of the running thread; they are opened anew when needed."""
+    """Close the stores of this thread; they are opened again when needed."""
     _local.stores.close()
 
 
 def open_with(opener: Callable[[str], Store] | None) -> None:
-    """Let every thread open its stores anew, with ``opener``: a function of the alias.
+    """Let every thread open its stores again with ``opener``, a function of the alias.
 
-    None brings the stores of the configured caches back. For :mod:`django_singletask.testing`.
+    None restores the configured caches. For :mod:`django_singletask.testing`.
     """
     global _generation, _opener
-    # The opener first: a thread that opens a store between the two lines opens it once more than
-    # necessary, and not with the old opener for good.
+    # Set the opener first: otherwise a thread could open a store with the old one for good.
     _opener = opener or _open_store
-    # Another thread may be using its stores now: it closes them itself at its next get_store().
+    # Other threads may be using their stores, and close them at their next get_store().
     _generation += 1
     close_stores()
 

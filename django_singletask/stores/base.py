@@ -1,4 +1,4 @@
-"""What every store does to one entry, whichever cache keeps it."""
+"""The operations of a store, which are the same for each kind of cache."""
 
 from __future__ import annotations
 
@@ -34,23 +34,22 @@ __all__ = [
 PREFIX = "singletask:"
 MARKER = ":cleared:"
 SLOT = "#"
-"""Stands in the key of a slot between the key of the lock and the number of the slot."""
+"""Separates the key of the lock from the number of the slot in the key of a slot."""
 MAX_SLOTS = 100
-"""A take that finds no free slot reads them all."""
-# The key of a lock ends in 32 hexadecimal digits and, from the second slot on, its number. So does
-# the key of its marker before ":cleared:". Therefore a lock that is named "…:cleared" is not
-# mistaken for a marker.
-# What the whole cache has once, such as FENCE, is a word after "@". No name of a task has an "@".
+"""Limited, because a take that finds no free slot reads all slots."""
+# The key of a lock ends in 32 hexadecimal digits and, from the second slot on, a number. In the key
+# of a marker, ":cleared:" follows. So a lock named "…:cleared" is not mistaken for a marker.
+# Entries for the whole cache, such as FENCE, have a word after "@". No task's name has an "@".
 NO_LOCK = re.compile(rf":[0-9a-f]{{32}}({SLOT}\d+)?{MARKER}[^:]*$|^{PREFIX}@[^:]*$")
 FENCE = f"{PREFIX}@fence"
-"""The key of the fencing token that was given last, of all locks in the cache."""
+"""The key of the last fencing token of all locks in the cache."""
 # memcached takes keys of 250 bytes. The column of DatabaseCache takes 255 characters, and MySQL's
 # INSERT IGNORE would cut a longer key.
 MAX_KEY = 250
 LONGEST_KEY = f"{PREFIX}{'x' * 100}:{'0' * 32}{SLOT}{MAX_SLOTS}{MARKER}{'0' * 32}"
-"""The longest key that the package asks a store for: that of a marker."""
+"""The longest key that the package uses, which is the key of a marker."""
 TRIES = 10
-"""Attempts at what other processes spoil, by a release or a takeover between two requests."""
+"""How often a change is tried that other processes can disturb between two requests."""
 
 
 class Entry(NamedTuple):
@@ -61,10 +60,10 @@ class Entry(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The slots of one lock: a take looks at all ``keys``, and takes one of the first ``allowed``.
+    """The slots of one lock: a take reads all ``keys``, and takes one of the first ``allowed``.
 
-    Most locks have one slot. While one of several entries has the bytes ``mark`` in it, nothing is
-    taken: it is the run's own, of an earlier delivery. Only deliveries have a mark.
+    If an entry contains the bytes ``mark``, nothing is taken, because an earlier delivery of the
+    same message has that slot. Only deliveries have a mark.
     """
 
     keys: tuple[str, ...]
@@ -72,30 +71,29 @@ class Slots(NamedTuple):
     mark: bytes = b""
 
     def is_own(self, entry: Entry) -> bool:
-        """Say whether an entry has the mark."""
         return bool(self.mark) and self.mark in entry.value
 
 
 class Outcome(enum.Enum):
-    """What a store found when a caller asked it to change the caller's own entry."""
+    """What a store found when it was to change the caller's entry."""
 
     OK = "ok"
-    RETAKEN = "retaken"  # by renew() alone: the entry was gone, and is the caller's again
+    RETAKEN = "retaken"  # only from renew(): the entry was gone, and the caller has it again
     GONE = "gone"
-    TAKEN = "taken"  # the entry is somebody else's
+    TAKEN = "taken"  # another holder has the entry
 
 
 class CannotList(Exception):
-    """The store cannot say which locks it holds."""
+    """The store cannot list its locks."""
 
 
 class Store(ABC):
-    """Keep locks in one cache. Each kind of cache brings ``add``, ``change`` and ``read``.
+    """Keep locks in one cache. Each kind of cache defines ``add``, ``change`` and ``read``.
 
-    An entry is a key and the bytes of its holder. To change an entry, a caller passes the whole
-    bytes that it expects to find there. The bytes hold a random token, so nobody can change what
-    somebody else wrote. ``lease`` is in seconds. An outage is reported neither as "held" nor as
-    "free": what a subclass defines raises :class:`LockUnavailable` for ``client_errors``.
+    An entry is a key and the bytes of its holder. To change an entry, a caller passes the bytes
+    that it expects there. The bytes contain a random token, so no caller can change the entry of
+    another. ``lease`` is in seconds. An outage is neither "held" nor "free": the public methods of
+    a subclass raise :class:`LockUnavailable` for ``client_errors``.
 
     One object serves one thread of one process (see :func:`django_singletask.stores.get_store`).
     """
@@ -104,13 +102,13 @@ class Store(ABC):
     """``"redis"``, ``"memcached"``, ``"database"`` or ``"locmem"``."""
 
     place = ""
-    """Where the entries are, for people, if the settings of the cache do not name a server."""
+    """Where the entries are, for people, if the settings of the cache name no server."""
 
     cache_alias = ""
     """The alias of the cache; get_store() sets it."""
 
     client_errors: tuple[type[Exception], ...] = ()
-    """What the client raises if the cache cannot be asked, or refuses to answer."""
+    """What the client raises if the cache does not answer, or refuses to."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -121,33 +119,32 @@ class Store(ABC):
         excess = len(cache.make_key(LONGEST_KEY).encode()) - MAX_KEY
         if excess > 0:
             raise ImproperlyConfigured(
-                f"KEY_PREFIX of the cache that holds the locks is {excess} bytes too long: with it "
-                f"the keys of locks have up to {MAX_KEY + excess} bytes, and {MAX_KEY} are allowed."
+                f"KEY_PREFIX of the cache that holds the locks is {excess} bytes too long: lock "
+                f"keys would have up to {MAX_KEY + excess} bytes, and {MAX_KEY} are allowed."
             )
 
     def make_key(self, key: str) -> str:
-        """Pass the key of a lock through the cache's own prefix, version and key function."""
+        """Return the key with the cache's prefix and version, as its key function makes it."""
         cache_key: str = self.cache.make_key(key)
         return cache_key
 
     @abstractmethod
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        """Add the entry; return None if it was added, else the one that is in the way.
+        """Add the entry; return None if it was added, otherwise the existing entry.
 
-        This is atomic against all other processes. A client that lost the reply may have sent the
-        request twice. So if the entry in the way has the caller's own bytes, the first request
-        added it.
+        This is atomic between processes. A client may send a request again after a lost reply, so
+        an existing entry with the caller's bytes means that the first request added it.
         """
 
-    # Two deliveries of one message must not take a slot each. Only Redis looks and takes in one
-    # step. Elsewhere a run tries its slots in an order that its mark decides, so both deliveries
-    # try the same free slot, and the second one finds the entry of the first:
+    # Two deliveries of one message must not take two slots. Only Redis reads and takes in one step.
+    # In other caches the mark decides the order of the slots. So both deliveries try the same free
+    # slot, and the second one finds the entry of the first:
     #
     #   first:   reads: 3 is free      adds 3
     #   second:     reads: 3 is free         adds 3 -> held, reads: its own run has 3
     #
-    # If an earlier slot is given back between their looks, they try different ones. So each reads
-    # again after its add, and the later one finds the other, or both do and both give way:
+    # If an earlier slot is released between their reads, they try different slots. So each reads
+    # again after its add. The later one finds the other, or both do and both release:
     #
     #   first:   reads: 2 is held, 3 is free              adds 3   reads: its own run has 2
     #   second:                         reads: 2 is free     adds 2   reads: its own run has 3
@@ -155,10 +152,10 @@ class Store(ABC):
     def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
     ) -> str | dict[str, Entry]:
-        """Take a free slot and return its key; if none may be taken, return the entries there.
+        """Take a free slot and return its key, or return the entries of the slots.
 
-        ``heeds_epoch``: if the cache has just forgotten its locks, raise
-        :class:`~django_singletask.stores.epoch.Forgotten`.
+        ``heeds_epoch``: raise :class:`~django_singletask.stores.epoch.Forgotten` if the cache has
+        just forgotten its locks.
         """
         if len(slots.keys) == 1:
             (key,) = slots.keys
@@ -185,18 +182,18 @@ class Store(ABC):
 
     @abstractmethod
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        """Let the entry be ``new`` for ``lease`` seconds if it is ``old``; None: delete it.
+        """Replace the entry ``old`` by ``new`` for ``lease`` seconds (None: delete it).
 
-        This is atomic against all other processes. Return OK, GONE or TAKEN. If the entry is
-        ``new`` already, an earlier sending of this request did it, and that is OK too.
+        This is atomic between processes. Return OK, GONE or TAKEN. If the entry is already
+        ``new``, an earlier sending of this request did it; that is OK, too.
         """
 
     @abstractmethod
     def read(self, key: str) -> Entry | None:
-        """Return the entry that holds the lock now."""
+        """Return the entry that is there now, or None."""
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        """Return the entries that are there by their keys, in the order of ``keys``."""
+        """Return the existing entries by key, in the order of ``keys``."""
         entries = ((key, self.read(key)) for key in keys)
         return {key: entry for key, entry in entries if entry is not None}
 
@@ -205,11 +202,11 @@ class Store(ABC):
         return self.change(key, value, value, None)
 
     def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
-        """Let the entry be ``new`` for ``lease`` seconds if it is ``old``; say whether it is."""
+        """Replace the entry ``old`` by ``new`` for ``lease`` seconds; return whether it did."""
         return self.change(key, old, new, lease) is Outcome.OK
 
     def renew(self, key: str, value: bytes, lease: float) -> Outcome:
-        """Let the entry live for ``lease`` from now if it is ``value``.
+        """Let the entry ``value`` end ``lease`` seconds from now.
 
         If there is no entry, take the lock again (RETAKEN), unless :meth:`clear` left a marker
         for this value (GONE).
@@ -218,24 +215,23 @@ class Store(ABC):
         return self._take_again(key, value, lease) if outcome is Outcome.GONE else outcome
 
     def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
-        """Renew several entries, in as few trips as the store can."""
+        """Renew several entries in few requests."""
         return [self.renew(*request) for request in requests]
 
-    # A renewal that finds no entry because of clear() must find the marker of clear(). Therefore
-    # clear() writes its marker before it deletes the entry. In the other order:
+    # clear() writes its marker before it deletes the entry. In the other order a renewal could find
+    # neither:
     #
     #   clear: delete                                        marker
     #   renew:         change -> gone   marker? none   add -> taken again
 
     def clear(self, key: str, value: bytes, lease: float) -> bool:
-        """Delete the entry if it is ``value``, and leave a marker for ``lease`` seconds.
+        """Delete the entry ``value``, and leave a marker for ``lease`` seconds.
 
-        The holder does not know that its lock was cleared. Without the marker its next renewal
-        would find the entry gone, as after an eviction, and would take the lock again. The marker
-        stays even if nothing was deleted: another operator, who clears the lock at this moment,
-        may rely on it. It says nothing to anybody but the holder of ``value``.
+        Without the marker, the holder's next renewal would find no entry, as after an eviction, and
+        would take the lock again. The marker is for the holder of ``value`` only. It stays even if
+        nothing was deleted, because another operator may be clearing the lock at the same moment.
         """
-        if Holder.decode(value).token:  # else something else wrote it, and no holder looks
+        if Holder.decode(value).token:  # otherwise no holder looks for a marker
             self.add(marker_key(key, value), b"1", lease)
         return self.release(key, value) is Outcome.OK
 
@@ -243,45 +239,47 @@ class Store(ABC):
         if self.read(marker_key(key, value)) is not None:
             return Outcome.GONE
         entry = self.add(key, value, lease)
-        # Another thread of the holder may have renewed at the same moment, and taken it again.
+        # Another thread of the holder may have taken it again at the same moment.
         return Outcome.RETAKEN if entry is None or entry.value == value else Outcome.TAKEN
 
     # Fencing tokens
     #
-    # The number must be drawn while the caller has the lock: then every later holder draws a
-    # greater one. Look at the owner in the same step as the draw, or after it. In the other order
-    # an earlier holder gets the greater number, and its late write passes the guard of the data:
+    # The number must be drawn while the caller has the lock, so that every later holder draws a
+    # greater one. Check the owner in the same step as the draw, or after it. In the other order an
+    # earlier holder could get the greater number, and its late write would be accepted:
     #
     #   holder A: owner? A        sleeps past its lease                   draws 8 -> writes
     #   holder B:                     takes, draws 7, reads, writes
 
     @abstractmethod
     def fence(self, key: str, value: bytes) -> int | None:
-        """Return a number above all that the cache gave before; None if the entry is not ``value``.
+        """Return a number above all earlier ones of this cache; None if the entry is not ``value``.
 
-        It is one more than the last number, or the time of the cache's server in microseconds if
-        that is greater. So the numbers go on growing after the server has lost the last one, and
-        after its clock was set back, but not after both. Raises ``NotImplementedError`` if the
-        cache cannot count.
+        It is one more than the last number, or the server's time in microseconds if that is
+        greater. So the numbers keep growing if the server loses the last one, or if its clock is
+        set back, but not after both. Raises ``NotImplementedError`` if the cache cannot count.
         """
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
-        """Yield key and entry of each lock that is held now; raises :class:`CannotList`."""
+        """Yield the key and entry of each lock that is held now; can raise :class:`CannotList`."""
         raise CannotList
 
     def purge(self) -> int:
-        """Delete entries that ended long ago, if the cache keeps such; return how many."""
+        """Delete entries that expired long ago, if the cache keeps them; return how many."""
         return 0
 
     def prefix(self) -> str:
-        """Return the beginning of all cache keys of locks; raises :class:`CannotList` if none."""
+        """Return the common prefix of all cache keys of locks, or raise :class:`CannotList`."""
         prefix = self.make_key(PREFIX)
         if self.make_key(f"{PREFIX}x") != f"{prefix}x":
-            raise CannotList(f"The KEY_FUNCTION of {type(self.cache).__name__} hides the keys.")
+            raise CannotList(
+                f"The KEY_FUNCTION of {type(self.cache).__name__} changes the beginning of "
+                "keys, so locks cannot be listed."
+            )
         return prefix
 
     def lock_key(self, cache_key: str) -> str | None:
-        """Undo :meth:`make_key`; return None if the cache key is not that of a lock."""
+        """Undo :meth:`make_key`; return None if the cache key does not belong to a lock."""
         prefix = self.make_key(PREFIX)
         key = PREFIX + cache_key.removeprefix(prefix)
         return key if cache_key.startswith(prefix) and not NO_LOCK.search(key) else None

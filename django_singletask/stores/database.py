@@ -1,4 +1,4 @@
-"""Locks in the table of a DatabaseCache, by statements of their own."""
+"""Locks in the table of a DatabaseCache, with separate statements."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from django_singletask.stores.base import FENCE, TRIES, Entry, Outcome, Store
 
 __all__ = ["DIALECTS", "SHIFT", "DatabaseStore", "asks_again", "is_busy", "is_missing"]
 
-# Django's own DatabaseCache cannot hold locks. Its add() is a SELECT and then an UPDATE, so two
-# takers of an expired row both win; its get() deletes an expired row by the key alone:
+# The methods of Django's DatabaseCache are not atomic. Its add() is a SELECT and then an UPDATE, so
+# two processes can both take an expired row; its get() deletes an expired row by the key only:
 #
 #   A: SELECT -> expired                     B: SELECT -> expired
 #   A: UPDATE ... -> "taken"                 B: UPDATE ... -> "taken"
 #
-# Here the condition is part of the statement that writes, and the clock is the database's.
+# Here the statement that writes contains the condition, and uses the clock of the database.
 
 SHIFT = 14
-"""Hours added to the times in databases that store naive ones, with ``USE_TZ = False``.
+"""Hours added to naive times, with ``USE_TZ = False``.
 
-Django's cache code then compares ``expires`` with the local time of ``TIME_ZONE``, and would cull
-a live lock whose time is in UTC. UTC + 14 h is never behind a local time and, unlike local time,
-never jumps.
+Django then compares ``expires`` with the local time of ``TIME_ZONE``, and would cull a live lock
+whose time is in UTC. UTC + 14 h is never behind a local time, and it never jumps.
 """
 
 BATCH = 500
-"""Keys in one condition: SQLite takes no more than 999 in older versions."""
+"""Keys in one condition; older versions of SQLite allow 999."""
 FOREVER = 100 * 365 * 24 * 60 * 60
-"""Seconds until the last fencing token expires. Only clear() or a cull of the cache deletes it."""
+"""The lease of the last fencing token in seconds."""
 
 
 class Dialect:
-    """The parts of the statements in which the databases differ; here for PostgreSQL."""
+    """The parts of the statements that differ between databases; here for PostgreSQL."""
 
     now = "clock_timestamp()"
     then = f"{now} + %s * interval '1 second'"
@@ -48,7 +47,6 @@ class Dialect:
     upsert = True
 
     def seconds(self, lease: float) -> Any:
-        """Return a lease as the parameter of :attr:`then`."""
         return lease
 
 
@@ -87,9 +85,10 @@ DIALECTS: dict[str, type[Dialect]] = {"postgresql": Dialect, "sqlite": SQLite, "
 
 
 class DatabaseStore(Store):
-    """Keep locks as rows, on a connection of the store's own in autocommit.
+    """Keep locks as rows, on a separate connection in autocommit mode.
 
-    Others see a lock that is taken inside ``atomic()`` at once, and it does not roll back.
+    So other processes see at once a lock that is taken inside ``atomic()``, and it is not rolled
+    back.
     """
 
     family = "database"
@@ -99,7 +98,7 @@ class DatabaseStore(Store):
         super().__init__(cache)
         self.alias: str = router.db_for_write(cache.cache_model_class)
         self.connection = self._connection()
-        # A thread's store is closed by whichever thread drops it.
+        # Another thread may close the store.
         self.connection.inc_thread_sharing()
         vendor = self.connection.vendor
         if vendor not in DIALECTS:
@@ -114,8 +113,8 @@ class DatabaseStore(Store):
 
     def _connection(self) -> Any:
         connection = connections.create_connection(self.alias)
-        # The project chose these for its own queries. Without autocommit nobody else would ever
-        # see a lock, and each thread's store would keep a connection of the pool from requests.
+        # Change options that the project chose for its own queries: without autocommit, other
+        # processes would not see the locks; and each store would block a connection of the pool.
         chosen = connection.settings_dict
         options = {name: value for name, value in chosen["OPTIONS"].items() if name != "pool"}
         connection.settings_dict = {**chosen, "AUTOCOMMIT": True, "OPTIONS": options}
@@ -172,7 +171,7 @@ class DatabaseStore(Store):
         if lease is None:
             statement, params = self._delete, row
         else:
-            # A row with the holder's value is its own, even if it has expired: nobody took it.
+            # The holder still has a row with its value, even an expired one.
             text = new.decode()
             statement, params = self._update, [text, self.dialect.seconds(lease), *row, text]
         for _ in range(TRIES):
@@ -183,7 +182,7 @@ class DatabaseStore(Store):
                 return Outcome.GONE
             if entry.value not in (old, new):
                 return Outcome.TAKEN
-            # Another thread of the holder took it again between the statements: change that.
+            # Another thread of the holder took it again between the statements: try again.
         return Outcome.TAKEN
 
     def read(self, key: str) -> Entry | None:
@@ -201,10 +200,10 @@ class DatabaseStore(Store):
         return {key: entries[key] for key in cache_keys.values() if key in entries}
 
     def fence(self, key: str, value: bytes) -> int | None:
-        # Two statements and no transaction: one that a stopped process left open would hold up
-        # every token, and every taker of this lock.
+        # Two statements without a transaction: a stopped process with an open transaction would
+        # block all others.
         number = 0
-        while not number:  # MySQL says 0 on a new connection: the last one was closed in between
+        while not number:  # MySQL returns 0 if the connection was closed in between
             rows = self.execute(self._raise, [self.make_key(FENCE), self.dialect.seconds(FOREVER)])
             if not self.dialect.upsert:
                 rows = self.execute("SELECT LAST_INSERT_ID()")
@@ -219,8 +218,8 @@ class DatabaseStore(Store):
                 yield key, Entry(value.encode(), float(left))
 
     def purge(self) -> int:
-        # Nobody else does it in a table of the locks' own. No process sleeps for longer than a
-        # day and then finds its row again.
+        # Nothing else deletes rows of a dedicated table. A process that sleeps for less than a day
+        # finds its row again.
         params = [self._pattern(), self.dialect.seconds(-24 * 60 * 60)]
         return int(self.execute(self._purge, params))
 
@@ -231,7 +230,7 @@ class DatabaseStore(Store):
         self.connection.close()
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> Any:
-        """Return the rows of a query, or how many rows another statement has changed."""
+        """Return the rows of a query, or the number of rows that a statement changed."""
         for attempts_left in reversed(range(TRIES)):
             was_open = self.connection.connection is not None
             try:
@@ -241,14 +240,13 @@ class DatabaseStore(Store):
             except (DatabaseError, InterfaceError) as error:
                 self.connection.close()
                 self._raise_with_next_step(error)
-                # Every statement here can be sent twice: a take that finds its own row has won.
-                # So it costs no error that the server has closed the connection meanwhile.
+                # If the server has closed the connection, try again: every statement here can be
+                # sent twice.
                 was_closed = was_open and isinstance(error, (OperationalError, InterfaceError))
                 if not attempts_left or not (was_closed or asks_again(error)):
                     raise
             except BaseException:
-                # A signal's error, such as a soft time limit: the reply may be unread, and the
-                # next statement would find the connection busy.
+                # A signal, such as a soft time limit: the connection may have an unread reply.
                 self.connection.close()
                 raise
 
@@ -257,40 +255,39 @@ class DatabaseStore(Store):
         if is_busy(error):
             raise OperationalError(
                 f"{text}: DATABASES[{self.alias!r}] is an SQLite file in which this or another "
-                "connection has a transaction open, and SQLite allows only one writer. Keep the "
-                "locks in an SQLite file of their own: a second entry in DATABASES and a router "
+                "connection has an open transaction, and SQLite allows only one writer. Keep the "
+                "locks in a separate SQLite file, with a second entry in DATABASES and a router "
                 "for the cache table, as 'Choosing a cache' in the documentation shows."
             ) from error
         if is_missing(error):
             reason = text.partition("\n")[0].rstrip(".")
             raise type(error)(
-                f"{reason}. Make the table of the lock cache: "
+                f"{reason}. Create the table of the lock cache: "
                 f"manage.py createcachetable --database {self.alias}"
             ) from error
 
 
-# Two takers and a release of one key make a deadlock on MySQL. The loser of a race gets an error
-# on PostgreSQL if its default isolation is not READ COMMITTED.
+# On MySQL, two takes and a release of one key can cause a deadlock. On PostgreSQL, the loser of a
+# race gets an error if the default isolation level is not READ COMMITTED.
 RACES = {1205, 1213, "40001", "40P01"}
 # A table or a column is missing, on MySQL and on PostgreSQL.
 MISSING = {1054, 1146, "42703", "42P01"}
-# SQLite has texts alone.
+# SQLite has only texts.
 LOCKED = re.compile("database( table| schema)? is locked")
 NO_SUCH = re.compile("no such (table|column)|has no column named")
 
 
 def asks_again(error: Exception) -> bool:
-    """Say whether the database asks to try the same again: a lost race, or a busy SQLite file."""
+    """Return whether the statement is worth another try: a lost race, or a busy SQLite file."""
     return _code(error) in RACES or is_busy(error)
 
 
 def is_busy(error: Exception) -> bool:
-    """Say whether another connection keeps this one from an SQLite file."""
+    """Return whether another connection blocks this one in an SQLite file."""
     return bool(LOCKED.search(str(error)))
 
 
 def is_missing(error: Exception) -> bool:
-    """Say whether a table or a column is not there."""
     return _code(error) in MISSING or bool(NO_SUCH.search(str(error)))
 
 

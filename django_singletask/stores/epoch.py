@@ -1,4 +1,4 @@
-"""Notice that a cache has forgotten its locks: it was restarted empty, or flushed."""
+"""Notice that a cache has forgotten its locks, by a restart or a flush."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ EPOCH = f"{PREFIX}@epoch"
 LOOK = 0.4
 """Seconds between two looks of a process that holds locks."""
 CONNECT_WITHIN = 0.4
-"""Seconds for which a look in the background waits for a connection."""
+"""Seconds for which a background look waits for a connection."""
 HOLD_BACK = 1.0
-"""Seconds for which a process takes no lock in a cache that has forgotten all locks."""
+"""Seconds for which a process takes no lock in a cache that has forgotten its locks."""
 
-# The epoch is a random value that the cache keeps without a lease. The first process adds it. A
-# cache that has another epoch than before has forgotten the locks of runs that go on. Whoever holds
-# a lock looks at the epoch often, and whoever takes one waits until the holders have looked:
+# The epoch is a random value that the cache keeps without a lease. The first process adds it. If
+# the epoch changes, the cache has forgotten the locks of current runs. A process that holds a lock
+# looks at the epoch often. A process that wants a lock waits until the holders have looked:
 #
 #   holder:  holds .................... looks: another epoch, takes its lock again
 #   cache:           restarts empty
 #   taker:                              takes: another epoch     waits 1 s       takes -> held
 #
-# A process that starts after the restart knows no epoch, and takes at once. Redis also tells which
-# server answers: one that was restarted with an old snapshot has the epoch of before.
+# A process that starts after the restart knows no epoch, and takes at once. Redis also identifies
+# its server, because a server that restarts with an old snapshot has the old epoch.
 
 
 class Forgotten(Exception):
-    """The cache has just forgotten its locks; after ``pause`` seconds one may be taken there."""
+    """The cache has just forgotten its locks; try again after ``pause`` seconds."""
 
     def __init__(self, pause: float) -> None:
         super().__init__(pause)
@@ -55,7 +55,7 @@ class Forgotten(Exception):
 
 
 class Epoch:
-    """The epoch of one cache, as this process knows it; a forked child goes on with it."""
+    """The epoch of one cache, as this process knows it; a forked child inherits it."""
 
     def __init__(self, cache: str) -> None:
         self.cache = cache
@@ -72,27 +72,24 @@ class Epoch:
             self.value = value
 
     def see_server(self, server: str) -> None:
-        """Note which server answers: one that was restarted, or a replica that took over.
-
-        It may have come back with an old snapshot, in which the epoch is the same.
-        """
+        """Note which server answers: after a restart with an old snapshot the epoch is the same."""
         if server != self.server:
-            self._note_change(self.server, "the server was restarted, or another has taken over")
+            self._note_change(self.server, "the server was restarted, or a replica took over")
             self.server = server
 
     def _note_change(self, before: object, why: str) -> None:
-        # Hold takes back before the new epoch is known. In the other order another thread would
-        # find the epoch that it knows, and take a lock at once:
+        # Set takes_from before the new epoch. In the other order another thread would find the
+        # epoch unchanged, and take a lock at once:
         #
         #   this thread:   value = new                               takes_from = in 1 s
         #   other thread:                see(new): as before   take
         #
-        # Tests empty their cache again and again, and nobody else holds a lock there.
+        # Tests empty their cache again and again.
         if before is not None and not is_test():
             self.takes_from = clock.now() + HOLD_BACK
             logger.warning(
-                "The cache %r may have forgotten its locks: %s. Runs that hold a lock there take "
-                "it again, and others wait for %g s.",
+                "The cache %r may have forgotten its locks: %s. Holders take their locks again; "
+                "other runs wait %g s first.",
                 self.cache,
                 why,
                 HOLD_BACK,
@@ -100,7 +97,6 @@ class Epoch:
         self.changes += 1
 
     def check(self) -> None:
-        """Raise :class:`Forgotten` while no lock may be taken."""
         pause = self.takes_from - clock.now()
         if pause > 0:
             raise Forgotten(pause)
@@ -110,7 +106,6 @@ _epochs: dict[str, Epoch] = {}
 
 
 def epoch_of(alias: str) -> Epoch:
-    """Return what this process knows of the epoch of a cache."""
     return _epochs.setdefault(alias, Epoch(alias))
 
 
@@ -123,19 +118,19 @@ class ForgetfulStore(Store):
 
     @abstractmethod
     def add_epoch(self, value: bytes) -> None:
-        """Add the epoch, without a lease, if there is none."""
+        """Add the epoch if there is none, without a lease."""
 
     @abstractmethod
     def connect_within(self, seconds: float) -> None:
-        """Let an attempt to connect fail after so many seconds at the latest."""
+        """Limit the time of an attempt to connect."""
 
     def look(self) -> None:
-        """Ask the cache for its epoch, which is added if there is none."""
+        """Read the epoch of the cache; add one if there is none."""
         for _ in range(TRIES):
             entry = self.read(EPOCH)
             if entry is not None:
                 return self.epoch.see(entry.value)
-            # Of many processes that find none, one adds its own. All read that.
+            # If several processes find none, one adds its epoch, and all read that.
             self.add_epoch(os.urandom(16).hex().encode())
         raise LockUnavailable(
             f"The cache {self.cache_alias!r} does not keep its entry {self.make_key(EPOCH)}."

@@ -1,4 +1,4 @@
-"""Locks in the memory of one process: for eager tests, refused by a system check otherwise."""
+"""Locks in the memory of one process, for eager tests; otherwise a system check refuses them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ __all__ = ["LocMemStore"]
 
 
 class LocMemStore(Store):
-    """Keep the entries among the cache's own, under the cache's own thread lock.
-
-    So ``cache.clear()`` in a test frees the locks too.
-    """
+    """Keep the entries in the cache's own dict, so that ``cache.clear()`` in a test frees them."""
 
     family = "locmem"
     place = "in the memory of this process"
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
-        # Django's methods pickle what they store, and look and act in two steps.
+        # Not by Django's methods, which are not atomic.
         self.lock = cache._lock  # noqa: SLF001
         self.values: dict[str, bytes] = cache._cache  # noqa: SLF001
         self.expiries: dict[str, float] = cache._expire_info  # noqa: SLF001
@@ -70,7 +67,7 @@ class LocMemStore(Store):
     def _find(self, key: str) -> Entry | None:
         cache_key = self.make_key(key)
         value = self.values.get(cache_key)
-        # An entry without an expiry, which something else wrote, stays for ever.
+        # A foreign entry may have no expiry.
         remaining = (self.expiries.get(cache_key) or math.inf) - time.time()
         return None if value is None or remaining <= 0 else Entry(value, remaining)
 

@@ -15,24 +15,23 @@ from django_singletask.stores.pipeline import Pipeline
 __all__ = ["PyLibMCStore", "PyMemcacheStore"]
 
 PLAIN_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY}}}")
-"""Keys that memcached takes; Django looks at each character, and that takes fifty times as long."""
+"""Keys that memcached accepts; Django's own check takes fifty times as long."""
 LOOK_AGAIN = 0.05
-"""Seconds after which a process that takes locks asks for the epoch again."""
+"""Seconds after which a process that takes locks reads the epoch again."""
 
-# memcached reads an expiry above 30 days as a date: this one lies in January 1970. It deletes the
-# entry at once, with every client and protocol. A negative expiry does not: with pylibmc's binary
-# protocol memcached reports success and keeps the entry for decades.
+# memcached reads an expiry above 30 days as a date, which is here in January 1970, and deletes the
+# entry at once. A negative expiry does not work: with pylibmc's binary protocol memcached reports
+# success, but keeps the entry for decades.
 PAST = 30 * 24 * 60 * 60 + 1
 
 
 def _expiry(lease: float) -> int:
-    # memcached counts whole seconds of a clock that ticks once a second, so it ends an entry up to
-    # a second early. The holder trusts its lock for the lease and no longer.
+    # memcached counts whole seconds, so an entry can end up to a second early.
     return min(math.ceil(lease) + 1, PAST - 1)
 
 
 class MemcachedStore(ForgetfulStore):
-    """Look at an entry with ``gets``, change it with ``cas``.
+    """Read an entry with ``gets``, and change it with ``cas``.
 
     memcached cannot compare and delete, but it can compare and set an expiry in the past:
 
@@ -52,7 +51,7 @@ class MemcachedStore(ForgetfulStore):
     pipeline: Pipeline | None = None
 
     def make_key(self, key: str) -> str:
-        """Make the cache key; raise ``InvalidCacheKey`` for one that the server would refuse."""
+        """Return the cache key, or raise ``InvalidCacheKey`` if the server would refuse it."""
         cache_key: str = self.cache.make_key(key)
         if not PLAIN_KEY.fullmatch(cache_key):
             self.cache.validate_key(cache_key)
@@ -90,7 +89,7 @@ class MemcachedStore(ForgetfulStore):
                 return Outcome.TAKEN
             if self._cas(name, new, cas, expiry):
                 return Outcome.OK
-            # A renewal or a takeover changed the entry between the two requests: look again.
+            # Another request changed the entry between these two: try again.
         return Outcome.TAKEN
 
     def read(self, key: str) -> Entry | None:
@@ -106,9 +105,9 @@ class MemcachedStore(ForgetfulStore):
 
     def fence(self, key: str, value: bytes) -> int | None:
         raise NotImplementedError(
-            "memcached gives no fencing tokens: it can forget a counter at any time, and then a "
-            "later holder would get a smaller number. Keep the locks that need one in Redis or in "
-            "a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
+            "memcached has no fencing tokens: it can lose a counter at any time, and then a later "
+            "holder would get a smaller number. Keep locks that need a token in Redis or in a "
+            "database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
         )
 
     def add_epoch(self, value: bytes) -> None:
@@ -118,11 +117,11 @@ class MemcachedStore(ForgetfulStore):
         self.client.disconnect_all()
 
     def _name(self, key: str) -> Any:
-        """Return the cache key as the client wants it."""
+        """Return the cache key in the client's type."""
         return self.make_key(key)
 
     def _add(self, name: Any, value: bytes, expiry: int) -> Any:
-        """Add an entry if there is none; return the value that is there then, None if it is gone.
+        """Add an entry if there is none; return the value that is there, None if it is gone again.
 
         A request that was sent twice finds its own value there.
         """
@@ -131,18 +130,14 @@ class MemcachedStore(ForgetfulStore):
         return value if self._ask(self.client.add, name, value, expiry) else self._gets(name)[0]
 
     def _gets(self, name: Any) -> Any:
-        """Return the value, None if there is no entry, and its cas number."""
+        """Return the value and its cas number; None for each if there is no entry."""
         return self._ask(self.client.gets, name) or (None, None)
 
     def _get_many(self, cache_keys: list[str]) -> Any:
         return self._ask(self.client.get_multi, cache_keys)
 
     def _repeat(self, ask: Any, *args: Any) -> Any:
-        """Ask once more if the server has closed the connection; for what can be asked twice.
-
-        A server that was restarted has closed it, however long ago that was, and the client learns
-        it by this request.
-        """
+        """Send a request again if the server has closed the connection, as after a restart."""
         was_open = self.is_open
         try:
             return ask(*args)
@@ -155,10 +150,10 @@ class MemcachedStore(ForgetfulStore):
         return self._ask(self.client.cas, *args)
 
     def _ask(self, request: Any, *args: Any) -> Any:
-        """Send a request; after any error, also one that a signal raises, close the connection.
+        """Send a request; after any error, close the connection.
 
         An error that a signal raises, such as SystemExit, leaves the reply unread. pymemcache
-        would take it for the reply to its next request:
+        would use it as the reply to its next request:
 
           body:     add a ->  SIGTERM                  release b ->
           server:             a: "STORED" (unread)                   b: ...
@@ -176,24 +171,23 @@ class MemcachedStore(ForgetfulStore):
         return reply
 
     def hang_up(self) -> None:
-        """Close the connection; the next request opens another."""
         self.client.disconnect_all()
 
 
 class PyLibMCStore(MemcachedStore):
-    """Keep locks through a pylibmc client of the store's own, text or binary protocol."""
+    """Keep locks through a separate pylibmc client, with the text or binary protocol."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
 
         class Client(cache._class):  # type: ignore[misc] # noqa: SLF001 - it is pylibmc.Client
-            """Return bytes as they are: a lock is never unpickled."""
+            """Return bytes unchanged: a lock is never unpickled."""
 
             def deserialize(self, value: bytes, flags: int) -> bytes:
                 return value
 
         self.client = Client(cache.client_servers, **cache._options)  # noqa: SLF001
-        # Without these the client would acknowledge requests that were not carried out.
+        # Without these the client would report success before the server does.
         self.client.behaviors.update(
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
         )
@@ -207,39 +201,39 @@ class PyLibMCStore(MemcachedStore):
         self.client.behaviors["connect_timeout"] = int(seconds * 1000)
 
     def hang_up(self) -> None:
-        # After an error libmemcached asks the server for nothing for two seconds, also if it is
-        # told to disconnect, and with the binary protocol never again. A copy asks at once.
+        # After an error libmemcached does not connect for two seconds, and with the binary protocol
+        # never again. A copy connects at once.
         super().hang_up()
         self.client = self.client.clone()
 
     def _name(self, key: str) -> bytes:
-        # From a str, gets() of pylibmc 1.6.3 makes bytes of its own and frees them before it sends
-        # them, without the GIL. By then another thread may have put its own key at that address:
+        # gets() of pylibmc 1.6.3 converts a str to bytes, and frees them before it sends them,
+        # without the GIL. Meanwhile another thread may put its own key at that address:
         #
         #   thread 1: gets("a") -> frees b"a" .............. sends b"b" -> reads the entry of b
         #   thread 2:                          b"b" ...
         return self.make_key(key).encode()
 
     def _gets(self, name: bytes) -> Any:
-        # gets says "no entry" too if the server does not answer or has closed the connection. get
-        # raises then. If get finds an entry, gets must be asked again, for the cas number.
+        # gets reports "no entry" also if the server does not answer, but get raises. If get finds
+        # an entry, send gets again for the cas number.
         while True:
             value, cas = super()._gets(name)
             if value is not None or self._ask(self.client.get, name) is None:
                 return value, cas
 
     def _cas(self, *args: Any) -> Any:
-        # With the binary protocol and a proxy before the server, libmemcached refuses a cas unsent
-        # (error 47) after a gets that has succeeded; why is not known. The number that gets has
-        # returned holds on any connection.
+        # With the binary protocol and a proxy, libmemcached sometimes refuses to send a cas (error
+        # 47) after a successful gets, for an unknown reason. The cas number is valid on any
+        # connection.
         try:
             return super()._cas(*args)
         except self.unsent:
             return super()._cas(*args)
 
     def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
-        # get_multi, too, says that there are no entries if the server has closed the connection.
-        # The epoch is an entry that a server has. With several servers ask each, key by key.
+        # get_multi returns no entries also if the server has closed the connection. One server
+        # always has the epoch. With several servers, check each missing key.
         names = [*(cache_key.encode() for cache_key in cache_keys), self._name(EPOCH)]
         while True:
             values = self._ask(self.client.get_multi, names)
@@ -250,17 +244,16 @@ class PyLibMCStore(MemcachedStore):
 
 
 class PyMemcacheStore(MemcachedStore):
-    """Keep locks through a pymemcache client of the store's own."""
+    """Keep locks through a separate pymemcache client."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
         self.client_errors = (cache._lib.MemcacheError, OSError)  # noqa: SLF001 - pymemcache
         self.hung_up = (ConnectionError, cache._lib.MemcacheUnexpectedCloseError)  # noqa: SLF001
-        # Without a serializer bytes stay as they are: a lock is never unpickled. ignore_exc would
-        # turn an outage into a miss, noreply an outage into a success. After an error the client
-        # would answer "not stored" for a second without asking the server, and then for a minute
-        # ask no server or another one, where the locks are not. With no attempts and no dead time
-        # it asks the server of the key each time.
+        # Without a serializer a lock is never unpickled. ignore_exc would turn an outage into a
+        # miss, and noreply into a success. By default the client stops asking a server after
+        # errors, or asks another one, which does not have the locks. With no attempts and no dead
+        # time it always asks the server of the key.
         options = {
             **cache._options,  # noqa: SLF001
             **dict.fromkeys(("serde", "serializer", "deserializer")),
@@ -272,7 +265,7 @@ class PyMemcacheStore(MemcachedStore):
         self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
         self.clients: dict[str, Any] = self.client.clients
         if type(self.client) is cache._lib.HashClient and len(self.clients) == 1:  # noqa: SLF001
-            # To choose one server of one costs more than to ask it.
+            # The choice among one server would take longer than the request.
             (self.client,) = self.clients.values()
             if type(self.client) is cache._lib.Client:  # noqa: SLF001 - and no pool of them
                 self.pipeline = Pipeline(self.client)

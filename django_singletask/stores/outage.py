@@ -1,4 +1,4 @@
-"""Let every store raise one error, whichever client cannot ask its cache."""
+"""Let every store raise the same error if its cache cannot be used."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from django_singletask.stores.places import place_of
 __all__ = ["raise_unavailable"]
 
 ASKS_NOTHING = {"close", "lock_key", "make_key", "prefix"}
-"""The public methods of stores that send no request; each take calls some of them."""
+"""Public methods of stores that send no request; each take calls some of them."""
 
 
 def raise_unavailable(store_class: type) -> None:
-    """Let the public methods of a class of stores raise :class:`LockUnavailable`.
+    """Let the public methods of a store class raise :class:`LockUnavailable`.
 
-    The errors in ``client_errors`` of the store become its cause; others pass. The private methods
-    still see the client's own errors, so that they can ask once more.
+    It replaces the errors in ``client_errors``. Private methods still see the client's errors, so
+    that they can try again.
     """
     for name, method in list(vars(store_class).items()):
         if inspect.isfunction(method) and not name.startswith("_") and name not in ASKS_NOTHING:
@@ -50,7 +50,7 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unavailable(store: Any, error: Exception) -> LockUnavailable:
     reason = f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
-    text = f"The cache {store.cache_alias!r} cannot be asked: {reason}."
+    text = f"The cache {store.cache_alias!r} cannot be used: {reason}."
     if store.cache_alias in settings.CACHES:
         text += f" It is {place_of(store.cache_alias)}."
     if store.cache_alias == conf.cache:

@@ -1,4 +1,4 @@
-"""Take a lock in memcached by one round trip, and learn there what the release needs."""
+"""Take a lock in memcached in one round trip, which also returns the cas number."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REPLY = re.compile(
 )
 NO_REPLY = re.compile(rb"(?!(?:NOT_)?STORED\r\n(?:VALUE |END\r\n)).*\n.*\n")
 FRESH = 0.1
-"""Seconds for which a cas number is used; in a longer run, one trip less is not noticed.
+"""Seconds for which a cas number is used.
 
-A server may close a connection that is idle. A proxy may keep one open while its server restarts:
-that takes longer.
+A longer run does not need the speed. A proxy may keep the connection open while its server
+restarts, which takes longer than this.
 """
 
 
@@ -29,8 +29,8 @@ class Pipeline:
       one by one:  add -> stored   gets -> A's bytes, cas 17   ...   gets -> the same   cas 17
       together:    add, gets -> stored, A's bytes, cas 17      ...                      cas 17
 
-    A restarted server may give the number again, to another holder. It has closed the connection,
-    so a number is used only on the connection on which it came:
+    A restarted server may use the number again for another holder. A restart closes connections,
+    so a number is used only on the connection that it came from:
 
       holder A:  add, gets -> cas 17                 connects again   cas 17 -> frees B's lock
       server:                          restarts
@@ -42,16 +42,16 @@ class Pipeline:
         self._taken: tuple[Any, ...] = (None,)
 
     def add(self, name: str, value: bytes, expiry: int) -> bytes | None:
-        """Add an entry if there is none; return the value that is there then, None if it is gone.
+        """Add an entry if there is none; return the value that is there, None if it is gone again.
 
-        Raises ``ConnectionError`` for an answer of another form, such as an error. The same request
-        through the client then raises what the client says about it.
+        Raises ``ConnectionError`` for any other reply, such as an error. Then the caller sends the
+        request through the client, which raises its own error.
         """
         sock, reply, answer = self.client.sock, b"", None
         key = self.client.check_key(name, self.client.key_prefix)
         add = b"add %b 0 %d %d\r\n%b\r\n" % (key, expiry, len(value), value)
         sock.sendall(add + b"gets %b\r\n" % key)
-        # The value of something else may have the end of a reply in it.
+        # A foreign value may contain the end of a reply.
         while answer is None or len(answer["value"] or b"") != int(answer["size"] or 0):
             received = sock.recv(4096)
             reply += received
@@ -63,7 +63,7 @@ class Pipeline:
         return answer["value"]
 
     def remembered(self, name: str, value: bytes) -> tuple[bytes, bytes] | None:
-        """Return the value and the cas number of an entry that was just added here, once."""
+        """Return, once, the value and the cas number of the entry that was just added here."""
         taken, self._taken = self._taken, (None,)
         if taken[:2] != (name, value):
             return None

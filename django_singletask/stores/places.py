@@ -1,4 +1,4 @@
-"""Say where a cache keeps its entries, from its settings alone: two aliases can be one place."""
+"""Find out from the settings where a cache keeps its entries: two aliases can be one place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["backend_is", "place_of", "servers_of"]
 
 
 def backend_is(alias: str, kind: str) -> bool:
-    """Say whether the backend of an alias, or a class that it extends, has ``kind`` in its name."""
+    """Return whether the backend of an alias, or one of its bases, has ``kind`` in its name."""
     configuration: Any = settings.CACHES[alias]
     backend = configuration["BACKEND"]
     names: list[str] = [backend]
@@ -24,9 +24,9 @@ def backend_is(alias: str, kind: str) -> bool:
 
 
 def servers_of(alias: str) -> set[str]:
-    """Return the servers of an alias on Redis or memcached, each in one spelling; else nothing.
+    """Return the Redis or memcached servers of an alias in a uniform spelling.
 
-    Of Redis servers only the first counts: the others are its replicas and hold the same.
+    Only the first Redis server counts, since the others are its replicas.
     """
     configuration: Any = settings.CACHES[alias]
     location = configuration.get("LOCATION") or ""
@@ -43,7 +43,7 @@ def servers_of(alias: str) -> set[str]:
 
 
 def place_of(alias: str) -> str:
-    """Name the class and the servers of an alias, without user names and passwords."""
+    """Return the class and the servers of an alias as text, without user names and passwords."""
     backend = str(settings.CACHES[alias]["BACKEND"]).rpartition(".")[2]
     servers = ", ".join(sorted(servers_of(alias)))
     return f"{backend} on {servers}" if servers else backend

@@ -16,7 +16,7 @@ __all__ = ["IDLE", "DjangoRedisStore", "DjangoValkeyStore", "RedisStore"]
 OUTCOMES = {1: Outcome.OK, 0: Outcome.GONE, -1: Outcome.TAKEN}
 
 IDLE = 1.0
-"""Seconds after which a server may have closed a connection that was not used."""
+"""Seconds after which the server may have closed an idle connection."""
 BATCH = 1000
 """Keys that are listed and read in one trip."""
 
@@ -26,7 +26,7 @@ def _milliseconds(lease: float) -> int:
 
 
 def _bytes(value: bytes | str) -> bytes:
-    # It is a str where the options of the cache say decode_responses=True.
+    # A str with the cache's option decode_responses=True.
     return value.encode() if isinstance(value, str) else value
 
 
@@ -42,7 +42,7 @@ def _left(milliseconds: int) -> float | None:
 
 
 def _packed(encoding: str, *words: str | bytes | int) -> bytes:
-    """Return the request to run a script, in half the time of the client's own packer."""
+    """Return the request to run a script, in half the time of the client's packer."""
     request = [b"*%d\r\n$7\r\nEVALSHA\r\n" % (len(words) + 1)]
     for word in words:
         encoded = word if isinstance(word, bytes) else str(word).encode(encoding)
@@ -51,19 +51,19 @@ def _packed(encoding: str, *words: str | bytes | int) -> bytes:
 
 
 class RedisStore(ForgetfulStore):
-    """Run one script for each request, on the primary, with a client that is kept.
+    """Run one script for each request, on the primary server, with one client.
 
-    Django's RedisCache makes a client object for each call and reads from replicas, which lag: a
-    lock just taken would look free. django-redis with ``IGNORE_EXCEPTIONS`` answers False during
-    an outage, which would look like "held". The bare client does neither.
+    Django's RedisCache reads from replicas, where a new lock still looks free. django-redis with
+    ``IGNORE_EXCEPTIONS`` returns False during an outage, which looks like "held". The client
+    itself does neither.
     """
 
     family = "redis"
     client_package = "redis"
-    """The package of the client, whose exceptions are its own. The other may not be installed."""
+    """The package of the client and its exceptions."""
 
     shared_calls = 0
-    """Calls through the client's pool before the store opens a connection of its own."""
+    """Calls through the client's pool before the store opens its own connection."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -76,7 +76,7 @@ class RedisStore(ForgetfulStore):
         self.connection.register_connect_callback(self._see_server)
         self._takes = False
         self.in_step = False
-        """Whether the reply to the last request on the connection was read to its end."""
+        """Whether the last reply on the connection was read completely."""
         self._busy = self._was_open = False
         self._used_at = 0.0
         self._calls = 0
@@ -99,13 +99,13 @@ class RedisStore(ForgetfulStore):
     ) -> Any:
         """Call a script on the store's own connection, as ``script(keys, args)`` would.
 
-        This takes half the time: for each command the client takes a connection from its pool, and
-        asks the system whether the connection still is open. Here an error shows that it is not.
-        Then a ``repeatable`` request is sent once more: one that gives the same answer if the
-        server has carried it out already.
+        This takes half the time, because the client takes a connection from its pool for each
+        command and checks it. Here an error shows that the connection was closed. Then the request
+        is sent again if it is ``repeatable``: if the server has already handled it, the reply is
+        the same.
         """
         if self._calls < self.shared_calls or self._busy:
-            # The store is busy if this call is made by a signal handler that interrupted another.
+            # Busy: a signal handler calls this while it interrupts another call.
             self._calls += 1
             return script(keys, args)
         self._busy = True
@@ -122,8 +122,7 @@ class RedisStore(ForgetfulStore):
         connection = self.connection
         if not self.in_step or (time.monotonic() - self._used_at > IDLE and self._is_stale()):
             # This is the first use, or the server closed the connection, or an error or a signal
-            # ended the last call before its reply was read. That reply would be taken for the
-            # reply to this call:
+            # ended the last call before its reply was read. This call would read that reply:
             #
             #   here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
             #   server:             "a is yours" ->               "b is held" ->
@@ -138,9 +137,9 @@ class RedisStore(ForgetfulStore):
             return connection.read_response()
 
         try:
-            # As the client does it, with the retries that the options of the cache ask for.
+            # With the retries in the options of the cache, as the client does.
             reply = connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
-        except self.errors.NoScriptError:  # the server is new, or was emptied
+        except self.errors.NoScriptError:  # a new or flushed server
             reply = script(keys, args)
         self.in_step = True
         self._used_at = time.monotonic()
@@ -148,7 +147,7 @@ class RedisStore(ForgetfulStore):
 
     def _is_stale(self) -> bool:
         try:
-            # Readable means: the end of the connection, or a reply that nobody asked for.
+            # Readable: the connection was closed, or there is an unexpected reply.
             return bool(self.connection.can_read())
         except (self.errors.ConnectionError, self.errors.TimeoutError, OSError):
             return True
@@ -174,25 +173,25 @@ class RedisStore(ForgetfulStore):
             if reply:
                 parts = (_bytes(each).split(b" ", 2) for each in reply)
                 return {slots.keys[int(i)]: Entry(each, _left(int(ms))) for i, ms, each in parts}
-            self.look()  # and be held back if the epoch that was known is over
+            self.look()  # if the epoch has changed, the next check raises
 
     def add_epoch(self, value: bytes) -> None:
         self.client.set(self.epoch_key, value, nx=True)
 
     def connect_within(self, seconds: float) -> None:
         self.connection.socket_connect_timeout = seconds
-        self._calls = self.shared_calls  # the connections of the client's pool wait for longer
+        self._calls = self.shared_calls  # the connections of the pool have longer timeouts
 
     def _see_server(self, connection: Any) -> None:
-        """Ask a new connection which server this is, and let no take go to another one.
+        """Note the server of a new connection, and stop a take if it is another server.
 
-        The client calls this whenever it connects, also before it sends a request once more.
+        The client calls this at each connect, also before it sends a request again.
         """
         connection.send_command("INFO", "server")
         try:
             facts = _bytes(connection.read_response()).decode()
         except self.errors.ResponseError:
-            return  # not allowed here: only the epoch tells that locks were forgotten
+            return  # not allowed: only the epoch shows that locks were forgotten
         for line in facts.splitlines():
             if line.startswith("run_id:"):
                 self.epoch.see_server(line)
@@ -205,14 +204,14 @@ class RedisStore(ForgetfulStore):
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         if lease is None:
-            # A deletion that was carried out and is sent again would find the entry gone.
+            # If a deletion were sent again, it would find the entry gone.
             reply = self._call(self._change, [self.make_key(key)], [old], repeatable=False)
         else:
             reply = self._call(self._change, *self._request(key, old, new, lease))
         return OUTCOMES[reply]
 
     def _request(self, key: str, old: bytes, new: bytes, lease: float) -> tuple[Any, Any]:
-        # Bytes that stay the same are sent once.
+        # Unchanged bytes are sent once.
         return [self.make_key(key)], [*dict.fromkeys((old, _milliseconds(lease), new))]
 
     def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
@@ -258,20 +257,19 @@ class RedisStore(ForgetfulStore):
 
 
 class DjangoRedisStore(RedisStore):
-    """Do the same on django-redis, with its default or Sentinel client."""
+    """The same on django-redis, with its default or Sentinel client."""
 
-    # The pool of django-redis serves the whole process, so a greenlet that runs one task and ends
-    # opens no connection.
+    # The process shares the pool of django-redis, so a greenlet for one task opens no connection.
     shared_calls = 10
 
     def _client(self) -> Any:
         return self.cache.client.get_client(write=True)
 
     def close(self) -> None:
-        self.connection.disconnect()  # and not the pool: others use it
+        self.connection.disconnect()  # but not the pool, which is shared
 
 
 class DjangoValkeyStore(DjangoRedisStore):
-    """Do the same on django-valkey, with its default client: valkey-py has the API of redis-py."""
+    """The same on django-valkey, with its default client: valkey-py has the API of redis-py."""
 
     client_package = "valkey"

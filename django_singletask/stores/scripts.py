@@ -1,17 +1,16 @@
-"""The scripts that a Redis or Valkey server runs, one for each request of the store."""
+"""The scripts that a Redis or Valkey server runs, one for each kind of request."""
 
 from __future__ import annotations
 
 __all__ = ["CHANGE", "FENCE_SCRIPT", "LIST", "READ", "TAKE"]
 
-# The server runs a script alone, so nothing happens between its look and its change:
+# The server runs nothing else during a script, so nothing happens between its read and its change:
 #
 #   holder A: GET -> mine            (its lease ends here, B takes the lock)
 #   holder A: DEL                    frees B's lock: impossible inside a script
 #
-# A process takes a lock only in the epoch that it knows. It learns of another one in the same trip,
-# so no take comes between. That is why a take is a script, and no SET NX: that would take the lock
-# whatever the epoch is. A text for each entry is read in half the time of an array.
+# A process takes a lock only in the epoch that it knows. SET NX would take the lock in any epoch.
+# The client reads a text for each entry in half the time of an array.
 TAKE = """
 if ARGV[3] ~= '' and redis.call('GET', KEYS[1]) ~= ARGV[3] then return {} end
 local entries, free, own = {}, false, false
@@ -48,8 +47,8 @@ for i, key in ipairs(KEYS) do
 end
 return entries
 """
-# Long lists of short replies take the client less time than one short list for each entry. MGET has
-# no value for what is no string, where GET would raise.
+# The client reads long lists of short replies faster than one short list for each entry. For a key
+# that is not a string, MGET returns no value, and GET would raise.
 LIST = """
 local page = redis.call('SCAN', ARGV[1], 'MATCH', ARGV[2], 'COUNT', ARGV[3])
 local keys, left = page[2], {}
@@ -57,9 +56,8 @@ for i, key in ipairs(keys) do left[i] = redis.call('PTTL', key) end
 local values = #keys > 0 and redis.call('MGET', unpack(keys)) or {}
 return {page[1], keys, values, table.concat(left, ' ')}
 """
-# Lua's numbers are exact up to 2**53, and it prints 14 digits of them. So the server itself raises
-# the counter and returns it as text. It has no expiry: there is one in a cache, and no policy that
-# evicts only entries with an expiry takes it.
+# Lua's numbers are exact only up to 2**53, and it prints 14 digits. So the server increases the
+# counter and returns it as text. The counter has no expiry, so "volatile" policies do not evict it.
 FENCE_SCRIPT = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
 local time = redis.call('TIME')

@@ -102,7 +102,6 @@ class DeliveryLock(TaskLock):
         return 0 <= time() - blocker.since < YOUNG
 
     def report_outage(self) -> None:
-        """Log and report what the delivery does, as ``on_outage`` says."""
         assert self.lease is not None  # the one that could not be taken
         address, holder, reason = self.address, self.lease.holder, str(self.outage)
         if self.on_outage == "run":

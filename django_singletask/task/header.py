@@ -135,7 +135,6 @@ class Header(NamedTuple):
         )
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the headers of a message with this header added."""
         name, key = self.lock_key or (None, None)
         endless = self.overrides.get("lock_wait") == math.inf
         wire = {
@@ -164,7 +163,6 @@ class Header(NamedTuple):
 
 
 def put_token(headers: dict[str, Any], task_id: str, task: str, token: str) -> None:
-    """Put the token of a delivery into the headers of its message."""
     wire = wire_of(headers, task_id, task) or {"id": task_id, "task": task}
     headers[HEADER] = {**wire, "token": token}
 

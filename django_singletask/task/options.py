@@ -48,7 +48,6 @@ class LockOptions(NamedTuple):
 
     @classmethod
     def of(cls, task: object) -> LockOptions:
-        """Return the options of a task, or of its class."""
         return cls._make(_values(task))
 
     def but(self, overrides: Mapping[str, Any]) -> LockOptions:

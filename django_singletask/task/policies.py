@@ -17,7 +17,6 @@ __all__ = ["ON_CONFLICT"]
 
 
 def skip(delivery: Delivery) -> Any:
-    """Return ``skip_result``, or what ``on_skip`` returns."""
     lock, options = delivery.lock, delivery.options
     lock.report_conflict("skip")
     if options.on_skip is None:
@@ -33,7 +32,6 @@ def refuse(delivery: Delivery) -> NoReturn:
 
 
 def requeue(delivery: Delivery) -> NoReturn:
-    """Postpone the message; raise ``LockConflict`` after ``lock_wait``."""
     _must_be_a_message(delivery)
     limit, now = delivery.options.lock_wait, time.time()
     since = delivery.header.requeued_at or now

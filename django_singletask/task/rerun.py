@@ -109,7 +109,6 @@ def gives_way(lock: Address, task: str, ticket: Ticket) -> bool:
 
 
 def _entry(lock: Address, task: str) -> tuple[Store, str]:
-    """Return the store and key of the entry that counts the messages of a task for a lock."""
     return get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
 
 

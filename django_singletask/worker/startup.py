@@ -1,4 +1,4 @@
-"""Listen to the worker, and let it exit at its start if its locks would not hold."""
+"""Connect the worker's signals, and stop a worker whose locks would not work."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def connect() -> None:
 
 
 def refuse(**kwargs: Any) -> None:
-    """Let a worker exit whose locks would not lock.
+    """Stop a worker whose locks would not work.
 
-    Celery's Django fixup runs the system checks and throws their result away. Only SystemExit
-    ends the worker from here: Celery logs and swallows any other error of a signal's receiver.
+    Celery's Django fixup runs the system checks, but ignores their result. Only SystemExit stops
+    the worker from here: Celery logs any other error of a receiver, and continues.
     """
     if os.environ.get("CELERY_SKIP_CHECKS"):
         return
     errors = [message for message in run() if message.is_serious() and not message.is_silenced()]
     if errors:
         text = "\n".join(str(error) for error in errors)
-        sys.stderr.write(f"The worker does not start: its locks would not hold.\n{text}\n")
+        sys.stderr.write(f"The worker does not start: its locks would not work.\n{text}\n")
         sys.stderr.flush()
         raise SystemExit(1)
 
 
 def load(**kwargs: Any) -> None:
-    """Do once what would otherwise be done in each process of the pool, or at a bad time.
+    """Prepare the main process before it has threads and forks the processes of the pool.
 
-    Ask the cache for its epoch: the processes of the pool inherit it, so they notice if the cache
-    is restarted before their first task. A cache that is down is reported by the first lock.
+    Read the epoch of the cache. The processes of the pool inherit it, so they notice if the cache
+    restarts before their first task. If the cache is down, the first lock reports it.
 
-    Import what the threads of the main process need, before it has any. A process that is forked
-    while a thread imports a module inherits the lock of that module, and not the thread that would
-    free it. Its first task would wait for ever:
+    Import the modules that the threads of the main process need. A process that is forked while a
+    thread imports a module inherits that module's lock, but not the thread that would free it. Its
+    first task would wait for ever:
 
       watcher:      a process is gone    imports the store ......... frees its lock
       hub:                                     forks the next process
@@ -74,5 +74,5 @@ def load(**kwargs: Any) -> None:
 
 
 def flush_history(**kwargs: Any) -> None:
-    """Write what has gathered: the processes of a pool end without their exit handlers."""
+    """Write all events, because the processes of a pool end without exit handlers."""
     flush(2.0)

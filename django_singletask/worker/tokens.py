@@ -1,4 +1,4 @@
-"""Choose the token of each delivery in the main process, and free what a worker discards."""
+"""Choose the token of each delivery in the main process, and free entries of discarded calls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _hops = Hops()
 
 
 def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
-    """Choose the token under which this delivery takes its lock, and note which process runs it.
+    """Choose the token of this delivery's lock, and note which process runs the delivery.
 
-    So main process and child know the same token. It is set on the request itself, because a class
-    of requests of this package would displace a user's own.
+    So the main process and the child know the same token. This changes the request itself, because
+    a request class of this package would replace the user's.
     """
     if not isinstance(request.task, SingletonTask) or not has_processes(sender):
         return
@@ -29,7 +29,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     accepted = request.on_accepted
 
     def on_accepted(pid: int, time_accepted: float) -> None:
-        del request.on_accepted  # else the request refers to itself, and stays until a collection
+        del request.on_accepted  # a cycle, which would keep the request until a collection
         watcher = current_watcher()
         if watcher is not None and pid:
             watcher.deliveries[pid] = delivery
@@ -42,7 +42,6 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
 
 
 def note_end(request: Any, delivery: Accepted) -> None:
-    """Note that the process of a delivery has reported it, whatever became of the task."""
     succeeded = request.on_success
 
     def on_success(*args: Any, **kwargs: Any) -> None:
@@ -54,12 +53,12 @@ def note_end(request: Any, delivery: Accepted) -> None:
 
 
 def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:
-    """Let equal calls be queued again: this one was revoked or has expired before its start."""
+    """Free the entry of a call that was revoked, or expired, before its start."""
     if not terminated:
         discard(Header.of(request.headers, request.id, sender.name))
 
 
 def free_unreadable(message: Any, **kwargs: Any) -> None:
-    """Let equal calls be queued again: the worker cannot read this one, or knows no such task."""
+    """Free the entry of a call whose message or task the worker does not know."""
     headers = getattr(message, "headers", None) or {}
     discard(Header.of(headers, headers.get("id"), str(headers.get("task"))))

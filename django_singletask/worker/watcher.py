@@ -1,4 +1,4 @@
-"""Free the lock of a run whose pool process is gone, and let one worker of the fleet sweep."""
+"""Free the lock of a run whose pool process is dead, and let one of all workers sweep."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ __all__ = [
 logger = logging.getLogger("django_singletask")
 
 LOOK = 0.2
-"""Seconds between two looks at the processes of the pool."""
+"""Seconds between two checks of the processes of the pool."""
 RETRY = 1.0
-"""Seconds until a store that was down is asked again."""
+"""Seconds until the next attempt if a store is down."""
 SWEEP = 60.0
 """Seconds between two sweeps of the history."""
 LEARN = 1.0
@@ -50,10 +50,10 @@ LEARN = 1.0
 
 
 class Accepted:
-    """The delivery that a pool process has accepted last."""
+    """The last delivery that a pool process has accepted."""
 
     start = ""
-    """When the process started: tells it from a later process with the same pid."""
+    """When the process started, to distinguish it from a later one with the same pid."""
     ended = False
 
     def __init__(self, request: Any) -> None:
@@ -67,7 +67,7 @@ class Accepted:
 
 
 class Killed(NamedTuple):
-    """A delivery whose process is gone; its lock is to be freed while its lease can last."""
+    """A delivery whose process is dead; its lock must be freed unless its lease has ended."""
 
     delivery: Accepted
     lock: TaskLock
@@ -75,7 +75,6 @@ class Killed(NamedTuple):
     until: float
 
     def free(self) -> None:
-        """Free the lock, and the entry of the queued call."""
         header = self.delivery.header
         token = header.token or ""
         self.lock.address_of(token).bury(token, self.how)
@@ -84,34 +83,34 @@ class Killed(NamedTuple):
         lock_key = self.lock.lock_key
         queued_call = QueuedCall(lock_key, LockOptions(), Run(header.task), header.queued)
         if not self.delivery.ended:
-            # Killed before it gave back the entry. A delivery that has ended may have queued its
-            # call again with that entry.
+            # Not if the delivery has ended: then it may have queued its call again with that entry.
             queued_call.discard()
         queued_call.address.bury(token, self.how)
 
 
-# Who frees the lock of a killed process
+# Which process frees the lock of a killed process
 #
-# The main process chooses the token, and so can give back just that run's lock once its process
-# is gone. Not before: the signals that tell of a failure (task_failure, task_revoked, on_timeout)
-# are sent while the process still runs its "finally", up to seconds before the body has ended:
+# The main process chooses the token, so it can release the lock of that run only, once its process
+# is gone. Not before: the signals of a failure (task_failure, task_revoked, on_timeout) come while
+# the process still runs its "finally", up to seconds before the body has ended:
 #
 #   main:   time limit -> on_timeout ............ pid gone -> release(token)
 #   child:  body ....................... SIGKILL
 #
-# A process runs one task at a time, so the delivery that it accepted last is the one to look
-# after, and an earlier one is over. Releasing what the child has released finds nothing.
+# A process runs one task at a time, so only the last accepted delivery matters. If the child has
+# already released the lock, the release finds nothing.
 #
-# When the process started is read at the first look, not when it accepts each delivery, which would
-# cost more than all the rest here. If the process was killed before that look, and another has its
-# pid already, nothing proves the death: the lease ends the lock, and no living run is harmed.
+# The start time of the process is read at the first check, because reading it at each delivery
+# would cost more than everything else here. If the process was killed before that check, and a new
+# process already has its pid, nothing proves the death. Then the lock expires with its lease, and
+# no living run is harmed.
 #
 #   main:         accepted by pid 7                               looks: start of the new pid 7
 #   process 7:                      runs   killed   new process 7
 
 
 class Watcher(threading.Thread):
-    """Look after the pool's processes, in a thread: a store that is down must not stop the hub."""
+    """Watch the pool's processes in a thread, since a store that is down must not stop the hub."""
 
     def __init__(self) -> None:
         super().__init__(name="singletask-watcher", daemon=True)
@@ -135,10 +134,10 @@ class Watcher(threading.Thread):
                 self.sweep()
                 self.learn_epoch()
             except Exception:
-                logger.exception("The watch over the pool's processes failed; it goes on.")
+                logger.exception("The check of the pool's processes failed; trying again.")
 
     def sweep(self) -> None:
-        """Sweep each minute, in a thread of its own: a database may hang, locks must be freed."""
+        """Sweep each minute, in a separate thread, since a database may hang."""
         if time.monotonic() < self.sweep_at or (self.sweeper and self.sweeper.is_alive()):
             return
         self.sweep_at = time.monotonic() + SWEEP
@@ -148,16 +147,15 @@ class Watcher(threading.Thread):
         self.sweeper.start()
 
     def learn_epoch(self) -> None:
-        """Ask the cache for its epoch, so that a process that is forked later inherits it.
+        """Read the epoch of the cache, so that a process that is forked later inherits it.
 
-        With an old one it would wait for a second before it takes its first lock.
+        With an old epoch the process would wait for a second before its first lock.
         """
         if clock.now() >= epoch_of(conf.cache).seen_at + LEARN:
-            with suppress(Exception):  # the cache is down: whoever needs a lock reports it
+            with suppress(Exception):  # if the cache is down, the next lock reports it
                 look_at_epoch(conf.cache)
 
     def look(self) -> None:
-        """Find the processes that are gone."""
         for pid, delivery in list(self.deliveries.items()):
             how = is_gone(pid, delivery.start)
             if how is None:
@@ -172,7 +170,7 @@ class Watcher(threading.Thread):
                 self.killed.append(Killed(delivery, lock, how, until))
 
     def free(self) -> None:
-        """Free the locks of killed runs; while the store is down, try again each second."""
+        """Free the locks of killed runs; if the store is down, try again each second."""
         if not self.killed or time.monotonic() < self.free_at:
             return
         try:
@@ -180,7 +178,7 @@ class Watcher(threading.Thread):
                 self.killed[0].free()
                 del self.killed[0]
         except Exception as error:
-            logger.warning("The locks of killed runs are not freed yet: %s", error)
+            logger.warning("The locks of killed runs are not freed yet; trying again: %s", error)
             now = time.monotonic()
             self.free_at = now + RETRY
             self.killed = [one for one in self.killed if now < one.until]
@@ -189,7 +187,7 @@ class Watcher(threading.Thread):
 
 
 def lock_of(delivery: Accepted) -> TaskLock | None:
-    """Return the lock that a delivery takes, not acquired; None if it takes none."""
+    """Return the lock of a delivery, not acquired; None if it takes none."""
     task, header = delivery.request.task, delivery.header
     key = header.lock_key
     try:
@@ -199,17 +197,17 @@ def lock_of(delivery: Accepted) -> TaskLock | None:
             key = task.lock_key(args, kwargs, options)
         return options.lock(key, task.name)
     except (TypeError, ValueError, LockError):
-        return None  # the run itself failed with it, or lock_name says that it takes no lock
+        return None  # the run itself failed with this error, or it takes no lock
 
 
 _history = Sweeper()
 
 
 def sweep(watcher: Watcher) -> None:
-    """Close the history's rows of locks that nobody holds any more, and clean up the lock table.
+    """Close the history's rows of locks that are no longer held, and clean up the lock table.
 
-    One worker of the fleet does it for as long as it lives: it keeps a lock, which another worker
-    takes over when it is gone. A row is closed only when its entry was missing twice.
+    One of all workers does this while it lives. It holds a lock, which another worker takes when
+    the first one is gone.
     """
     try:
         leader = watcher.leader = watcher.leader or TaskLock(leader_key(), run=Run(quiet=True))
@@ -222,8 +220,8 @@ def sweep(watcher: Watcher) -> None:
     except Exception as error:
         if not watcher.sweep_failed:
             logger.warning(
-                "The history is not swept (%s: %s). This is tried again each minute; until then, "
-                "runs that were killed can stand in it as held.",
+                "The history cannot be swept (%s: %s); trying again each minute. Until then it may "
+                "show killed runs as held.",
                 type(error).__name__,
                 str(error).partition("\n")[0].rstrip("."),
             )
@@ -236,24 +234,23 @@ _watcher: Watcher | None = None
 
 
 def current_watcher() -> Watcher | None:
-    """Return the watcher of this process, if it is a worker's main process that is ready."""
+    """Return the watcher of this process, if it is the main process of a ready worker."""
     return _watcher
 
 
 def has_processes(consumer: Any) -> bool:
-    """Say whether the pool of a worker has processes, which can be killed one by one."""
     return type(consumer.pool).__module__ == "celery.concurrency.prefork"
 
 
 def watch(sender: Any, **kwargs: Any) -> None:
-    """Start to look after the processes; sent anew after each lost connection to the broker."""
+    """Start to watch the processes; called again after each lost connection to the broker."""
     global _watcher
     if _watcher is None:
         _watcher = Watcher()
         _watcher.start()
     if has_processes(sender) and getattr(sender, "hub", None) is not None:
-        # The pool notices a dead process within 5 seconds and replaces it then; look at once.
-        # Where there is no hub (the filesystem broker), the pool has a thread that looks.
+        # The pool itself replaces a dead process only within 5 seconds. Without a hub (filesystem
+        # broker), it has a thread for that.
         pool, watcher = sender.pool, _watcher
 
         def replace() -> None:

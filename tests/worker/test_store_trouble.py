@@ -52,7 +52,7 @@ def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs
     down = time.monotonic()
     failed = tasks.hold.apply_async(("b", 0), queue=queue).get(timeout=20, propagate=False)
     assert type(failed) is LockUnavailable
-    assert "The cache 'own_redis' cannot be asked: ConnectionError: " in str(failed)
+    assert "The cache 'own_redis' cannot be used: ConnectionError: " in str(failed)
     assert tasks.regardless.apply_async(("c",), queue=queue).get(timeout=20) == "ran"
     while time.monotonic() - down < 5:
         # The main process answers its broker all this time.
