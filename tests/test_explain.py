@@ -240,15 +240,15 @@ def test_hold_is_slow_beside_enough_runs_of_less_than_half_its_length(runs, last
 
 
 def test_run_that_was_cleared_and_is_still_alive_is_named(child):
-    here = {"host": this_process().host, "pid": child.pid, "task_id": "3f0c"}
-    cleared = {"outcome": "cleared", "name": NAME, "key": KEY, **here}
-    ran(60, 0, **{**cleared, "result": "terminated"})
+    run = {"host": this_process().host, "pid": child.pid, "task_id": "3f0c"}
+    run = {"name": NAME, "key": KEY, "task": TASK, **run}
+    ran(60, 0, outcome="cleared", result="terminated", **run)
+    hold(pid=child.pid, start=start_time(child.pid))
+    row("acquired", 0, token="9ab2", timeout=60, **run)
     assert why(NAME).running == []
-    ran(30, -31, **{**cleared, "result": ""})
+    locks("clear", NAME, "--yes")
     text = explained()
-    assert (
-        f"Cleared 30 s ago, but its run is still alive: task 3f0c on {this_process().host}" in text
-    )
+    assert f"Cleared 0 s ago, but its run is still alive: task 3f0c on {run['host']}" in text
     assert "\n    celery -A tests.testapp control terminate SIGTERM 3f0c\n" in text
     child.kill()
     child.wait()

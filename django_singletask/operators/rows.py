@@ -47,7 +47,7 @@ class HeldLock:
 
     ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
     next call on that host; ``"handed_over"``, left to a process that has not received it yet;
-    ``"kept"`` by a run that has returned (``lock_at_least``); ``"queued"``, no lock but the entry
+    ``"kept"`` by a run that has returned (``lock_at_least``); ``"queued"``, not a lock but an entry
     of a call that stops its duplicates; ``"blocking"``, such an entry of a call that has begun,
     which stays until its time is over; or ``"expired"``, an open row of the history whose first
     lease is over and whose token the store no longer has: the lock is free, or another holder has
@@ -104,7 +104,7 @@ class HeldLock:
 
     @property
     def queued(self) -> bool:
-        """Whether this is no lock, but the entry of a call that stops its duplicates."""
+        """Whether this is not a lock, but the entry of a call that stops its duplicates."""
         return self.state in {"queued", "blocking"}
 
     @property

@@ -82,7 +82,7 @@ def hold_time(seconds: float) -> str:
 
 
 def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
-    """Return how long a hold lasted, or until ``now`` if it goes on; never less than 0.
+    """Return how long a hold lasted, or until ``now`` if it still lasts; never less than 0.
 
     The clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
     """
