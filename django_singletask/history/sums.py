@@ -19,6 +19,17 @@ MOST = 200_000
 WIDTH = 1.1
 """How much longer the longest hold of a bucket is than its shortest."""
 SHORTEST = 0.001
+SECONDS = {
+    "postgresql": {
+        "template": "EXTRACT(EPOCH FROM (%(expressions)s))::float8",
+        "arg_joiner": " - ",
+    },
+    "mysql": {"template": "(-TIMESTAMPDIFF(MICROSECOND, %(expressions)s) / 1e6)"},
+    "sqlite": {
+        "template": "(86400.0 * (julianday(%(expressions)s)))",
+        "arg_joiner": ") - julianday(",
+    },
+}
 
 
 class Seconds(Func):
@@ -27,17 +38,8 @@ class Seconds(Func):
     arity = 2
     output_field = FloatField()
 
-    def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        how = {"template": "EXTRACT(EPOCH FROM (%(expressions)s))::float8", "arg_joiner": " - "}
-        return super().as_sql(compiler, connection, **how, **context)
-
-    def as_mysql(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        how = {"template": "(-TIMESTAMPDIFF(MICROSECOND, %(expressions)s) / 1e6)"}
-        return super().as_sql(compiler, connection, **how, **context)
-
-    def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        how = {"template": "(86400.0 * (julianday(%(expressions)s)))"}
-        return super().as_sql(compiler, connection, arg_joiner=") - julianday(", **how, **context)
+    def as_sql(self, compiler: Any, connection: Any, *args: Any, **context: Any) -> Any:
+        return super().as_sql(compiler, connection, **SECONDS[connection.vendor])
 
 
 class Whole(Floor):
@@ -45,8 +47,7 @@ class Whole(Floor):
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
         # Its floor() is Django's, in Python: a call for each row takes as long as all the rest.
-        how = {"template": "CAST(%(expressions)s AS integer)"}
-        return super().as_sql(compiler, connection, **how, **context)
+        return super().as_sql(compiler, connection, template="CAST(%(expressions)s AS integer)")
 
 
 def sums_since(
