@@ -30,7 +30,7 @@ def test_named_file_exists(path):
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), re.findall(r"``(tests/[\w/.]+\.py)``:\n?.*?``([Tt]est_?\w+)``", PAGE)
+    ("path", "name"), re.findall(r"``(tests/[\w/.]+\.py)``:[ |]*\n?.*?``([Tt]est_?\w+)``", PAGE)
 )
 def test_named_test_is_in_the_named_file(path, name):
     assert re.search(rf"(def|class) {name}\b", (ROOT / path).read_text())
