@@ -78,9 +78,12 @@ def test_lock_that_is_not_watched_is_no_alarm(limit, watched):
         (["x\x1b"], "No lock or task is known as 'x\\x1b'. 'manage.py locks' lists what is held."),
         (
             ["--task", "uniqe"],
-            "No task is known as 'uniqe'. Did you mean \"tests.testapp.tasks.unique\"?",
+            "No lock or task is known as 'uniqe'. Did you mean \"tests.testapp.tasks.unique\"?",
         ),
-        (["--task", "zzz"], "No task is known as 'zzz'. 'manage.py locks' lists what is held."),
+        (
+            ["--task", "zzz"],
+            "No lock or task is known as 'zzz'. 'manage.py locks' lists what is held.",
+        ),
     ],
 )
 def test_watching_an_unknown_name_is_an_error(take, option, watched, message):

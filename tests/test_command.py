@@ -126,7 +126,6 @@ def test_list_takes_names_and_tasks(take):
         (["b" * 32], ["feeds.tasks.import_feed(feed_id=7)"]),
         (["--task", "tasks.import_feed"], ["customer:7", "feeds.tasks.import_feed(feed_id=7)"]),
         (["--task", "feeds.*"], ["customer:7", "feeds.tasks.import_feed(feed_id=7)"]),
-        (["import_feed", "--task", "shops.*"], []),
     ],
 )
 def test_list_takes_tasks_patterns_task_ids_and_tokens(typed, names):
@@ -346,7 +345,7 @@ def test_clear_refuses_options_that_do_not_fit(take, answer, arguments, message)
     [
         (["nightly"], "No matching lock is held: nightly."),
         (["one", "nightly", "was\x1b"], "No matching lock is held: nightly, was\\x1b."),
-        (["--task", "unique"], "No matching lock is held: --task unique."),
+        (["--task", "unique"], "No matching lock is held: unique."),
         (["--token", "x"], "No matching lock is held: --token x."),
         (["one", "--token", "x"], "No matching lock is held by that token: one."),
         (["one", "--dead"], "No matching lock is held by a dead process: one."),
@@ -370,7 +369,7 @@ def test_clear_of_a_lock_that_is_not_held_is_an_error(take, arguments, message):
         (["one", "x\x1b"], "No lock or task is known as 'x\\x1b'. 'manage.py locks' lists what is"),
         (
             ["--task", "uniqe"],
-            "No task is known as 'uniqe'. Did you mean \"tests.testapp.tasks.uniq",
+            "No lock or task is known as 'uniqe'. Did you mean \"tests.testapp.task",
         ),
         (["nothing.like.*"], "No lock or task is known as 'nothing.like.*'."),
     ],
@@ -703,7 +702,7 @@ def test_history_says_why_a_run_was_skipped():
         (["a"], ["one"]),
         (["tw*"], ["two", "two"]),
         (["*o*"], ["lost", "two", "two", "one"]),
-        (["*o*", "--task", "*b", "--kind", "acquired"], ["two"]),
+        (["--task", "*b", "--kind", "acquired"], ["two"]),
         (["t*o", "a", "--limit", "2"], ["two", "two"]),
         (["--outcome", "raised"], ["two"]),
         (["--outcome", "returned"], ["5d1c", "one"]),
@@ -737,6 +736,13 @@ def test_history_says_that_it_searched_the_newest_rows_only(monkeypatch, capsys)
 def test_history_of_a_call_is_found_by_its_arguments():
     ran(60, name=tasks.unique.lock("a").name)
     assert "returned" in locks("history", "tests.testapp.tasks.unique('a')")
+
+
+def test_history_is_shown_while_the_cache_is_away(settings, dead_redis):
+    settings.SINGLETASK_CACHE = dead_redis
+    ran(60, task="feeds.sync", name="feeds.sync()")
+    assert "returned" in locks("history", "sync")
+    assert refused("history", "nothing").returncode == 3
 
 
 def test_history_as_json_has_unix_times():
@@ -908,6 +914,7 @@ def test_missing_history_table_suggests_migrate(no_history_table, arguments):
         (["history", "--kind", "x"], "--kind: invalid choice: 'x'"),
         (["prune", "--older-than", "7"], "--older-than: '7' is not a duration"),
         (["clear", "--al", "--yes"], "unrecognized arguments: --al"),
+        (["list", "x", "--task", "y"], "Type names or --task, not both."),
         (["--js"], "unrecognized arguments: --js"),
     ],
 )

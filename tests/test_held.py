@@ -191,10 +191,10 @@ def test_task_narrows_the_list(on_redis, take):
 
         @app.task(base=SingletonTask, name="listed", shared=False)
         def listed():
-            return [lock.task for lock in held(task=select_task("listed"))]
+            return [lock.task for lock in held([select_task("listed")])]
 
         assert listed.apply().get() == ["listed"]
-        assert held(task=select_task("other")) == []
+        assert held([select_task("other")]) == []
 
 
 def test_skipped_runs_are_counted_by_holder(on_redis, take):
@@ -453,7 +453,7 @@ def test_process_of_another_host_is_not_taken_for_dead(on_redis, ended_process):
 def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
     take("held")
     row("acquired", 100, name="nightly", token="t", task="a", host="web-1", pid=7, timeout=60)
-    [lock] = held(task=select_task("a"))
+    [lock] = held([select_task("a")])
     assert (lock.name, lock.state, lock.queued) == ("nightly", "expired", False)
     assert lock.remaining is None
     assert 100 <= lock.held_for < 120

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from django.core.management.base import CommandError
@@ -22,15 +22,14 @@ __all__ = ["watch"]
 
 def watch(
     locks: Sequence[HeldLock],
-    names: Sequence[Selector],
-    task: Selector | None,
+    selectors: Sequence[Selector],
     *,
     held_over: Sequence[float],
     starving: Sequence[tuple[float, int]],
 ) -> None:
     """Raise :class:`Alarm` if a limit is exceeded: WARNING by the first, CRITICAL by the second."""
     try:
-        hungry = list(_starving_over(names, task, starving))
+        hungry = list(_starving_over(selectors, starving))
     except NoHistory as error:
         message = f"--fail-if-starving needs the history. {error}"
         raise CommandError(message, returncode=UNKNOWN) from error
@@ -55,13 +54,13 @@ def _held_over(locks: Sequence[HeldLock], limits: Sequence[float]) -> Iterator[t
 
 
 def _starving_over(
-    names: Sequence[Selector], task: Selector | None, limits: Sequence[tuple[float, int]]
+    selectors: Sequence[Selector], limits: Sequence[tuple[float, int]]
 ) -> Iterator[tuple[int, str]]:
     """Yield for each limit, the highest first, its level and a sentence that names the locks."""
     named: set[str] = set()
     for level, (longer_than, times) in reversed([*enumerate(limits, 1)]):
         states = [
-            state for state in _starving(names, task, longer_than, times) if state.name not in named
+            state for state in _starving(selectors, longer_than, times) if state.name not in named
         ]
         named.update(state.name for state in states)
         hungry = [
@@ -74,20 +73,13 @@ def _starving_over(
             yield level, f"Starving {how} or more: {few(hungry)}."
 
 
-def _starving(
-    names: Sequence[Selector], task: Selector | None, longer_than: float, times: int
-) -> list[Starving]:
+def _starving(selectors: Sequence[Selector], longer_than: float, times: int) -> Iterable[Starving]:
     ask = partial(starving, longer_than, times=times)
-    states = [] if names or (task and not task.is_pattern) else ask()
-    for selector in names or filter(None, [task]):
+    states = [] if selectors else ask()
+    for selector in selectors:
         if selector.is_pattern:
             states += [state for state in ask() if selector.covers(state.name, state.task)]
-        if spelled := selector.names() - {""}:
-            states += ask(names=spelled)
-        if selector.task and not selector.is_pattern:
-            states += ask(task=selector.task)
-    return [
-        state
-        for state in dict.fromkeys(states)
-        if task is None or task.covers(state.name, state.task)
-    ]
+        else:
+            states += ask(names=selector.names()) if selector.names() else []
+            states += ask(task=selector.task) if selector.task else []
+    return dict.fromkeys(states)

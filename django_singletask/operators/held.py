@@ -53,12 +53,12 @@ MATCHES = 2000
 """Newest rows among whose names those like an unknown name are looked for."""
 
 
-def held(selectors: Sequence[Selector] = (), *, task: Selector | None = None) -> list[HeldLock]:
+def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     """List the locks that are held, dead, queued or expired, the longest held first.
 
-    They match one of ``selectors``, if there are any, and ``task``. A store that cannot list its
-    entries is asked for the keys of the open rows of the history. Raises :class:`CannotList` if
-    there are none to be had, and :class:`LockUnavailable`.
+    They match one of ``selectors``, if there are any. A store that cannot list its entries is asked
+    for the keys of the open rows of the history. Raises :class:`CannotList` if there are none to be
+    had, and :class:`LockUnavailable`.
     """
     locks = _find(selectors)
     holders = Counter(lock.lock_key for lock in locks)
@@ -72,7 +72,6 @@ def held(selectors: Sequence[Selector] = (), *, task: Selector | None = None) ->
         # A call that is unique until it has finished has its lock as well while it runs.
         and not (lock.queued and lock.pid)
         and (not selectors or any(selector.matches(lock) for selector in selectors))
-        and (task is None or task.matches(lock))
     ]
     locks.sort(key=attrgetter("name"))
     locks.sort(key=attrgetter("held_for"), reverse=True)
@@ -92,15 +91,16 @@ def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ())
     for selector in selectors:
         if any(map(selector.matches, locks)) or selector.is_known():
             continue
-        noun = "task" if selector.only_task else "lock or task"
-        raise UnknownName(selector.text, _like(selector), noun)
+        raise UnknownName(selector.text, _like(selector))
 
 
 def _like(selector: Selector) -> list[str]:
     name = selector.text
     if selector.only_task:
         return nearest(name, task_names())
-    names = [lock.name for lock in look()]
+    names = []
+    with suppress(LockUnavailable):
+        names += [lock.name for lock in look()]
     with suppress(NoHistory), reading():
         names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
     matches = nearest(name, names) or nearest(name, patterns() if "(" in name else task_names())

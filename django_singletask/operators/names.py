@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.past import find, fits
-from django_singletask.stores import CannotList, get_store
+from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
 
@@ -45,23 +45,17 @@ class UnknownName(Exception):
     If it is ``shortened``, these are the tasks whose names end with it.
     """
 
-    def __init__(
-        self, name: str, matches: Iterable[str], noun: str = "lock or task", shortened: bool = False
-    ) -> None:
-        self.name, self.matches = name, list(matches)
-        self.noun, self.shortened = noun, shortened
-        super().__init__(name, self.matches, noun, shortened)
-
-    def __str__(self) -> str:
-        names = [f'"{clean(match)}"' for match in self.matches]
-        if self.shortened:
-            return (
-                f"{len(names)} tasks have names that end with '{clean(self.name)}': "
-                f"{', '.join(names)}. Type more of the name."
-            )
-        like = f"Did you mean {', or '.join(names)}?" if names else ""
-        hint = like or "'manage.py locks' lists what is held."
-        return f"No {self.noun} is known as '{clean(self.name)}'. {hint}"
+    def __init__(self, name: str, matches: Sequence[str], shortened: bool = False) -> None:
+        self.matches = matches
+        name, names = clean(name), [f'"{clean(match)}"' for match in matches]
+        hint = f"Did you mean {', or '.join(names)}?"
+        if shortened:
+            problem = f"{len(names)} tasks have names that end with '{name}': {', '.join(names)}."
+            hint = "Type more of the name."
+        else:
+            problem = f"No lock or task is known as '{name}'."
+            hint = hint if names else "'manage.py locks' lists what is held."
+        super().__init__(f"{problem} {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +99,8 @@ class Selector:
         if self.text.startswith(PREFIX):
             with reading(even_if_off=True):
                 return {TaskLockEvent.objects.name_of_key(self.text) or self.text}
-        typed = {self.text} if "\0" not in self.text else set()  # which PostgreSQL refuses
+        # PostgreSQL refuses NUL.
+        typed = {self.text} - {""} if "\0" not in self.text and not self.only_task else set()
         return typed.union(lock.name for lock in self.locks)
 
     def conditions(self) -> list[dict[str, Any]]:
@@ -118,7 +113,7 @@ class Selector:
             return [{"task": task} for task in dict.fromkeys(tasks) if fits(task, self.task)]
         if self.is_pattern:
             task, parenthesis, _arguments = self.text.partition("*")[0].partition("(")
-            whole = task if parenthesis and task in task_names() else None
+            whole = task if parenthesis and task in task_names() else ""
             return [{"like": self.text, "task": whole}]
         meant: list[dict[str, Any]] = [{"name": name} for name in self.names()]
         if self.task:
@@ -195,11 +190,12 @@ def _whole(name: str, lock: str = "") -> str:
 
 
 def _is_lock(name: str) -> bool:
-    keys = [lock.key for lock in locks_of(name)]
     with suppress(NoHistory), reading(even_if_off=True):
         if TaskLockEvent.objects.named(name)[:1]:
             return True
-    return bool(get_store(conf.cache).read_many(keys))
+    with suppress(Exception):  # the history is asked while the cache is away, too
+        return bool(get_store(conf.cache).read_many(lock.key for lock in locks_of(name)))
+    return False
 
 
 def task_names() -> list[str]:
@@ -215,8 +211,8 @@ def _recorded_tasks() -> list[str]:
 
 
 def _holding_tasks() -> set[str]:
-    """Return the tasks that hold a lock, if the cache can list its entries."""
-    with suppress(CannotList):
+    """Return the tasks that hold a lock, as far as the cache says."""
+    with suppress(Exception):  # it is away, or cannot list its entries
         entries = get_store(conf.cache).entries()
         return {Holder.decode(entry.value).task or "" for _key, entry in entries}
     return set()

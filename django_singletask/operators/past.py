@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from itertools import product
 from typing import Any, NamedTuple
 
 from django.utils.timezone import now as django_now
@@ -34,22 +33,18 @@ def fits(name: str, pattern: str) -> bool:
     return fnmatchcase(name, re.sub(r"[\[?]", r"[\g<0>]", pattern))
 
 
-def find(*conditions: Sequence[Mapping[str, Any]], limit: int = 50, **facts: Any) -> Found:
-    """Return the newest rows that meet one of each list of conditions, and have all the facts.
+def find(
+    conditions: Iterable[Mapping[str, Any]] = ({},), *, limit: int = 50, **facts: Any
+) -> Found:
+    """Return the newest rows that meet one of the conditions, and have all the facts.
 
     Conditions and facts are columns of the history and their values (None leaves a fact out),
     ``like`` (a pattern for the name) and ``since`` (seconds before now). Old rows are found with
     the history off, too. Raises :class:`NoHistory`.
     """
-    merged = []
-    for chosen in product([facts], *conditions):
-        pairs = {
-            (name, value) for each in chosen for name, value in each.items() if value is not None
-        }
-        if len({name for name, _value in pairs}) == len(pairs):  # no two contradict each other
-            merged.append(dict(pairs))
+    facts = {name: fact for name, fact in facts.items() if fact is not None}
     with reading(even_if_off=True):
-        parts = [_find(limit, **each) for each in merged]
+        parts = [_find(limit, **{**facts, **condition}) for condition in conditions]
     rows = {row.pk: row for part in parts for row in part.rows}
     newest = sorted(rows, reverse=True)[:limit]
     return Found([rows[pk] for pk in newest], all(part.complete for part in parts))

@@ -61,9 +61,9 @@ class Command(ProcessCommand):
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is exceeded."""
         with asking_the_cache():
-            names, task = selectors(options)
-            locks = held.with_history(held.held(names, task=task))
-            held.must_be_known([*names, *filter(None, [task])], locks)
+            names = selectors(options)
+            locks = held.with_history(held.held(names))
+            held.must_be_known(names, locks)
         if not locks and conf.history != "off":
             try:
                 with reading():
@@ -75,9 +75,9 @@ class Command(ProcessCommand):
         elif locks:
             self.print_table(listings.lock_table(locks))
         else:
-            self.stdout.write("No matching lock is held." if names or task else "No lock is held.")
+            self.stdout.write("No matching lock is held." if names else "No lock is held.")
         held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
-        alarms.watch(locks, names, task, held_over=held_over, starving=starving)
+        alarms.watch(locks, names, held_over=held_over, starving=starving)
 
     def why(self, options: dict[str, Any]) -> None:
         with asking_the_cache():
@@ -91,15 +91,15 @@ class Command(ProcessCommand):
         """Show the locks that were asked for, ask, and free them."""
         check_choice(options)
         with asking_the_cache():
-            names, task = selectors(options)
-            if options["queued"] and not names:
+            names = selectors(options)
+            if options["queued"] and not options["names"]:
                 held.must_list()
-            locks = held.held(names, task=task)
-            held.must_be_known([*names, *filter(None, [task])], locks)
+            locks = held.held(names)
+            held.must_be_known(names, locks)
             chosen = held.with_history([lock for lock in locks if _is_chosen(lock, options)])
             missing = [each.text for each in names if not any(map(each.matches, chosen))]
             nothing = _not_there(missing, locks, options) if missing or not chosen else ""
-        if nothing and (names or task or options["token"]):
+        if nothing and (names or options["token"]):
             raise CommandError(nothing)
         if nothing:  # nothing was named, so finding nothing is not an error
             self.stdout.write("[]" if options["json"] else nothing)
@@ -155,10 +155,10 @@ class Command(ProcessCommand):
         narrowed = {name: options[name] for name in ("kind", "outcome", "since", "limit")}
         if narrowed["outcome"] in Result.values:
             narrowed["result"], narrowed["outcome"] = narrowed["outcome"], None
-        names, task = selectors(options)
-        conditions = [[each for name in names for each in name.conditions()]] if names else []
-        rows, complete = find(*conditions, *([task.conditions()] if task else []), **narrowed)
-        held.must_be_known([*names, *filter(None, [task])])
+        names = selectors(options)
+        conditions = [each for name in names for each in name.conditions()] if names else [{}]
+        rows, complete = find(conditions, **narrowed)
+        held.must_be_known(names)
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
@@ -232,10 +232,13 @@ def asking_the_cache() -> Iterator[None]:
         raise CommandError(printable(cannot_ask(error)), returncode=UNKNOWN) from error
 
 
-def selectors(options: dict[str, Any]) -> tuple[Sequence[Selector], Selector | None]:
-    """Read the names and the task that were typed."""
-    task = options["task"]
-    return [*map(select, options["names"])], None if task is None else select_task(task)
+def selectors(options: dict[str, Any]) -> Sequence[Selector]:
+    """Read the names, or the task, that were typed."""
+    if options["task"] is None:
+        return [*map(select, options["names"])]
+    if options["names"]:
+        raise CommandError("Type names or --task, not both.", returncode=UNKNOWN)
+    return [select_task(options["task"])]
 
 
 def actor() -> str:
@@ -258,9 +261,9 @@ def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
 
 def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
     """Say that what was asked for is not there, and why, where that is known."""
-    token, task, queued, dead = (options[name] for name in ("token", "task", "queued", "dead"))
+    token, queued, dead = (options[name] for name in ("token", "queued", "dead"))
     what = "queued" if queued else "held by a dead process" if dead else "held"
-    criteria = missing or [f"--task {task}"] * bool(task) or [f"--token {token}"] * bool(token)
+    criteria = missing or [f"--token {token}"] * bool(token)
     noun = f"{'matching ' * bool(criteria)}{'call' if queued else 'lock'}"
     by = " by that token" if token and missing else ""
     named = f": {', '.join(map(printable, criteria))}" if criteria else ""
