@@ -265,7 +265,7 @@ class TestOperators:
         assert "blocks duplicates until" in row
         query = {"key": entry().key, "token": entry().holder().token}
         page = text_of(client.get(CLEAR, query).content.decode())
-        assert "This call has begun. Equal calls are stopped until the time is over." in page
+        assert "This call has begun. Identical calls are stopped until its time is over." in page
 
 
 def test_control_until_start_the_entry_is_freed_by_the_run(sent):

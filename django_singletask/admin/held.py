@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -26,6 +25,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
+from django_singletask.operators.stop import stop_command
 from django_singletask.operators.words import clock_time, duration, process
 
 __all__ = ["SHOWN", "HeldPages"]
@@ -121,13 +121,13 @@ class HeldPages(OperatorPages):
         if trouble:
             return self.back_to_held(request, messages.ERROR, trouble)
         text = _(
-            "Nothing was freed: this holder no longer has the lock. It was given back, it was "
-            "cleared by somebody else, or another run has it by now."
+            "Nothing was freed: this holder no longer has the lock. The lock was released or "
+            "cleared, or another run has taken it."
         )
         if key.startswith(QUEUED):
             text = _(
-                "Nothing was forgotten: this call no longer stops equal calls. It has started, was "
-                "revoked, or was forgotten by somebody else."
+                "Nothing was forgotten: this call no longer stops identical calls. It has started, "
+                "was revoked, or was already forgotten."
             )
         return self.back_to_held(request, messages.WARNING, text)
 
@@ -135,7 +135,6 @@ class HeldPages(OperatorPages):
         """Show who holds a lock, and a form that frees it."""
         held.with_history([lock])
         started = started_at(lock.process)
-        terminate = "" if lock.queued else ", terminate=True"
         return self.render(
             request,
             "clear",
@@ -145,7 +144,7 @@ class HeldPages(OperatorPages):
             alive=is_alive(lock.process),
             proof=proof_of_death(lock.process),
             started=clock_time(started, dated=True) if started else "",
-            revoke=f"app.control.revoke({json.dumps(lock.task_id)}{terminate})",
+            stop=stop_command(lock.task_id, queued=lock.queued) if lock.task_id else "",
         )
 
     def report_cleared(self, request: HttpRequest, lock: HeldLock, reason: str) -> HttpResponse:
@@ -159,9 +158,9 @@ class HeldPages(OperatorPages):
         text = text.format(lock.name, lock.run, lock.token)
         because = _(" Reason: {}").format(clean(reason, 255)) if reason else ""
         self.log_change(request, event, text + because)
-        text = _("The lock {} was freed. The run that held it, if there is one, goes on.")
+        text = _("The lock {} was freed. If its task still runs, it keeps running.")
         if lock.queued:
-            text = _("The queued call of {} is forgotten: equal calls can be sent again.")
+            text = _("The queued call of {} is forgotten: identical calls can be sent again.")
         return self.back_to_held(request, messages.SUCCESS, text.format(lock.name))
 
     def back_to_held(self, request: HttpRequest, level: int, text: str) -> HttpResponse:
@@ -210,8 +209,8 @@ def held_row(lock: HeldLock) -> dict[str, Any]:
 
 def describe(state: Starving) -> str:
     text = ngettext(
-        "{} call came to nothing in {}, the last {} ago.",
-        "{} calls came to nothing in {}, the last {} ago.",
+        "{} call was skipped in {}, the last {} ago; none completed.",
+        "{} calls were skipped in {}, the last {} ago; none completed.",
         state.skipped,
     ).format(state.skipped, duration(state.unmet), duration(state.last_skip))
     if state.since_completed is None:
