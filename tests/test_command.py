@@ -843,7 +843,9 @@ def test_prune_that_is_interrupted_says_how_far_it_is(old):
 # Failures
 
 
-@pytest.mark.parametrize("arguments", [[], ["clear", "--all", "--yes"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["clear", "--all", "--yes"], ["why", "tests.testapp.tasks.unique"]]
+)
 def test_memcached_without_history_cannot_be_listed(settings, arguments):
     settings.SINGLETASK_CACHE = "pymemcache"
     settings.SINGLETASK_HISTORY = "off"

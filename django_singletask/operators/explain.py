@@ -18,7 +18,7 @@ from django_singletask.history.queries import (
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, may_live, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
-from django_singletask.operators.held import look, must_be_known, with_history
+from django_singletask.operators.held import held, look, must_be_known, with_history
 from django_singletask.operators.names import Selector, select, select_task
 from django_singletask.operators.past import find
 from django_singletask.operators.rows import HeldLock
@@ -110,10 +110,11 @@ def why(text: str) -> Why | TaskFacts:
     """Gather what is known of a lock, of the lock of a run, or of a task.
 
     ``text`` is what :func:`select` reads, but no pattern. Raises :class:`UnknownName` if there is
-    nothing, and :class:`LockUnavailable`.
+    nothing, :class:`CannotList` for a task, and :class:`LockUnavailable`.
     """
     selector, run = select(lock_of_slot(text) if text.startswith(PREFIX) else text), None
-    locks = look([selector])
+    # Where the cache cannot list its entries, "no lock of this task is held" would be a guess.
+    locks = held([selector]) if selector.task else look([selector])
     must_be_known([selector], locks)
     if selector.task:
         names = {lock.name for lock in locks}
@@ -143,11 +144,11 @@ def _of_task(task: str, locks: list[HeldLock]) -> TaskFacts:
     rows, no_history = _read(TaskLockEvent.objects.of_task(task))
     within = DAY if len(rows) < NEWEST else min(DAY, ago(rows[-1].last_at or rows[-1].at))
     skips = [row for row in rows if row.is_counted and ago(row.last_at or row.at) <= within]
-    held = [lock for lock in locks if lock.state in HOLDING]
+    holding = [lock for lock in locks if lock.state in HOLDING]
     return TaskFacts(
         task=task,
-        free=not held,
-        held=held,
+        free=not holding,
+        held=holding,
         queued=[lock for lock in locks if lock.queued],
         usual=TaskLockEvent.objects.usual_hold("", task),
         completed=next((_past(row) for row in rows if row.is_completed), None),
