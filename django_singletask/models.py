@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
@@ -17,9 +19,9 @@ class Kind(models.TextChoices):
     DUPLICATE = "duplicate", _("duplicate")
     EXPIRED = "expired", _("expired")
     LOST = "lost", _("lost")
-    RETAKEN = "retaken", _("retaken")
+    RETAKEN = "retaken", _("taken again")
     CLEARED = "cleared", _("cleared")
-    UNGUARDED = "unguarded", _("unguarded")
+    UNGUARDED = "unguarded", _("ran without a lock")
 
 
 COUNTED = frozenset({"skipped", "duplicate"})
@@ -30,13 +32,16 @@ TROUBLE = frozenset({"expired", "lost", "retaken", "cleared", "unguarded"})
 
 
 class HoldOutcome(models.TextChoices):
-    """How a hold ended; empty while it lasts."""
+    """How a hold ended; empty while it lasts.
+
+    What ends it otherwise than its run has a row as well, and that one has the shorter word.
+    """
 
     RELEASED = "released", _("released")
-    DEAD = "dead", _("dead")
-    EXPIRED = "expired", _("expired")
-    LOST = "lost", _("lost")
-    CLEARED = "cleared", _("cleared")
+    DEAD = "dead", _("process dead")
+    EXPIRED = "expired", _("hold expired")
+    LOST = "lost", _("hold lost")
+    CLEARED = "cleared", _("hold cleared")
 
 
 class Result(models.TextChoices):
@@ -84,6 +89,9 @@ class TaskLockEvent(models.Model):
     longest_renewal_gap = models.FloatField(
         _("longest renewal gap"), null=True, blank=True, help_text=_("Seconds.")
     )
+
+    state = "held"
+    """Of a hold that has not ended, as far as the cache was asked."""
 
     objects = TaskLockEventQuerySet.as_manager()
 
@@ -150,6 +158,11 @@ class TaskLockEvent(models.Model):
         """Return the holder of the lock, as far as the row describes it."""
         facts = {"task": self.task or None, "task_id": self.task_id or None}
         return Holder.from_dict({**vars(self), **facts, "since": timestamp(self.at)})
+
+    @property
+    def end(self) -> datetime:
+        """When it ended, or happened last, as far as is known."""
+        return self.ended_at or self.last_at or self.at
 
     @property
     def is_counted(self) -> bool:

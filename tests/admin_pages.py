@@ -47,7 +47,8 @@ def log_in(*codenames: str, name: str = "ada", **options: Any) -> Client:
 
 def event(**facts: Any) -> TaskLockEvent:
     """Write an event of now."""
-    usual = {"kind": "acquired", "name": f"{TASK}(feed_id=7)", "key": "k", "at": timezone.now()}
+    usual = {"kind": "acquired", "name": f"{TASK}(feed_id=7)", "key": "k", "timeout": 60}
+    usual["at"] = timezone.now()
     return TaskLockEvent.objects.create(**{**usual, **facts})
 
 

@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import time
-from datetime import timedelta
+from datetime import datetime, timedelta
+from datetime import timezone as dt_timezone
 
 import pytest
 from django.contrib import admin
@@ -28,6 +29,7 @@ from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as held_locks
 from django_singletask.operators import timeline
+from django_singletask.operators.marks import SIGNS
 from django_singletask.operators.rows import ENOUGH
 from django_singletask.operators.starving import Starving
 from django_singletask.stores import get_store
@@ -679,10 +681,10 @@ def test_time_spans_of_the_timeline(operator, span):
     assert "Nothing happened" in content
 
 
-@pytest.mark.parametrize("span", ["", "2h", "-1", "7d'", "15M", "99999999999999999d"])
+@pytest.mark.parametrize("span", ["2h", "-1", "7d'", "15M", "99999999999999999d"])
 def test_odd_time_span_is_an_hour_and_the_page_says_so(operator, span):
     content = content_of(operator, TIMELINE, {"range": span})
-    assert "this is the last hour" in content
+    assert "choose 15m, 1h, 24h, 7d, or a time from … to …" in content
     assert 'range=1h" aria-current="true"' in content
 
 
@@ -707,8 +709,8 @@ def test_timeline_of_one_lock_or_one_task(operator, query, lanes):
 
 def test_other_time_spans_keep_the_lock_or_the_task(operator):
     content = content_of(operator, TIMELINE, {"name": "a(b=1)&c", "task": "t"})
-    assert f'href="{TIMELINE}?range=7d&amp;name=a%28b%3D1%29%26c"' in content
-    assert f'href="{TIMELINE}?range=7d&amp;task=t"' in content_of(operator, TIMELINE, {"task": "t"})
+    assert 'href="?range=7d&amp;name=a%28b%3D1%29%26c"' in content
+    assert 'href="?range=7d&amp;task=t"' in content_of(operator, TIMELINE, {"task": "t"})
 
 
 def test_places_of_marks_are_written_for_the_browser_in_every_language(operator, settings):
@@ -722,13 +724,64 @@ def test_places_of_marks_are_written_for_the_browser_in_every_language(operator,
 
 def test_timeline_that_leaves_out_locks_leads_to_the_tasks(operator, monkeypatch):
     monkeypatch.setattr(timeline, "LANES", 1)
-    monkeypatch.setattr(timeline, "ROWS", 2)
     event(name="a")
     event(name="b")
     content = content_of(operator, TIMELINE)
-    assert "1 more lock is left out" in content
-    assert "There are more events than can be drawn" in content
-    assert content.count(f'<a href="{BASE}per-task/">a task</a>') == 2
+    assert "1 more lane is left out" in content
+    assert content.count(f'<a href="{BASE}per-task/">a task</a>') == 1
+
+
+def test_timeline_says_that_it_draws_sums(operator, monkeypatch):
+    event(name="a", outcome="released", ended_at=timezone.now())
+    event(name="a", outcome="released", ended_at=timezone.now())
+    assert "Sums of" not in content_of(operator, TIMELINE)
+    monkeypatch.setattr(timeline, "ROWS", 1)
+    content = content_of(operator, TIMELINE)
+    assert "Sums of 1m each, because there are more than 1 events." in content
+    assert f'<a href="{LIST}?q=a&amp;kind__exact=acquired&amp;from=' in content
+    assert "Trouble and open holds" in content
+
+
+# Windows
+
+
+@pytest.mark.parametrize("page", [TIMELINE, LIST])
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"from": "soon"}, "'soon' is not a time: write it as 20"),
+        ({"to": "2026-13-01T00:00"}, "'2026-13-01T00:00' is not a time"),
+        ({"from": "0001-01-01T00:00"}, "is not a time"),
+        ({"from": "2026-01-02T03:00", "to": "2026-01-02T02:00"}, "after 2026-01-02 03:00:00"),
+        ({"from": "<script>"}, "'&lt;script&gt;' is not a time"),
+        ({"range": "odd"}, "There is no range 'odd'"),
+    ],
+)
+def test_wrong_window_is_a_message(operator, page, query, message):
+    event(name="nightly")
+    content = content_of(operator, page, query).replace("&#x27;", "'")
+    assert message in content
+    assert "nightly" in content
+
+
+@pytest.mark.parametrize("page", [TIMELINE, LIST])
+def test_window_is_shown_and_kept_in_the_link_to_the_other_page(operator, page, settings):
+    settings.TIME_ZONE = "Europe/Berlin"
+    at = datetime(2026, 1, 2, 2, 30, tzinfo=dt_timezone.utc)
+    event(name="at night", at=at, ended_at=at, outcome="released", task="t")
+    event(name="by day", task="t")
+    content = content_of(
+        operator, page, {"from": "2026-01-02T03:00", "to": "2026-01-02T04:00", "task": "t"}
+    )
+    assert "at night" in content
+    assert "by day" not in content
+    assert 'name="from" value="2026-01-02T03:00:00"' in content
+    assert 'name="to" value="2026-01-02T04:00:00"' in content
+    assert '<input type="hidden" name="task" value="t">' in content
+    other = LIST if page == TIMELINE else TIMELINE
+    window = "from=2026-01-02T02%3A00%3A00%2B00%3A00&amp;to=2026-01-02T03%3A00%3A00%2B00%3A00"
+    assert f'href="{other}?{window}&amp;task=t"' in content
+    assert content_of(operator, other, {"from": "2026-01-02T02:00:00+00:00"}).count("at night")
 
 
 def test_legend_shows_the_marks(operator):
@@ -737,9 +790,9 @@ def test_legend_shows_the_marks(operator):
     event(name="nightly", outcome="lost", ended_at=timezone.now())
     content = content_of(operator, TIMELINE)
     legend = content.partition("<figcaption")[2].partition("</figcaption>")[0]
-    assert text_of(legend.partition(">")[2]) == "lost skipped"
-    lost, skipped = legend.split('class="singletask-state')[1:]
-    assert lost.count("<rect") == lost.count(f'<path d="{timeline.SIGNS["lost"]}"') == 1
+    assert text_of(legend.partition(">")[2]) == "hold lost lost skipped"
+    hold, lost, skipped = legend.split('class="singletask-state')[1:]
+    assert hold.count("<rect") == lost.count(f'<path d="{SIGNS["lost"]}"') == 1
     assert (skipped.count("<rect"), skipped.count("<path")) == (1, 0)
 
 
@@ -774,7 +827,7 @@ def test_timeline_reads_a_bounded_number_of_rows_by_indexes(operator):
     assert len(sent) >= 9
     for plan in sent:
         assert not plan.reads_the_table(), plan.sql
-        assert "LIMIT" in plan.sql or "IN (" in plan.sql
+        assert "LIMIT" in plan.sql or "IN (" in plan.sql or "GROUP BY" in plan.sql
 
 
 # Another admin site

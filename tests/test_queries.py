@@ -67,9 +67,9 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert sorted(ids(history.runs(["t1", "t2", ""], ["5d1c", ""]))) == [run.pk, other.pk]
     assert ids(history.runs(["t3"], ["5d1c"])) == [held.pk]
     assert ids(history.blocked_by(["t3", "t1"])) == [skip.pk]
-    assert ids(history.search("a(1)").newest()) == [skip.pk, run.pk]
-    assert ids(history.search("x", ["b", "a(10)"]).newest()) == [held.pk, other.pk]
-    assert ids(history.search("5d1c")) == [run.pk]
+    assert ids(history.search(["a(1)"]).newest()) == [skip.pk, run.pk]
+    assert ids(history.search(["x"], ["b", "a(10)"]).newest()) == [held.pk, other.pk]
+    assert ids(history.search(["5d1c"])) == [run.pk]
     assert history.name_of_key("singletask:a:1") == "a(1)"
     assert history.task_names(2) == ["a", "a%"]
     TaskLockEvent.objects.all().delete()
@@ -113,7 +113,7 @@ def questions():
             lambda: list(history.of_kind("skipped")[:1000]),
             lambda: list(history.of_kind("lost").since(before_now(60))[:1000]),
             lambda: list(history.newest().since(before_now(60))[:1000]),
-            lambda: list(history.newest().search("t5(", ["t6(1)"])[:50]),
+            lambda: list(history.newest().search(["t5("], ["t6(1)"])[:50]),
             lambda: history.still_open([7, 8]),
             lambda: history.name_of_key("singletask:t5:305"),
             lambda: find(task="t5", kind="lost"),
@@ -210,8 +210,8 @@ def test_search_for_what_many_names_begin_with_finds_all(monkeypatch):
     monkeypatch.setattr(queries, "FREQUENT", 2)
     for name in ("feeds(1)", "feeds(2)", "feeds(3)", "nightly"):
         ran(60, name=name)
-    assert history.search("feeds(").count() == 3
-    assert history.search("night").count() == 1
+    assert history.search(["feeds("]).count() == 3
+    assert history.search(["night"]).count() == 1
 
 
 def test_name_of_a_key_is_found_by_the_name_of_a_lock_without_a_task():

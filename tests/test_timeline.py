@@ -8,13 +8,17 @@ from types import SimpleNamespace
 import pytest
 from django.utils import timezone
 
+from django_singletask.history import sums as history_sums
 from django_singletask.history.queries import SWEEPER
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import timeline
-from django_singletask.operators.timeline import SPANS, draw
+from django_singletask.operators.marks import Lane
+from django_singletask.operators.timeline import draw
+from django_singletask.operators.windows import Window
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
+LANE = Lane("nightly", "name")
 NOW = datetime.datetime(2026, 1, 2, 12, 0, tzinfo=datetime.timezone.utc)
 
 
@@ -32,7 +36,8 @@ def ago(minutes):
 def hold(begin, end=None, **facts):
     """Write a hold that lasted from ``begin`` to ``end`` minutes ago, or goes on."""
     ending = {"outcome": "released", "result": "returned", "ended_at": ago(end or 0)}
-    return event(begin, kind="acquired", **{**(ending if end is not None else {}), **facts})
+    lasting = {"timeout": 1e9} if end is None else ending
+    return event(begin, kind="acquired", **{**lasting, **facts})
 
 
 def event(minutes, kind="skipped", **facts):
@@ -43,7 +48,11 @@ def event(minutes, kind="skipped", **facts):
 
 def drawn(span="1h", *, rows=None, now=NOW, **only):
     rows = TaskLockEvent.objects.all() if rows is None else rows
-    return SimpleNamespace(**draw(rows, SPANS[span], now=now, **only))
+    return SimpleNamespace(**draw(rows, Window.past(span, now), now=now, **only))
+
+
+def lanes(**only):
+    return [lane.label for lane in drawn(**only).lanes]
 
 
 def marks(span="1h", **only):
@@ -118,7 +127,7 @@ def test_trouble_is_a_sign(kind):
 def test_height_of_a_tick_grows_with_the_number_of_skips(count, size):
     event(15, count=count)
     [mark] = drawn().marks
-    assert (mark.shape, mark.state, mark.size) == ("tick", "skipped", size)
+    assert (mark.shape, mark.state, mark.height) == ("tick", "skipped", size)
 
 
 def test_counted_skips_are_drawn_where_the_last_of_them_was():
@@ -134,20 +143,20 @@ def test_lock_of_the_sweep_is_not_drawn():
 def test_lanes_are_ordered_by_name():
     for name in ("b", "a", "c"):
         hold(30, 15, name=name)
-    assert list(drawn().lanes) == ["a", "b", "c"]
+    assert lanes() == ["a", "b", "c"]
 
 
 def test_one_lock_or_one_task_can_be_drawn_alone():
     hold(30, 15, name="a(1)", task="a")
     hold(30, 15, name="a(2)", task="a")
     hold(30, name="b")
-    assert list(drawn(name="a(2)").lanes) == ["a(2)"]
-    assert list(drawn(task="a").lanes) == ["a(1)", "a(2)"]
+    assert lanes(name="a(2)") == ["a(2)"]
+    assert lanes(task="a") == ["a(1)", "a(2)"]
 
 
 @pytest.mark.parametrize("alias", ["default", "sqlite", "mariadb"])
 def test_every_database_finds_the_open_holds(alias):
-    facts = {"name": "nightly", "key": "k", "at": ago(500), "kind": "acquired"}
+    facts = {"name": "nightly", "key": "k", "at": ago(500), "kind": "acquired", "timeout": 1e9}
     TaskLockEvent.objects.using(alias).create(**facts)
     TaskLockEvent.objects.using(alias).create(**{**facts, "outcome": "released"}, ended_at=ago(400))
     rows = TaskLockEvent.objects.using(alias).all()
@@ -199,42 +208,103 @@ def test_only_the_most_important_locks_are_drawn(monkeypatch):
     for number in range(5):
         hold(40 - number, 35 - number, name=f"old-{number}")
     drawing = drawn()
-    assert list(drawing.lanes) == ["old-4", "open", "trouble"]
+    assert [lane.label for lane in drawing.lanes] == ["old-4", "open", "trouble"]
     assert drawing.lanes_left_out == 4
 
 
-def test_drawing_says_how_far_back_it_goes(monkeypatch):
-    monkeypatch.setattr(timeline, "ROWS", 3)
+# Sums
+
+
+@pytest.fixture
+def summed(monkeypatch):
+    monkeypatch.setattr(timeline, "ROWS", 1)
+
+
+def sums(span="1h", **only):
+    """Return the lane, the time and the text of each sum."""
+    lanes = drawn(span, **only).lanes.items()
+    return [(lane.label, m.when, m.text) for lane, marks in lanes for m in marks if m.query]
+
+
+def test_as_many_events_as_can_be_drawn_are_not_summed_up(monkeypatch):
+    monkeypatch.setattr(timeline, "ROWS", 2)
+    hold(90, 80)
+    hold(30, 29)
+    hold(20, 19)
+    assert (drawn().summed, drawn().read_back_to, len(drawn().marks)) == ("", "", 2)
+
+
+@pytest.mark.parametrize("alias", ["default", "sqlite", "mariadb"])
+def test_every_database_sums_up_lanes_and_buckets(summed, alias):
+    base = {"key": "k", "kind": "acquired", "outcome": "released", "task": "t", "host": "h"}
+    rows = [
+        {"at": ago(30), "ended_at": ago(29.8), "result": "returned"},
+        {"at": ago(29.5), "ended_at": ago(29.4), "result": "returned"},
+        {"at": ago(29.6), "ended_at": ago(27.5), "result": "raised"},
+        {"at": ago(200), "last_at": ago(2), "kind": "skipped", "outcome": "", "count": 9},
+        {"at": ago(29.6), "kind": "skipped", "outcome": "", "count": 9},
+        {"at": ago(20), "ended_at": ago(19.75), "task": "", "name": "alone"},
+    ]
+    for row in rows:
+        TaskLockEvent.objects.using(alias).create(**{**base, "name": "t(1)", **row})
+    assert sorted(sums(rows=TaskLockEvent.objects.using(alias).all())) == [
+        ("alone", "11:40:00 – 11:41:00", "1 run: released, held for 15s in all"),
+        ("t", "11:30:00 – 11:31:00", "1 run: raised, held for 36s in all"),
+        ("t", "11:30:00 – 11:31:00", "2 runs: returned, held for 18s in all"),
+        ("t", "11:30:00 – 11:31:00", "skipped × 9"),
+        ("t", "11:31:00 – 11:32:00", "1 run: raised, held for 1m 00s in all"),
+        ("t", "11:32:00 – 11:33:00", "1 run: raised, held for 30s in all"),
+    ]
+
+
+def test_sums_of_one_task_are_those_of_its_locks(summed):
+    for number in (1, 2):
+        hold(30, 29.9, task="t", name=f"t({number})")
+    assert [lane for lane, _when, _text in sums(task="t")] == ["t(1)", "t(2)"]
+    assert [lane for lane, _when, _text in sums(name="t(1)")] == []
+    hold(30, 29.9, task="t", name="t(1)")
+    assert [lane for lane, _when, _text in sums(name="t(1)")] == ["t(1)"]
+
+
+def test_bars_of_one_bucket_stand_on_each_other_as_high_as_the_lock_was_held(summed):
+    hold(30, 29.5)
+    hold(29.5, 29.25, result="raised")
+    heights = {mark.state: (mark.y, mark.height) for mark in drawn().lanes[LANE]}
+    assert heights == {"raised": (17, 4), "returned": (9, 8)}
+
+
+def test_locks_of_one_task_that_are_held_at_once_fill_a_bar_and_no_more(summed):
+    for number in range(3):
+        hold(30, 29, name=f"t({number})", task="t")
+    hold(30, 29.9, name="t(4)", task="t", result="raised")
+    drawing = drawn()
+    assert sum(m.height for m in next(iter(drawing.lanes.values())) if m.at == ago(30)) <= 18
+
+
+def test_sum_leads_to_its_events(summed):
+    for _ in range(2):
+        hold(30, 29.9, task="t", name="t(1)")
+    query = "{}=t&kind__exact=acquired&from=2026-01-02T11%3A30%3A00%2B00%3A00"
+    [mark] = next(iter(drawn().lanes.values()))
+    assert mark.query.startswith(query.format("task"))
+
+
+def test_trouble_and_open_holds_are_drawn_one_by_one_together_with_sums(summed):
+    hold(56, name="open")
+    for kind in ("lost", "lost", "expired"):
+        event(55, kind=kind, name="trouble")
+    hold(2, 1, name="quiet")
+    shapes = {lane.label: [m.shape for m in marks] for lane, marks in drawn().lanes.items()}
+    assert shapes == {"open": ["bar"], "quiet": ["bar"], "trouble": ["sign", "sign", "sign"]}
+
+
+def test_drawing_says_how_far_back_its_sums_go(summed, monkeypatch):
+    monkeypatch.setattr(history_sums, "MOST", 3)
     for minute in (50, 40, 30, 20, 15):
         hold(minute, minute - 1)
     drawing = drawn()
-    assert len(drawing.marks) == 3
-    assert drawing.read_back_to == "11:30:00"
-    assert drawing.unread == "50.00%"
-
-
-def test_drawing_of_all_events_does_not_say_how_far_back_it_goes(monkeypatch):
-    monkeypatch.setattr(timeline, "ROWS", 3)
-    for minute in (90, 40, 30):
-        hold(minute, minute - 1)
-    assert (drawn().read_back_to, drawn().unread) == ("", "")
-
-
-def test_open_holds_trouble_and_blocking_runs_are_drawn_beyond_the_limit(monkeypatch):
-    monkeypatch.setattr(timeline, "ROWS", 2)
-    hold(58, 1, name="quiet")
-    hold(57, 2, name="blocking", token="t")
-    hold(56, name="open")
-    event(55, kind="lost", name="trouble")
-    event(2, name="blocking", blocked_by="t")
-    event(1, name="another")
-    shapes = {name: [mark.shape for mark in marks] for name, marks in drawn().lanes.items()}
-    assert shapes == {
-        "blocking": ["bar", "tick"],
-        "open": ["bar"],
-        "trouble": ["sign"],
-        "another": ["tick"],
-    }
+    assert len(sums()) == 3
+    assert (drawing.summed, drawing.read_back_to, drawing.unread) == ("1m", "11:30:00", "50.00%")
 
 
 @pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
@@ -268,7 +338,7 @@ def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only
     ("facts", "text"),
     [
         ({"kind": "acquired", "ended_at": ago(29)}, "released after 1m 00s, task x, web-1:40"),
-        ({"kind": "acquired", "outcome": ""}, "held for 30m 00s, task x, web-1:40"),
+        ({"kind": "acquired", "timeout": 1e9}, "held for 30m 00s, task x, web-1:40"),
         ({"reason": "requeue", "count": 2}, "skipped × 2, requeue"),
         ({"reason": "skip", "blocked_by": "t"}, "skipped, blocked by t"),
         ({"kind": "cleared", "actor": "ada"}, "cleared, by ada, task x, web-1:40"),

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
-from django_singletask.admin.filters import SinceFilter, TaskFilter, UncountedPaginator
+from django_singletask.admin.filters import (
+    TaskFilter,
+    UncountedPaginator,
+    WindowFilter,
+    known_tasks,
+    window_form,
+)
 from django_singletask.admin.held import HeldPages
 from django_singletask.admin.pages import OperatorPages, View, or_unreadable, unbroken
 from django_singletask.admin.per_task import PerTaskPage
 from django_singletask.admin.timeline import TimelinePage
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators.held import judge
 from django_singletask.operators.names import locks_of
 from django_singletask.operators.words import clock_time, hold_seconds, process, status
 
@@ -52,10 +61,10 @@ class EventList(ChangeList):
         """Look up all these runs at once, by their tokens."""
         super().get_results(request)
         self.is_filtered = bool(self.query.strip() or self.get_filters_params())
-        if not self.is_filtered or self.paginator.has_more:
-            # Otherwise Django offers to show all, or takes the limit for the number of results.
-            self.full_result_count = self.result_count
+        # Only if these differ, Django says how many results there are, and offers to show all.
+        self.full_result_count = None if self.is_filtered else self.result_count
         events = self.result_list = list(self.result_list)
+        judge(events)
         rows: Any = self.root_queryset
         task_ids = {event.blocked_by_task_id for event in events}
         runs = rows.runs({event.blocked_by for event in events}, task_ids)
@@ -72,9 +81,9 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
     # The sidebars of the admin leave room for four columns.
     list_display = ("when", "lock", "what", "run")
     list_display_links = ("lock",)
-    list_filter = (SinceFilter, "kind", "outcome", TaskFilter)
+    list_filter = (WindowFilter, "kind", "outcome", TaskFilter)
     search_fields = ("^name", "=task_id")
-    search_help_text = _("The beginning of a lock's name, a whole call, or a whole task id.")
+    search_help_text = _("A task, the beginning of a lock's name, a call, or a whole task id.")
     paginator = UncountedPaginator
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
@@ -122,13 +131,23 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
     ) -> tuple[Any, bool]:
         """Search by an index, neither splitting the text at spaces nor ignoring case."""
         text = search_term.strip()
+        if not text:
+            return queryset, False
+        # The name of a task can be its last parts.
+        end, parenthesis, arguments = text.partition("(")
+        tasks = [task for task in known_tasks() if f".{task}".endswith(f".{end.strip()}")]
+        calls = [text, *(f"{task}({arguments}" for task in tasks if parenthesis)]
         # A call can also be written with its defaults, or with positional arguments.
-        names = {lock.name for lock in locks_of(text)} - {text}
-        return queryset.search(text, names) if text else queryset, False
+        names = {lock.name for call in calls for lock in locks_of(call)}
+        return queryset.search(calls, names, () if parenthesis else tasks), False
 
     @partial(or_unreadable, "events")
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        context = {**self.common_context("events"), **(extra_context or {})}
+        form = window_form(request, timezone.now())
+        task = request.GET.get("task", "")
+        form["only"] = f"&{urlencode({'task': task})}" if task else ""
+        form["timeline_url"] = self.url("timeline")
+        context = {**self.common_context("events"), **form, **(extra_context or {})}
         return super().changelist_view(request, context)
 
     change_view = or_unreadable("events", OperatorPages.change_view)

@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy as _
 
 from django_singletask.admin.pages import OperatorPages, or_unreadable
 from django_singletask.operators.per_task import STEPS, per_task
-from django_singletask.operators.timeline import SPANS
+from django_singletask.operators.windows import SPANS
 from django_singletask.operators.words import clock_time, duration, hold_time
 
 __all__ = ["PerTaskPage"]

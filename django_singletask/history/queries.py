@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -164,15 +164,21 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
             return self.filter(name__gte=beginning, name__lt=f"{beginning}\U0010ffff")
         return self.filter(name__startswith=beginning)
 
-    def since(self, start: datetime) -> TaskLockEventQuerySet:
-        """Keep what began at ``start`` or later; this reads the first id from the database.
+    def since(self, start: datetime, end: datetime | None = None) -> TaskLockEventQuerySet:
+        """Keep what began at ``start`` or later, and before ``end``; this reads two ids.
 
         The ids are nearly in the order of the times, but rows may be written late. So the first id
-        is the lowest one of many rows from an hour earlier on.
+        is the lowest one of many rows from an hour earlier on, and the last one the highest of many
+        rows until an hour later.
         """
-        later = self.model.objects.using(self.db).filter(at__gte=start - LATE)
-        first = later.order_by("at").values("pk")[:NEWEST].aggregate(low=models.Min("pk"))["low"]
-        return self.filter(at__gte=start, pk__gte=first or 0)
+        rows = self.model.objects.using(self.db)
+        later = rows.filter(at__gte=start - LATE).order_by("at").values("pk")[:NEWEST]
+        first = later.aggregate(low=models.Min("pk"))["low"] or 0
+        if end is None:
+            return self.filter(at__gte=start, pk__gte=first)
+        earlier = rows.filter(at__lt=end + LATE).order_by("-at").values("pk")[:NEWEST]
+        last = earlier.aggregate(high=models.Max("pk"))["high"] or 0
+        return self.filter(at__gte=start, at__lt=end, pk__range=(first, last))
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
         """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""
@@ -181,16 +187,25 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         old = self.filter(at__lt=since).exclude(kind="acquired", outcome="")
         return old.exclude(ended_at__gte=since).exclude(last_at__gte=since)
 
-    def search(self, text: str, names: Collection[str] = ()) -> TaskLockEventQuerySet:
-        """Keep rows whose name begins with a text or is in ``names``, or that have its task id."""
+    def search(
+        self, texts: Sequence[str], names: Collection[str] = (), tasks: Collection[str] = ()
+    ) -> TaskLockEventQuerySet:
+        """Keep rows whose name begins with a text or is in ``names``, or of one of the ``tasks``.
+
+        Rows whose task id is the first text are kept as well.
+        """
         rows = self.model.objects.using(self.db).order_by()
-        ids = list(rows.named_like(text).values_list("pk", flat=True)[: FREQUENT + 1])
-        ids += rows.filter(name__in=names).values_list("pk", flat=True)[: FREQUENT + 1]
+        parts = [rows.named_like(text) for text in texts]
+        parts += [rows.filter(name__in=names), *(rows.of_task(task) for task in tasks)]
+        ids = [pk for part in parts for pk in part.values_list("pk", flat=True)[: FREQUENT + 1]]
         if len(ids) > FREQUENT:
             # Reading from the newest is faster than sorting so many rows.
-            return self.filter(models.Q(name__startswith=text) | models.Q(name__in=names))
+            meant = models.Q(name__in=names) | models.Q(task__in=tasks)
+            for text in texts:
+                meant |= models.Q(name__startswith=text)
+            return self.filter(meant)
         # A list of ids: with the condition PostgreSQL would search all rows for rare names.
-        ids += rows.filter(task_id=text).values_list("pk", flat=True)[:FREQUENT]
+        ids += rows.filter(task_id=texts[0]).values_list("pk", flat=True)[:FREQUENT]
         return self.filter(pk__in=ids)
 
     def of_tokens(self, tokens: Iterable[str]) -> list[TaskLockEvent]:

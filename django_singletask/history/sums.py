@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import F, FloatField, Func, Max, Sum, Value
-from django.db.models.functions import Floor, Greatest, Ln
+from django.db.models import Case, Count, F, FloatField, Func, Max, Q, Sum, Value, When
+from django.db.models.functions import Coalesce, Floor, Greatest, Ln
 
 from django_singletask.history.queries import SWEEPER, TaskLockEventQuerySet
 
-__all__ = ["MOST", "WIDTH", "middle", "sums_since"]
+__all__ = ["MOST", "WIDTH", "lane_sums", "middle", "sums_since"]
 
 MOST = 200_000
 """Rows that are summed up at most, the newest, by their ids."""
 WIDTH = 1.1
 """How much longer the longest hold of a bucket is than its shortest."""
 SHORTEST = 0.001
+TINY = 0.001
+"""Seconds: SQLite is not exact, and a round time must not fall into the step before."""
 SECONDS = {
     "postgresql": {
         "template": "EXTRACT(EPOCH FROM (%(expressions)s))::float8",
@@ -78,6 +80,45 @@ def sums_since(
         )
     )
     return sums, cut if cut is not None and cut > start else None
+
+
+def lane_sums(
+    rows: TaskLockEventQuerySet,
+    start: datetime,
+    step: timedelta,
+    *,
+    by_task: bool,
+    names: Collection[str],
+) -> tuple[Iterable[dict[str, Any]], datetime | None]:
+    """Return the sums of the newest of these rows, and from when on if there are more of them.
+
+    Each sum has the ``number`` of events of a task (if ``by_task``) or else of one of the ``names``
+    that agree in kind, outcome, result, and in the steps since ``start`` in which they begin and
+    end; the ``count`` of calls; and the sums of when they ``began`` and ``ended``, in seconds.
+    """
+    named = Q(name__in=names)
+    rows = rows.filter(named | ~Q(task="") if by_task else named)
+    # Rows are counted up to the limit: ids have gaps.
+    left_out = list(rows.values_list("pk", flat=True)[MOST : MOST + 1])
+    rows = rows.filter(pk__gt=left_out[0]) if left_out else rows
+    lane = Case(When(task="", then=F("name")), default=Value("")) if by_task else F("name")
+    began = Seconds(F("at"), Value(start))
+    ended = Seconds(Coalesce("ended_at", "last_at", "at"), Value(start))
+    sums = (
+        rows.exclude(kind="acquired", outcome="")
+        .order_by()
+        .values(*(["task"] if by_task else []), "kind", "outcome", "result", lane=lane)
+        .annotate(
+            first=Floor((began + TINY) / step.total_seconds()),
+            last=Floor((ended + TINY) / step.total_seconds()),
+            number=Count("pk"),
+            calls=Sum("count"),
+            began=Sum(began),
+            ended=Sum(ended),
+        )
+    )
+    cut = rows.order_by("pk").values_list("at", flat=True).first() if left_out else None
+    return sums, cut
 
 
 def middle(bucket: float) -> float:

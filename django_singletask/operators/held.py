@@ -38,6 +38,7 @@ __all__ = [
     "USUAL",
     "clear",
     "held",
+    "judge",
     "look",
     "must_be_known",
     "must_list",
@@ -76,6 +77,20 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     locks.sort(key=attrgetter("name"))
     locks.sort(key=attrgetter("held_for"), reverse=True)
     return locks
+
+
+def judge(rows: Iterable[TaskLockEvent]) -> None:
+    """Set the state of open holds of the history, which the store knows: as :func:`held` has it."""
+    rows = [row for row in rows if row.kind == "acquired" and not row.outcome]
+    try:
+        locks = _read({row.key for row in rows if row.cache in ("", conf.cache)})
+    except Exception as error:  # each cache client has errors of its own
+        logger.warning("The states of open holds are not known: %s", error)
+        return
+    states = {lock.token: lock.state for lock in locks if lock.state in ("held", "dead")}
+    for row in rows:
+        is_over = row.cache in ("", conf.cache) and timestamp(row.at) + row.timeout < time.time()
+        row.state = states.get(row.token, "expired" if is_over else "held")
 
 
 def look(selectors: Sequence[Selector] = ()) -> list[HeldLock]:

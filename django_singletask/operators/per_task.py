@@ -11,7 +11,7 @@ from django.utils import timezone
 from django_singletask.history.queries import TaskLockEventQuerySet
 from django_singletask.history.sums import middle, sums_since
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.timeline import SPANS
+from django_singletask.operators.windows import SPANS
 from django_singletask.operators.words import clock_time, status
 
 __all__ = ["STEPS", "per_task"]

@@ -9,13 +9,12 @@ from operator import attrgetter
 from typing import Any
 
 from django.utils.translation import gettext
-from django.utils.translation import gettext_lazy as _
 
 from django_singletask.history.queries import UsualHold
 from django_singletask.holder import Holder, Process, clean, describe_run
 from django_singletask.locks.keys import QUEUED, lock_of_slot
 from django_singletask.locks.liveness import is_stopped, proof_of_death
-from django_singletask.operators.words import clock_time, process
+from django_singletask.operators.words import STATES, clock_time, process
 from django_singletask.stores import Entry
 
 __all__ = ["ENOUGH", "HeldLock", "lock_of", "locks_of"]
@@ -28,17 +27,6 @@ ENOUGH = 5
 """Runs whose length says what is usual: with fewer, no run is slow."""
 CLEARLY = 10.0
 """Seconds by which a slow run is longer than the usual one, at least."""
-
-STATES = {
-    "held": _("held"),
-    "dead": _("process dead"),
-    "handed_over": _("handed over"),
-    "expired": _("expired"),
-    "kept": _("kept until {}"),
-    "queued": _("queued"),
-    "blocking": _("blocks duplicates until {}"),
-}
-"""The words for the states of a lock."""
 
 
 @dataclasses.dataclass(slots=True)

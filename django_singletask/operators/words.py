@@ -8,12 +8,13 @@ from urllib.parse import quote
 
 from django.utils.formats import date_format
 from django.utils.timezone import is_aware, localtime
-from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import TASK_URL, conf
 from django_singletask.models import TaskLockEvent
 
 __all__ = [
+    "STATES",
     "clock_time",
     "compact",
     "duration",
@@ -27,6 +28,16 @@ __all__ = [
     "task_page",
 ]
 
+STATES = {
+    "held": _("held"),
+    "dead": _("process dead"),
+    "handed_over": _("handed over"),
+    "expired": _("expired"),
+    "kept": _("kept until {}"),
+    "queued": _("queued"),
+    "blocking": _("blocks duplicates until {}"),
+}
+"""The words for the states of a lock."""
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 # Each unit at most once, the largest first: 1h30m, not 30m1h.
 GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
@@ -124,7 +135,7 @@ def status(event: TaskLockEvent) -> tuple[str, str]:
     if event.kind != "acquired":
         return event.kind, event.get_kind_display()
     if not event.outcome:
-        return "held", gettext("held")
+        return event.state, str(STATES[event.state])
     if event.outcome == "released" and event.result:
         return event.result, event.get_result_display()
     return event.outcome, event.get_outcome_display()
