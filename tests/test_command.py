@@ -664,7 +664,7 @@ def test_history_is_a_table_newest_first():
     assert lines[0].split() == ["AT", "(UTC)", "LOCK", "WHAT", "HELD", "BY"]
     assert [re.split(r"  +", line) for line in lines[1:]] == [
         ["##-## ##:##:##", "off", "postponed", "1.00s", "unknown"],
-        ["##-## ##:##:##", "gone", "dead", "1.00s", "web-1:40"],
+        ["##-## ##:##:##", "gone", "process dead", "1.00s", "web-1:40"],
         ["##-## ##:##:##", "now", "held", "-", "web-1:40"],
         ["##-## ##:##:##", "nightly", "cleared", "-", "ada on call"],
         ["##-## ##:##:##", "nightly", "cleared", "-", "root"],

@@ -153,7 +153,7 @@ class HeldPages(OperatorPages):
         if trouble and conf.history != "off":
             text = _("For now, only the admin's own log has a record of this. {}")
             self.message_user(request, text.format(trouble), messages.WARNING)
-        event = TaskLockEvent(name=lock.name, outcome="cleared", pk=runs[0].pk if runs else None)
+        event = TaskLockEvent(name=lock.name, kind="cleared", pk=runs[0].pk if runs else None)
         text = _("Cleared the lock {}, held by {}, token {}.")
         text = text.format(lock.name, lock.run, lock.token)
         because = _(" Reason: {}").format(clean(reason, 255)) if reason else ""

@@ -30,6 +30,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import judge
 from django_singletask.operators.names import locks_of
 from django_singletask.operators.words import clock_time, hold_seconds, process, status
+from django_singletask.templatetags.singletask import long_id, task_id
 
 __all__ = ["TaskLockEventAdmin"]
 
@@ -196,8 +197,8 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
 
     def link(self, text: str, pk: int | None) -> str:
         if pk is None:
-            return text
-        return format_html('<a href="{}">{}</a>', self.url("change", pk), text)
+            return long_id(text)
+        return format_html('<a href="{}">{}</a>', self.url("change", pk), long_id(text))
 
     @admin.display(description=_("held for"))
     def held_for(self, event: TaskLockEvent) -> str:
@@ -207,7 +208,8 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
 
     @admin.display(description=_("run"))
     def run(self, event: TaskLockEvent) -> SafeString:
-        return lines(event.task_id, process(event.host, event.pid)) or SafeString("-")
+        shown = task_id(event.task_id) if event.task_id else ""
+        return lines(shown, process(event.host, event.pid)) or SafeString("-")
 
 
 def lines(*texts: str) -> SafeString:
