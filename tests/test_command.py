@@ -569,7 +569,7 @@ def test_queued_call_on_memcached_must_be_named(settings, empty_cache, queued, n
     empty_cache("pymemcache")
     first = queued("a")
     error = refused("clear", "--queued", "--yes")
-    assert re.search(r"cannot list its entries.*Name them", str(error))
+    assert re.search(r"cannot list its entries.*Name each call", str(error))
     assert "queued" in locks("list", name)
     assert "Forgot 1 queued call" in locks("clear", "--queued", "--yes", name)
     assert queued("a") != first

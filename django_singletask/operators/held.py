@@ -138,8 +138,8 @@ def must_list() -> None:
         next(get_store(conf.cache).entries(), None)
     except CannotList as error:
         raise CannotList(
-            f"The cache {conf.cache!r} cannot list its entries, and no history knows which calls "
-            "are queued. Name them, as in 'feeds.tasks.import_feed(feed_id=7)'."
+            f"The cache {conf.cache!r} cannot list its entries, and the history does not say which "
+            "calls are queued. Name each call: 'feeds.tasks.import_feed(feed_id=7)'."
         ) from error
 
 
@@ -230,7 +230,7 @@ def _open_keys() -> list[str]:
     except NoHistory as error:
         raise CannotList(
             f"The cache {conf.cache!r} cannot list its entries, and no history says what is held. "
-            f"{error} Name a lock by its key, or ask for one lock in code: task.lock(…).holder()."
+            f"{error} Name one lock, or ask for it in code: task.lock(…).holder()."
         ) from error
 
 

@@ -147,7 +147,7 @@ def select(text: str) -> Selector:
     if text.startswith(PREFIX):
         return Selector(text, tuple(locks_of(text)))
     if "*" in text:
-        # A name with a pattern begins as the name of a task does, or goes on behind it.
+        # The text before the star is part of a task's name, or a call of the task.
         start = text.partition("*")[0]
         likely = any(task.startswith(start[: len(task)]) for task in task_names())
         return Selector(text, registered=likely)
