@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 SETTINGS = {name.removeprefix("SINGLETASK_").lower(): name for name in DEFAULTS}
 RENEWED = ("timeout", "lock_timeout", "SINGLETASK_LOCK_TIMEOUT")
 TASK_URL = re.compile(r"https?://[^{}\s/?#]+[/?#](?:[^{}\s]*\{task_id\})+[^{}\s]*", re.IGNORECASE)
-"""What ``SINGLETASK_TASK_URL`` must be: no scheme that runs code, no field in the host's name."""
+"""A valid ``SINGLETASK_TASK_URL``: no scheme that runs code, and no field in the host name."""
 HISTORY_MODES = ("background", "inline", "off")
 
 _ABSENT = object()
@@ -62,7 +62,7 @@ class Conf:
     record_arguments: bool
     """Whether names show the arguments of a call."""
     task_url: str | None
-    """Address of a task's page elsewhere, with the field ``{task_id}``."""
+    """Address of a task's page in another tool, with the field ``{task_id}``."""
 
     def __init__(self) -> None:
         self._source: object = None

@@ -1,4 +1,4 @@
-"""Sum the history up in the database: in one query, which means the same on each of them."""
+"""Sum up the history in one query, with the same result on each database."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from django_singletask.history.queries import SWEEPER, TaskLockEventQuerySet
 __all__ = ["MOST", "WIDTH", "lane_sums", "middle", "sums_since"]
 
 MOST = 200_000
-"""Rows that are summed up at most, the newest, by their ids."""
+"""The maximum number of rows in a sum: the newest, by their ids."""
 WIDTH = 1.1
-"""How much longer the longest hold of a bucket is than its shortest."""
+"""The ratio of the longest to the shortest hold of a bucket."""
 SHORTEST = 0.001
 TINY = 0.001
 """Seconds: SQLite is not exact, and a round time must not fall into the step before."""
@@ -48,18 +48,18 @@ class Whole(Floor):
     """The whole part of a number that is not negative."""
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        # Its floor() is Django's, in Python: a call for each row takes as long as all the rest.
+        # Django's floor() for SQLite is in Python, which would double the time of the query.
         return super().as_sql(compiler, connection, template="CAST(%(expressions)s AS integer)")
 
 
 def sums_since(
     rows: TaskLockEventQuerySet, start: datetime, step: timedelta
 ) -> tuple[Iterable[dict[str, Any]], datetime | None]:
-    """Return the sums of what began since ``start``, and from when on if that is later.
+    """Return sums of the events since ``start``, and the first time if that is later.
 
-    Each sum has the ``number`` of events of a task that agree in kind, outcome and result, in the
-    ``slot`` (the number of steps since the start) and in the ``bucket`` of how long the lock was
-    held; and the ``longest`` hold and ``lease`` among them.
+    Each sum has the ``number`` of a task's events with the same kind, outcome, result, ``slot``
+    (steps since the start) and ``bucket`` (how long the lock was held), and their ``longest`` hold
+    and ``lease``.
     """
     newest = rows.newest()
     left_out = (newest.values_list("pk", flat=True).first() or 0) - MOST
@@ -122,5 +122,5 @@ def lane_sums(
 
 
 def middle(bucket: float) -> float:
-    """Return how long the holds of a bucket are: none of them differs by more than 5 %."""
+    """Return the length of the holds in a bucket, which differ from it by at most 5 %."""
     return float(SHORTEST * WIDTH ** (bucket + 0.5))

@@ -81,14 +81,14 @@ def is_alive(holder: Process) -> bool | None:
 
 
 def is_stopped(holder: Process) -> bool:
-    """Say whether a holder's process is seen to stand still: by SIGSTOP, or in a debugger."""
+    """Return whether a holder's process is stopped, by SIGSTOP or in a debugger."""
     return bool(is_alive(holder)) and read_stat(holder.pid)[:1] in (["T"], ["t"])
 
 
 def may_live(host: str, pid: int, since: float) -> bool:
-    """Say whether this host has a process with this pid that began before a Unix time.
+    """Return whether this host has a process with this pid that started before a Unix time.
 
-    Of a process in another container with this host's name that says nothing.
+    It may be another process, if the holder is in a container with the same host name.
     """
     process = dataclasses.replace(this_process(), host=host, pid=pid, start=start_time(pid))
     started = started_at(process)
