@@ -738,6 +738,11 @@ def test_history_of_a_call_is_found_by_its_arguments():
     assert "returned" in locks("history", "tests.testapp.tasks.unique('a')")
 
 
+def test_task_that_holds_a_lock_is_known_to_history():
+    hold(name="other.sync(1)", task="other.sync")
+    assert locks("history", "sync") == "The history has no matching row.\n"
+
+
 def test_history_is_shown_while_the_cache_is_away(settings, dead_redis):
     settings.SINGLETASK_CACHE = dead_redis
     ran(60, task="feeds.sync", name="feeds.sync()")

@@ -134,7 +134,7 @@ class Selector:
             if find(self.conditions(), limit=1).rows:
                 return True
             if conf.history != "off":
-                return False
+                return self.task != "" and self.task in _holding_tasks()
         return not self.only_task
 
 
