@@ -425,7 +425,7 @@ def test_list_without_its_table_says_so(admin, query):
     content = response.content.decode()
     assert response.status_code == 200
     assert "The history cannot be read: relation" in content
-    assert "migrate&#x27; run?" in content
+    assert "Run &#x27;manage.py migrate&#x27;." in content
     assert 'aria-current="page">History' in content
 
 

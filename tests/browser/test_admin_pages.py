@@ -59,7 +59,7 @@ def test_operator_clears_a_lock_and_its_run_goes_on(browser, operator, locks):
     wait_for(lambda: TaskLockEvent.objects.filter(blocked_by=holder.token, count=3), "3 skips")
     die_holding("billing.tasks.bill(customer=4711)")
     browser.open()
-    assert browser.texts(".singletask-dead.singletask-state") == ["dead"]
+    assert browser.texts(".singletask-dead.singletask-state") == ["process dead"]
     browser.size(1200, 600)
     browser.picture("held")
     [row] = [row for row in browser.all(".singletask-held tbody tr") if NAME in row.text]
@@ -201,6 +201,10 @@ def test_keyboard_focus_shows_what_a_mark_means(browser, operator, locks):
     operator(VIEW)
     browser.open("timeline/")
     tip = ".singletask-mark:focus .singletask-tip"
+    skip = browser.one(".singletask-skip")
+    assert skip.size["width"] == 1
+    browser.driver.execute_script("arguments[0].focus()", skip)
+    assert skip.size["width"] > 50
     [sign] = browser.all("a.singletask-cleared.singletask-mark[aria-label*='grace']")
     assert not browser.all(tip)
     browser.driver.execute_script("arguments[0].focus()", sign)
