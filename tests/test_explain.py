@@ -82,6 +82,12 @@ def test_held_lock_is_explained_in_full(monkeypatch):
     )
 
 
+def test_page_of_the_task_is_named(settings):
+    settings.SINGLETASK_TASK_URL = "https://flower.example/task/{task_id}"
+    hold(task_id="3f/0c")
+    assert "The page of the task:\n    https://flower.example/task/3f%2F0c\n" in explained()
+
+
 def test_sentences_fit_the_terminal_and_commands_are_never_wrapped():
     hold(task_id="9ab2 " * 20)
     lines = explained().splitlines()

@@ -192,9 +192,12 @@ def test_hold_that_is_recorded_is_linked_with_its_rows(operator):
     put("recorded", token="t", task_id="3f0c")
     put("unknown", task_id="4e1d")
     event(name="recorded", token="t", task_id="3f0c")
+    put("a lock", token="u")
+    event(name="a lock", token="u")
     content = content_of(operator)
     assert f'<a href="{LIST}?q=3f0c">since ' in content
     assert "?q=4e1d" not in content
+    assert f'<a href="{LIST}?q=a%20lock">since ' in content
     assert "4e1d" in content
 
 

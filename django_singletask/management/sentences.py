@@ -15,7 +15,7 @@ from django_singletask.management.tables import few, printable, width
 from django_singletask.operators.explain import Past, TaskFacts, Why
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.stop import stop_command
-from django_singletask.operators.words import clock_time, compact, in_words, plural
+from django_singletask.operators.words import clock_time, compact, in_words, plural, task_page
 
 __all__ = ["explain"]
 
@@ -129,6 +129,9 @@ def _held(why: Why, lock: HeldLock) -> Iterator[str]:
         yield f"{_lease(lock)} {'Slow. ' * lock.slow}{_usual(why)}"
     yield f"{_skipped(why, lock)} {_completed(why)}".strip()
     yield from _starving(why)
+    if page := task_page(lock.task_id):
+        yield "The page of the task:"
+        yield f"{COMMAND}{page}"
     yield from [TO_FREE[state]] if state in TO_FREE else _to_stop(lock)
     yield _clear(lock)
 
