@@ -99,7 +99,7 @@ def lane_sums(
     named = Q(name__in=names)
     rows = rows.filter(named | ~Q(task="") if by_task else named)
     # Rows are counted up to the limit: ids have gaps.
-    left_out = list(rows.values_list("pk", flat=True)[MOST : MOST + 1])
+    left_out = list(rows.order_by("-pk").values_list("pk", flat=True)[MOST : MOST + 1])
     rows = rows.filter(pk__gt=left_out[0]) if left_out else rows
     lane = Case(When(task="", then=F("name")), default=Value("")) if by_task else F("name")
     began = Seconds(F("at"), Value(start))
