@@ -641,7 +641,7 @@ def test_why_of_a_free_lock_as_json():
     facts = locks_as_json("why", "nightly")
     assert (facts["free"], facts["lock"], facts["queued"]) == (True, None, None)
     scripts_read = "name key free run lock beside queued expired alive death usual completed "
-    scripts_read += "skipped running troubles starving others same_name duplicates no_history"
+    scripts_read += "skipped troubles starving same_name no_history"
     assert sorted(facts) == sorted(scripts_read.split())
 
 

@@ -6,7 +6,7 @@ import shlex
 
 from celery import Celery
 
-from django_singletask.operators.stop import stop_command
+from django_singletask.operators.words import stop_command
 
 
 def test_command_names_the_package_of_the_application() -> None:

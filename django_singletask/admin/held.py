@@ -25,8 +25,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.stop import stop_command
-from django_singletask.operators.words import clock_time, duration, process
+from django_singletask.operators.words import clock_time, duration, process, stop_command
 
 __all__ = ["SHOWN", "HeldPages"]
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 
 from django_singletask import clock
-from django_singletask.holder import Process, read_stat, start_time, this_process
+from django_singletask.holder import Process, read_stat, this_process
 
 __all__ = [
     "ALIVE_FOR",
     "is_alive",
     "is_gone",
     "is_stopped",
-    "may_live",
     "proof_of_death",
     "started_at",
 ]
@@ -83,16 +81,6 @@ def is_alive(holder: Process) -> bool | None:
 def is_stopped(holder: Process) -> bool:
     """Return whether a holder's process is stopped, by SIGSTOP or in a debugger."""
     return bool(is_alive(holder)) and read_stat(holder.pid)[:1] in (["T"], ["t"])
-
-
-def may_live(host: str, pid: int, since: float) -> bool:
-    """Return whether this host has a process with this pid that started before a Unix time.
-
-    It may be another process, if the holder is in a container with the same host name.
-    """
-    process = dataclasses.replace(this_process(), host=host, pid=pid, start=start_time(pid))
-    started = started_at(process)
-    return host == this_process().host and started is not None and started <= since + 1
 
 
 def started_at(holder: Process) -> float | None:

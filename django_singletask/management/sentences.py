@@ -14,11 +14,16 @@ from django_singletask.locks.liveness import started_at
 from django_singletask.management.tables import few, printable, width
 from django_singletask.operators.explain import Past, TaskFacts, Why
 from django_singletask.operators.rows import HeldLock
-from django_singletask.operators.stop import stop_command
-from django_singletask.operators.words import clock_time, compact, in_words, plural, task_page
+from django_singletask.operators.words import (
+    clock_time,
+    compact,
+    in_words,
+    plural,
+    stop_command,
+    task_page,
+)
 
 __all__ = ["explain"]
-
 
 COMMAND = "    "
 """Beginning of a line that is to be copied, and therefore is never wrapped."""
@@ -39,10 +44,10 @@ def _of_task(facts: TaskFacts) -> Iterator[str]:
     task, held, queued = facts.task, facts.held, facts.queued
     yield f"{task}: {plural(len(held), 'lock')} held, {plural(len(queued), 'call')} queued."
     if held:
-        names = few([_arguments(lock.name) for lock in held])
+        names = few([printable(lock.name.removeprefix(task), 40) for lock in held])
         yield f"Held: {names}. The first for {_whole(held[0].held_for)}, by {held[0].run}."
     yield from _last(facts)
-    skips = _counted(facts.skips, "call", "skipped") or "No call was skipped"
+    skips = _counted(facts.skips, "call", "skipped")
     yield facts.no_history or f"{skips} in the last {compact(facts.within)}."
     yield "To explain one lock:"
     yield f"{COMMAND}manage.py locks why {shlex.quote(held[0].name if held else f'{task}(…)')}"
@@ -56,47 +61,37 @@ def _of_lock(why: Why) -> Iterator[str]:
             f"{len(why.same_name) + 1} locks have this name. This is the one with the key "
             f"{why.key}; the others: {few(why.same_name)}."
         )
+    if starving := why.starving:
+        skips = _counted(starving.skipped, "call", "skipped")
+        yield f"Starving: {skips} in {_whole(starving.unmet)}; none completed."
     if why.lock is not None:
         if why.lock.share:
-            longest = why.lock.held_for >= max(lock.held_for for lock in (why.lock, *why.beside))
-            yield f"{why.lock.share} slots are held. This one{' for longest' if longest else ''}:"
+            yield f"{why.lock.share} slots are held. This one:"
         yield from _held(why, why.lock)
         for lock in why.beside:
-            yield f"Another slot: {_beside(lock)}. To free it:"
+            yield (
+                f"Another slot: {lock.word}, acquired {_whole(lock.held_for)} ago by {lock.run}. "
+                "To free it:"
+            )
             yield _clear(lock)
     elif why.queued is None or why.queued.state == "blocking":
         yield f"Free: {why.name}."
-    for past in why.running:
-        yield (
-            f"{_upper(past.what)} {_whole(past.ago)} ago, but its run is still alive: "
-            f"{_run(past)}. To stop the task:"
-        )
-        yield f"{COMMAND}{stop_command(past.task_id)}"
     if why.queued is not None:
         yield from _queued(why.queued)
-    if why.others:
-        yield f"Held with other arguments: {few(list(map(_arguments, why.others)))}."
     for lock in why.expired:
         yield (
             f"Stale history entry: {lock.run} acquired this lock {_whole(lock.held_for)} ago with "
             f"a {in_words(lock.timeout)} lease; the cache no longer has it. Nothing to free. A "
-            "worker's sweep closes the entry, unless the process is alive and takes the lock again."
+            "worker closes the entry."
         )
     if why.lock is None:
-        yield from _past(why)
+        yield from _last(why)
+        for past in why.troubles:
+            reasons = ", ".join(filter(None, [past.actor and f"by {past.actor}", past.reason]))
+            because = f" ({reasons})" if reasons else ""
+            yield f"Last {past.what}: {_whole(past.ago)} ago, {_run(past)}{because}."
     if why.no_history:
         yield why.no_history
-
-
-def _beside(lock: HeldLock) -> str:
-    if lock.state == "kept":
-        return f"{lock.word}; {lock.run} has returned"
-    return f"{lock.word} for {_whole(lock.held_for)} by {lock.run}"
-
-
-def _arguments(name: str) -> str:
-    _task, parenthesis, arguments = name.partition("(")
-    return printable(f"{parenthesis}{arguments}" or name, 40)
 
 
 TO_FREE = {
@@ -128,7 +123,6 @@ def _held(why: Why, lock: HeldLock) -> Iterator[str]:
         yield f"Held {since}by {lock.run} ({process})."
         yield f"{_lease(lock)} {'Slow. ' * lock.slow}{_usual(why)}"
     yield f"{_skipped(why, lock)} {_completed(why)}".strip()
-    yield from _starving(why)
     if page := task_page(lock.task_id):
         yield "The page of the task:"
         yield f"{COMMAND}{page}"
@@ -144,12 +138,10 @@ def _to_stop(lock: HeldLock) -> Iterator[str]:
             f"run can start when the lease ends. To let the {run} continue:"
         )
         yield f"{COMMAND}kill -CONT {lock.pid}"
-    ends = f"The lock is released when the {run} ends or its process dies."
+    to_stop = " To stop the task:" if lock.task_id else ""
+    yield f"The lock is released when the {run} ends or its process dies.{to_stop}"
     if lock.task_id:
-        yield f"{ends} To stop the task:"
         yield f"{COMMAND}{stop_command(lock.task_id)}"
-    else:
-        yield ends
     yield (
         f"To free only the lock (the {run} keeps running, and a second copy can start at the same "
         "time):"
@@ -165,14 +157,12 @@ def _started(lock: HeldLock) -> str:
 
 
 def _lease(lock: HeldLock) -> str:
-    lease, left = lock.timeout, lock.remaining
-    parts = [f"Lease: {in_words(lease)}"]
-    if left is not None:
-        renewed = max(0.0, lease - left)
-        if lock.held_for - renewed > 1:
-            parts.append(f"renewed {_whole(renewed)} ago")
-        parts.append(f"ends in {_whole(left)} unless renewed")
-    return f"{', '.join(parts)}."
+    lease = f"Lease: {in_words(lock.timeout)}"
+    if lock.remaining is None:
+        return f"{lease}."
+    age = max(0.0, lock.timeout - lock.remaining)
+    renewed = f"renewed {_whole(age)} ago, " if lock.held_for - age > 1 else ""
+    return f"{lease}, {renewed}ends in {_whole(lock.remaining)} unless renewed."
 
 
 def _upper(text: str) -> str:
@@ -186,52 +176,38 @@ def _whole(seconds: float) -> str:
 def _usual(facts: Why | TaskFacts) -> str:
     if facts.usual is None:
         return ""
-    whose = "" if facts.completed else " of the task's other runs"
-    median, longest = in_words(facts.usual.median), in_words(facts.usual.longest)
-    return f"Usual hold{whose}: {median}, longest {longest}."
+    return f"Usual hold: {in_words(facts.usual.median)}, longest {in_words(facts.usual.longest)}."
 
 
 def _skipped(why: Why, lock: HeldLock) -> str:
-    if not lock.skipped:
-        return "" if lock.skipped is None else "No run was skipped meanwhile."
-    counts = [
-        _counted(lock.skipped - why.duplicates, "run", "skipped"),
-        _counted(why.duplicates, "duplicate", "stopped"),
-    ]
+    if lock.skipped is None:
+        return ""
     last = "the last " if lock.skipped > 1 else ""
-    ago = f", {last}{_whole(why.skipped.ago)} ago" if why.skipped else ""
-    return f"{' and '.join(filter(None, counts))} meanwhile{ago}."
+    ago = f", {last}{_whole(why.skipped.ago)} ago" if lock.skipped and why.skipped else ""
+    return f"{_counted(lock.skipped, 'run', 'skipped')} meanwhile{ago}."
 
 
 def _counted(count: int, noun: str, verb: str) -> str:
-    return f"{plural(count, noun)} {'was' if count == 1 else 'were'} {verb}" if count > 0 else ""
+    number = plural(count, noun) if count else f"No {noun}"
+    return f"{number} {'were' if count > 1 else 'was'} {verb}"
 
 
-def _completed(why: Why | TaskFacts) -> str:
-    if why.completed is not None:
-        raised = " (it raised)" if why.completed.what == "raised" else ""
-        return f"Last completed: {_whole(why.completed.ago)} ago{raised}."
-    return "" if why.no_history else "No completed run is in its history."
-
-
-def _starving(why: Why) -> Iterator[str]:
-    if starving := why.starving:
-        yield (
-            f"Starving: {_counted(starving.skipped, 'call', 'skipped')} in "
-            f"{_whole(starving.unmet)}; none completed."
-        )
+def _completed(facts: Why | TaskFacts) -> str:
+    if (last := facts.completed) is None:
+        return "" if facts.no_history else "No completed run is in its history."
+    raised = " (it raised)" if last.what == "raised" else ""
+    by = f", by {_run(last)} (held for {in_words(last.lasted or 0)})" if facts.free else ""
+    return f"Last completed: {_whole(last.ago)} ago{raised}{by}."
 
 
 def _queued(lock: HeldLock) -> Iterator[str]:
-    stopped = _counted(lock.skipped or 0, "duplicate", "stopped") or "No duplicate was stopped"
-    state, until = "Queued", f"until it has run, for {_whole(lock.left)} more at most"
-    if lock.state == "blocking":
-        state = _upper(lock.word)
-        until = f"for {_whole(lock.left)} more, although it has begun and may have ended"
+    begun = "although it has begun" if lock.state == "blocking" else "or until it has run"
+    skipped = lock.skipped
+    stopped = "" if skipped is None else f" {_counted(skipped, 'duplicate', 'stopped')}."
     yield (
-        f"{state}: task {lock.task_id}, sent {_whole(lock.held_for)} ago from "
-        f"{lock.host or 'an unknown host'}. It stops identical calls {until}."
-        f"{'' if lock.skipped is None else f' {stopped}.'}"
+        f"{_upper(lock.word)}: task {lock.task_id}, sent {_whole(lock.held_for)} ago from "
+        f"{lock.host or 'an unknown host'}. It stops identical calls for {_whole(lock.left)} "
+        f"more, {begun}.{stopped}"
     )
     yield "To forget it (an identical call can then be sent, and run at the same time):"
     yield _clear(lock)
@@ -248,27 +224,8 @@ def _clear(lock: HeldLock) -> str:
     return f"{COMMAND}manage.py locks clear {which}"
 
 
-def _past(why: Why) -> Iterator[str]:
-    yield from _last(why)
-    for trouble in sorted(why.troubles, key=lambda trouble: trouble.ago):
-        reasons = ", ".join(filter(None, [trouble.actor and f"by {trouble.actor}", trouble.reason]))
-        because = f" ({reasons})" if reasons else ""
-        yield f"Last {trouble.what}: {_whole(trouble.ago)} ago, {_run(trouble)}{because}."
-    yield from _starving(why)
-
-
 def _last(facts: Why | TaskFacts) -> Iterator[str]:
-    completed = facts.completed
-    if completed is not None:
-        how = "it raised, " if completed.what == "raised" else ""
-        yield (
-            f"Last completed: {_whole(completed.ago)} ago, by {_run(completed)} "
-            f"({how}held for {in_words(completed.lasted or 0)})."
-        )
-    elif not facts.no_history:
-        yield _completed(facts)
-    if facts.usual:
-        yield _usual(facts)
+    yield from filter(None, [_completed(facts), _usual(facts)])
     if skipped := facts.skipped:
         behind = f", because of task {skipped.task_id}" if skipped.task_id else ""
         yield f"Last {skipped.what}: {_whole(skipped.ago)} ago{behind}."

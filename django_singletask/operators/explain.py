@@ -5,21 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 
-from django_singletask.history.queries import (
-    NEWEST,
-    NoHistory,
-    TaskLockEventQuerySet,
-    UsualHold,
-    ago,
-    reading,
-    timestamp,
-)
+from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
-from django_singletask.locks.liveness import is_alive, may_live, proof_of_death
+from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.operators.held import held, look, must_be_known, with_history
-from django_singletask.operators.names import Selector, select, select_task
+from django_singletask.operators.names import Selector, select
 from django_singletask.operators.past import find
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starvation
@@ -55,13 +48,9 @@ class Why:
     ``lock`` is the lock in a state of ``HOLDING``, ``queued`` the call that waits for it,
     ``expired`` are holds whose end nobody reported. ``alive`` says whether the holder's process is
     there, None if that cannot be told from this host; ``death`` is the proof that it is gone.
-    ``duplicates`` counts the duplicates among the calls that ``lock``, or ``queued`` if it is free,
-    has stopped. ``running`` are runs that no longer have the lock, though they have not ended and
-    their processes are alive.
-    ``beside`` are the other holders of a lock with several slots, ``others`` are the locks that the
-    task holds with other arguments if this one is free, ``same_name`` the keys of other locks with
-    the same name. ``no_history`` says why nothing is known of the past, which the other fields are
-    about; it is empty if the history was read.
+    ``beside`` are the other holders of a lock with several slots, ``same_name`` the keys of other
+    locks with the same name. ``no_history`` says why nothing is known of the past, which the other
+    fields are about; it is empty if the history was read.
     """
 
     name: str
@@ -77,12 +66,9 @@ class Why:
     usual: UsualHold | None
     completed: Past | None
     skipped: Past | None
-    running: list[Past]
     troubles: list[Past]
     starving: Starving | None
-    others: list[str]
     same_name: list[str]
-    duplicates: int
     no_history: str
 
 
@@ -119,7 +105,7 @@ def why(text: str) -> Why | TaskFacts:
     if selector.task:
         names = {lock.name for lock in locks}
         if names != {f"{selector.task}()"}:
-            return _of_task(selector.task, with_history(locks))
+            return _of_task(selector, with_history(locks))
         text = names.pop()  # its only lock
     # A lock goes by its name before a run goes by its id.
     elif key := next((lock.key for lock in locks if text in (lock.task_id, lock.token)), ""):
@@ -140,17 +126,17 @@ def _run_of(selector: Selector) -> TaskLockEvent | None:
     return None
 
 
-def _of_task(task: str, locks: list[HeldLock]) -> TaskFacts:
-    rows, no_history = _read(TaskLockEvent.objects.of_task(task))
+def _of_task(selector: Selector, locks: list[HeldLock]) -> TaskFacts:
+    rows, no_history = _newest_rows(selector, locks)
     within = DAY if len(rows) < NEWEST else min(DAY, ago(rows[-1].last_at or rows[-1].at))
     skips = [row for row in rows if row.is_counted and ago(row.last_at or row.at) <= within]
     holding = [lock for lock in locks if lock.state in HOLDING]
     return TaskFacts(
-        task=task,
+        task=selector.task,
         free=not holding,
         held=holding,
         queued=[lock for lock in locks if lock.queued],
-        usual=TaskLockEvent.objects.usual_hold("", task),
+        usual=TaskLockEvent.objects.usual_hold("", selector.task),
         completed=next((_past(row) for row in rows if row.is_completed), None),
         skipped=next(map(_past, skips), None),
         skips=sum(row.count for row in skips),
@@ -175,11 +161,8 @@ def _of_lock(
     known: list[HeldLock | TaskLockEvent] = [*holding, *queued, *expired, *rows]
     if known:
         shown, key, task = known[0].name, lock_of_slot(known[0].key), known[0].task or ""
-    lock, blocker = next(iter(holding), None), next(iter(holding + queued), None)
-    skips = [row for row in rows if row.is_counted]
-    behind = [row for row in skips if blocker and row.blocked_by == blocker.token]
-    starved, newest = starvation(shown, rows), {row.kind: row for row in reversed(rows)}
-    others = look([select_task(task)]) if task and not lock else []
+    lock, starved = next(iter(holding), None), starvation(shown, rows)
+    newest = {row.kind: row for row in reversed(rows)}
     return Why(
         name=shown,
         key=key,
@@ -193,34 +176,28 @@ def _of_lock(
         death=proof_of_death(lock.process) if lock else None,
         usual=TaskLockEvent.objects.usual_hold(shown, task),
         completed=next((_past(row) for row in rows if row.is_completed), None),
-        skipped=next(map(_past, skips), None),
-        running=[_past(row) for row in rows if _is_running(row)],
-        troubles=[_past(newest[kind]) for kind in sorted(TROUBLE & newest.keys())],
+        skipped=next((_past(row) for row in rows if row.is_counted), None),
+        troubles=sorted(
+            (_past(newest[kind]) for kind in TROUBLE & newest.keys()), key=attrgetter("ago")
+        ),
         starving=starved if starved and starved.lasts(HOUR) else None,
-        others=[other.name for other in others if other.state in HOLDING],
         same_name=same_name,
-        duplicates=sum(row.count for row in behind if row.kind == "duplicate"),
         no_history=no_history,
     )
 
 
 def _newest_rows(selector: Selector, locks: Sequence[HeldLock]) -> tuple[list[TaskLockEvent], str]:
-    """Return the newest rows of the first of these names that has any, as :func:`_read` does."""
-    names = [lock.name for lock in locks]
-    with suppress(NoHistory):
-        names += selector.names()
-    rows, no_history = list[TaskLockEvent](), ""
-    for name in dict.fromkeys([*names, selector.text]):
-        if not rows:
-            rows, no_history = _read(TaskLockEvent.objects.named(name))
-    return rows, no_history
+    """Return the newest rows of a task, or of the first name of a lock that has any.
 
-
-def _read(rows: TaskLockEventQuerySet) -> tuple[list[TaskLockEvent], str]:
-    """Return the newest of these rows, or none and the reason why they cannot be read."""
+    If they cannot be read, there are none, but the reason.
+    """
     try:
         with reading():
-            return list(rows[:NEWEST]), ""
+            queries = [TaskLockEvent.objects.of_task(selector.task)]
+            if not selector.task:
+                names = dict.fromkeys([*(lock.name for lock in locks), *selector.names()])
+                queries = [TaskLockEvent.objects.named(name) for name in names]
+            return next(filter(None, (list(rows[:NEWEST]) for rows in queries)), []), ""
     except NoHistory as error:
         return [], str(error)
 
@@ -233,28 +210,20 @@ def _keys(
     Two long names may be shown alike. Then the lock that is held is meant, or else the one that
     was seen last.
     """
+    tasks: dict[str, str] = {}
     held_first = sorted(locks, key=lambda lock: lock.state not in HOLDING)
-    tasks = {lock.lock_key: lock.task or "" for lock in held_first}
-    for row in rows:
-        tasks.setdefault(lock_of_slot(row.key), row.task)
+    facts: list[HeldLock | TaskLockEvent] = [*held_first, *rows]
+    for each in facts:
+        tasks.setdefault(lock_of_slot(each.key), each.task or "")
     lock_keys = [key for key in tasks if not key.startswith(QUEUED)]
-    name, meant, same_name = selector.text, {*selector.keys}, list[str]()
-    if not (name.startswith(PREFIX) or meant.intersection(tasks)):
+    meant, same_name = {*selector.keys}, list[str]()
+    if not (selector.text.startswith(PREFIX) or meant.intersection(tasks)):
         meant, same_name = {*lock_keys[:1]}, lock_keys[1:]
     if meant.issuperset(lock_keys):
         return {*tasks}, []
     return meant | {
-        LockKey(name, key).beside(QUEUED, tasks[key]).key for key in meant & {*tasks}
+        LockKey("", key).beside(QUEUED, tasks[key]).key for key in meant & {*tasks}
     }, same_name
-
-
-def _is_running(row: TaskLockEvent) -> bool:
-    """Say whether a run no longer has its lock, but has not ended, and its process is alive.
-
-    When the run of a task ends, it adds its result to the row, whoever has closed that.
-    """
-    ended = row.result or not row.task_id or row.outcome not in {"cleared", "expired", "lost"}
-    return not ended and may_live(row.host, row.pid, timestamp(row.at))
 
 
 def _past(row: TaskLockEvent) -> Past:

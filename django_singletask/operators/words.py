@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from datetime import datetime, timezone
 from urllib.parse import quote
 
+from celery.app import app_or_default
 from django.utils.formats import date_format
 from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext_lazy as _
@@ -25,6 +28,7 @@ __all__ = [
     "plural",
     "process",
     "status",
+    "stop_command",
     "task_page",
 ]
 
@@ -38,6 +42,8 @@ STATES = {
     "blocking": _("blocks duplicates until {}"),
 }
 """The words for the states of a lock."""
+CELERY_APPS = ("app", "celery", "celery_app")
+"""Names that a Celery application usually has in its module, or in the package around it."""
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 # Each unit at most once, the largest first: 1h30m, not 30m1h.
 GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
@@ -128,6 +134,20 @@ def task_page(task_id: str | None) -> str:
     if not task_id or not TASK_URL.fullmatch(address):
         return ""
     return address.replace("{task_id}", quote(task_id, safe="", errors="replace"))
+
+
+def stop_command(task_id: str, *, queued: bool = False) -> str:
+    """Return the shell command that stops a running task, or discards a queued call."""
+    app = app_or_default()
+    # Any module of the application will do; the shortest name is that of the package.
+    modules = [
+        name
+        for name, module in sys.modules.copy().items()
+        if any(getattr(module, "__dict__", {}).get(each) is app for each in CELERY_APPS)
+    ]
+    package = min({*modules} - {"__main__"}, key=len, default="<app>")
+    what = ["revoke"] if queued else ["terminate", "SIGTERM"]
+    return f"celery -A {package} control {shlex.join([*what, task_id])}"
 
 
 def status(event: TaskLockEvent) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import pytest
 from django_singletask.holder import Holder
 from django_singletask.locks.liveness import is_gone
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.stop import stop_command
+from django_singletask.operators.words import stop_command
 from django_singletask.stores import get_store
 from tests.deadline import wait_for
 from tests.testapp import log, tasks
