@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from types import SimpleNamespace
 
 import pytest
+from django.utils.timezone import override
 
 from django_singletask.history import sums
 from django_singletask.history.queries import SWEEPER
@@ -104,6 +105,16 @@ def test_week_has_bars_of_six_hours():
     first, last = facts("7d")["a"].bars
     assert first["x"] < 15 < 96 < last["x"]
     assert first["at"][14:] == "00:00"
+
+
+def test_bars_of_the_day_on_which_the_clock_is_set_back_are_at_their_times():
+    now = datetime(2025, 10, 26, 11, 30, tzinfo=timezone.utc)
+    facts = {"name": "a()", "key": "k", "task": "a", "outcome": "released", "ended_at": now}
+    TaskLockEvent.objects.create(kind="acquired", timeout=60, at=now, **facts)
+    with override("Europe/Berlin"):
+        [a], _start, _cut = per_task(TaskLockEvent.objects.all(), "24h", now=now)
+        [bar] = a["bars"]
+    assert (bar["at"], bar["x"]) == ("2025-10-26 12:00:00", pytest.approx(100 * 23 / 24))
 
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])

@@ -281,6 +281,24 @@ def test_locks_of_one_task_that_are_held_at_once_fill_a_bar_and_no_more(summed):
     assert sum(m.height for m in next(iter(drawing.lanes.values())) if m.at == ago(30)) <= 18
 
 
+def test_lock_without_a_task_has_its_sums_however_old_its_events_are(summed):
+    hold(30, 29, name="alone")
+    for minute in (3, 2, 1):
+        hold(minute, minute, task="t", name="t(1)")
+    assert ("alone", "11:30:00 – 11:31:00", "1 run: returned, held for 1m 00s in all") in sums()
+
+
+def test_sums_end_with_their_window(summed):
+    hold(30, 5)
+    hold(30.5, 30.25)
+    window = Window(ago(60), ago(29.75))
+    marks = draw(TaskLockEvent.objects.all(), window, now=NOW)["lanes"][LANE]
+    assert [mark.text for mark in marks] == [
+        "1 run: returned, held for 15s in all",
+        "1 run: returned, held for 15s in all",
+    ]
+
+
 def test_sum_leads_to_its_events(summed):
     for _ in range(2):
         hold(30, 29.9, task="t", name="t(1)")

@@ -63,3 +63,10 @@ def test_labels_of_the_day_on_which_the_clock_is_set_are_at_their_places():
         week = Window(day.start - timedelta(days=3), day.end)
         assert ("96.94%", "Mon 27") not in [*week.labels()]
         assert [text for _place, text in week.labels()][-2:] == ["Sun 26", "Mon 27"]
+
+
+def test_longest_window_has_labels_and_parts():
+    found, problem = window_of({"from": "1980-01-01T00:00Z", "to": "2149-12-31T00:00Z"}, NOW)
+    assert (len([*found.labels()]) > 1, found.rounded(60)[1].days, problem) == (True, 10_000, "")
+    assert window_of({"from": "1979-06-01T00:00"}, NOW)[0] is None
+    assert window_of({"to": "2150-06-01T00:00"}, NOW)[0] is None

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import Case, Count, F, FloatField, Func, Max, Q, Sum, Value, When
-from django.db.models.functions import Coalesce, Floor, Greatest, Ln
+from django.db.models.functions import Coalesce, Floor, Greatest, Least, Ln
 
 from django_singletask.history.queries import SWEEPER, TaskLockEventQuerySet
 
@@ -85,6 +85,7 @@ def sums_since(
 def lane_sums(
     rows: TaskLockEventQuerySet,
     start: datetime,
+    end: datetime,
     step: timedelta,
     *,
     by_task: bool,
@@ -94,7 +95,8 @@ def lane_sums(
 
     Each sum has the ``number`` of events of a task (if ``by_task``) or else of one of the ``names``
     that agree in kind, outcome, result, and in the steps since ``start`` in which they begin and
-    end; the ``count`` of calls; and the sums of when they ``began`` and ``ended``, in seconds.
+    end; the ``count`` of calls; and the sums of when they ``began`` and ``ended``, in seconds. What
+    ends after ``end`` counts as if it ended then.
     """
     named = Q(name__in=names)
     rows = rows.filter(named | ~Q(task="") if by_task else named)
@@ -103,7 +105,10 @@ def lane_sums(
     rows = rows.filter(pk__gt=left_out[0]) if left_out else rows
     lane = Case(When(task="", then=F("name")), default=Value("")) if by_task else F("name")
     began = Seconds(F("at"), Value(start))
-    ended = Seconds(Coalesce("ended_at", "last_at", "at"), Value(start))
+    ended = Least(
+        Seconds(Coalesce("ended_at", "last_at", "at"), Value(start)),
+        Value((end - start).total_seconds()),
+    )
     sums = (
         rows.exclude(kind="acquired", outcome="")
         .order_by()

@@ -11,7 +11,7 @@ from django.utils import timezone
 from django_singletask.history.queries import TaskLockEventQuerySet
 from django_singletask.history.sums import middle, sums_since
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.windows import SPANS
+from django_singletask.operators.windows import SPANS, to_utc
 from django_singletask.operators.words import clock_time, status
 
 __all__ = ["STEPS", "per_task"]
@@ -32,7 +32,8 @@ def per_task(
     step = STEPS[span]
     local = timezone.localtime(now) if timezone.is_aware(now) else now
     midnight = local.replace(hour=0, minute=0, second=0, microsecond=0)
-    start = midnight + step * ((local - midnight) // step + 1) - SPANS[span].length
+    end = midnight + step * ((local - midnight) // step + 1)
+    start = to_utc(end) - SPANS[span].length  # a day on which the clock is set is as long
     sums, cut = sums_since(rows, start, step)
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for total in sums:

@@ -45,7 +45,8 @@ def draw(
     is_summed, cut, sums = len(events) > ROWS, None, list[Mark]()
     by_task = is_summed and not (name or task)
     if is_summed:
-        names = {each.name for each in events if not (by_task and each.task)}
+        alone = inside.of_task("").values_list("name", flat=True)[:ROWS]
+        names = {*alone} if by_task else {each.name for each in events}
         sums, cut = _sums(newest, window, by_task, names)
         events = []
     else:
@@ -127,7 +128,7 @@ def _sums(
     """Return the marks of the sums, and from when on they count if not from the beginning."""
     base, step = window.rounded(BUCKETS)
     base, length = to_utc(base), step.total_seconds()
-    sums, cut = lane_sums(rows, base, step, by_task=by_task, names=names)
+    sums, cut = lane_sums(rows, base, window.end, step, by_task=by_task, names=names)
     marks: dict[tuple[Lane, int, str], Mark] = {}
     for each in sums:
         facts = {"kind": each["kind"], "outcome": each["outcome"], "result": each["result"]}

@@ -40,8 +40,8 @@ SPANS = {
 LABELS, BUCKETS = 7, 60
 STEPS = [timedelta(seconds=seconds) for seconds in (1, 10, 30, 60, 180, 600, 1800)]
 STEPS += [HOUR, 4 * HOUR, DAY, 7 * DAY, 30 * DAY, 365 * DAY, 10_000 * DAY]
-YEARS = range(1980, 9000)
-"""Python cannot calculate with all times of other years in all time zones."""
+YEARS = range(1980, 2150)
+"""Python cannot calculate with all times of all years; the longest step is for as many years."""
 
 
 @dataclasses.dataclass(frozen=True)
