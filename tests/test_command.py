@@ -320,6 +320,20 @@ def test_clear_works_on_memcached(settings, take, empty_cache):
     assert len(cleared()) == 1
 
 
+@pytest.mark.parametrize("text", ["", "\udcff"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["why"], ["list"], ["history"], ["history", "--task"], ["list", "--task"]),
+        *(["clear", "--all", "--yes", "--task"], ["clear", "--all", "--yes", "--token"]),
+    ],
+)
+def test_text_that_cannot_be_a_name_is_refused(take, arguments, text):
+    lock = take("nightly")
+    assert "is not a name." in str(refused(*arguments, text))
+    assert lock.owned()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -757,7 +771,7 @@ def test_history_as_json_has_unix_times():
     assert (facts["id"], facts["host"], facts["outcome"]) == (run.pk, "web-1", "released")
 
 
-@pytest.mark.parametrize("name", ["", "x" * 256, "a\0b", "two\nlines"])
+@pytest.mark.parametrize("name", [" ", "x" * 256, "a\0b", "two\nlines"])
 def test_history_of_an_unknown_name_is_an_error(name):
     ran(60, name="nightly")
     error = refused("history", "nightly", name)

@@ -77,8 +77,8 @@ def with_action(arguments: list[str]) -> list[str]:
 
 def _add_list(action: CommandParser) -> None:
     add = action.add_argument
-    add("names", nargs="*", metavar="LOCK", help=NAMES)
-    add("--task", help="list the locks of this task; a pattern with * works too")
+    add("names", nargs="*", type=named, metavar="LOCK", help=NAMES)
+    add("--task", type=named, help="list the locks of this task; a pattern with * works too")
     two = "; with a second, higher limit: 2 (critical) if that is exceeded"
     longer = f"exit with 1 (warning) if a lock is held for longer{two}"
     add("--fail-if-held-over", type=limits(span), default=[], metavar="10m[,1h]", help=longer)
@@ -95,9 +95,9 @@ def _add_list(action: CommandParser) -> None:
 
 def _add_clear(action: CommandParser) -> None:
     add = action.add_argument
-    add("names", nargs="*", metavar="LOCK", help=NAMES)
-    add("--token", help="free only the lock of the holder with this token")
-    add("--task", help="free the locks of this task; a pattern with * works too")
+    add("names", nargs="*", type=named, metavar="LOCK", help=NAMES)
+    add("--token", type=named, help="free only the lock of the holder with this token")
+    add("--task", type=named, help="free the locks of this task; a pattern with * works too")
     add("--dead", action="store_true", help="free the locks of processes that are proven dead")
     add("--all", action="store_true", help="free every lock")
     queued = "instead of locks, forget queued calls, so that identical calls can be sent"
@@ -109,8 +109,8 @@ def _add_clear(action: CommandParser) -> None:
 
 def _add_history(action: CommandParser) -> None:
     add = action.add_argument
-    add("names", nargs="*", metavar="LOCK", help=NAMES)
-    add("--task", help="only the rows of this task; a pattern with * works too")
+    add("names", nargs="*", type=named, metavar="LOCK", help=NAMES)
+    add("--task", type=named, help="only the rows of this task; a pattern with * works too")
     add("--kind", choices=Kind.values, help="only rows of this kind")
     ends = [*HoldOutcome.values, *Result.values]
     add("--outcome", choices=ends, help="only runs that ended like this")
@@ -142,8 +142,15 @@ def check_choice(options: dict[str, Any]) -> None:
         )
 
 
+def named(text: str) -> str:
+    """Refuse an empty text, as from an unset variable of the shell, and broken Unicode."""
+    if not text or text != text.encode(errors="replace").decode():
+        raise argparse.ArgumentTypeError(f"'{printable(text)}' is not a name.")
+    return text
+
+
 def no_pattern(text: str) -> str:
-    if "*" in text and not text.startswith(PREFIX):
+    if "*" in named(text) and not text.startswith(PREFIX):
         pattern = printable(text)
         hint = f"{pattern!r} is a pattern: 'manage.py locks list' takes patterns."
         raise argparse.ArgumentTypeError(hint)
