@@ -634,7 +634,7 @@ def test_why_of_a_task_as_json():
     ran(90, 5, task="t", name="t(1)")
     facts = locks_as_json("why", "t")
     assert (facts["task"], facts["free"], facts["held"], facts["skips"]) == ("t", True, [], 0)
-    assert facts["completed"]["what"] == "returned"
+    assert facts["completed"]["result"] == "returned"
 
 
 def test_why_as_json(take):
@@ -644,7 +644,7 @@ def test_why_as_json(take):
     facts = locks_as_json("why", "nightly")
     assert (facts["free"], facts["alive"], facts["lock"]["token"]) == (False, True, lock.token)
     assert facts["usual"] == {"median": 5.0, "longest": 5.0, "runs": 1}
-    assert (facts["completed"]["what"], facts["completed"]["ago"]) == ("returned", 90.123)
+    assert facts["completed"]["result"] == "returned"
     assert facts["starving"] is None
     skipped(8000, 60, 40, name="hungry")
     assert locks_as_json("why", "hungry")["starving"]["skipped"] == 40

@@ -14,7 +14,6 @@ from django.db import InterfaceError, connection
 from django_singletask import TaskLock
 from django_singletask.holder import Holder, start_time
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
-from django_singletask.locks.liveness import started_at
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import columns
@@ -66,10 +65,9 @@ def test_held_lock_is_explained_in_full(monkeypatch):
     for lasted in (3, 4, 31):
         ran(7800, lasted, name=NAME, key=KEY, task=TASK)
     skipped(60, 2, 31, name=NAME, key=KEY, blocked_by="9ab2")
-    started = time.strftime("%H:%M:%S", time.localtime(started_at(holder)))
     assert re.fullmatch(
         rf"Held for 2m 1\ds by task 3f0c on {re.escape(holder.host)}, process {os.getpid()} "
-        rf"\(alive: same host, started {started} UTC\)\.\n"
+        rf"\(alive: same host, started \d+ s ago\)\.\n"
         r"Lease: 60 s, renewed 3\d s ago, ends in 2\d s unless renewed\. "
         r"Usual hold: 4 s, longest 31 s\.\n"
         r"31 runs were skipped meanwhile, the last [23] s ago\. Last completed: 2h 10m ago\.\n"
@@ -106,12 +104,6 @@ def test_process_elsewhere_cannot_be_seen():
     hold_elsewhere()
     assert "process 8121 (on another host or in another" in flat()
     assert why(NAME).alive is None
-
-
-def test_start_of_a_process_on_another_day_has_its_date(monkeypatch):
-    hold()
-    monkeypatch.setattr("django_singletask.management.sentences.started_at", lambda _: 1e9)
-    assert re.search(r"started\s2001-09-09\s\d\d:46:40\sUTC\)", explained())
 
 
 def test_start_of_a_process_is_left_out_where_unknown():
@@ -283,7 +275,7 @@ def test_free_locks_of_one_name_are_told_apart():
     ran(60, name=LONG, key="singletask:feeds:1")
     skipped(50, name=LONG, key="singletask:feeds:2")
     assert (why(LONG).key, why(LONG).same_name) == ("singletask:feeds:2", ["singletask:feeds:1"])
-    assert round(why(LONG).completed.ago) == 90
+    assert why(LONG).completed.key == "singletask:feeds:2"
 
 
 def test_lock_and_its_queued_call_are_no_two_locks():

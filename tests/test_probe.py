@@ -10,9 +10,9 @@ from contextlib import suppress
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask.operators.probe import latency, look_from_another_process, probe
+from django_singletask.operators.probe import look_from_another_process, probe
 from django_singletask.operators.server import Finding, compare_clocks, look_at
-from django_singletask.stores import Entry, get_store
+from django_singletask.stores import get_store
 from tests import servers
 from tests.entries import private_store
 
@@ -82,14 +82,6 @@ def test_failure_of_the_other_process_says_why(on_redis, settings):
 def test_server_that_is_down_is_an_error(dead_redis):
     with pytest.raises(Exception, match="refused"):
         probe(dead_redis)
-
-
-@pytest.mark.parametrize("measure", [latency, lambda s: look_from_another_process("redis", s)])
-def test_lock_of_the_probe_that_somebody_else_has_is_an_error(monkeypatch, measure):
-    store = get_store("redis")
-    monkeypatch.setattr(store, "add", lambda key, value, lease: Entry(b"", None))
-    with pytest.raises(RuntimeError, match="nobody else can have this lock"):
-        measure(store)
 
 
 # What the server says

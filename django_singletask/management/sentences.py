@@ -9,16 +9,19 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
+from django_singletask.history.queries import ago
 from django_singletask.holder import describe_run
 from django_singletask.locks.liveness import started_at
 from django_singletask.management.tables import few, printable, width
-from django_singletask.operators.explain import Past, TaskFacts, Why
+from django_singletask.models import TaskLockEvent
+from django_singletask.operators.explain import TaskFacts, Why
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.words import (
-    clock_time,
     compact,
+    hold_seconds,
     in_words,
     plural,
+    status,
     stop_command,
     task_page,
 )
@@ -55,7 +58,7 @@ def _of_task(facts: TaskFacts) -> Iterator[str]:
 
 def _of_lock(why: Why) -> Iterator[str]:
     if run := why.run:
-        yield f"{_upper(_run(run))}: {run.what} {_whole(run.ago)} ago."
+        yield f"{_upper(_run(run))}: {status(run)[1]} {_ago(run)}."
     if why.same_name:
         yield (
             f"{len(why.same_name) + 1} locks have this name. This is the one with the key "
@@ -86,10 +89,10 @@ def _of_lock(why: Why) -> Iterator[str]:
         )
     if why.lock is None:
         yield from _last(why)
-        for past in why.troubles:
-            reasons = ", ".join(filter(None, [past.actor and f"by {past.actor}", past.reason]))
+        for row in why.troubles:
+            reasons = ", ".join(filter(None, [row.actor and f"by {row.actor}", row.reason]))
             because = f" ({reasons})" if reasons else ""
-            yield f"Last {past.what}: {_whole(past.ago)} ago, {_run(past)}{because}."
+            yield f"Last {status(row)[1]}: {_ago(row)}, {_run(row)}{because}."
     if why.no_history:
         yield why.no_history
 
@@ -118,7 +121,9 @@ def _held(why: Why, lock: HeldLock) -> Iterator[str]:
         if why.death:
             process = f"dead: {why.death}"
         elif why.alive:
-            process = f"{'stopped' if lock.stopped else 'alive'}: same host{_started(lock)}"
+            at = started_at(lock.process)
+            started = "" if at is None else f", started {_whole(time.time() - at)} ago"
+            process = f"{'stopped' if lock.stopped else 'alive'}: same host{started}"
         since = f"for {_whole(lock.held_for)} " if lock.since else ""
         yield f"Held {since}by {lock.run} ({process})."
         yield f"{_lease(lock)} {'Slow. ' * lock.slow}{_usual(why)}"
@@ -148,14 +153,6 @@ def _to_stop(lock: HeldLock) -> Iterator[str]:
     )
 
 
-def _started(lock: HeldLock) -> str:
-    started = started_at(lock.process)
-    if started is None:
-        return ""
-    another_day = time.localtime(started)[:3] != time.localtime()[:3]
-    return f", started {clock_time(started, dated=another_day, zone=True)}"
-
-
 def _lease(lock: HeldLock) -> str:
     lease = f"Lease: {in_words(lock.timeout)}"
     if lock.remaining is None:
@@ -170,7 +167,7 @@ def _upper(text: str) -> str:
 
 
 def _whole(seconds: float) -> str:
-    return in_words(math.floor(seconds))
+    return in_words(max(0, math.floor(seconds)))
 
 
 def _usual(facts: Why | TaskFacts) -> str:
@@ -183,8 +180,8 @@ def _skipped(why: Why, lock: HeldLock) -> str:
     if lock.skipped is None:
         return ""
     last = "the last " if lock.skipped > 1 else ""
-    ago = f", {last}{_whole(why.skipped.ago)} ago" if lock.skipped and why.skipped else ""
-    return f"{_counted(lock.skipped, 'run', 'skipped')} meanwhile{ago}."
+    when = f", {last}{_ago(why.skipped)}" if lock.skipped and why.skipped else ""
+    return f"{_counted(lock.skipped, 'run', 'skipped')} meanwhile{when}."
 
 
 def _counted(count: int, noun: str, verb: str) -> str:
@@ -195,9 +192,9 @@ def _counted(count: int, noun: str, verb: str) -> str:
 def _completed(facts: Why | TaskFacts) -> str:
     if (last := facts.completed) is None:
         return "" if facts.no_history else "No completed run is in its history."
-    raised = " (it raised)" if last.what == "raised" else ""
-    by = f", by {_run(last)} (held for {in_words(last.lasted or 0)})" if facts.free else ""
-    return f"Last completed: {_whole(last.ago)} ago{raised}{by}."
+    raised = " (it raised)" if last.result == "raised" else ""
+    by = f", by {_run(last)} (held for {in_words(hold_seconds(last))})" if facts.free else ""
+    return f"Last completed: {_ago(last)}{raised}{by}."
 
 
 def _queued(lock: HeldLock) -> Iterator[str]:
@@ -227,9 +224,14 @@ def _clear(lock: HeldLock) -> str:
 def _last(facts: Why | TaskFacts) -> Iterator[str]:
     yield from filter(None, [_completed(facts), _usual(facts)])
     if skipped := facts.skipped:
-        behind = f", because of task {skipped.task_id}" if skipped.task_id else ""
-        yield f"Last {skipped.what}: {_whole(skipped.ago)} ago{behind}."
+        blocker = skipped.blocked_by_task_id
+        behind = f", because of task {blocker}" if blocker else ""
+        yield f"Last {status(skipped)[1]}: {_ago(skipped)}{behind}."
 
 
-def _run(past: Past) -> str:
-    return describe_run(past.task_id, past.host, past.pid)
+def _ago(row: TaskLockEvent) -> str:
+    return f"{_whole(ago(row.ended_at or row.last_at or row.at))} ago"
+
+
+def _run(row: TaskLockEvent) -> str:
+    return describe_run(row.task_id, row.host, row.pid)

@@ -16,28 +16,13 @@ from django_singletask.operators.names import Selector, select
 from django_singletask.operators.past import find
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starvation
-from django_singletask.operators.words import hold_seconds
 from django_singletask.stores.base import PREFIX
 
-__all__ = ["HOLDING", "Past", "TaskFacts", "Why", "why"]
+__all__ = ["HOLDING", "TaskFacts", "Why", "why"]
 
 DAY = 86_400.0
 HOLDING = frozenset({"held", "dead", "handed_over", "kept"})
 """States of a lock that somebody has."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Past:
-    """One thing that happened ``ago`` seconds before now; ``lasted`` is the length of a hold."""
-
-    what: str
-    ago: float
-    task_id: str = ""
-    host: str = ""
-    pid: int = 0
-    reason: str = ""
-    actor: str = ""
-    lasted: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +41,7 @@ class Why:
     name: str
     key: str
     free: bool
-    run: Past | None
+    run: TaskLockEvent | None
     lock: HeldLock | None
     beside: list[HeldLock]
     queued: HeldLock | None
@@ -64,9 +49,9 @@ class Why:
     alive: bool | None
     death: str | None
     usual: UsualHold | None
-    completed: Past | None
-    skipped: Past | None
-    troubles: list[Past]
+    completed: TaskLockEvent | None
+    skipped: TaskLockEvent | None
+    troubles: list[TaskLockEvent]
     starving: Starving | None
     same_name: list[str]
     no_history: str
@@ -85,8 +70,8 @@ class TaskFacts:
     held: list[HeldLock]
     queued: list[HeldLock]
     usual: UsualHold | None
-    completed: Past | None
-    skipped: Past | None
+    completed: TaskLockEvent | None
+    skipped: TaskLockEvent | None
     skips: int
     within: float
     no_history: str
@@ -137,8 +122,8 @@ def _of_task(selector: Selector, locks: list[HeldLock]) -> TaskFacts:
         held=holding,
         queued=[lock for lock in locks if lock.queued],
         usual=TaskLockEvent.objects.usual_hold("", selector.task),
-        completed=next((_past(row) for row in rows if row.is_completed), None),
-        skipped=next(map(_past, skips), None),
+        completed=next((row for row in rows if row.is_completed), None),
+        skipped=next(iter(skips), None),
         skips=sum(row.count for row in skips),
         within=within,
         no_history=no_history,
@@ -162,12 +147,12 @@ def _of_lock(
     if known:
         shown, key, task = known[0].name, lock_of_slot(known[0].key), known[0].task or ""
     lock, starved = next(iter(holding), None), starvation(shown, rows)
-    newest = {row.kind: row for row in reversed(rows)}
+    newest = {row.kind: row for row in reversed(rows) if row.kind in TROUBLE}
     return Why(
         name=shown,
         key=key,
         free=lock is None,
-        run=_past(run) if run else None,
+        run=run,
         lock=lock,
         beside=holding[1:],
         queued=next(iter(queued), None),
@@ -175,11 +160,9 @@ def _of_lock(
         alive=is_alive(lock.process) if lock else None,
         death=proof_of_death(lock.process) if lock else None,
         usual=TaskLockEvent.objects.usual_hold(shown, task),
-        completed=next((_past(row) for row in rows if row.is_completed), None),
-        skipped=next((_past(row) for row in rows if row.is_counted), None),
-        troubles=sorted(
-            (_past(newest[kind]) for kind in TROUBLE & newest.keys()), key=attrgetter("ago")
-        ),
+        completed=next((row for row in rows if row.is_completed), None),
+        skipped=next((row for row in rows if row.is_counted), None),
+        troubles=sorted(newest.values(), key=attrgetter("pk"), reverse=True),
         starving=starved if starved and starved.lasts(HOUR) else None,
         same_name=same_name,
         no_history=no_history,
@@ -224,16 +207,3 @@ def _keys(
     return meant | {
         LockKey("", key).beside(QUEUED, tasks[key]).key for key in meant & {*tasks}
     }, same_name
-
-
-def _past(row: TaskLockEvent) -> Past:
-    return Past(
-        what=row.result or row.outcome or row.kind,
-        ago=ago(row.ended_at or row.last_at or row.at),
-        task_id=row.blocked_by_task_id if row.is_counted else row.task_id,
-        host=row.host,
-        pid=row.pid,
-        reason=row.reason,
-        actor=row.actor,
-        lasted=hold_seconds(row) if row.kind == "acquired" else None,
-    )

@@ -9,15 +9,16 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import name_key
 from django_singletask.operators.errors import without_secrets
 from django_singletask.operators.server import Finding, look_at
-from django_singletask.stores import Outcome, Store, get_store
+from django_singletask.stores import Store, get_store
 from django_singletask.stores.places import servers_of
 
-__all__ = ["Probe", "latency", "look_from_another_process", "probe"]
+__all__ = ["Probe", "look_from_another_process", "probe"]
 
 LEASE = 60.0
 """Seconds after which the entry of a probe that was killed ends."""
@@ -62,16 +63,13 @@ def probe(alias: str) -> Probe:
     """
     store = get_store(alias)
     seen = look_from_another_process(alias, store)
-    median, slowest = latency(store)
-    speed = Finding(
-        "ok",
-        f"a lock is acquired and released in {median * 1000:.2f} ms (median), "
-        f"{slowest * 1000:.2f} ms (99%)",
-    )
+    spans = [*_spans(store)]
+    median, slowest = statistics.median(spans), statistics.quantiles(spans, n=100)[98]
+    times = f"{median * 1000:.2f} ms (median), {slowest * 1000:.2f} ms (99%)"
+    speed = Finding("ok", f"a lock is acquired and released in {times}")
     backend = f"{type(store.cache).__module__}.{type(store.cache).__qualname__}"
     server = ", ".join(sorted(servers_of(alias))) or store.place
-    findings = [seen, speed, *look_at(store)]
-    return Probe(alias, backend, server, findings, median, slowest)
+    return Probe(alias, backend, server, [seen, speed, *look_at(store)], median, slowest)
 
 
 def look_from_another_process(alias: str, store: Store) -> Finding:
@@ -79,8 +77,7 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
     key, value = _entry()
     # The same modules are found there, wherever manage.py is.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    if store.add(key, value, LEASE) is not None:
-        raise RuntimeError(f"{key}: nobody else can have this lock.")
+    store.add(key, value, LEASE)
     try:
         done = subprocess.run(
             [sys.executable, "-c", READER, alias, key],
@@ -103,18 +100,14 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
     raise RuntimeError(f"The other process failed: {last_line or f'exit {done.returncode}'}")
 
 
-def latency(store: Store) -> tuple[float, float]:
-    """Return median and 99% of the seconds in which a lock is acquired and released."""
+def _spans(store: Store) -> Iterator[float]:
+    """Yield the seconds in which a lock is acquired and released, each time."""
     key, value = _entry()
-    spans = []
     for _ in range(TURNS):
         began = time.perf_counter()
-        taken = store.add(key, value, LEASE) is None
-        released = store.release(key, value)
-        spans.append(time.perf_counter() - began)
-        if not taken or released is not Outcome.OK:
-            raise RuntimeError(f"{key}: nobody else can have this lock, or have freed it.")
-    return statistics.median(spans), statistics.quantiles(spans, n=100)[98]
+        store.add(key, value, LEASE)
+        store.release(key, value)
+        yield time.perf_counter() - began
 
 
 def _entry() -> tuple[str, bytes]:

@@ -6,7 +6,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import starmap, takewhile
 from typing import Any
 
 from django_singletask.operators.words import plural
@@ -16,7 +16,6 @@ __all__ = ["Finding", "ask_memcached", "compare_clocks", "look_at"]
 
 CLOCKS = 2.0
 """Seconds by which two clocks may differ before that is worth a warning."""
-
 TIMEOUT = 5.0
 """Seconds until a server that does not answer is given up."""
 
@@ -34,8 +33,7 @@ def look_at(store: Store) -> Iterator[Finding]:
     looks = {"redis": _redis, "memcached": _memcached, "database": _database}
     try:
         if look := looks.get(store.family):
-            for level, text in look(store):
-                yield Finding(level, text)
+            yield from starmap(Finding, look(store))
     except Exception as error:  # each client has errors of its own
         yield Finding("note", f"the server does not say more: {type(error).__name__}")
 
@@ -68,9 +66,7 @@ def _redis(store: Any) -> Iterator[tuple[str, str]]:
     if info.get("role") != "master":
         yield "unfit", f"the server is a {info.get('role')}: locks need the primary"
     if replicas := info.get("connected_slaves"):
-        text = (
-            "a failover can lose the newest locks, and a task can then run twice at the same time"
-        )
+        text = "a failover can lose the newest locks, and then a second copy of a task can start"
         yield "warning", f"{plural(replicas, 'replica')}: {text}"
     # The last question, since managed servers forbid CONFIG.
     if info.get("aof_enabled"):
@@ -98,9 +94,7 @@ def _memcached(store: Any) -> Iterator[tuple[str, str]]:
         yield "note", f"{server}: memcached {stats['version']}"
         yield compare_clocks(int(stats["time"]) + 0.5, before)
         if settings.get("evictions") == "off":
-            text = (
-                "when its memory is full, it neither renews nor releases locks: start it without -M"
-            )
+            text = "with full memory, it neither renews nor releases locks: start it without -M"
             yield "unfit", f"{server} was started with -M: {text}"
         elif evictions := int(stats.get("evictions", 0)):
             text = "and evicts locks too: give it more memory (-m), or use a dedicated server"
