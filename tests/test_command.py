@@ -668,7 +668,7 @@ def test_history_is_a_table_newest_first():
     row("cleared", 1, actor="ada")
     row("cleared", 1, actor="root on a-very-long-host-name.example.org (manage.py locks)")
     row("cleared", 1, actor="ada on call")
-    row("acquired", 1, name="now", host="web-1", pid=40)
+    row("acquired", 1, name="now", host="web-1", pid=40, timeout=60)
     row("acquired", 1, name="gone", outcome="dead", ended_at=before_now(0), host="web-1", pid=40)
     row("acquired", 1, name="off", outcome="released", result="postponed", ended_at=before_now(0))
     lines = [
@@ -697,6 +697,15 @@ def test_history_says_why_a_run_was_skipped():
         "skipped: superseded",
         "skipped: outage",
     ]
+
+
+def test_history_says_which_open_holds_are_over(ended_process):
+    gone = row("acquired", 3, name="gone", token="t")
+    hold(name="gone", key=gone.key, token="t", **ended_process)
+    row("acquired", 2, name="over", timeout=1)
+    row("acquired", 1, name="now", timeout=60)
+    lines = [re.split(r"  +", line)[1:3] for line in locks("history").splitlines()]
+    assert lines[1:] == [["now", "held"], ["over", "expired"], ["gone", "process dead"]]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from django.db import InterfaceError, connection, connections
 
 from django_singletask.history import queries
 from django_singletask.history.queries import NoHistory, UsualHold, reading
+from django_singletask.history.sums import lane_sums
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.past import find
 from tests.past_rows import before_now, keep_history_in, ran, row, skipped
@@ -120,8 +121,19 @@ def questions():
             lambda: find(task="t5", result="raised"),
             lambda: find(like="t5(*"),
             lambda: find(outcome="dead", since=60),
+            lambda: sums_of_an_hour(history.newest(), by_task=True),
+            lambda: sums_of_an_hour(history.of_task("t5")),
+            lambda: sums_of_an_hour(history.named("t5(2)")),
         ],
     }
+
+
+def sums_of_an_hour(rows, by_task=False):
+    """Sum up a part of the history as the timeline does."""
+    start, end = before_now(4000), before_now(400)
+    step = datetime.timedelta(minutes=1)
+    sums, _cut = lane_sums(rows.since(start, end), start, step, by_task=by_task, names=["t5(2)"])
+    return list(sums)
 
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])

@@ -166,6 +166,7 @@ class Command(ProcessCommand):
         if options["json"]:
             self.print_lines(listings.json_rows(rows))
         elif rows:
+            held.judge(rows)
             self.print_table(listings.history_table(rows))
         else:
             self.stdout.write("The history has no matching row.")
