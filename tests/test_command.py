@@ -138,6 +138,13 @@ def test_list_takes_tasks_patterns_task_ids_and_tokens(typed, names):
     assert sorted(lock["name"] for lock in locks_as_json("list", *typed)) == names
 
 
+@pytest.mark.parametrize("pattern", ["*", "*nightly"])
+def test_pattern_of_tasks_means_no_lock_without_a_task(pattern):
+    hold(name="nightly", token="a")
+    hold(name="cleanup()", task="reports.nightly", token="b")
+    assert [lock["name"] for lock in locks_as_json("list", "--task", pattern)] == ["cleanup()"]
+
+
 def test_slow_hold_says_what_is_usual():
     for _ in range(5):
         ran(60, 660, task="reports.tasks.nightly")

@@ -84,7 +84,7 @@ class Selector:
     def covers(self, name: str, task: str) -> bool:
         """Say whether the name of a lock, or the task that has it, is meant."""
         if self.only_task:
-            return fits(task, self.task)
+            return task != "" and fits(task, self.task)
         return fits(name, self.text) or (self.task != "" and task == self.task)
 
     def matches(self, lock: HeldLock) -> bool:
