@@ -101,8 +101,8 @@ def unmarked(response: HttpResponse) -> set[str]:
     )
     while texts != (inner := re.sub(r"⟦[^⟦⟧]*⟧", "", texts)):
         texts = inner
-    # What is left: durations, and the dotted names of tasks.
-    texts = re.sub(r"\b[0-9.]+[dhms]\b|\b\w+(?:\.\w+)+", "", unescape(texts))
+    # What is left: durations, the time zone, and the dotted names of tasks.
+    texts = re.sub(r"\bUTC\b|\b[0-9.]+[dhms]\b|\b\w+(?:\.\w+)+", "", unescape(texts))
     return {line.strip() for line in texts.splitlines() if re.search("[A-Za-z]", line)}
 
 
