@@ -14,7 +14,7 @@ from django.utils.timezone import override
 from django_singletask.history import sums
 from django_singletask.history.queries import SWEEPER
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.per_task import per_task
+from django_singletask.operators.per_task import chart_of, per_task
 from tests.admin_pages import BASE, drop_table, log_in, rows_of
 from tests.past_rows import keep_history_in, ran, row, skipped
 from tests.plans import plans
@@ -31,9 +31,8 @@ HOUR = 3600
 
 def facts(span="24h"):
     """Return the facts of each task by its name."""
-    tasks, _start, _cut = per_task(
-        TaskLockEvent.objects.all(), span, now=datetime.now(timezone.utc)
-    )
+    chart = chart_of(span, datetime.now(timezone.utc))
+    tasks, _cut = per_task(TaskLockEvent.objects.all(), *chart)
     return {each["task"]: SimpleNamespace(**each) for each in tasks}
 
 
@@ -98,12 +97,12 @@ def test_percentile_is_not_longer_than_the_longest_hold():
     assert a.p50 <= a.longest == 60
 
 
-def test_week_has_bars_of_six_hours():
+def test_week_has_bars_of_four_hours():
     ran(6 * 24 * HOUR, task="a")
     ran(60, task="a")
     assert facts()["a"].runs == 1
     first, last = facts("7d")["a"].bars
-    assert first["x"] < 15 < 96 < last["x"]
+    assert first["x"] < 15 < 95 < last["x"]
     assert first["at"][14:] == "00:00"
 
 
@@ -112,7 +111,7 @@ def test_bars_of_the_day_on_which_the_clock_is_set_back_are_at_their_times():
     facts = {"name": "a()", "key": "k", "task": "a", "outcome": "released", "ended_at": now}
     TaskLockEvent.objects.create(kind="acquired", timeout=60, at=now, **facts)
     with override("Europe/Berlin"):
-        [a], _start, _cut = per_task(TaskLockEvent.objects.all(), "24h", now=now)
+        [a], _cut = per_task(TaskLockEvent.objects.all(), *chart_of("24h", now))
         [bar] = a["bars"]
     assert (bar["at"], bar["x"]) == ("2025-10-26 12:00:00", pytest.approx(100 * 23 / 24))
 

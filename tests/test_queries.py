@@ -132,7 +132,9 @@ def sums_of_an_hour(rows, by_task=False):
     """Sum up a part of the history as the timeline does."""
     start, end = before_now(4000), before_now(400)
     step = datetime.timedelta(minutes=1)
-    sums, _cut = lane_sums(rows.since(start, end), start, step, by_task=by_task, names=["t5(2)"])
+    sums, _cut = lane_sums(
+        rows.since(start, end), start, end, step, by_task=by_task, names=["t5(2)"]
+    )
     return list(sums)
 
 

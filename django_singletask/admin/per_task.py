@@ -13,8 +13,7 @@ from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.admin.pages import OperatorPages, or_unreadable
-from django_singletask.operators.per_task import STEPS, per_task
-from django_singletask.operators.windows import SPANS
+from django_singletask.operators.per_task import RANGES, chart_of, per_task
 from django_singletask.operators.words import clock_time, duration, hold_time
 
 __all__ = ["PerTaskPage"]
@@ -44,11 +43,12 @@ class PerTaskPage(OperatorPages):
         if not self.has_view_permission(request):
             raise PermissionDenied
         span, sort = request.GET.get("range", ""), request.GET.get("sort", "")
-        span = span if span in STEPS else "24h"
+        span = span if span in RANGES else "24h"
         sort = sort if sort.removeprefix("-") in COLUMNS else "-runs"
-        column, step = sort.removeprefix("-"), STEPS[span]
+        column = sort.removeprefix("-")
         rows: Any = self.get_queryset(request)
-        tasks, start, cut = per_task(rows, span, now=timezone.now())
+        window, step = chart_of(span, timezone.now())
+        tasks, cut = per_task(rows, window, step)
         tasks.sort(key=itemgetter("task"))
         if column != "task":
             tasks.sort(key=lambda facts: facts[column] or 0)
@@ -58,14 +58,14 @@ class PerTaskPage(OperatorPages):
             request,
             "per_task",
             "per_task",
-            spans={key: SPANS[key].label for key in STEPS},
+            spans=RANGES,
             range=span,
             sort=sort,
             columns=[(label, *sort_link(name, sort)) for name, label in COLUMNS.items()],
             rows=[(facts, cells(facts)) for facts in tasks],
-            bar_width=90 * step / SPANS[span].length,
+            bar_width=90 * step / (window.end - window.start),
             hours=step // timedelta(hours=1),
-            start=clock_time(start, dated=True),
+            start=clock_time(window.start, dated=True),
             cut=clock_time(cut, dated=True) if cut else "",
         )
 

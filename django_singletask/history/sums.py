@@ -12,7 +12,7 @@ from django.db.models.functions import Coalesce, Floor, Greatest, Least, Ln
 
 from django_singletask.history.queries import SWEEPER, TaskLockEventQuerySet
 
-__all__ = ["MOST", "WIDTH", "lane_sums", "middle", "sums_since"]
+__all__ = ["MOST", "WIDTH", "lane_sums", "middle", "task_sums"]
 
 MOST = 200_000
 """The maximum number of rows in a sum: the newest, by their ids."""
@@ -45,14 +45,14 @@ class Seconds(Func):
 
 
 class Whole(Floor):
-    """The whole part of a number that is not negative."""
+    """The whole part of a number."""
 
     def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
         # Django's floor() for SQLite is in Python, which would double the time of the query.
         return super().as_sql(compiler, connection, template="CAST(%(expressions)s AS integer)")
 
 
-def sums_since(
+def task_sums(
     rows: TaskLockEventQuerySet, start: datetime, step: timedelta
 ) -> tuple[Iterable[dict[str, Any]], datetime | None]:
     """Return sums of the events since ``start``, and the first time if that is later.
@@ -61,18 +61,15 @@ def sums_since(
     (steps since the start) and ``bucket`` (how long the lock was held), and their ``longest`` hold
     and ``lease``.
     """
-    newest = rows.newest()
-    left_out = (newest.values_list("pk", flat=True).first() or 0) - MOST
-    cut = newest.filter(pk__lte=left_out).values_list("at", flat=True).first()
-    held = Seconds(F("ended_at"), F("at"))
+    rows, cut = _newest(rows)
+    held = Seconds("ended_at", "at")
     sums = (
         rows.since(start)
-        .filter(pk__gt=left_out)
         .exclude(name=SWEEPER)
         .order_by()
         .values("task", "kind", "outcome", "result")
         .annotate(
-            slot=Whole(Seconds(F("at"), Value(start)) / step.total_seconds()),
+            slot=_slot(Seconds("at", Value(start)), step),
             bucket=Whole(Ln(Greatest(held, Value(SHORTEST)) / SHORTEST) / math.log(WIDTH)),
             number=Sum("count"),
             longest=Max(held),
@@ -99,31 +96,41 @@ def lane_sums(
     ends after ``end`` counts as if it ended then.
     """
     named = Q(name__in=names)
-    rows = rows.filter(named | ~Q(task="") if by_task else named)
-    # Rows are counted up to the limit: ids have gaps.
-    left_out = list(rows.order_by("-pk").values_list("pk", flat=True)[MOST : MOST + 1])
-    rows = rows.filter(pk__gt=left_out[0]) if left_out else rows
+    rows, cut = _newest(rows.filter(named | ~Q(task="") if by_task else named))
     lane = Case(When(task="", then=F("name")), default=Value("")) if by_task else F("name")
-    began = Seconds(F("at"), Value(start))
-    ended = Least(
+    began, ended = (
+        Seconds("at", Value(start)),
         Seconds(Coalesce("ended_at", "last_at", "at"), Value(start)),
-        Value((end - start).total_seconds()),
     )
+    ended = Least(ended, Value((end - start).total_seconds()))
     sums = (
         rows.exclude(kind="acquired", outcome="")
         .order_by()
-        .values(*(["task"] if by_task else []), "kind", "outcome", "result", lane=lane)
+        .values("task", "kind", "outcome", "result", lane=lane)
         .annotate(
-            first=Floor((began + TINY) / step.total_seconds()),
-            last=Floor((ended + TINY) / step.total_seconds()),
+            first=_slot(began, step),
+            last=_slot(ended, step),
             number=Count("pk"),
             calls=Sum("count"),
             began=Sum(began),
             ended=Sum(ended),
         )
     )
-    cut = rows.order_by("pk").values_list("at", flat=True).first() if left_out else None
     return sums, cut
+
+
+def _newest(rows: TaskLockEventQuerySet) -> tuple[TaskLockEventQuerySet, datetime | None]:
+    """Return the newest of these rows, and the time of the first if there are more."""
+    # Rows are counted up to the limit: ids have gaps.
+    left_out = rows.order_by("-pk").values_list("pk", flat=True)[MOST : MOST + 1].first()
+    if left_out is None:
+        return rows, None
+    rows = rows.filter(pk__gt=left_out)
+    return rows, rows.order_by("pk").values_list("at", flat=True).first()
+
+
+def _slot(seconds: Any, step: timedelta) -> Whole:
+    return Whole((seconds + TINY) / step.total_seconds())
 
 
 def middle(bucket: float) -> float:

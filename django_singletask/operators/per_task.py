@@ -6,43 +6,46 @@ from collections import Counter, defaultdict
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.utils import timezone
-
 from django_singletask.history.queries import TaskLockEventQuerySet
-from django_singletask.history.sums import middle, sums_since
+from django_singletask.history.sums import middle, task_sums
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.windows import SPANS, to_utc
+from django_singletask.operators.windows import SPANS, Window, to_utc
 from django_singletask.operators.words import clock_time, status
 
-__all__ = ["STEPS", "per_task"]
+__all__ = ["RANGES", "chart_of", "per_task"]
 
-STEPS = {"24h": timedelta(hours=1), "7d": timedelta(hours=6)}
-"""The spans of the timeline that can be summed up, and what one bar of a chart stands for."""
+RANGES = {span: SPANS[span].label for span in ("24h", "7d")}
+"""The spans of the timeline that can be summed up."""
+BARS = 42
+"""Bars of a chart at most; then a bar is an hour, or four."""
+
+
+def chart_of(span: str, now: datetime) -> tuple[Window, timedelta]:
+    """Return the window of a chart, from and to a round time, and the length of a bar."""
+    before, step = Window.past(span, now).rounded(BARS)
+    start = to_utc(before) + step  # in UTC a day on which the clock is set is as long
+    return Window(start, start + SPANS[span].length), step
 
 
 def per_task(
-    rows: TaskLockEventQuerySet, span: str, *, now: datetime
-) -> tuple[list[dict[str, Any]], datetime, datetime | None]:
-    """Return the facts of each task, the round time they begin at, and a later one if cut there.
+    rows: TaskLockEventQuerySet, window: Window, step: timedelta
+) -> tuple[list[dict[str, Any]], datetime | None]:
+    """Return the facts of each task since the window's start, and a later time if cut there.
 
     ``p50``, ``p95``, ``longest`` and ``lease`` are in seconds, or None. ``others`` has the numbers
     of runs that neither returned nor raised, by words, and ``bars`` what draws a chart. The locks
     without a task are one task, "".
     """
-    step = STEPS[span]
-    local = timezone.localtime(now) if timezone.is_aware(now) else now
-    midnight = local.replace(hour=0, minute=0, second=0, microsecond=0)
-    end = midnight + step * ((local - midnight) // step + 1)
-    start = to_utc(end) - SPANS[span].length  # a day on which the clock is set is as long
-    sums, cut = sums_since(rows, start, step)
+    sums, cut = task_sums(rows, window.start, step)
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for total in sums:
         if total["kind"] in ("acquired", "skipped", "duplicate"):
             tasks[total["task"]].append(total)
-    facts = [{"task": task, **_facts(totals)} for task, totals in tasks.items()]
-    for each in facts:
-        each["bars"] = _bars(tasks[each["task"]], start, step, SPANS[span].length // step)
-    return facts, start, cut
+    facts = [
+        {"task": task, "bars": _bars(totals, window, step), **_facts(totals)}
+        for task, totals in tasks.items()
+    ]
+    return facts, cut
 
 
 def _facts(totals: list[dict[str, Any]]) -> dict[str, Any]:
@@ -87,9 +90,7 @@ def _percentile(holds: Counter[float], share: float, longest: float | None) -> f
     return None
 
 
-def _bars(
-    totals: list[dict[str, Any]], start: datetime, step: timedelta, slots: int
-) -> list[dict[str, Any]]:
+def _bars(totals: list[dict[str, Any]], window: Window, step: timedelta) -> list[dict[str, Any]]:
     """Return bars of runs, and of skips on top of them: places and heights are in percent."""
     runs: Counter[int] = Counter()
     skips: Counter[int] = Counter()
@@ -100,10 +101,10 @@ def _bars(
     scale = 100 / max((runs + skips).values(), default=1)
     return [
         {
-            "at": clock_time(start + slot * step, dated=True),
+            "at": clock_time(window.start + slot * step, dated=True),
             "runs": runs[slot],
             "skips": skips[slot],
-            "x": 100 * slot / slots,
+            "x": window.percent(window.start + slot * step),
             "parts": [
                 ("returned", 100 - scale * runs[slot], scale * runs[slot]),
                 ("skipped", 100 - scale * (runs + skips)[slot], scale * skips[slot]),

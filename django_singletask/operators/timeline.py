@@ -131,12 +131,12 @@ def _sums(
     sums, cut = lane_sums(rows, base, window.end, step, by_task=by_task, names=names)
     marks: dict[tuple[Lane, int, str], Mark] = {}
     for each in sums:
-        facts = {"kind": each["kind"], "outcome": each["outcome"], "result": each["result"]}
-        event = TaskLockEvent(task=each.get("task", ""), name=each["lane"], count=0, **facts)
+        facts = {field: each[field] for field in ("task", "kind", "outcome", "result")}
+        event = TaskLockEvent(name=each["lane"], count=0, **facts)
         if event.kind in TROUBLE or event.name == SWEEPER:
             continue
-        first, last = int(each["first"]), max(int(each["last"]), int(each["first"]))
-        last = min(last, int((window.end - base) / step))
+        first = int(each["first"])
+        last = min(max(int(each["last"]), first), (window.end - base) // step)
         for slot in [last] if event.is_counted else range(first, last + 1):
             # What began in an earlier step, or ends in a later one, fills this one.
             begun = each["began"] if slot == first else each["number"] * slot * length
