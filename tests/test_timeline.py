@@ -288,6 +288,27 @@ def test_lock_without_a_task_has_its_sums_however_old_its_events_are(summed):
     assert ("alone", "11:30:00 – 11:31:00", "1 run: returned, held for 1m 00s in all") in sums()
 
 
+@pytest.mark.parametrize("only", [{}, {"task": "t"}])
+def test_only_the_lanes_that_are_drawn_are_summed_up(summed, monkeypatch, only):
+    monkeypatch.setattr(timeline, "LANES", 3)
+    monkeypatch.setattr(timeline, "ROWS", 9)
+    asked = []
+    sum_up = history_sums.lane_sums
+    monkeypatch.setattr(
+        timeline,
+        "lane_sums",
+        lambda *of, names, **by: asked.append(names) or sum_up(*of, names=names, **by),
+    )
+    hold(50, 49, name="trouble", **only)
+    event(49, kind="lost", name="trouble", **only)
+    for number in range(9):
+        hold(40 - number, 40 - number, name=f"old-{number}", **only)
+    drawing = drawn(**only)
+    assert asked == [["trouble", "old-8", "old-7"]]
+    assert [lane.label for lane in drawing.lanes] == ["old-7", "old-8", "trouble"]
+    assert drawing.lanes_left_out == 7
+
+
 def test_sums_end_with_their_window(summed):
     hold(30, 5)
     hold(30.5, 30.25)

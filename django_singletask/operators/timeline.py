@@ -44,20 +44,23 @@ def draw(
     events = list(newest[: ROWS + 1])
     is_summed, cut, sums = len(events) > ROWS, None, list[Mark]()
     by_task = is_summed and not (name or task)
+    single, names = list(_single(rows, window, is_summed, name, task)), dict[str, None]()
     if is_summed:
-        alone = inside.of_task("").values_list("name", flat=True)[:ROWS]
-        names = {*alone} if by_task else {each.name for each in events}
-        sums, cut = _sums(newest, window, by_task, names)
+        # A task has one lane. The lanes of other locks, of which few are drawn, are the names.
+        used = inside.of_task("")[:ROWS] if by_task else events
+        lanes_of = (each for each in chain(reversed(single), used) if not (by_task and each.task))
+        names = dict.fromkeys(each.name for each in lanes_of if each.name != SWEEPER)
+        sums, cut = _sums(newest, window, by_task, [*names][:LANES])
         events = []
     else:
         earlier = _narrowed(rows.since(window.start - DAY, window.start), name, task)[:ROWS]
         events += [each for each in earlier if each.end > window.start]
         events += _blockers(rows, events)
-    events += _single(rows, window, is_summed, name, task)
-    events = [each for each in dict.fromkeys(events) if each.name != SWEEPER]
+    events = [each for each in dict.fromkeys([*events, *single]) if each.name != SWEEPER]
     judge(events)
     marks = filter(None, (_mark_of(event, window, now) for event in events))
     lanes, lanes_left_out = _lanes([*marks, *sums], by_task)
+    lanes_left_out += len({*[*names][LANES:]}.difference(each.name for each in events))
     drawn = sorted(chain(*lanes.values()), key=lambda mark: mark.at, reverse=True)
     legend: dict[tuple[str, str, str], Mark] = {}
     for number, mark in enumerate(drawn, start=1):
