@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -136,11 +136,9 @@ def probe_report(probe: Probe) -> list[str]:
 
 def json_rows(rows: Sequence[Any]) -> Iterator[str]:
     """Yield the lines of a JSON array, with a line for each row."""
-    last = len(rows) - 1
     for number, row in enumerate(rows):
-        yield f"{' ' if number else '['}{to_json(row)}{',' if number < last else ']'}"
-    if not rows:
-        yield "[]"
+        yield f"{',' if number else '['}{to_json(row)}"
+    yield "]" if rows else "[]"
 
 
 def to_json(data: Any, **layout: Any) -> str:
@@ -160,16 +158,13 @@ def as_json(fact: Any) -> Any:
     if isinstance(fact, datetime):
         return round(timestamp(fact), 3)
     digits = 6 if isinstance(fact, Probe) else 3  # a lock is taken in less than a millisecond
-    if isinstance(fact, HeldLock):
-        facts = {name: getattr(fact, name) for name in LOCK}
-    elif isinstance(fact, TaskLockEvent):
-        facts = {field.name: getattr(fact, field.name) for field in fact._meta.concrete_fields}
-    else:
-        facts = vars(fact)
-    return {
-        name: round(value, digits) if isinstance(value, float) else value
-        for name, value in facts.items()
-    }
+    names: Iterable[str] = LOCK
+    if isinstance(fact, TaskLockEvent):
+        names = (field.name for field in fact._meta.concrete_fields)
+    elif not isinstance(fact, HeldLock):
+        names = vars(fact)
+    facts = ((name, getattr(fact, name)) for name in names)
+    return {name: round(x, digits) if isinstance(x, float) else x for name, x in facts}
 
 
 LOCK = (

@@ -97,21 +97,13 @@ def _of_lock(why: Why) -> Iterator[str]:
         yield why.no_history
 
 
-TO_FREE = {
-    "kept": "To free the lock now:",
-    "handed_over": "To free the lock now (its receiver then finds it lost):",
-    "dead": "The next call on this host takes the lock over. To free the lock now:",
-}
-
-
 def _held(why: Why, lock: HeldLock) -> Iterator[str]:
-    state = "dead" if why.death else lock.state
-    if state == "kept":
+    if lock.state == "kept":
         yield (
             f"{_upper(lock.word)}, for {_whole(lock.left)} more: {lock.run} has returned "
             "(lock_at_least)."
         )
-    elif state == "handed_over":
+    elif lock.state == "handed_over":
         yield (
             f"Handed over {_whole(lock.held_for)} ago by {lock.run}: no process holds the lock. "
             f"Its receiver can take the lock for {_whole(lock.left)} more."
@@ -131,7 +123,11 @@ def _held(why: Why, lock: HeldLock) -> Iterator[str]:
     if page := task_page(lock.task_id):
         yield "The page of the task:"
         yield f"{COMMAND}{page}"
-    yield from [TO_FREE[state]] if state in TO_FREE else _to_stop(lock)
+    if lock.state == "held":
+        yield from _to_stop(lock)
+    else:
+        taken_over = "The next call on this host takes the lock over. " * (lock.state == "dead")
+        yield f"{taken_over}To free the lock now:"
     yield _clear(lock)
 
 
@@ -214,10 +210,9 @@ def _clear(lock: HeldLock) -> str:
     """Return the command that frees a lock, or forgets a queued call, and no other one."""
     # Where the cache cannot list its entries, a queued call is found by its name or key alone. An
     # entry that something else wrote has no token.
+    which = f"--token {shlex.quote(lock.token)}"
     if lock.queued or not lock.token:
-        which = f"{'--queued ' if lock.queued else ''}{shlex.quote(lock.key)}"
-    else:
-        which = f"--token {shlex.quote(lock.token)}"
+        which = f"{'--queued ' * lock.queued}{shlex.quote(lock.key)}"
     return f"{COMMAND}manage.py locks clear {which}"
 
 

@@ -33,20 +33,19 @@ CLEARLY = 10.0
 class HeldLock:
     """A lock that the store holds now, or what looks like one.
 
-    ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone, and free for the
-    next call on that host; ``"handed_over"``, left to a process that has not received it yet;
-    ``"kept"`` by a run that has returned (``lock_at_least``); ``"queued"``, not a lock but an entry
-    of a call that stops its duplicates; ``"blocking"``, such an entry of a call that has begun,
-    which stays until its time is over; or ``"expired"``, an open row of the history whose first
-    lease is over and whose token the store no longer has: the lock is free, or another holder has
-    it. A worker's sweep closes the row, unless its process lives and takes the lock again, as it
-    may when the cache has forgotten the lock.
+    ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone; ``"handed_over"``,
+    left to a process that has not received it yet; ``"kept"`` by a run that has returned
+    (``lock_at_least``); ``"queued"``, not a lock but the entry of a call that stops its duplicates;
+    ``"blocking"``, such an entry of a call that has begun; or ``"expired"``, an open row of the
+    history whose first lease is over and whose token the store no longer has. A worker's sweep
+    closes the row, unless its process lives and takes the lock again, as it may when the cache has
+    forgotten the lock.
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell.
-    ``stopped`` says that the process of the holder is seen to stand still.
-    Each holder of a lock with several slots is a lock here, and ``slots_held`` counts them.
-    :func:`with_history` sets ``skipped`` and ``usual``: ``skipped`` counts the runs that this
-    holder was in the way of (of a queued call: its duplicates), and is None without a history.
+    ``stopped`` says that the process of the holder is seen to stand still. Each holder of a lock
+    with several slots is a lock here, and ``slots_held`` counts them. ``skipped`` counts the runs
+    that this holder was in the way of (of a queued call: its duplicates); :func:`with_history` sets
+    it and ``usual``, and they are None without a history.
     """
 
     name: str

@@ -21,11 +21,11 @@ FEW = 20
 
 @dataclasses.dataclass(frozen=True)
 class Starving:
-    """A lock whose calls come to nothing, skipped or stopped as duplicates, while none completes.
+    """A lock whose calls are skipped, or stopped as duplicates, while none completes.
 
-    ``skipped`` counts these calls since the last completed run. Seconds before now:
-    ``since_completed`` is the end of that run (None: not within the newest rows of the name),
-    ``unmet`` the first of these calls, ``last_skip`` the last.
+    ``skipped`` counts these calls. Seconds before now: ``since_completed`` is the end of the last
+    completed run (None: not within the newest rows of the name), ``unmet`` the first of these
+    calls, ``last_skip`` the last.
     """
 
     name: str
@@ -40,9 +40,8 @@ class Starving:
         lasted = self.unmet - self.last_skip
         patience = HOUR if longer_than == math.inf else longer_than
         between = lasted / max(1, self.skipped - 1)
-        return (lasted >= longer_than or (times is not None and self.skipped >= times)) and (
-            self.last_skip <= max(patience, 2 * between)
-        )
+        is_called = self.last_skip <= max(patience, 2 * between)
+        return is_called and (lasted >= longer_than or self.skipped >= (times or math.inf))
 
 
 # Who starves?
@@ -72,20 +71,17 @@ def starving(
     names: Collection[str] = (),
     task: str | None = None,
 ) -> list[Starving]:
-    """List the locks that starve, those first whose calls have come to nothing for longest.
+    """List the locks that starve, those first whose calls have been skipped for longest.
 
-    These are the locks whose calls came to nothing for ``longer_than`` seconds (``math.inf``: no
-    time is long enough) or ``times`` in a row (None: no number is enough). ``names`` are looked at
-    whenever they were skipped; ``task`` leaves out other tasks. Raises :class:`NoHistory`.
+    Their calls were skipped for ``longer_than`` seconds (``math.inf``: no time is long enough) or
+    ``times`` in a row (None: no number is enough). ``names`` are looked at whenever they were
+    skipped; ``task`` leaves out other tasks. Raises :class:`NoHistory`.
     """
     with reading():
-        suspects = list(names) or _suspects(longer_than, task)
+        suspects = names or _suspects(longer_than, task)
         states = [starvation(name, _since_completed(name)) for name in suspects]
-    hungry = [
-        state
-        for state in states
-        if state is not None and task in (None, state.task) and state.lasts(longer_than, times)
-    ]
+    hungry = [state for state in states if state and state.lasts(longer_than, times)]
+    hungry = [state for state in hungry if task in (None, state.task)]
     return sorted(hungry, key=lambda state: (-state.unmet, state.name))
 
 
@@ -94,8 +90,7 @@ def starvation(name: str, newest: Sequence[TaskLockEvent]) -> Starving | None:
 
     ``newest`` are its rows, the newest first.
     """
-    completed = next((row for row in newest if row.is_completed), None)
-    ended_at = completed.ended_at if completed is not None else None
+    ended_at = next((row.ended_at for row in newest if row.is_completed), None)
     # A call that met a completed run came before the end of that run, whatever the clock of the
     # caller's host says.
     tokens = {row.token for row in newest if row.token and row.is_completed}
@@ -131,7 +126,7 @@ def _since_completed(name: str) -> list[TaskLockEvent]:
     return newest
 
 
-def _suspects(longer_than: float, task: str | None) -> list[str]:
+def _suspects(longer_than: float, task: str | None) -> Collection[str]:
     """Return the names that may starve, without a query for each name."""
     rows = TaskLockEvent.objects.all()
     window = HOUR + (0 if longer_than == math.inf else longer_than)
@@ -144,9 +139,8 @@ def _suspects(longer_than: float, task: str | None) -> list[str]:
     task_ids = {row.blocked_by_task_id for row in skips}
     runs = rows.runs({row.blocked_by for row in skips}, task_ids)
     completed = {row.token for row in runs if row.is_completed}
-    names = dict.fromkeys(
+    return dict.fromkeys(
         row.name
         for row in skips
         if row.name != SWEEPER and task in (None, row.task) and row.blocked_by not in completed
     )
-    return list(names)
