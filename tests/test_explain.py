@@ -429,11 +429,8 @@ def test_unknown_name_has_close_matches():
         assert like(name) == ["feeds.import_feed(feed_id=7)"]
     assert like("nightly") == ["reports.nightly()"]
     assert like("costumer:12") == ["customer:12"]
-    # Of the task that was named, only the other arguments are wrong.
-    ran(90, name="feeds.import_feeds(feed_id=7)")
-    assert like("feeds.import_feed(feed_id=8)") == ["feeds.import_feed(feed_id=7)"]
     assert like("something else") == like("") == []
-    assert like("tests.testapp.tasks.uniqe(7)")[0] == "tests.testapp.tasks.unique(key=…)"
+    assert like("tests.testapp.tasks.uniqe(7)")[0] == "tests.testapp.tasks.unique"
 
 
 def test_unknown_key_is_unknown():

@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from django_singletask.locks.keys import name_key
-from django_singletask.locks.run import Run
+from django_singletask.operators.held import held
 from django_singletask.operators.names import (
     UnknownName,
     locks_of,
+    nearest,
     select,
     select_task,
 )
-from django_singletask.operators.similar import nearest
 from tests.command_line import hold
 from tests.past_rows import ran
 from tests.testapp import tasks
@@ -99,10 +99,10 @@ def test_last_parts_of_the_name_of_a_task_are_enough():
     assert select_task("unique").task == UNIQUE
 
 
-def test_task_that_only_holds_a_lock_is_found_by_the_end_of_its_name():
+def test_task_that_only_holds_a_lock_is_found_by_its_name():
     hold(name="other.project.sync(1)", task="other.project.sync")
-    assert meant("sync") == meant("other.project.sync") == "other.project.sync"
-    assert select_task("sync").task == "other.project.sync"
+    for read in (select, select_task):
+        assert [lock.task for lock in held([read("other.project.sync")])] == ["other.project.sync"]
 
 
 def test_end_of_several_names_is_an_error_with_these_names():
@@ -110,14 +110,11 @@ def test_end_of_several_names_is_an_error_with_these_names():
     ran(60, name="b()", task="shops.sync")
     with pytest.raises(UnknownName) as caught:
         select("sync")
-    message = '2 tasks have names that end with \'sync\': "feeds.sync", "shops.sync". '
-    assert str(caught.value) == f"{message}Type more of the name."
+    message = "No lock or task is known as 'sync'."
+    assert str(caught.value) == f'{message} Did you mean "feeds.sync", or "shops.sync"?'
 
 
-def test_lock_that_has_the_name_is_meant_rather_than_a_task_whose_name_ends_so(take):
-    lock = take("unique", run=Run(quiet=True))
-    assert meant("unique") == ""
-    lock.release()
+def test_lock_that_has_the_name_is_meant_rather_than_a_task_whose_name_ends_so():
     assert meant("unique") == UNIQUE
     ran(60, name="unique")
     assert meant("unique") == ""

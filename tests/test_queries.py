@@ -115,7 +115,6 @@ def questions():
             lambda: list(history.of_kind("lost").since(before_now(60))[:1000]),
             lambda: list(history.newest().since(before_now(60))[:1000]),
             lambda: list(history.newest().search(["t5("], ["t6(1)"])[:50]),
-            lambda: history.still_open([7, 8]),
             lambda: history.name_of_key("singletask:t5:305"),
             lambda: find(task="t5", kind="lost"),
             lambda: find(task="t5", result="raised"),
@@ -204,12 +203,6 @@ def test_many_tokens_are_looked_up_in_batches(monkeypatch, django_assert_num_que
         assert len(history.runs(f"t{number}" for number in range(25))) == 25
     with django_assert_num_queries(0):
         assert history.runs(["", ""]) == []
-
-
-def test_row_that_was_closed_meanwhile_is_no_longer_open():
-    rows = [row("acquired", 60, name=name, key=name) for name in ("a", "b")]
-    history.filter(name="a").update(outcome="released")
-    assert [row.name for row in history.still_open([each.pk for each in rows])] == ["b"]
 
 
 @pytest.mark.parametrize("first", [1, 1000])

@@ -234,9 +234,6 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         """Return the kind, token and count of the rows of :meth:`blocked_by`."""
         return self._among("blocked_by", tokens, "kind", "blocked_by", "count", where=[COUNTED])
 
-    def still_open(self, ids: Iterable[int]) -> list[TaskLockEvent]:
-        return [row for row in self._among("pk", ids) if not row.outcome]
-
     def _among(self, field: str, values: Iterable[Any], *columns: str, where: Any = ()) -> Any:
         wanted = [value for value in dict.fromkeys(values) if value]
         batches = (wanted[start : start + BATCH] for start in range(0, len(wanted), BATCH))

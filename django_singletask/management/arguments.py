@@ -14,7 +14,6 @@ from django.core.management.base import CommandError, CommandParser
 from django_singletask.management.tables import printable
 from django_singletask.models import HoldOutcome, Kind, Result
 from django_singletask.operators.words import parse_duration
-from django_singletask.stores.base import PREFIX
 
 __all__ = ["add_actions", "check_choice", "with_action"]
 
@@ -75,29 +74,28 @@ def with_action(arguments: list[str]) -> list[str]:
     return arguments if is_complete else ["list", *arguments]
 
 
+def _add_names(action: CommandParser) -> None:
+    add = action.add_mutually_exclusive_group().add_argument
+    add("names", nargs="*", type=named, default=[], metavar="LOCK", help=NAMES)
+    add("--task", type=named, help="instead: a task, or a pattern with * for the names of tasks")
+
+
 def _add_list(action: CommandParser) -> None:
+    _add_names(action)
     add = action.add_argument
-    add("names", nargs="*", type=named, metavar="LOCK", help=NAMES)
-    add("--task", type=named, help="list the locks of this task; a pattern with * works too")
     two = "; with a second, higher limit: 2 (critical) if that is exceeded"
     longer = f"exit with 1 (warning) if a lock is held for longer{two}"
     add("--fail-if-held-over", type=limits(span), default=[], metavar="10m[,1h]", help=longer)
-    hungry = "exit with 1 (warning) if for so long, or so many times in a row, the calls of a lock "
-    hungry += f"were skipped, none was completed, and calls still come{two}"
-    add(
-        "--fail-if-starving",
-        type=limits(hunger),
-        default=[],
-        metavar="1h[,6h]|50x[,500x]",
-        help=hungry,
-    )
+    hungry = "the same if for so long, or so many times in a row, the calls of a lock were "
+    hungry += "skipped, none was completed, and calls still come"
+    metavar = "1h[,6h]|50x[,500x]"
+    add("--fail-if-starving", type=limits(hunger), default=[], metavar=metavar, help=hungry)
 
 
 def _add_clear(action: CommandParser) -> None:
+    _add_names(action)
     add = action.add_argument
-    add("names", nargs="*", type=named, metavar="LOCK", help=NAMES)
     add("--token", type=named, help="free only the lock of the holder with this token")
-    add("--task", type=named, help="free the locks of this task; a pattern with * works too")
     add("--dead", action="store_true", help="free the locks of processes that are proven dead")
     add("--all", action="store_true", help="free every lock")
     queued = "instead of locks, forget queued calls, so that identical calls can be sent"
@@ -108,9 +106,8 @@ def _add_clear(action: CommandParser) -> None:
 
 
 def _add_history(action: CommandParser) -> None:
+    _add_names(action)
     add = action.add_argument
-    add("names", nargs="*", type=named, metavar="LOCK", help=NAMES)
-    add("--task", type=named, help="only the rows of this task; a pattern with * works too")
     add("--kind", choices=Kind.values, help="only rows of this kind")
     ends = [*HoldOutcome.values, *Result.values]
     add("--outcome", choices=ends, help="only runs that ended like this")
@@ -128,18 +125,16 @@ def _add_prune(action: CommandParser) -> None:
 def check_choice(options: dict[str, Any]) -> None:
     """Raise if the options of ``clear`` do not say what to clear, or contradict each other."""
     narrowed = any(options[option] for option in ("names", "token", "task", "dead"))
+    problem = ""
     if options["json"] and not (options["yes"] or options["dry_run"]):
-        raise CommandError("--json cannot ask: add --yes or --dry-run.", returncode=3)
-    if not (narrowed or options["all"] or options["queued"]):
-        raise CommandError(
-            "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
-            "or --all. 'manage.py locks' lists what is held.",
-            returncode=3,
-        )
-    if narrowed and options["all"]:
-        raise CommandError(
-            "--all does not go together with a name, --token, --task or --dead.", returncode=3
-        )
+        problem = "--json cannot ask: add --yes or --dry-run."
+    elif not (narrowed or options["all"] or options["queued"]):
+        problem = "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
+        problem += "or --all. 'manage.py locks' lists what is held."
+    elif narrowed and options["all"]:
+        problem = "--all does not go together with a name, --token, --task or --dead."
+    if problem:
+        raise CommandError(problem, returncode=3)
 
 
 def named(text: str) -> str:
@@ -150,10 +145,10 @@ def named(text: str) -> str:
 
 
 def no_pattern(text: str) -> str:
-    if "*" in named(text) and not text.startswith(PREFIX):
-        pattern = printable(text)
-        hint = f"{pattern!r} is a pattern: 'manage.py locks list' takes patterns."
-        raise argparse.ArgumentTypeError(hint)
+    if "*" in named(text):
+        raise argparse.ArgumentTypeError(
+            f"{printable(text)!r} is a pattern: 'manage.py locks list' takes patterns."
+        )
     return text
 
 

@@ -13,6 +13,7 @@ from django.utils.translation import gettext as _
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import NoHistory
+from django_singletask.operators.names import UnknownName
 from django_singletask.stores import CannotList
 
 __all__ = ["cannot_ask", "without_secrets"]
@@ -20,7 +21,7 @@ __all__ = ["cannot_ask", "without_secrets"]
 
 def cannot_ask(error: Exception) -> str:
     """Say in one line why the cache that holds the locks cannot be used."""
-    if isinstance(error, (CannotList, ImproperlyConfigured, NoHistory)):
+    if isinstance(error, (CannotList, ImproperlyConfigured, NoHistory, UnknownName)):
         return without_secrets(str(error))
     if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
         error = error.__cause__

@@ -178,7 +178,7 @@ def _newest_rows(selector: Selector, locks: Sequence[HeldLock]) -> tuple[list[Ta
         with reading():
             queries = [TaskLockEvent.objects.of_task(selector.task)]
             if not selector.task:
-                names = dict.fromkeys([*(lock.name for lock in locks), *selector.names()])
+                names = dict.fromkeys([*(lock.name for lock in locks), *selector.names])
                 queries = [TaskLockEvent.objects.named(name) for name in names]
             return next(filter(None, (list(rows[:NEWEST]) for rows in queries)), []), ""
     except NoHistory as error:

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from operator import attrgetter
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
@@ -27,11 +26,11 @@ from django_singletask.models import COUNTED, TaskLockEvent
 from django_singletask.operators.names import (
     Selector,
     UnknownName,
+    nearest,
     select,
     task_names,
 )
 from django_singletask.operators.rows import HeldLock, lock_of, locks_of
-from django_singletask.operators.similar import nearest, patterns
 from django_singletask.stores import CannotList, get_store
 
 __all__ = [
@@ -74,9 +73,7 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
         and not (lock.queued and lock.pid)
         and (not selectors or any(selector.matches(lock) for selector in selectors))
     ]
-    locks.sort(key=attrgetter("name"))
-    locks.sort(key=attrgetter("held_for"), reverse=True)
-    return locks
+    return sorted(locks, key=lambda lock: (-lock.held_for, lock.name))
 
 
 def judge(rows: Iterable[TaskLockEvent]) -> None:
@@ -89,8 +86,7 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
         return
     states = {lock.token: lock.state for lock in locks if lock.state in ("held", "dead")}
     for row in rows:
-        is_over = row.cache in ("", conf.cache) and timestamp(row.at) + row.timeout < time.time()
-        row.state = states.get(row.token, "expired" if is_over else "held")
+        row.state = states.get(row.token, "expired" if _is_over(row) else "held")
 
 
 def look(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
@@ -110,17 +106,13 @@ def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ())
 
 
 def _like(selector: Selector) -> list[str]:
-    name = selector.text
-    if selector.only_task:
-        return nearest(name, task_names())
-    names = []
-    with suppress(LockUnavailable):
-        names += [lock.name for lock in look()]
-    with suppress(NoHistory), reading():
-        names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
-    matches = nearest(name, names) or nearest(name, patterns() if "(" in name else task_names())
-    task = name.partition("(")[0]
-    return [match for match in matches if match.partition("(")[0] == task] or matches
+    names = task_names()
+    if selector.name:
+        with suppress(LockUnavailable):
+            names += [lock.name for lock in look()]
+        with suppress(NoHistory), reading():
+            names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
+    return nearest(selector.text, names)
 
 
 def still_held(key: str, token: str) -> HeldLock | None:
@@ -200,24 +192,17 @@ def _clear(lock: HeldLock, actor: str, reason: str) -> bool:
 
 def _find(selectors: Sequence[Selector]) -> list[HeldLock]:
     """Return what the store has under the keys of the selectors, or else all that it has."""
-    keys = dict.fromkeys(
-        slot
-        for selector in selectors
-        for key in selector.keys
-        for slot in ([key] if key.startswith(QUEUED) else LockKey("", key).slots())
-    )
+    keys = [slot for each in selectors for lock in each.locks for slot in lock.slots()]
     locks = _read(keys)
-    held_keys = {key for lock in locks for key in (lock.key, lock.lock_key)}
-    if selectors and all(
-        held_keys.intersection(selector.keys) and not selector.task for selector in selectors
-    ):
+    seen = {key for lock in locks for key in (lock.key, lock.lock_key)}
+    if selectors and all(seen & each.keys and not each.task for each in selectors):
         return locks
     # A name that hides its arguments, for example, is only found in the list.
     try:
         entries = get_store(conf.cache).entries()
         return locks_of((key, entry) for key, entry in entries if not key.startswith(LATEST))
     except CannotList:
-        return _read({**keys, **dict.fromkeys(_open_keys())})
+        return _read([*keys, *_open_keys()])
 
 
 def _open_keys() -> list[str]:
@@ -235,22 +220,21 @@ def _open_keys() -> list[str]:
 
 
 def _read(keys: Iterable[str]) -> list[HeldLock]:
-    return locks_of(get_store(conf.cache).read_many(keys).items())
+    return locks_of(get_store(conf.cache).read_many(dict.fromkeys(keys)).items())
 
 
 def _expired(tokens: Collection[str]) -> list[HeldLock]:
     """Return the holds that are open in the history although their tokens are not held."""
-    now, caches = time.time(), {"", conf.cache}
-    rows = TaskLockEvent.objects.open().values_list("pk", "token", "cache", "at", "timeout")
     try:
         with reading():
-            over = [
-                pk
-                for pk, token, cache, at, timeout in rows[:OPEN]
-                if cache in caches and token not in tokens and timestamp(at) + timeout < now
-            ]
-            # A run may have ended since the store was read: its row is closed by now.
-            holders = [(row.key, row.holder()) for row in TaskLockEvent.objects.still_open(over)]
+            rows = TaskLockEvent.objects.open()[:OPEN]
+            over = [row for row in rows if row.token not in tokens and _is_over(row)]
     except NoHistory:
         return []
-    return [lock_of(key, holder, holder, "expired", now) for key, holder in holders]
+    holders = [(row.key, row.holder()) for row in over]
+    return [lock_of(key, holder, holder, "expired", time.time()) for key, holder in holders]
+
+
+def _is_over(row: TaskLockEvent) -> bool:
+    """Say whether the first lease of a hold has ended, if it is of this cache."""
+    return row.cache in ("", conf.cache) and timestamp(row.at) + row.timeout < time.time()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,13 @@ from celery import current_app
 
 from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
-from django_singletask.holder import Holder, clean
+from django_singletask.holder import clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.past import find, fits
-from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
-from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
+from django_singletask.task.base import import_tasks
 
 if TYPE_CHECKING:
     from django_singletask.operators.rows import HeldLock
@@ -29,97 +29,76 @@ __all__ = [
     "Selector",
     "UnknownName",
     "locks_of",
+    "nearest",
     "select",
     "select_task",
     "task_names",
-    "tasks",
 ]
 
 RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
+COMPARED = 2000
+"""Calls of one task, at most, whose arguments are compared with those of an unknown name."""
 
 
 class UnknownName(Exception):
-    """Nothing is known by the name that was typed; ``matches`` are names like it.
+    """Nothing, or more than one task, is known by the name that was typed.
 
-    If it is ``shortened``, these are the tasks whose names end with it.
+    ``matches`` are the names that are like it.
     """
 
-    def __init__(self, name: str, matches: Sequence[str], shortened: bool = False) -> None:
+    def __init__(self, name: str, matches: Sequence[str]) -> None:
         self.matches = matches
-        name, names = clean(name), [f'"{clean(match)}"' for match in matches]
-        hint = f"Did you mean {', or '.join(names)}?"
-        if shortened:
-            problem = f"{len(names)} tasks have names that end with '{name}': {', '.join(names)}."
-            hint = "Type more of the name."
-        else:
-            problem = f"No lock or task is known as '{name}'."
-            hint = hint if names else "'manage.py locks' lists what is held."
-        super().__init__(f"{problem} {hint}")
+        names = ", or ".join(f'"{clean(match)}"' for match in matches)
+        hint = f"Did you mean {names}?" if names else "'manage.py locks' lists what is held."
+        super().__init__(f"No lock or task is known as '{clean(name)}'. {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
     """What a text selects: locks that are held, and rows of the history.
 
-    ``locks`` are those that it can name, ``task`` is the task that it names, all of whose locks are
-    meant; ``registered`` says whether this project has such a task or call. The text can also be a
-    pattern of names, a task id or a token. With ``only_task`` it is a task or a pattern of tasks.
+    ``name`` is the name of a lock, a task id or a token, ``task`` a task, all of whose locks are
+    meant. Either can be a pattern, and is empty if the text cannot mean that. ``locks`` are those
+    that the text can name. ``registered`` says whether this project has such a task or call.
     """
 
     text: str
-    locks: tuple[LockKey, ...] = ()
+    name: str = ""
     task: str = ""
+    locks: Sequence[LockKey] = ()
     registered: bool = False
-    only_task: bool = False
 
     @cached_property
     def keys(self) -> frozenset[str]:
         return frozenset(lock.key for lock in self.locks)
 
-    @property
-    def is_pattern(self) -> bool:
-        return "*" in self.text and not self.text.startswith(PREFIX)
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names that the locks have in the history."""
+        return frozenset(lock.name for lock in self.locks)
 
     def covers(self, name: str, task: str) -> bool:
         """Say whether the name of a lock, or the task that has it, is meant."""
-        if self.only_task:
-            return task != "" and fits(task, self.task)
-        return fits(name, self.text) or (self.task != "" and task == self.task)
+        return fits(name, self.name) or (task != "" and fits(task, self.task))
 
     def matches(self, lock: HeldLock) -> bool:
         """Say whether a lock, or a slot of it, is meant."""
-        return self.covers(lock.name, lock.task or "") or (
-            not self.keys.isdisjoint((lock.key, lock.lock_key))
-            or (self.text in (lock.task_id, lock.token) and self.text != "" and not self.only_task)
-        )
-
-    def names(self) -> set[str]:
-        """Return the names that the locks have in the history. Raises :class:`NoHistory`."""
-        if self.text.startswith(PREFIX):
-            with reading(even_if_off=True):
-                return {TaskLockEvent.objects.name_of_key(self.text) or self.text}
-        # PostgreSQL refuses NUL.
-        typed = {self.text} - {""} if "\0" not in self.text and not self.only_task else set()
-        return typed.union(lock.name for lock in self.locks)
+        if self.covers(lock.name, lock.task or "") or {lock.key, lock.lock_key} & self.keys:
+            return True
+        # A task of another project is only known by its lock.
+        return self.name != "" and self.name in (lock.task_id, lock.token, lock.task)
 
     def conditions(self) -> list[dict[str, Any]]:
-        """Return conditions for :func:`find`: the rows meet one of them.
-
-        Raises :class:`NoHistory`.
-        """
-        if self.only_task:
-            tasks = [*task_names(), *_recorded_tasks()] if self.is_pattern else [self.task]
-            return [{"task": task} for task in dict.fromkeys(tasks) if fits(task, self.task)]
-        if self.is_pattern:
-            task, parenthesis, _arguments = self.text.partition("*")[0].partition("(")
-            whole = task if parenthesis and task in task_names() else ""
-            return [{"like": self.text, "task": whole}]
-        meant: list[dict[str, Any]] = [{"name": name} for name in self.names()]
-        if self.task:
-            meant.append({"task": self.task})
+        """Return conditions for :func:`find`: the rows meet one of them."""
+        tasks = [self.task] if self.task else []
+        if "*" in self.task:
+            tasks = [each for each in (*task_names(), *_recorded_tasks()) if fits(each, self.task)]
+        meant = [{"task": task} for task in dict.fromkeys(tasks)]
+        meant += [{"like": self.name}] if "*" in self.name else []
+        meant += [{"name": name} for name in self.names]
         # The id of a lock that is not a task's is empty in its rows.
-        if self.text and self.text.isprintable():
+        if self.name and self.names and self.text.isprintable():
             meant += [{"task_id": self.text}, {"token": self.text}]
         return meant
 
@@ -134,8 +113,8 @@ class Selector:
             if find(self.conditions(), limit=1).rows:
                 return True
             if conf.history != "off":
-                return self.task != "" and self.task in _holding_tasks()
-        return not self.only_task
+                return False
+        return not self.task
 
 
 def select(text: str) -> Selector:
@@ -145,20 +124,18 @@ def select(text: str) -> Selector:
     :class:`UnknownName` if the names of several tasks end so.
     """
     if text.startswith(PREFIX):
-        return Selector(text, tuple(locks_of(text)))
-    if "*" in text:
-        # The text before the star is part of a task's name, or a call of the task.
-        start = text.partition("*")[0]
-        likely = any(task.startswith(start[: len(task)]) for task in task_names())
-        return Selector(text, registered=likely)
+        return Selector(text, locks=locks_of(text))
     name, parenthesis, arguments = text.partition("(")
+    if "*" in text:
+        start = name.partition("*")[0]
+        return Selector(text, text, registered=any(t.startswith(start) for t in task_names()))
     task = _whole(name, text)
-    locks = [*locks_of(text), *locks_of(f"{task}{parenthesis}{arguments}" if task else "")]
+    whole = f"{task or name}{parenthesis}{arguments}"
     if parenthesis:
-        call = _parse(f"{task}({arguments}")
+        call = _parse(whole)
         registered = call is not None and _lock_of(*call) is not None
-        return Selector(text, tuple(dict.fromkeys(locks)), registered=registered)
-    return Selector(text, tuple(dict.fromkeys(locks)), task, task in task_names())
+        return Selector(text, text, "", locks_of(whole), registered)
+    return Selector(text, text, task, locks_of(whole), task in task_names())
 
 
 def select_task(text: str) -> Selector:
@@ -167,8 +144,7 @@ def select_task(text: str) -> Selector:
     Raises :class:`UnknownName` if the names of several tasks end so.
     """
     task = text if "*" in text else _whole(text) or text
-    known = any(fits(each, task) for each in task_names())
-    return Selector(text, task=task, registered=known, only_task=True)
+    return Selector(text, task=task, registered=any(fits(each, task) for each in task_names()))
 
 
 def _whole(name: str, lock: str = "") -> str:
@@ -176,31 +152,47 @@ def _whole(name: str, lock: str = "") -> str:
 
     A lock that has the typed text as its name is meant rather than a task whose name ends so.
     """
-    if not name or name in task_names():
+    if name in task_names():
         return name
-    if lock and _is_lock(lock):
-        return ""
-    for list_tasks in (task_names, _recorded_tasks, _holding_tasks):
-        matches = {task for task in list_tasks() if f".{task}".endswith(f".{name}")}
-        if len(matches) > 1 and name not in matches:
-            raise UnknownName(name, sorted(matches), shortened=True)
+    with suppress(NoHistory), reading(even_if_off=True):
+        if lock and TaskLockEvent.objects.named(lock)[:1]:
+            return ""
+    for list_tasks in (task_names, _recorded_tasks):
+        matches = sorted(task for task in list_tasks() if f".{task}".endswith(f".{name}"))
+        if name in matches:
+            return name
+        if len(matches) > 1:
+            raise UnknownName(name, matches)
         if matches:
-            return name if name in matches else matches.pop()
+            return matches[0]
     return ""
 
 
-def _is_lock(name: str) -> bool:
-    with suppress(NoHistory), reading(even_if_off=True):
-        if TaskLockEvent.objects.named(name)[:1]:
-            return True
-    with suppress(Exception):  # the history is asked while the cache is away, too
-        return bool(get_store(conf.cache).read_many(lock.key for lock in locks_of(name)))
-    return False
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """Return at most three of the candidates that are like a name, the most alike first.
+
+    The tasks are compared first, in as many parts of their dotted names as ``name`` has, then the
+    arguments: ``import_fed`` is like ``feeds.tasks.import_feed(feed_id=7)``.
+    """
+    typed = name.strip().lower()
+    task = typed.partition("(")[0]
+    alike: dict[str, list[str]] = {}
+    for candidate in dict.fromkeys(candidates):
+        parts = candidate.lower().partition("(")[0].split(".")[-task.count(".") - 1 :]
+        # Whoever types a part of a name means that name.
+        part = task if typed and typed in candidate.lower() else ".".join(parts)
+        alike.setdefault(part, []).append(candidate)
+    calls = (alike[part][:COMPARED] for part in get_close_matches(task, alike))
+    return [each for some in calls for each in get_close_matches(typed, some, cutoff=0)][:3]
 
 
 def task_names() -> list[str]:
-    """Return all tasks of this project: some take their locks by ``only_one``."""
-    tasks()
+    """Return all tasks of this project, as far as its modules can be imported.
+
+    Plain tasks are among them: some take their locks by ``only_one``.
+    """
+    with suppress(Exception):
+        import_tasks()
     return [name for name in current_app.tasks if not name.startswith("celery.")]
 
 
@@ -210,14 +202,6 @@ def _recorded_tasks() -> list[str]:
     return []
 
 
-def _holding_tasks() -> set[str]:
-    """Return the tasks that hold a lock, as far as the cache says."""
-    with suppress(Exception):  # it is away, or cannot list its entries
-        entries = get_store(conf.cache).entries()
-        return {Holder.decode(entry.value).task or "" for _key, entry in entries}
-    return set()
-
-
 def locks_of(name: str) -> list[LockKey]:
     """Return the locks, and the entries of queued calls, that a name can stand for.
 
@@ -225,6 +209,8 @@ def locks_of(name: str) -> list[LockKey]:
     ``feeds.tasks.import_feed(7)`` or ``feeds.tasks.import_feed(feed_id=7)``.
     """
     if name.startswith(PREFIX):
+        with suppress(NoHistory), reading(even_if_off=True):
+            return [LockKey(TaskLockEvent.objects.name_of_key(name) or name, name)]
         return [LockKey(name, name)]
     locks = []
     with suppress(ValueError):
@@ -257,14 +243,8 @@ def _parse(name: str) -> tuple[str, list[Any], dict[str, Any]] | None:
 
 def _lock_of(task: str, args: list[Any], kwargs: dict[str, Any]) -> LockKey | None:
     """Return the lock of a call of a task of this project, or None if it has no such call."""
+    project: Any = current_app
     try:
-        return tasks()[task].lock_key(args, kwargs)
+        return project.tasks[task].lock_key(args, kwargs) if task in task_names() else None
     except Exception:  # a callable lock_name may raise anything
         return None
-
-
-def tasks() -> dict[str, SingletonTask]:
-    """Return the tasks of this project that take locks, as far as its modules can be imported."""
-    with suppress(Exception):
-        import_tasks()
-    return singleton_tasks()

@@ -9,12 +9,11 @@ from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from typing import Any
 
-from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser, no_translations
 
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
-from django_singletask.history.queries import NoHistory, reading
+from django_singletask.history.queries import reading
 from django_singletask.history.sweep import prune
 from django_singletask.management import alarms, listings
 from django_singletask.management.arguments import add_actions, check_choice
@@ -25,7 +24,7 @@ from django_singletask.models import Result, TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.explain import why
-from django_singletask.operators.names import Selector, UnknownName, select, select_task
+from django_singletask.operators.names import Selector, select, select_task
 from django_singletask.operators.past import SCANNED, find
 from django_singletask.operators.probe import probe
 from django_singletask.operators.rows import HeldLock
@@ -53,23 +52,14 @@ class Command(ProcessCommand):
             if message.id in LOCMEM:
                 unseen = "The locks of other processes cannot be seen."
                 raise CommandError(f"{message.msg} {unseen} {message.hint}", returncode=UNKNOWN)
-        try:
-            getattr(self, action)(options)
-        except (ImproperlyConfigured, NoHistory, UnknownName) as error:
-            raise CommandError(printable(str(error)), returncode=UNKNOWN) from error
+        getattr(self, action)(options)
 
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is exceeded."""
-        with asking_the_cache():
+        with asking():
             names = selectors(options)
             locks = held.with_history(held.held(names))
             held.must_be_known(names, locks)
-        if not locks and conf.history != "off":
-            try:
-                with reading():
-                    TaskLockEvent.objects.newest().first()
-            except NoHistory as error:  # a hold that expired would not be seen
-                self.stderr.write(printable(str(error)))
         if options["json"]:
             self.print_lines(listings.json_rows(locks))
         elif locks:
@@ -80,7 +70,7 @@ class Command(ProcessCommand):
         alarms.watch(locks, names, held_over=held_over, starving=starving)
 
     def why(self, options: dict[str, Any]) -> None:
-        with asking_the_cache():
+        with asking():
             facts = why(options["name"])
         if options["json"]:
             self.print_json(facts)
@@ -90,7 +80,7 @@ class Command(ProcessCommand):
     def clear(self, options: dict[str, Any]) -> None:
         """Show the locks that were asked for, ask, and free them."""
         check_choice(options)
-        with asking_the_cache():
+        with asking():
             names = selectors(options)
             if options["queued"] and not options["names"]:
                 held.must_list()
@@ -98,17 +88,18 @@ class Command(ProcessCommand):
             held.must_be_known(names, locks)
             chosen = held.with_history([lock for lock in locks if _is_chosen(lock, options)])
             missing = [each.text for each in names if not any(map(each.matches, chosen))]
-            nothing = _not_there(missing, locks, options) if missing or not chosen else ""
-        if nothing and (names or options["token"]):
-            raise CommandError(nothing)
-        if nothing:  # nothing was named, so finding nothing is not an error
+        if missing or not chosen:
+            nothing = _not_there(missing, locks, options)
+            if names or options["token"]:
+                raise CommandError(nothing)
+            # Nothing was named, so finding nothing is not an error.
             self.stdout.write("[]" if options["json"] else nothing)
             return
         if not options["json"]:
             self.print_table(listings.lock_table(chosen))
         if not (options["yes"] or options["dry_run"]):
             self.confirm(len(chosen), options)
-        with asking_the_cache():
+        with asking():
             to_free = [] if options["dry_run"] else chosen
             by = {"actor": actor(), "reason": options["reason"]}
             freed = {lock.key for lock in to_free if held.clear(lock, **by)}
@@ -135,9 +126,8 @@ class Command(ProcessCommand):
         self, locks: Sequence[HeldLock], freed: Collection[str], options: dict[str, Any]
     ) -> None:
         """Say what was freed (``freed`` are keys), or would be; exit with 1 if a lock was not."""
-        noun, would, done = "lock", "Would free", "Freed"
-        if options["queued"]:
-            noun, would, done = "queued call", "Would forget", "Forgot"
+        queued = ("queued call", "Would forget", "Forgot")
+        noun, would, done = queued if options["queued"] else ("lock", "Would free", "Freed")
         if options["json"]:
             rows = [{**listings.as_json(lock), "freed": lock.key in freed} for lock in locks]
             self.print_lines(listings.json_rows(rows))
@@ -155,10 +145,11 @@ class Command(ProcessCommand):
         narrowed = {name: options[name] for name in ("kind", "outcome", "since", "limit")}
         if narrowed["outcome"] in Result.values:
             narrowed["result"], narrowed["outcome"] = narrowed["outcome"], None
-        names = selectors(options)
-        conditions = [each for name in names for each in name.conditions()] if names else [{}]
-        rows, complete = find(conditions, **narrowed)
-        held.must_be_known(names)
+        with asking():
+            names = selectors(options)
+            conditions = [each for name in names for each in name.conditions()] if names else [{}]
+            rows, complete = find(conditions, **narrowed)
+            held.must_be_known(names)
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
@@ -173,7 +164,7 @@ class Command(ProcessCommand):
 
     def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
-        with asking_the_cache():
+        with asking():
             result = probe(conf.cache)
         if options["json"]:
             self.print_json({**listings.as_json(result), "fit": result.fit})
@@ -186,22 +177,18 @@ class Command(ProcessCommand):
         """Delete old history, and say meanwhile how many rows are gone."""
         older_than, limit, dry_run = options["older_than"], options["limit"], options["dry_run"]
         count, interrupted = 0, True
-        with reading(even_if_off=True), suppress(KeyboardInterrupt):
+        with asking(), reading(even_if_off=True), suppress(KeyboardInterrupt):
             if dry_run:
                 count = TaskLockEvent.objects.primary().older_than(older_than)[:limit].count()
-            else:
-                for deleted in prune(older_than=older_than, limit=limit):
-                    count += deleted
-                    if self.stdout.isatty() and not options["json"]:
-                        self.stdout.write(f"\r{count} rows deleted …\r", ending="")
-                        self.stdout.flush()
+            for deleted in () if dry_run else prune(older_than=older_than, limit=limit):
+                count += deleted
+                if self.stdout.isatty() and not options["json"]:
+                    self.stdout.write(f"\r{count} rows deleted …\r", ending="")
+                    self.stdout.flush()
             interrupted = False
         if interrupted:
-            self.stdout.write("")
-            raise CommandError(
-                f"Interrupted: {plural(count, 'row')} of the history "
-                f"{'is' if count == 1 else 'are'} gone. Run the command again to continue."
-            )
+            gone = f"Interrupted: {plural(count, 'row')} deleted."
+            raise CommandError(f"{gone} Run the command again to continue.")
         seconds = older_than or conf.history_days * 86_400
         if options["json"]:
             self.print_json({"deleted": count, "older_than": seconds, "dry_run": dry_run})
@@ -223,11 +210,11 @@ class Command(ProcessCommand):
 
 
 @contextmanager
-def asking_the_cache() -> Iterator[None]:
+def asking() -> Iterator[None]:
     """Turn any error of the block, since each client has errors of its own, into one message."""
     try:
         yield
-    except (CommandError, UnknownName):
+    except CommandError:
         raise
     except Exception as error:
         raise CommandError(printable(cannot_ask(error)), returncode=UNKNOWN) from error
@@ -235,11 +222,8 @@ def asking_the_cache() -> Iterator[None]:
 
 def selectors(options: dict[str, Any]) -> Sequence[Selector]:
     """Read the names, or the task, that were typed."""
-    if options["task"] is None:
-        return [*map(select, options["names"])]
-    if options["names"]:
-        raise CommandError("Type names or --task, not both.", returncode=UNKNOWN)
-    return [select_task(options["task"])]
+    task, names = options["task"], options["names"]
+    return [*map(select, names)] if task is None else [select_task(task)]
 
 
 def actor() -> str:
@@ -263,12 +247,13 @@ def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
 def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
     """Say that what was asked for is not there, and why, where that is known."""
     token, queued, dead = (options[name] for name in ("token", "queued", "dead"))
-    what = "queued" if queued else "held by a dead process" if dead else "held"
-    criteria = missing or [f"--token {token}"] * bool(token)
-    noun = f"{'matching ' * bool(criteria)}{'call' if queued else 'lock'}"
-    by = " by that token" if token and missing else ""
-    named = f": {', '.join(map(printable, criteria))}" if criteria else ""
-    sentences = [f"No {noun} is {what}{by}{named}."]
+    what = "lock is held"
+    if queued or dead:
+        what = "call is queued" if queued else f"{what} by a dead process"
+    criteria = [*missing, *[f"--token {token}"] * bool(token)]
+    sentences = [f"No {what}."]
+    if criteria:
+        sentences = [f"No matching {what}: {', '.join(map(printable, criteria))}."]
     states = {lock.state for lock in locks if token in (None, lock.token)}
     if "expired" in states:
         sentences.append("An expired lock is not held: there is nothing to free.")
