@@ -30,12 +30,11 @@ class Why:
     """What is known of one lock now.
 
     ``run`` is the run whose id was asked for, if it does not hold the lock.
-    ``lock`` is the lock in a state of ``HOLDING``, ``queued`` the call that waits for it,
-    ``expired`` are holds whose end nobody reported. ``alive`` says whether the holder's process is
-    there, None if that cannot be told from this host; ``death`` is the proof that it is gone.
-    ``beside`` are the other holders of a lock with several slots, ``same_name`` the keys of other
-    locks with the same name. ``no_history`` says why nothing is known of the past, which the other
-    fields are about; it is empty if the history was read.
+    ``lock`` is the lock in a state of ``HOLDING``, ``beside`` are its other holders if it has
+    several slots, ``queued`` is the call that waits for it, ``expired`` are holds whose end nobody
+    reported. ``alive`` says whether the holder's process is there, None if that cannot be told from
+    this host; ``death`` is the proof that it is gone. ``same_name`` are the keys of other locks
+    with the same name. ``no_history`` says why nothing is known of the past, or is empty.
     """
 
     name: str
@@ -204,6 +203,6 @@ def _keys(
         meant, same_name = {*lock_keys[:1]}, lock_keys[1:]
     if meant.issuperset(lock_keys):
         return {*tasks}, []
-    return meant | {
-        LockKey("", key).beside(QUEUED, tasks[key]).key for key in meant & {*tasks}
-    }, same_name
+    locks_meant = meant.intersection(tasks)
+    queued = {LockKey("", key).beside(QUEUED, tasks[key]).key for key in locks_meant}
+    return meant | queued, same_name

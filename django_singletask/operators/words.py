@@ -43,7 +43,7 @@ STATES = {
 }
 """The words for the states of a lock."""
 CELERY_APPS = ("app", "celery", "celery_app")
-"""Names that a Celery application usually has in its module, or in the package around it."""
+"""Names that a Celery application usually has in its module."""
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 # Each unit at most once, the largest first: 1h30m, not 30m1h.
 GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
@@ -110,9 +110,8 @@ def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
 def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False) -> str:
     """Write a time, or a Unix time in seconds, to the second, in the time zone of the user.
 
-    ``zone`` adds the abbreviation of that time zone, or its offset.
-
-    Empty for a Unix time that is no date: anything can write into the cache.
+    ``zone`` adds the name of that time zone. Empty for a Unix time that is not a date: anything can
+    write into the cache.
     """
     if not isinstance(at, datetime):
         try:
