@@ -15,7 +15,7 @@ from django.utils import timezone
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext
 
-from django_singletask.admin.pages import OperatorPages, attempt, unbroken
+from django_singletask.admin.pages import OperatorPages, attempt, headings, unbroken
 from django_singletask.conf import conf
 from django_singletask.history.queries import reading
 from django_singletask.holder import clean
@@ -73,7 +73,7 @@ class HeldPages(OperatorPages):
             page=page,
             query=request.GET,
             searched=query,
-            orders=headings(order),
+            orders=headings(ORDERS, order),
             refresh=refresh,
             trouble=trouble,
             starving=[(state.name, describe(state)) for state in hungry[:STARVING]],
@@ -175,15 +175,6 @@ def listed(text: str, order: str) -> list[HeldLock]:
         held.with_history(locks)
     locks.sort(key=ORDERS[column], reverse=order != column)
     return locks
-
-
-def headings(order: str) -> dict[str, tuple[str, str]]:
-    """Return the order that a click on each column asks for, and the one that the column has."""
-    links = {column: column if column == "name" else f"-{column}" for column in ORDERS}
-    current, backwards = order.removeprefix("-"), order.startswith("-")
-    headings = {column: (link, "") for column, link in links.items()}
-    opposite = current if backwards else f"-{current}"
-    return {**headings, current: (opposite, "descending" if backwards else "ascending")}
 
 
 def runs_of(locks: list[HeldLock]) -> tuple[list[TaskLockEvent], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from django_singletask.history.queries import NoHistory, reading
 from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.words import hold_time
 
-__all__ = ["OperatorPages", "View", "attempt", "or_unreadable", "unbroken"]
+__all__ = ["OperatorPages", "View", "attempt", "headings", "or_unreadable", "unbroken"]
 
 TABS = {
     "changelist": gettext_lazy("Held now"),
@@ -103,6 +103,18 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         """Return whether the user may clear locks, which needs the permission to view, too."""
         may_clear: bool = request.user.has_perm(f"{self.opts.app_label}.clear_lock")
         return may_clear and self.has_view_permission(request)
+
+
+def headings(columns: Iterable[str], order: str) -> dict[str, tuple[str, str]]:
+    """Return the order that a click on each column asks for, and the one that the column has.
+
+    The first column has names, the others have numbers, of which the highest come first.
+    """
+    links = {column: (f"-{column}", "") for column in columns}
+    name, current = next(iter(links)), order.removeprefix("-")
+    links[name] = (name, "")
+    links[current] = (current, "descending") if order != current else (f"-{current}", "ascending")
+    return links
 
 
 def unbroken(seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
@@ -12,7 +11,7 @@ from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
-from django_singletask.admin.pages import OperatorPages, or_unreadable
+from django_singletask.admin.pages import OperatorPages, headings, or_unreadable
 from django_singletask.operators.per_task import RANGES, chart_of, per_task
 from django_singletask.operators.words import clock_time, duration, hold_time
 
@@ -49,11 +48,11 @@ class PerTaskPage(OperatorPages):
         rows: Any = self.get_queryset(request)
         window, step = chart_of(span, timezone.now())
         tasks, cut = per_task(rows, window, step)
-        tasks.sort(key=itemgetter("task"))
-        if column != "task":
-            tasks.sort(key=lambda facts: facts[column] or 0)
-        if sort != column:
-            tasks.reverse()
+        tasks.sort(
+            key=lambda facts: (facts[column] is not None, facts[column], facts["task"]),
+            reverse=sort != column,
+        )
+        links = headings(COLUMNS, sort)
         return self.render(
             request,
             "per_task",
@@ -61,20 +60,13 @@ class PerTaskPage(OperatorPages):
             spans=RANGES,
             range=span,
             sort=sort,
-            columns=[(label, *sort_link(name, sort)) for name, label in COLUMNS.items()],
+            columns=[(label, *links[name]) for name, label in COLUMNS.items()],
             rows=[(facts, cells(facts)) for facts in tasks],
             bar_width=90 * step / (window.end - window.start),
             hours=step // timedelta(hours=1),
             start=clock_time(window.start, dated=True),
             cut=clock_time(cut, dated=True) if cut else "",
         )
-
-
-def sort_link(column: str, sort: str) -> tuple[str, str]:
-    """Return the order that a column's link asks for, and the present one: numbers begin high."""
-    present = {column: "ascending", f"-{column}": "descending"}.get(sort, "")
-    ascending = present == "descending" or (column == "task" and not present)
-    return (column if ascending else f"-{column}"), present
 
 
 def cells(facts: dict[str, Any]) -> list[tuple[Any, Any, bool, str]]:

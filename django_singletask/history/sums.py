@@ -98,11 +98,9 @@ def lane_sums(
     named = Q(name__in=names)
     rows, cut = _newest(rows.filter(named | ~Q(task="") if by_task else named))
     lane = Case(When(task="", then=F("name")), default=Value("")) if by_task else F("name")
-    began, ended = (
-        Seconds("at", Value(start)),
-        Seconds(Coalesce("ended_at", "last_at", "at"), Value(start)),
-    )
-    ended = Least(ended, Value((end - start).total_seconds()))
+    began = Seconds("at", Value(start))
+    last = Seconds(Coalesce("ended_at", "last_at", "at"), Value(start))
+    ended = Least(last, Value((end - start).total_seconds()))
     sums = (
         rows.exclude(kind="acquired", outcome="")
         .order_by()
