@@ -44,13 +44,11 @@ def draw(
     events = list(newest[: ROWS + 1])
     is_summed, cut, sums = len(events) > ROWS, None, list[Mark]()
     by_task = is_summed and not (name or task)
-    single, names = list(_single(rows, window, is_summed, name, task)), dict[str, None]()
+    single, names = list(_single(rows, window, is_summed, name, task)), list[str]()
     if is_summed:
-        # A task has one lane. The lanes of other locks, of which few are drawn, are the names.
         used = inside.of_task("")[:ROWS] if by_task else events
-        lanes_of = (each for each in chain(reversed(single), used) if not (by_task and each.task))
-        names = dict.fromkeys(each.name for each in lanes_of if each.name != SWEEPER)
-        sums, cut = _sums(newest, window, by_task, [*names][:LANES])
+        names = _names(chain(reversed(single), used), by_task)
+        sums, cut = _sums(newest, window, by_task, names[:LANES])
         events = []
     else:
         earlier = _narrowed(rows.since(window.start - DAY, window.start), name, task)[:ROWS]
@@ -60,12 +58,11 @@ def draw(
     judge(events)
     marks = filter(None, (_mark_of(event, window, now) for event in events))
     lanes, lanes_left_out = _lanes([*marks, *sums], by_task)
-    lanes_left_out += len({*[*names][LANES:]}.difference(each.name for each in events))
+    lanes_left_out += len({*names[LANES:]}.difference(each.name for each in events))
     drawn = sorted(chain(*lanes.values()), key=lambda mark: mark.at, reverse=True)
-    legend: dict[tuple[str, str, str], Mark] = {}
     for number, mark in enumerate(drawn, start=1):
         mark.number, mark.when = number, _when(mark, window)
-        legend[mark.state, mark.word, mark.shape] = mark
+    legend = {(mark.state, mark.word, mark.shape): mark for mark in drawn}
     return {
         "lanes": lanes,
         "lanes_left_out": lanes_left_out,
@@ -81,6 +78,12 @@ def draw(
 
 def _narrowed(rows: TaskLockEventQuerySet, name: str, task: str) -> TaskLockEventQuerySet:
     return rows.named(name) if name else rows.of_task(task) if task else rows.newest()
+
+
+def _names(events: Iterable[TaskLockEvent], by_task: bool) -> list[str]:
+    """Return the names of the locks that have a lane each: a task has one for all its locks."""
+    alone = (event for event in events if not (by_task and event.task))
+    return list(dict.fromkeys(event.name for event in alone if event.name != SWEEPER))
 
 
 def _single(
