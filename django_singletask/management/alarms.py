@@ -56,7 +56,7 @@ def watch(
         message = f"--fail-if-starving needs the history. {error}"
         raise CommandError(message, returncode=UNKNOWN) from error
     if exceeded:
-        level = max(level for level, _sentence in exceeded)
+        level, _sentence = max(exceeded)
         sentences = " ".join(sentence for _level, sentence in exceeded)
         raise Alarm(f"{('WARNING', 'CRITICAL')[level - 1]}: {sentences}", returncode=level)
 

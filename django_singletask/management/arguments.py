@@ -35,14 +35,7 @@ def add_actions(parser: CommandParser) -> None:
     add("why", help="say why a lock is held, or is not").add_argument(
         "name", type=no_pattern, metavar="LOCK", help=NAMES
     )
-    _add_clear(
-        add(
-            "clear",
-            help="free locks; their tasks keep running",
-            description="Free locks. Their tasks keep running, and a second copy of each can start "
-            "at the same time. A lock is freed only if the holder that was shown still has it.",
-        )
-    )
+    _add_clear(add("clear", help="free locks; their tasks keep running"))
     _add_history(add("history", help="list what happened, the latest first"))
     add("probe", help="find out whether this cache can hold locks")
     _add_prune(add("prune", help="delete old history, in small batches"))
@@ -162,12 +155,7 @@ def span(text: str) -> float:
 
 def hunger(text: str) -> tuple[float, int]:
     """Read a duration, or a number of times such as ``50x``; the other one is without end."""
-    if text.endswith("x") and text[:-1].isdigit():
-        return math.inf, count(text[:-1])
-    try:
-        return span(text), sys.maxsize
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error} Or a number of calls: 50x.") from None
+    return (math.inf, count(text[:-1])) if text.endswith("x") else (span(text), sys.maxsize)
 
 
 def limits(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:

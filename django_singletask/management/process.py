@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import sys
@@ -43,11 +42,9 @@ class ProcessCommand(BaseCommand):
             finally:
                 sys.stdout.flush()
         except OSError as error:
-            if error.errno not in {errno.EPIPE, errno.ENOSPC}:
-                raise
             # Python would write what is left in the buffer at exit, and fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if error.errno == errno.EPIPE:
+            if isinstance(error, BrokenPipeError):
                 sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
             sys.stderr.write(f"Error: The output cannot be written: {error}\n")
             sys.exit(UNKNOWN)

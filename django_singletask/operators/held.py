@@ -40,7 +40,6 @@ __all__ = [
     "judge",
     "look",
     "must_be_known",
-    "must_list",
     "still_held",
     "with_history",
 ]
@@ -100,9 +99,8 @@ def look(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
     """Raise :class:`UnknownName` if a selector means no lock and nothing else that is known."""
     for selector in selectors:
-        if any(map(selector.matches, locks)) or selector.is_known():
-            continue
-        raise UnknownName(selector.text, _like(selector))
+        if not (any(map(selector.matches, locks)) or selector.is_known()):
+            raise UnknownName(selector.text, _like(selector))
 
 
 def _like(selector: Selector) -> list[str]:
@@ -122,17 +120,6 @@ def still_held(key: str, token: str) -> HeldLock | None:
     """
     locks = (lock for lock in look([select(key)]) if lock.state != "expired")
     return next((lock for lock in locks if (lock.key, lock.token) == (key, token)), None)
-
-
-def must_list() -> None:
-    """Raise :class:`CannotList` if the cache cannot list its entries."""
-    try:
-        next(get_store(conf.cache).entries(), None)
-    except CannotList as error:
-        raise CannotList(
-            f"The cache {conf.cache!r} cannot list its entries, and the history does not say which "
-            "calls are queued. Name each call: 'feeds.tasks.import_feed(feed_id=7)'."
-        ) from error
 
 
 def with_history(locks: list[HeldLock]) -> list[HeldLock]:

@@ -29,6 +29,7 @@ from django_singletask.operators.past import SCANNED, find
 from django_singletask.operators.probe import probe
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.words import compact, plural
+from django_singletask.stores import get_store
 
 __all__ = ["Command"]
 
@@ -83,7 +84,8 @@ class Command(ProcessCommand):
         with asking():
             names = selectors(options)
             if options["queued"] and not options["names"]:
-                held.must_list()
+                # The history does not say which calls are queued.
+                next(get_store(conf.cache).entries(), None)
             locks = held.held(names)
             held.must_be_known(names, locks)
             chosen = held.with_history([lock for lock in locks if _is_chosen(lock, options)])
