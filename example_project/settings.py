@@ -10,9 +10,11 @@ EXAMPLE_SECRET_KEY
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from zoneinfo import ZoneInfo
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -62,8 +64,20 @@ TEMPLATES = [
         },
     },
 ]
-USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+
+def time_zone_of_this_machine() -> str:
+    link = os.path.realpath("/etc/localtime").partition("zoneinfo/")[2]
+    for name in (os.environ.get("TZ", "").lstrip(":"), link):
+        # $TZ can also be a rule, such as CET-1CEST, which is not the name of a time zone.
+        with suppress(LookupError, ValueError, OSError):
+            return ZoneInfo(name).key
+    return "UTC"
+
+
+USE_TZ = True
+TIME_ZONE = time_zone_of_this_machine()
 
 
 def sqlite(name: str) -> dict[str, Any]:

@@ -19,6 +19,8 @@ import pytest
 from django.contrib import admin
 from django.db import connection
 
+from example_project.settings import time_zone_of_this_machine
+from tests.deadline import wait_for
 from tests.testapp.celery import app
 
 TOP = Path(__file__).resolve().parents[1]
@@ -321,6 +323,55 @@ def test_demo_finds_the_overlaps_of_runs_without_lock(demo: Any) -> None:
     total = totals(output)
     assert total["RUNS"] == total["CALLS"]
     assert total["OVERLAPS"] > 50
+
+
+def locks(environment: dict[str, str], *arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(TOP / "manage.py"), "locks", *arguments, "--json"]
+    answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    rows: list[dict[str, Any]] = json.loads(answer.stdout)
+    return rows
+
+
+@needs_proc
+@pytest.mark.worker
+def test_demo_serves_a_lock_in_each_state(demo: Any) -> None:
+    process = demo("--serve")
+    variables = process.read_until("EXAMPLE_HOME=").removesuffix("\\\n").split()
+    example = {"DJANGO_SETTINGS_MODULE": "example_project.settings"}
+    environment = os.environ | example | dict(each.split("=", 1) for each in variables)
+    expected = {"expired", "dead", "handed_over", "queued", "kept", "held"}
+    wait_for(
+        lambda: {lock["state"] for lock in locks(environment, "list")} >= expected,
+        "a lock in each state",
+    )
+
+    kinds = {row["kind"] for row in locks(environment, "history", "--limit", "1000")}
+    assert kinds >= {"acquired", "skipped", "duplicate", "cleared", "lost"}
+    starves = [sys.executable, str(TOP / "manage.py"), "locks", "list", "--fail-if-starving", "7h"]
+    assert subprocess.run(starves, env=environment, capture_output=True).returncode
+    process.process.send_signal(signal.SIGINT)
+    output, _ = process.process.communicate(timeout=15)
+    assert process.process.returncode == 0, output
+    assert process.left() == []
+    assert list(process.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["Asia/Tokyo", ":Asia/Tokyo"])
+def test_takes_the_time_zone_of_the_variable(monkeypatch: Any, variable: str) -> None:
+    monkeypatch.setenv("TZ", variable)
+    assert time_zone_of_this_machine() == "Asia/Tokyo"
+
+
+@pytest.mark.parametrize("variable", ["", "CET-1CEST", "/etc/localtime"])
+@pytest.mark.parametrize(
+    ("link", "name"), [("/usr/share/zoneinfo/Asia/Tokyo", "Asia/Tokyo"), ("/etc/localtime", "UTC")]
+)
+def test_takes_the_time_zone_of_the_system(
+    monkeypatch: Any, variable: str, link: str, name: str
+) -> None:
+    monkeypatch.setenv("TZ", variable)
+    monkeypatch.setattr(os.path, "realpath", lambda path: link)
+    assert time_zone_of_this_machine() == name
 
 
 @needs_proc

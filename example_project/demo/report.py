@@ -64,7 +64,7 @@ def problems(
             f"{worst.seconds:.2f} s (processes {worst.first.pid} and {worst.second.pid})."
         )
     if calls.pending:
-        sentences.append(f"{len(calls.pending)} calls never came to an end.")
+        sentences.append(f"{len(calls.pending)} calls did not complete.")
     skipped = calls.skipped.total()
     if not calls.pending and calls.sent.total() != len(runs) + skipped:
         sentences.append(
@@ -72,7 +72,7 @@ def problems(
         )
     if skipped_in_history != skipped:
         sentences.append(
-            f"The history has {skipped_in_history} skipped runs, the results {skipped}."
+            f"The history has {skipped_in_history} skipped calls, but the results have {skipped}."
         )
     for feed in feeds:
         if stored.get(feed.url, 0) != feed.stored:

@@ -33,7 +33,7 @@ class Screen:
     def show(
         self, table: Callable[[], Sequence[str]], line: Callable[[], str], *, every: float = 1.0
     ) -> None:
-        """Draw `table` over the last table, or print `line` if the stream is no terminal.
+        """Draw `table` over the last table, or print `line` if the stream is not a terminal.
 
         `every` is the least time between two lines, in seconds.
         """
