@@ -28,10 +28,8 @@ ELSEWHERE = {"SINGLETASK_TEST_BOOT_ID": "another machine"}
 
 def start_one(worker, task, queue, seconds=60, **options):
     result = task.apply_async(("a", seconds), queue=queue, **options)
-    starts = worker.events("start")
     line = wait_for(
-        lambda: [e for e in worker.events("start")[len(starts) :] if e["task_id"] == result.id],
-        "it runs",
+        lambda: [e for e in worker.events("start") if e["task_id"] == result.id], "it runs"
     )[0]
     return result, line["pid"]
 
