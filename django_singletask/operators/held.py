@@ -99,25 +99,19 @@ def look(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
     """Raise :class:`UnknownName` if a selector means no lock and nothing else that is known."""
     for selector in selectors:
-        if not (any(map(selector.matches, locks)) or selector.is_known()):
-            raise UnknownName(selector.text, _like(selector))
-
-
-def _like(selector: Selector) -> list[str]:
-    names = task_names()
-    if selector.name:
-        with suppress(LockUnavailable):
-            names += [lock.name for lock in look()]
-        with suppress(NoHistory), reading():
-            names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
-    return nearest(selector.text, names)
+        if any(map(selector.matches, locks)) or selector.is_known():
+            continue
+        names = task_names()
+        if selector.name:
+            with suppress(LockUnavailable):
+                names += [lock.name for lock in look()]
+            with suppress(NoHistory), reading():
+                names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
+        raise UnknownName(selector.text, nearest(selector.text, names))
 
 
 def still_held(key: str, token: str) -> HeldLock | None:
-    """Return the lock that has this key, or None if this token no longer has it.
-
-    Raises :class:`LockUnavailable`.
-    """
+    """Return the lock that has this key, or None if this token no longer has it."""
     locks = (lock for lock in look([select(key)]) if lock.state != "expired")
     return next((lock for lock in locks if (lock.key, lock.token) == (key, token)), None)
 
@@ -202,7 +196,7 @@ def _open_keys() -> list[str]:
     except NoHistory as error:
         raise CannotList(
             f"The cache {conf.cache!r} cannot list its entries, and no history says what is held. "
-            f"{error} Name one lock, or ask for it in code: task.lock(…).holder()."
+            f"{error} Name one lock."
         ) from error
 
 

@@ -113,9 +113,9 @@ class Command(ProcessCommand):
             question = f"Forget {plural(count, 'queued call')}? A call that the broker still has "
             question += "runs, and an identical call can be sent and run at the same time."
         else:
-            tasks = "The task keeps" if count == 1 else "The tasks keep"
-            question = f"Free {plural(count, 'lock')}? {tasks} running, and a second copy "
-            question += f"{'of each ' * (count > 1)}can start at the same time."
+            task = "The" if count == 1 else "Each"
+            question = f"Free {plural(count, 'lock')}? {task} task keeps running, and a second "
+            question += "copy can start at the same time."
         try:
             answer = input(f"{question} [y/N] ")
         except (EOFError, KeyboardInterrupt):
@@ -249,13 +249,9 @@ def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
 def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
     """Say that what was asked for is not there, and why, where that is known."""
     token, queued, dead = (options[name] for name in ("token", "queued", "dead"))
-    what = "lock is held"
-    if queued or dead:
-        what = "call is queued" if queued else f"{what} by a dead process"
-    criteria = [*missing, *[f"--token {token}"] * bool(token)]
-    sentences = [f"No {what}."]
-    if criteria:
-        sentences = [f"No matching {what}: {', '.join(map(printable, criteria))}."]
+    what = "call is queued" if queued else f"lock is held{' by a dead process' * dead}"
+    criteria = ", ".join(map(printable, [*missing, *[f"--token {token}"] * bool(token)]))
+    sentences = [f"No matching {what}: {criteria}." if criteria else f"No {what}."]
     states = {lock.state for lock in locks if token in (None, lock.token)}
     if "expired" in states:
         sentences.append("An expired lock is not held: there is nothing to free.")
