@@ -90,7 +90,7 @@ class HeldPages(OperatorPages):
     def refresh_every(self, request: HttpRequest) -> int | None:
         """Return after how many seconds the browser is to ask again, or None."""
         text = request.GET.get("refresh", "")
-        if len(text) < 5 and text.isascii() and text.isdigit() and int(text) in REFRESH:
+        if text in map(str, REFRESH):
             return int(text)
         if text:
             text = _("refresh={} is not a number of seconds from {} to {}.").format(
