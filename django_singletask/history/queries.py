@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BATCH",
     "FREQUENT",
+    "LATE",
     "NEWEST",
     "OPEN",
     "SWEEPER",
