@@ -474,6 +474,16 @@ def test_modules_that_celery_imports_by_its_settings_are_imported(app, monkeypat
     assert None not in modules
 
 
+def test_packages_that_only_autodiscover_tasks_names_are_imported(app, monkeypatch, tmp_path):
+    (tmp_path / "not_installed").mkdir()
+    (tmp_path / "not_installed/tasks.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    app.autodiscover_tasks(["not_installed"])
+    Celery("another", set_as_current=False).autodiscover_tasks(["does_not_exist"])
+    checks.check_tasks()
+    assert sys.modules.pop("not_installed.tasks", None)
+
+
 def test_an_unknown_policy_is_refused(check_task):
     message = only(check_task(on_conflict="explode"), "E012")
     assert message.msg.startswith("on_conflict='explode' of bad.task is not one of skip, raise")

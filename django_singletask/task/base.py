@@ -11,10 +11,11 @@ from typing import Any
 from celery import current_app
 from celery.exceptions import TaskPredicate
 from celery.result import AsyncResult, EagerResult
-from celery.signals import celeryd_after_setup
+from celery.signals import celeryd_after_setup, import_modules
 from celery.utils import uuid
 from django.db import transaction
 from django.utils.module_loading import autodiscover_modules
+from vine import promise
 
 from django_singletask.conf import check_installed
 from django_singletask.exceptions import DuplicateTask, LockConflict
@@ -260,9 +261,13 @@ AWAITED = ("chain", "chord", "group_id", "link", "link_error")
 def import_tasks() -> None:
     """Import the task modules that a worker imports.
 
-    The loader's ``import_default_modules()`` would also make Celery run the checks.
+    The loader's ``import_default_modules()`` would also make Celery run the checks. Of the
+    receivers of its signal, only those of ``autodiscover_tasks()`` are promises.
     """
     autodiscover_modules("tasks")
+    for (_, sender_id), receiver in [*import_modules.receivers]:
+        if sender_id == id(current_app.loader.app) and isinstance(receiver, promise):
+            receiver()
     for module in (*current_app.conf.imports, *current_app.conf.include):
         current_app.loader.import_task_module(module)
 
