@@ -50,7 +50,9 @@ def run(options: dict[str, Any]) -> int:
             return Demo(options, Screen(stream), interrupt).run(stack)
     except Interrupted as interrupted:
         with contextlib.suppress(OSError):
-            stream.write("\nInterrupted: the workers are ended, the temporary folder is removed.\n")
+            stream.write(
+                "\nInterrupted: the workers have ended, the temporary folder is removed.\n"
+            )
         return 128 + interrupted.number
     except BrokenPipeError:
         # The reader has gone (`| head`). Python must not try to flush the output at exit.
@@ -200,7 +202,7 @@ class Demo:
                 say(textwrap.fill(f"FAILED: {problem}", 80))
             return 1
         say(
-            f"No two of the {len(runs)} runs overlapped in one feed: each run recorded its times.\n"
+            f"The {len(runs)} runs recorded their times: no two runs of one feed overlapped.\n"
             f"Up to {most_at_once(runs)} feeds were imported at the same time. No call was lost.\n"
             f"The demo took {self.elapsed:.1f} s."
         )
@@ -213,8 +215,8 @@ class Demo:
         self.screen.say(
             f"\nAdmin: {admin.url}  name: {admin.name}  password: {admin.password}\n"
             f"The locks in another terminal:\n{command_line('locks')}\n"
-            'Imports continue. "Held now" shows a lock in each state. The lock "price update" was\n'
-            "cleared, and lost by its holder: History and Timeline show it. Ctrl-C ends the demo.\n"
+            '"Held now" shows a lock in each state. Search "price update" in the History:\n'
+            "it was cleared, and its holder lost it. Imports continue; Ctrl-C ends the demo.\n"
         )
         self.site.delay = 1.0
         # A line each second would scroll the address and the password out of sight.

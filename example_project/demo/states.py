@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.utils import timezone
 
@@ -33,7 +34,8 @@ def show(stack: contextlib.ExitStack, feed_url: str) -> None:
     """Bring locks and calls into each state. `stack` ends the hold of this process."""
     # The warnings about cleared and lost locks belong to the pages, not to the terminal.
     logging.getLogger("django_singletask").addHandler(logging.NullHandler())
-    subprocess.run([sys.executable, "-c", KILLED], stderr=subprocess.DEVNULL)  # process dead
+    top, quiet = settings.BASE_DIR.parent, subprocess.DEVNULL
+    subprocess.run([sys.executable, "-c", KILLED], cwd=top, stderr=quiet)  # process dead
     handed_over = TaskLock("video upload")
     handed_over.acquire()
     handed_over.hand_over(for_=HOUR)

@@ -12,8 +12,8 @@ from example_project.demo import launch
 
 class Command(BaseCommand):
     help = (
-        "Import feeds many times over with real Celery workers, show who holds which lock, and "
-        "measure that no two runs of one feed overlapped. Needs no server; leaves nothing behind."
+        "Send many identical imports to real Celery workers, show which process holds each lock, "
+        "and check that no two runs of one feed overlapped. Needs no server, and leaves no files."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ class Command(BaseCommand):
             nargs="?",
             const=0,
             metavar="PORT",
-            help="Serve the admin afterwards, on this port or a free one, until Ctrl-C.",
+            help="Then serve the admin, with a lock in each state, on this port or a free one.",
         )
         parser.add_argument(
             "--no-lock",
