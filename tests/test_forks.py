@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import sys
 import threading
 from contextlib import closing, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from django.db import connections
 
 from django_singletask.forks import undivided
+from django_singletask.history.recorder import Writer
 from django_singletask.history.sweep import prune
 from django_singletask.history.writing import write
+from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from tests.past_rows import before_now, keep_history_in
 from tests.test_recorder import event
 
-SQLITE = SimpleNamespace(vendor="sqlite")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd lists the open files")
 
 
 @pytest.fixture
@@ -60,11 +62,48 @@ def child_can_write(file: Path, block: Any) -> bool:
 
 
 def test_a_fork_waits_for_a_thread_that_writes(file: Path) -> None:
-    assert child_can_write(file, undivided(SQLITE))
+    assert child_can_write(file, undivided(connections["sqlite"]))
 
 
 def test_control_a_fork_in_the_middle_of_a_write_shuts_the_child_out(file: Path) -> None:
     assert not child_can_write(file, nullcontext())
+
+
+def child_has_open(file: str) -> bool:
+    assert file in open_files()
+    pid = os.fork()
+    if not pid:
+        os._exit(file in open_files())
+    return os.waitpid(pid, 0)[1] != 0
+
+
+@LINUX
+@pytest.mark.django_db(transaction=True, databases="__all__")
+def test_a_child_inherits_no_connection_of_the_history(settings: Any) -> None:
+    keep_history_in(settings, "sqlite")
+    connections["sqlite"].close()
+    writer = Writer()
+    writer.put(event())
+    assert writer.flush(10)
+    assert not child_has_open(str(connections["sqlite"].settings_dict["NAME"]))
+    writer.put(event())  # opens again what the fork has closed
+    writer.stop()
+    assert TaskLockEvent.objects.count() == 2
+
+
+@LINUX
+@pytest.mark.django_db(transaction=True, databases="__all__")
+@pytest.mark.parametrize("cache_alias", ["db_sqlite"], indirect=True)
+def test_a_child_inherits_no_connection_of_the_locks(cache_alias: str) -> None:
+    store = get_store(cache_alias)
+    take_lock()
+    assert not child_has_open(str(store.connection.settings_dict["NAME"]))
+    assert store.read("singletask:forks") is not None
+
+
+def open_files() -> list[str]:
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return [os.readlink(link) for link in links if link.is_symlink()]
 
 
 def fork_and_wait() -> None:
@@ -75,7 +114,7 @@ def fork_and_wait() -> None:
 
 
 def test_a_fork_waits_for_no_server() -> None:
-    with undivided(SimpleNamespace(vendor="postgresql")):
+    with undivided(connections["default"]):
         thread = threading.Thread(target=fork_and_wait)
         thread.start()
         thread.join(0.5)  # half the time for which a fork waits

@@ -16,6 +16,7 @@ from django.core.signals import setting_changed
 from django.db import Error, connections
 
 from django_singletask.conf import conf
+from django_singletask.forks import close_before_forks, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
 from django_singletask.locks.renewal import has_threads
@@ -211,6 +212,8 @@ class Writer:
                 self.succeed()
             finally:
                 self.open_connections = list(connections.all(initialized_only=True))
+                for connection in self.open_connections:
+                    close_before_forks(connection)
             del events[:at_once]
         self.left = len(young)
         self.events.extendleft(reversed([*events, *young.values()]))
@@ -248,7 +251,8 @@ class Writer:
         """Close the connections of the thread, also broken ones."""
         for connection in connections.all(initialized_only=True):
             try:
-                connection.close()
+                with undivided(connection):
+                    connection.close()
             except Error:
                 connection.connection = None
         self.open_connections = []

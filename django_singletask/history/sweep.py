@@ -58,6 +58,10 @@ class Sweeper:
         self.missed: dict[int, float] = {}  # when the token of an open row was first missing
 
     def sweep(self) -> None:
+        with undivided(connections[TaskLockEvent.objects.primary().db]):
+            self._sweep()
+
+    def _sweep(self) -> None:
         still_open, down = set(), set()
         for row in TaskLockEvent.objects.primary().open().iterator():
             still_open.add(row.pk)

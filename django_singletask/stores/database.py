@@ -10,7 +10,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, Error, InterfaceError, OperationalError, connections, router
 
-from django_singletask.forks import undivided
+from django_singletask.forks import close_before_forks, undivided
 from django_singletask.stores.base import FENCE, TRIES, Entry, Outcome, Store
 
 __all__ = ["DIALECTS", "SHIFT", "DatabaseStore", "asks_again", "is_busy", "is_missing"]
@@ -100,6 +100,7 @@ class DatabaseStore(Store):
         self.connection = self._connection()
         # Another thread may close the store.
         self.connection.inc_thread_sharing()
+        close_before_forks(self.connection)
         vendor = self.connection.vendor
         if vendor not in DIALECTS:
             raise ImproperlyConfigured(
