@@ -69,7 +69,7 @@ def test_held_lock_is_explained_in_full(monkeypatch):
         rf"Held for 2m 1\ds by task 3f0c on {re.escape(holder.host)}, process {os.getpid()} "
         rf"\(alive: same host, started [^)]+ ago\)\.\n"
         r"Lease: 60 s, renewed 3\d s ago, ends in 2\d s unless renewed\. "
-        r"Usual hold: 4 s, longest 31 s\.\n"
+        r"Usual hold of its task: 4 s, longest 31 s\.\n"
         r"31 runs were skipped meanwhile, the last [23] s ago\. Last completed: 2h 10m ago\.\n"
         r"The lock is released when the task ends or its process dies\. To stop the task:\n"
         r"    celery -A tests\.testapp control terminate SIGTERM 3f0c\n"
@@ -197,7 +197,7 @@ def test_slow_hold_is_called_slow():
     hold()
     for _ in range(5):
         ran(7800, 0.01, name=NAME, key=KEY, task=TASK)
-    assert "Slow. Usual hold: 0.01 s, longest 0.01 s." in flat()
+    assert "Slow. Usual hold of its task: 0.01 s, longest 0.01 s." in flat()
     assert "(slow: usual <1s)" in locks()
 
 
@@ -224,7 +224,7 @@ def test_free_lock_tells_what_was():
     assert explained().splitlines() == [
         f"Free: {NAME}.",
         "Last completed: 1m 30s ago, by task w on web-1, process 9 (held for 5 s).",
-        "Usual hold: 5 s, longest 5 s.",
+        "Usual hold of its task: 5 s, longest 5 s.",
         "Last skipped: 1m 40s ago, because of task z.",
         "Last cleared: 3m 20s ago, task y on web-2, process 8 (by ada, it hung).",
         "Last expired: 5m 00s ago, task x on web-2, process 7 (it is gone).",
@@ -358,18 +358,54 @@ def test_queued_call_on_memcached_without_history_says_what_is_known(settings, e
 def test_task_is_summed_up(empty_cache):
     for feed in range(6):
         key = call_key(TASK, AS_SHOWN, (), {"feed_id": feed}).key
-        hold(f"{TASK}(feed_id={feed})", key, token=str(feed), ago=100 - feed, host="web-1", pid=9)
+        name = f"{TASK}(feed_id={feed})"
+        hold_elsewhere(name=name, key=key, token=str(feed), ago=100 - feed)
     ran(90, 5, name=NAME, task=TASK, task_id="w", host="web-1", pid=9)
     skipped(60, 2, 31, name=NAME, task=TASK, blocked_by_task_id="z")
     skipped(90_000, 90_000, 5, name=NAME, task=TASK)
     text = flat("import_feed")
     assert text.startswith(
         f"{TASK}: 6 locks held, 0 calls queued. Held: (feed_id=0), (feed_id=1), (feed_id=2), "
-        "(feed_id=3), (feed_id=4) and 1 more. The first for 1m 40s, by task 3f0c on web-1, process "
-        "9. Last completed: 1m 30s ago. Usual hold: 5 s, longest 5 s. Last skipped: 2 s ago, "
+        "(feed_id=3), (feed_id=4) and 1 more. The first for 1m 40s, by task 3f0c on web-3, process "
+        "8121. Last completed: 1m 30s ago. Usual hold: 5 s, longest 5 s. Last skipped: 2 s ago, "
         "because of task z. 31 calls were skipped in the last 1d. To explain one lock:"
     )
     assert f"\n    manage.py locks why '{TASK}(feed_id=0)'" in explained("import_feed")
+
+
+def test_sum_of_a_task_says_which_locks_are_held_by_no_running_process(child):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    hold(f"{TASK}(feed_id=1)", "singletask:1", token="1", pid=gone.pid)
+    stopped = {"pid": child.pid, "start": start_time(child.pid)}
+    hold(f"{TASK}(feed_id=2)", "singletask:2", token="2", ago=133, **stopped)
+    hold(f"{TASK}(feed_id=3)", "singletask:3", token="3", ago=100)
+    hold(f"{TASK}(feed_id=4)", "singletask:4", token="4", ago=1)
+    for _ in range(5):
+        ran(7800, 1, name=NAME, key=KEY, task=TASK)
+    child.send_signal(signal.SIGSTOP)
+    names = "(feed_id=1) (process dead), (feed_id=2) (stopped), (feed_id=3) (slow), (feed_id=4). "
+    wait_for(lambda: names in flat(TASK), "it is stopped")
+
+
+def test_only_held_lock_of_a_task_is_explained_with_its_name():
+    hold()
+    assert locks("why", TASK).startswith(f"{NAME}:\nHeld for 2m 1")
+    assert locks("why", NAME).startswith("Held for 2m 1")
+
+
+def test_sum_of_a_task_names_a_lock_that_is_known():
+    name = "tests.testapp.tasks.unique"
+    assert f"To explain one lock, name it with its arguments: {name}(…)." in flat(name)
+    ran(90, name=f"{name}(key='a')", task=name)
+    assert explained(name).endswith(f"""why '{name}(key='"'"'a'"'"')'""")
+
+
+def test_usual_hold_of_a_lock_without_a_task_is_its_own():
+    ran(90, 5, name="nightly", key=name_key("nightly").key)
+    assert "Usual hold: 5 s, longest 5 s." in flat("nightly")
+    hold("nightly", name_key("nightly").key, task=None, task_id=None)
+    assert "Usual hold: 5 s, longest 5 s." in flat("nightly")
 
 
 def test_task_whose_rows_are_many_is_summed_up_for_as_long_as_they_reach(monkeypatch):

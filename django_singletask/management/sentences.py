@@ -32,9 +32,12 @@ COMMAND = "    "
 """Beginning of a line that is to be copied, and therefore is never wrapped."""
 
 
-def explain(facts: Why | TaskFacts) -> list[str]:
-    """Write what is known of a lock or a task as lines that fit the terminal."""
-    sentences = _of_task(facts) if isinstance(facts, TaskFacts) else _of_lock(facts)
+def explain(facts: Why | TaskFacts, asked: str = "") -> list[str]:
+    """Write what is known of a lock or a task as lines that fit the terminal.
+
+    The name of a lock that is not free is written if something else was ``asked``.
+    """
+    sentences = _of_task(facts) if isinstance(facts, TaskFacts) else _of_lock(facts, asked)
     wrap = partial(textwrap.wrap, width=width(), break_long_words=False, break_on_hyphens=False)
     lines = []
     for text in map(printable, sentences):
@@ -47,16 +50,28 @@ def _of_task(facts: TaskFacts) -> Iterator[str]:
     task, held, queued = facts.task, facts.held, facts.queued
     yield f"{task}: {plural(len(held), 'lock')} held, {plural(len(queued), 'call')} queued."
     if held:
-        names = few([printable(lock.name.removeprefix(task), 40) for lock in held])
+        names = few([printable(lock.name.removeprefix(task), 40) + _state(lock) for lock in held])
         yield f"Held: {names}. The first for {_whole(held[0].held_for)}, by {held[0].run}."
     yield from _last(facts)
     skips = _counted(facts.skips, "call", "skipped")
     yield facts.no_history or f"{skips} in the last {compact(facts.within)}."
-    yield "To explain one lock:"
-    yield f"{COMMAND}manage.py locks why {shlex.quote(held[0].name if held else f'{task}(…)')}"
+    known = filter(None, [*held, *queued, facts.completed, facts.skipped])
+    if name := next((each.name for each in known), ""):
+        yield "To explain one lock:"
+        yield f"{COMMAND}manage.py locks why {shlex.quote(name)}"
+    else:
+        yield f"To explain one lock, name it with its arguments: {task}(…)."
 
 
-def _of_lock(why: Why) -> Iterator[str]:
+def _state(lock: HeldLock) -> str:
+    word = "stopped" if lock.stopped else "slow" * lock.slow
+    word = word if lock.state == "held" else lock.word
+    return f" ({word})" if word else ""
+
+
+def _of_lock(why: Why, asked: str) -> Iterator[str]:
+    if (why.lock or why.queued) and asked not in ("", why.name):
+        yield f"{why.name}:"
     if run := why.run:
         yield f"{_upper(_run(run))}: {status(run)[1]} {_ago(run)}."
     if why.same_name:
@@ -169,7 +184,10 @@ def _whole(seconds: float) -> str:
 def _usual(facts: Why | TaskFacts) -> str:
     if facts.usual is None:
         return ""
-    return f"Usual hold: {in_words(facts.usual.median)}, longest {in_words(facts.usual.longest)}."
+    known = (facts.lock, facts.completed) if isinstance(facts, Why) else ()
+    of = " of its task" * (isinstance(facts, Why) and all(each.task for each in known if each))
+    holds = f"{in_words(facts.usual.median)}, longest {in_words(facts.usual.longest)}"
+    return f"Usual hold{of}: {holds}."
 
 
 def _skipped(why: Why, lock: HeldLock) -> str:

@@ -88,7 +88,8 @@ def why(text: str) -> Why | TaskFacts:
     must_be_known([selector], locks)
     if selector.task:
         names = {lock.name for lock in locks}
-        if names != {f"{selector.task}()"}:
+        holds = any(lock.state in HOLDING for lock in locks)
+        if len(names) != 1 or not (holds or f"{selector.task}()" in names):
             return _of_task(selector, with_history(locks))
         text = names.pop()  # its only lock
     # A lock goes by its name before a run goes by its id.

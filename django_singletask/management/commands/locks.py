@@ -76,7 +76,7 @@ class Command(ProcessCommand):
         if options["json"]:
             self.print_json(facts)
         else:
-            self.stdout.write("\n".join(explain(facts)))
+            self.stdout.write("\n".join(explain(facts, options["name"])))
 
     def clear(self, options: dict[str, Any]) -> None:
         """Show the locks that were asked for, ask, and free them."""
