@@ -55,8 +55,8 @@ def _of_task(facts: TaskFacts) -> Iterator[str]:
     yield from _last(facts)
     skips = _counted(facts.skips, "call", "skipped")
     yield facts.no_history or f"{skips} in the last {compact(facts.within)}."
-    known = filter(None, [*held, *queued, facts.completed, facts.skipped])
-    if name := next((each.name for each in known), ""):
+    known: list[HeldLock | TaskLockEvent | None] = [*held, *queued, facts.completed, facts.skipped]
+    if name := next((each.name for each in known if each), ""):
         yield "To explain one lock:"
         yield f"{COMMAND}manage.py locks why {shlex.quote(name)}"
     else:
