@@ -65,6 +65,7 @@ TEMPLATES = [
     },
 ]
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+USE_TZ = True
 
 
 def time_zone_of_this_machine() -> str:
@@ -76,7 +77,6 @@ def time_zone_of_this_machine() -> str:
     return "UTC"
 
 
-USE_TZ = True
 TIME_ZONE = time_zone_of_this_machine()
 
 

@@ -72,7 +72,6 @@ class Demo:
         self.log = RunLog(settings.FEEDS_RUN_LOG)
         self.workers = Workers(settings.HOME, count=WORKERS, concurrency=CONCURRENCY)
         self.round = ""
-        self.every = 1.0
 
     @property
     def elapsed(self) -> float:
@@ -148,7 +147,7 @@ class Demo:
             self.interrupt.sleep(0.05)
 
     def show(self) -> None:
-        self.screen.show(self.live_table, self.live_line, every=self.every)
+        self.screen.show(self.live_table, self.live_line)
 
     def holders(self) -> dict[str, Any]:
         """Ask the locks for their holders: feed name -> holder."""
@@ -220,7 +219,7 @@ class Demo:
         )
         self.site.delay = 1.0
         # A line each second would scroll the address and the password out of sight.
-        self.every = 60.0
+        self.screen.every = 60.0
         self.round = "serving"
         while True:
             self.send(1, 2)

@@ -15,6 +15,7 @@ class Screen:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.live = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.every = 1.0  # the least time between two lines, in seconds
         self._drawn = 0
         self._shown = 0.0
 
@@ -30,16 +31,11 @@ class Screen:
             self.stream.write(f"\x1b[{self._drawn}A\x1b[J")
             self._drawn = 0
 
-    def show(
-        self, table: Callable[[], Sequence[str]], line: Callable[[], str], *, every: float = 1.0
-    ) -> None:
-        """Draw `table` over the last table, or print `line` if the stream is not a terminal.
-
-        `every` is the least time between two lines, in seconds.
-        """
+    def show(self, table: Callable[[], Sequence[str]], line: Callable[[], str]) -> None:
+        """Draw `table` over the last table, or print `line` if the stream is not a terminal."""
         size = shutil.get_terminal_size()
         now = time.monotonic()
-        if now - self._shown < (0.2 if self.live else every):
+        if now - self._shown < (0.2 if self.live else self.every):
             return
         self._shown = now
         lines = table() if self.live else []
