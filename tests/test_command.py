@@ -480,7 +480,17 @@ def test_reason_of_a_clearing_is_in_the_history(take):
     take("nightly")
     locks("clear", "nightly", "--yes", "--reason", "hangs since the deploy at 02:10, see #1234")
     assert cleared()[0].reason == "hangs since the deploy at 02:10, see #1234"
-    assert "cleared: hangs since th…2:10, see #1234 " in locks("history", "nightly")
+    assert "\n    (hangs since the deploy at 02:10, see #1234)\n" in locks("history", "nightly")
+
+
+def test_reason_that_is_too_long_for_the_history_is_refused(take):
+    lock = take("nightly")
+    for reason in ("x" * 256, "\x1b" * 64):
+        error = refused("clear", "nightly", "--yes", "--reason", reason)
+        assert str(error).endswith("the history keeps 255 characters at most.")
+    assert lock.owned()
+    locks("clear", "nightly", "--yes", "--reason", "x" * 255)
+    assert cleared()[0].reason == "x" * 255
 
 
 def test_clear_works_for_a_user_without_a_name(take, monkeypatch):

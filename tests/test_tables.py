@@ -49,6 +49,15 @@ def test_history_fits_eighty_columns(char):
     assert 78 <= max(map(columns, locks("history").splitlines())) <= 80
 
 
+def test_long_actor_and_reason_leave_room_for_names_and_processes():
+    ran(60, name="feeds.import_feed('https://example.org')", host="web-3", pid=8121)
+    row("cleared", 1, name="nightly", actor="ada" * 50, reason="it hangs " * 28)
+    lines = locks("history").splitlines()
+    assert re.fullmatch(r"    \((it hangs )+.*….* hangs \)", lines[2])
+    assert re.search(r"  …import_feed\(…://example.org'\)  returned .*  web-3:8121$", lines[3])
+    assert max(map(columns, lines)) == 80
+
+
 def test_wide_terminal_shows_more(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     hold(name="x" * 120)

@@ -93,7 +93,7 @@ def _add_clear(action: CommandParser) -> None:
     add("--all", action="store_true", help="free every lock")
     queued = "instead of locks, forget queued calls, so that identical calls can be sent"
     add("--queued", action="store_true", help=queued)
-    add("--reason", default="", help="why; the history keeps it")
+    add("--reason", type=reason, default="", help="why, for the history (255 characters at most)")
     add("--yes", action="store_true", help="do not ask")
     add("--dry-run", action="store_true", help="show what would be freed")
 
@@ -142,6 +142,12 @@ def no_pattern(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{printable(text)!r} is a pattern: 'manage.py locks list' takes patterns."
         )
+    return text
+
+
+def reason(text: str) -> str:
+    if len(printable(text)) > 255:
+        raise argparse.ArgumentTypeError("the history keeps 255 characters at most.")
     return text
 
 

@@ -99,6 +99,10 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
             )
             for row, at in zip(rows, times, strict=True)
         ],
+        (
+            f"({printable(row.reason, width() - 6)})" * bool(row.kind == "cleared" and row.reason)
+            for row in rows
+        ),
     )
 
 
@@ -110,9 +114,9 @@ def _held(row: TaskLockEvent) -> str:
 
 
 def _what(row: TaskLockEvent) -> str:
-    """Say what a row is about; of a skipped run (unless by the policy ``skip``) or a clear, why."""
-    is_told = row.kind in ("skipped", "cleared") and row.reason not in ("", "skip")
-    because = f": {printable(row.reason, 30)}" if is_told else ""
+    """Say what a row is about, and why a run was skipped, unless by the policy ``skip``."""
+    is_told = row.kind == "skipped" and row.reason not in ("", "skip")
+    because = f": {row.reason}" if is_told else ""
     return f"{words.status(row)[1]}{because}" + (f" ×{row.count}" if row.count > 1 else "")
 
 
