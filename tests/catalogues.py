@@ -22,13 +22,13 @@ __all__ = ["LANGUAGES", "by_id", "compiled", "read", "texts", "update"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "django_singletask"
-LANGUAGES = ["de"]
+LANGUAGES = ["de", "es", "fr"]
 
 KEYWORDS = DEFAULT_KEYWORDS | {
     f"{name}_lazy": DEFAULT_KEYWORDS[name] for name in ("gettext", "ngettext", "pgettext")
 }
+HEADLINE = "# The texts of the admin's pages. After an edit: python -m tests.catalogues"
 HEADER = """\
-# The texts of the admin's pages. After an edit: python -m tests.catalogues
 msgid ""
 msgstr ""
 "Language: {0.locale}\\n"
@@ -45,7 +45,7 @@ def read(language: str) -> Catalog:
     """Return the translations, or an empty catalogue of a new language."""
     path = folder(language) / "django.po"
     if not path.exists():
-        return Catalog(language)
+        return Catalog(language, header_comment=HEADLINE)
     with path.open("rb") as file:
         return read_po(file, locale=language)
 
@@ -85,7 +85,8 @@ def update(language: str) -> None:
     catalog.obsolete.clear()
     folder(language).mkdir(parents=True, exist_ok=True)
     with (folder(language) / "django.po").open("wb") as file:
-        file.write(HEADER.format(catalog).encode())
+        # The comment at the head lists the terms of the language.
+        file.write(f"{catalog.header_comment}\n{HEADER.format(catalog)}".encode())
         # Without the lines of the modules, which change with each edit.
         write_po(file, catalog, width=98, omit_header=True, include_lineno=False)
     for (context, text), strings in by_id(catalog).items():
