@@ -382,10 +382,23 @@ def test_clear_of_a_lock_that_is_not_held_is_an_error(take, arguments, message):
             "No lock or task is known as 'uniqe'. Did you mean \"tests.testapp.task",
         ),
         (["nothing.like.*"], "No lock or task is known as 'nothing.like.*'."),
+        (
+            ["--task", "shops.bil"],
+            "No lock or task is known as 'shops.bil'. Did you mean \"shops.bi",
+        ),
+        (
+            ["1h"],
+            "No lock or task is known as '1h'. Two limits have a comma between them: write 10",
+        ),
+        (["50x"], "No lock or task is known as '50x'. Two limits have a comma between them: "),
+        (["3f0c1d52"], "No lock or task is known as '3f0c1d52'. If this is the beginning of an id"),
+        (["5d1c…"], "No lock or task is known as '5d1c…'. If this is the beginning of an id, wri"),
+        (["b" * 32], f"No lock or task is known as '{'b' * 32}'. 'manage.py locks' lists what is"),
     ],
 )
 @pytest.mark.parametrize("action", ["list", "clear", "history"])
 def test_unknown_name_is_an_error_of_each_action(take, action, arguments, message):
+    ran(60, task="shops.bill", name="customer:7")
     lock = take("one")
     error = refused(action, *arguments, *["--yes"] * (action == "clear"))
     assert str(error).startswith(message)

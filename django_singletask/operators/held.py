@@ -27,6 +27,7 @@ from django_singletask.operators.names import (
     Selector,
     UnknownName,
     nearest,
+    recorded_tasks,
     select,
     task_names,
 )
@@ -101,7 +102,7 @@ def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ())
     for selector in selectors:
         if any(map(selector.matches, locks)) or selector.is_known():
             continue
-        names = task_names()
+        names = [*task_names(), *recorded_tasks()]
         if selector.name:
             with suppress(LockUnavailable):
                 names += [lock.name for lock in look()]

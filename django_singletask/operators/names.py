@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -30,6 +31,7 @@ __all__ = [
     "UnknownName",
     "locks_of",
     "nearest",
+    "recorded_tasks",
     "select",
     "select_task",
     "task_names",
@@ -50,8 +52,17 @@ class UnknownName(Exception):
     def __init__(self, name: str, matches: Sequence[str]) -> None:
         self.matches = matches
         names = ", or ".join(f'"{clean(match)}"' for match in matches)
-        hint = f"Did you mean {names}?" if names else "'manage.py locks' lists what is held."
+        like = [hint for pattern, hint in HINTS.items() if re.fullmatch(pattern, name)]
+        hint = like[0] if like else "'manage.py locks' lists what is held."
+        hint = f"Did you mean {names}?" if names else hint
         super().__init__(f"No lock or task is known as '{clean(name)}'. {hint}")
+
+
+HINTS = {
+    r"([0-9]+[dhms])+|[0-9]+x": "Two limits have a comma between them: write 10s,1h.",
+    "[0-9a-f-]{8,31}…?|[0-9a-f]{4}…": "If this is the beginning of an id, write the whole id.",
+}
+"""Regular expressions of what is no name, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +104,7 @@ class Selector:
         """Return conditions for :func:`find`: the rows meet one of them."""
         tasks = [self.task] if self.task else []
         if "*" in self.task:
-            tasks = [each for each in (*task_names(), *_recorded_tasks()) if fits(each, self.task)]
+            tasks = [each for each in (*task_names(), *recorded_tasks()) if fits(each, self.task)]
         meant = [{"task": task} for task in dict.fromkeys(tasks)]
         meant += [{"like": self.name}] if "*" in self.name else []
         meant += [{"name": name} for name in self.names]
@@ -157,7 +168,7 @@ def _whole(name: str, lock: str = "") -> str:
     with suppress(NoHistory), reading(even_if_off=True):
         if lock and TaskLockEvent.objects.named(lock)[:1]:
             return ""
-    for list_tasks in (task_names, _recorded_tasks):
+    for list_tasks in (task_names, recorded_tasks):
         matches = sorted(task for task in list_tasks() if f".{task}".endswith(f".{name}"))
         if name in matches:
             return name
@@ -196,7 +207,7 @@ def task_names() -> list[str]:
     return [name for name in current_app.tasks if not name.startswith("celery.")]
 
 
-def _recorded_tasks() -> list[str]:
+def recorded_tasks() -> list[str]:
     with suppress(NoHistory), reading(even_if_off=True):
         return [*TaskLockEvent.objects.task_names(RECORDED)]
     return []
