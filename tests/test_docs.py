@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from django_singletask.models import HoldOutcome, Kind, Result
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["what-happens-when.rst", "evidence.rst"]
 PAGE = "\n".join((ROOT / "docs/explanation" / name).read_text() for name in PAGES)
@@ -70,3 +72,14 @@ def test_opentelemetry_exports_the_metrics_under_the_same_names():
     units = {name.replace(".", "_") for name in listed} | {"singletask_lock_hold_seconds"}
     for metric in queries_and_metrics()[1]:
         assert metric.rpartition("_")[0] in units
+
+
+@pytest.mark.parametrize(("option", "choices"), [("kind", Kind), ("outcome", HoldOutcome)])
+def test_table_of_words_has_each_code_that_has_another_word(option, choices):
+    text = (ROOT / "docs/operating/command.rst").read_text()
+    table = dict(re.findall(rf"^``--{option} (\w+)`` +(.+)$", text, re.MULTILINE))
+    of_states = {"acquired", "released"}
+    assert table.keys() >= of_states & {*choices}
+    words = {each.value: each.label for each in choices if each.value != each.label}
+    assert {code: word for code, word in table.items() if code not in of_states} == words
+    assert all(result.value == result.label for result in Result)
