@@ -33,10 +33,7 @@ COMMAND = "    "
 
 
 def explain(facts: Why | TaskFacts, asked: str = "") -> list[str]:
-    """Write what is known of a lock or a task as lines that fit the terminal.
-
-    The name of a lock that is not free is written if something else was ``asked``.
-    """
+    """Write what is known, first the name if that was not ``asked``, as lines that fit."""
     sentences = _of_task(facts) if isinstance(facts, TaskFacts) else _of_lock(facts, asked)
     wrap = partial(textwrap.wrap, width=width(), break_long_words=False, break_on_hyphens=False)
     lines = []
@@ -64,8 +61,7 @@ def _of_task(facts: TaskFacts) -> Iterator[str]:
 
 
 def _state(lock: HeldLock) -> str:
-    word = "stopped" if lock.stopped else "slow" * lock.slow
-    word = word if lock.state == "held" else lock.word
+    word = lock.word if lock.state != "held" else "stopped" * lock.stopped or "slow" * lock.slow
     return f" ({word})" if word else ""
 
 

@@ -41,6 +41,11 @@ RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
 COMPARED = 2000
 """Calls of one task, at most, whose arguments are compared with those of an unknown name."""
+HINTS = {
+    r"([0-9]+[dhms])+|[0-9]+x": "Two limits have a comma between them: write 10s,1h.",
+    "[0-9a-f-]{8,31}…?|[0-9a-f]{4}…": "If this is the beginning of an id, write the whole id.",
+}
+"""Regular expressions of what is no name, and what to do."""
 
 
 class UnknownName(Exception):
@@ -56,13 +61,6 @@ class UnknownName(Exception):
         hint = like[0] if like else "'manage.py locks' lists what is held."
         hint = f"Did you mean {names}?" if names else hint
         super().__init__(f"No lock or task is known as '{clean(name)}'. {hint}")
-
-
-HINTS = {
-    r"([0-9]+[dhms])+|[0-9]+x": "Two limits have a comma between them: write 10s,1h.",
-    "[0-9a-f-]{8,31}…?|[0-9a-f]{4}…": "If this is the beginning of an id, write the whole id.",
-}
-"""Regular expressions of what is no name, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
