@@ -22,7 +22,7 @@ def test_lock_that_is_held_over_a_time_is_an_alarm():
     hold(name="old\x1b", since=time.time() - 3700)
     hold(name="young", since=time.time() - 3500, token="2")
     output, message = alarm("--fail-if-held-over", "1h")
-    assert message == "WARNING: Held for over 1h: old\\x1b (1h 01m)."
+    assert message == "WARNING: Held for more than 1h: old\\x1b (1h 01m)."
     assert "young" in output
 
 
@@ -45,7 +45,7 @@ def test_alarm_names_a_few_of_many():
     assert alarm("--fail-if-held-over", "1h")[1].endswith(" (1h 01m) and 2 more.")
 
 
-LIMITS = [("1h", "for 1h"), ("40x", "40 times in a row"), ("1x", "1 time in a row")]
+LIMITS = [("1h", "for 1h"), ("40x", "for 40 calls"), ("1x", "for 1 call")]
 
 
 @pytest.mark.parametrize("watched", [[], ["nightly"], ["--task", "t"], [name_key("nightly").key]])
@@ -103,7 +103,7 @@ def test_both_alarms_are_one_message():
     skipped(8000, 60, 40)
     hold(since=time.time() - 8000)
     message = alarm("--fail-if-starving", "1h", "--fail-if-held-over", "1h")[1]
-    assert re.match(r"WARNING: Held for over 1h: .*\. Starving for 1h or more: ", message)
+    assert re.match(r"WARNING: Held for more than 1h: .*\. Starving for 1h or more: ", message)
 
 
 def test_alarm_comes_after_the_json():
@@ -142,7 +142,7 @@ def test_each_lock_is_named_with_the_highest_limit_that_it_exceeds():
     hold(name="young", since=time.time() - 700, token="2")
     message = alarm("--fail-if-held-over", "10m,1h")[1]
     assert message == (
-        "CRITICAL: Held for over 1h: old (2h 13m). Held for over 10m: young (11m 40s)."
+        "CRITICAL: Held for more than 1h: old (2h 13m). Held for more than 10m: young (11m 40s)."
     )
 
 

@@ -326,7 +326,7 @@ def test_clear_works_on_memcached(settings, take, empty_cache):
 )
 def test_text_that_cannot_be_a_name_is_refused(take, arguments, text):
     lock = take("nightly")
-    assert "is not a name." in str(refused(*arguments, text))
+    assert "is not a name: it " in str(refused(*arguments, text))
     assert lock.owned()
 
 
@@ -334,9 +334,9 @@ def test_text_that_cannot_be_a_name_is_refused(take, arguments, text):
     ("arguments", "message"),
     [
         (["--yes"], "Say what to clear: the name or key of a lock, --token, --task, --dead, --que"),
-        (["nightly", "--json"], "--json cannot ask: add --yes or --dry-run."),
+        (["nightly", "--json"], "With --json the command cannot ask you: add --yes or --dry-run."),
         *(
-            (["--all", "--yes", *narrowed], "--all does not go together with a name, --token, --ta")
+            (["--all", "--yes", *narrowed], "--all cannot be combined with a name, --token, --ta")
             for narrowed in (["nightly"], ["--dead"], ["--task", "x"], ["--token", "x"])
         ),
     ],
@@ -448,7 +448,7 @@ def test_clear_asks_first(take, answer, text):
 def test_anything_but_yes_frees_nothing(take, answer, text):
     lock = take("nightly")
     answer(text)
-    message = "Nothing was freed; --yes frees without asking."
+    message = "Nothing was freed. To skip the question, add --yes."
     assert str(refused("clear", "nightly")) == message
     assert lock.owned()
 
@@ -473,7 +473,9 @@ def test_holder_that_changes_while_it_asks_keeps_its_lock(take, answer, others):
     output = io.StringIO()
     with pytest.raises(CommandError) as caught:
         call_command("locks", "clear", "--all", stdout=output, no_color=True)
-    assert str(caught.value) == "Not freed: nightly. The holder that was shown no longer has it."
+    assert str(caught.value) == (
+        "Not freed: nightly. The holder in the table no longer has the lock. List the locks again."
+    )
     assert TaskLock("nightly").locked()
     assert ("Freed 1 lock.\n" in output.getvalue()) == bool(others)
     assert [row.name for row in cleared()] == [other.name for other in others]
@@ -586,7 +588,7 @@ def test_clear_queued_asks_about_queued_calls(queued, answer):
     queued("a")
     questions = answer("n")
     assert str(refused("clear", "--queued")).startswith("Nothing was freed")
-    assert questions[0].startswith("Forget 1 queued call? A call that the broker still has")
+    assert questions[0].startswith("Forget 1 queued call? If the broker still has the message,")
 
 
 def test_clear_all_leaves_queued_calls(queued, take):
@@ -602,7 +604,7 @@ def test_queued_call_on_memcached_must_be_named(settings, empty_cache, queued, n
     empty_cache("pymemcache")
     first = queued("a")
     error = refused("clear", "--queued", "--yes")
-    assert re.search(r"cannot list its entries: name each call", str(error))
+    assert re.search(r"cannot list its entries: name one lock", str(error))
     assert "queued" in locks("list", name)
     assert "Forgot 1 queued call" in locks("clear", "--queued", "--yes", name)
     assert queued("a") != first
@@ -611,7 +613,8 @@ def test_queued_call_on_memcached_must_be_named(settings, empty_cache, queued, n
 def test_clear_of_a_queued_call_suggests_the_option_queued(queued):
     queued("a")
     error = refused("clear", "--yes", NAME)
-    assert str(error) == f"No matching lock is held: {NAME}. A call is queued: --queued forgets it."
+    hint = "A call is queued: add --queued to forget it."
+    assert str(error) == f"No matching lock is held: {NAME}. {hint}"
 
 
 def test_clear_by_token_mentions_no_other_calls(queued):
@@ -646,7 +649,7 @@ def test_why_of_an_unknown_name_says_what_is_like_it(name, message):
 
 def test_why_of_a_pattern_says_what_to_type():
     error = refused("why", "nightly(*")
-    assert "'nightly(*' is a pattern: 'manage.py locks list' takes patterns" in str(error)
+    assert "'nightly(*' is a pattern, but 'why' explains one lock" in str(error)
 
 
 def test_why_of_a_task_as_json():
@@ -816,7 +819,7 @@ def test_history_that_is_off_still_shows_old_rows(settings, capsys):
         assert "returned" in locks("history", name)
     assert (
         capsys.readouterr().err
-        == 2 * "SINGLETASK_HISTORY = 'off': the history has old rows only.\n"
+        == 2 * "SINGLETASK_HISTORY = 'off': nothing is recorded, and all rows are old.\n"
     )
 
 
@@ -919,7 +922,9 @@ def test_command_refuses_a_cache_in_local_memory(settings, arguments, eager):
     settings.SINGLETASK_CACHE = "locmem"
     settings.CELERY_TASK_ALWAYS_EAGER = eager
     message = "SINGLETASK_CACHE = 'locmem' uses django.core.cache.backends.locmem.LocMemCache: proc"
-    with pytest.raises(CommandError, match=rf"^{re.escape(message)}.* cannot be seen\. "):
+    with pytest.raises(
+        CommandError, match=rf"^{re.escape(message)}.* cannot see the locks of other processes\. "
+    ):
         locks(*arguments)
 
 

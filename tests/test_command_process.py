@@ -62,7 +62,7 @@ def test_alarm_exits_with_one():
     done = run("list", "--fail-if-held-over", "1h")
     assert done.returncode == 1
     assert done.stdout.startswith("LOCK ")
-    assert done.stderr == "WARNING: Held for over 1h: nightly (1h 01m).\n"
+    assert done.stderr == "WARNING: Held for more than 1h: nightly (1h 01m).\n"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_clear_that_nobody_answers_frees_nothing(take):
     lock = take("nightly")
     done = run("clear", "nightly", stdin=subprocess.DEVNULL)
     assert done.returncode == 1
-    assert "Nothing was freed; --yes frees without asking" in done.stderr
+    assert "Nothing was freed. To skip the question, add --yes." in done.stderr
     assert lock.owned()
 
 
@@ -152,7 +152,7 @@ def test_critical_exits_with_two():
     hold(since=time.time() - 3700)
     done = run("--fail-if-held-over", "1m,1h")
     assert done.returncode == 2
-    assert done.stderr == "CRITICAL: Held for over 1h: nightly (1h 01m).\n"
+    assert done.stderr == "CRITICAL: Held for more than 1h: nightly (1h 01m).\n"
 
 
 @pytest.mark.parametrize(

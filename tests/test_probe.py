@@ -270,6 +270,6 @@ def test_process_of_a_fit_cache_exits_with_zero():
 def test_process_of_an_unfit_cache_exits_with_one():
     done = run("--json", cache="locmem")
     assert done.returncode == 1
-    assert done.stderr == "Error: The cache 'locmem' is unfit to hold locks.\n"
+    assert done.stderr == "Error: The cache 'locmem' cannot hold locks: see 'unfit' above.\n"
     result = json.loads(done.stdout)
     assert (result["fit"], result["cache"]) == (False, "locmem")

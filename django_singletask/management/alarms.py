@@ -35,7 +35,7 @@ def watch(
     """Raise :class:`Alarm` if a limit is exceeded: WARNING by the first, CRITICAL by the second."""
 
     def held(limit: float) -> Exceeded:
-        return f"Held for over {compact(limit)}", [
+        return f"Held for more than {compact(limit)}", [
             (lock.name, in_words(lock.held_for))
             for lock in locks
             if lock.state in HOLDING - {"kept"} and lock.held_for > limit
@@ -44,8 +44,8 @@ def watch(
     def hungry(limit: tuple[float, int]) -> Exceeded:
         longer_than, times = limit
         by_time = longer_than < math.inf
-        how = f"for {compact(longer_than)}" if by_time else f"{plural(times, 'time')} in a row"
-        return f"Starving {how} or more", [
+        how = compact(longer_than) if by_time else plural(times, "call")
+        return f"Starving for {how} or more", [
             (state.name, f"{plural(state.skipped, 'call')} skipped in {in_words(state.unmet)}")
             for state in _starving(selectors, longer_than, times)
         ]

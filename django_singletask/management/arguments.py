@@ -18,10 +18,11 @@ from django_singletask.operators.words import parse_duration
 __all__ = ["add_actions", "check_choice", "with_action"]
 
 ACTIONS = ("list", "why", "clear", "history", "probe", "prune")
-NAMES = (
-    "name or key of a lock, a call (feeds.tasks.import_feed(7)), a task or the last part of its "
-    "name, a pattern with *, a task id or a token"
+NAME = (
+    "a lock (its name or key), a call such as 'feeds.tasks.import_feed(7)', a task (its name, or "
+    "the last part of its name), a task id or a token"
 )
+NAMES = f"{NAME}; * stands for any text"
 
 
 def add_actions(parser: CommandParser) -> None:
@@ -32,12 +33,12 @@ def add_actions(parser: CommandParser) -> None:
     parser.allow_abbrev = False  # "clear --al" must not mean --all
     add = partial(actions.add_parser, allow_abbrev=False)
     _add_list(add("list", help="list the locks that are held now (the default)"))
-    add("why", help="say why a lock is held, or is not").add_argument(
-        "name", type=no_pattern, metavar="LOCK", help=NAMES
+    add("why", help="explain why a lock is held, or that it is free").add_argument(
+        "name", type=no_pattern, metavar="LOCK", help=NAME
     )
     _add_clear(add("clear", help="free locks; their tasks keep running"))
     _add_history(add("history", help="list what happened, the latest first"))
-    add("probe", help="find out whether this cache can hold locks")
+    add("probe", help="test whether the cache of the locks is fit for them")
     _add_prune(add("prune", help="delete old history, in small batches"))
     for action in actions.choices.values():
         _add_shared(action)
@@ -70,17 +71,23 @@ def with_action(arguments: list[str]) -> list[str]:
 def _add_names(action: CommandParser) -> None:
     add = action.add_mutually_exclusive_group().add_argument
     add("names", nargs="*", type=named, default=[], metavar="LOCK", help=NAMES)
-    add("--task", type=named, help="instead: a task, or a pattern with * for the names of tasks")
+    add(
+        "--task",
+        type=named,
+        help="instead of LOCK: a task, with all its locks; * stands for any text",
+    )
 
 
 def _add_list(action: CommandParser) -> None:
     _add_names(action)
     add = action.add_argument
-    two = "; with a second, higher limit: 2 (critical) if that is exceeded"
-    longer = f"exit with 1 (warning) if a lock is held for longer{two}"
+    longer = "exit with 1 (warning) if a lock is held for longer than the first limit, with 2 "
+    longer += "(critical) if for longer than the second"
     add("--fail-if-held-over", type=limits(span), default=[], metavar="10m[,1h]", help=longer)
-    hungry = "the same if for so long, or so many times in a row, the calls of a lock were "
-    hungry += "skipped, none was completed, and calls still come"
+    hungry = (
+        "exit with 1 or 2 if the calls of a lock have been skipped for that long (1h), or that "
+    )
+    hungry += "many times in a row (50x), none completed, and calls still come"
     metavar = "1h[,6h]|50x[,500x]"
     add("--fail-if-starving", type=limits(hunger), default=[], metavar=metavar, help=hungry)
 
@@ -91,7 +98,7 @@ def _add_clear(action: CommandParser) -> None:
     add("--token", type=named, help="free only the lock of the holder with this token")
     add("--dead", action="store_true", help="free the locks of processes that are proven dead")
     add("--all", action="store_true", help="free every lock")
-    queued = "instead of locks, forget queued calls, so that identical calls can be sent"
+    queued = "forget queued calls instead of freeing locks, so that identical calls can be sent"
     add("--queued", action="store_true", help=queued)
     add("--reason", type=reason, default="", help="why, for the history (255 characters at most)")
     add("--yes", action="store_true", help="do not ask")
@@ -104,14 +111,15 @@ def _add_history(action: CommandParser) -> None:
     add("--kind", choices=Kind.values, help="only rows of this kind")
     ends = [*HoldOutcome.values, *Result.values]
     add("--outcome", choices=ends, help="only runs that ended like this")
-    add("--since", type=span, metavar="2h", help="only rows that are no older")
-    add("--limit", type=count, default=50, metavar="50", help="at most so many rows (50)")
+    add("--since", type=span, metavar="2h", help="only rows that are at most this old")
+    add("--limit", type=count, default=50, metavar="50", help="print at most this many rows (50)")
 
 
 def _add_prune(action: CommandParser) -> None:
     add = action.add_argument
-    add("--older-than", type=span, metavar="7d", help="instead of SINGLETASK_HISTORY_DAYS")
-    add("--limit", type=count, metavar="N", help="delete at most so many rows")
+    older = "delete rows that are older than this (default: SINGLETASK_HISTORY_DAYS)"
+    add("--older-than", type=span, metavar="7d", help=older)
+    add("--limit", type=count, metavar="N", help="delete at most this many rows")
     add("--dry-run", action="store_true", help="count what would be deleted")
 
 
@@ -120,12 +128,12 @@ def check_choice(options: dict[str, Any]) -> None:
     narrowed = any(options[option] for option in ("names", "token", "task", "dead"))
     problem = ""
     if options["json"] and not (options["yes"] or options["dry_run"]):
-        problem = "--json cannot ask: add --yes or --dry-run."
+        problem = "With --json the command cannot ask you: add --yes or --dry-run."
     elif not (narrowed or options["all"] or options["queued"]):
         problem = "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
         problem += "or --all. 'manage.py locks' lists what is held."
     elif narrowed and options["all"]:
-        problem = "--all does not go together with a name, --token, --task or --dead."
+        problem = "--all cannot be combined with a name, --token, --task or --dead."
     if problem:
         raise CommandError(problem, returncode=3)
 
@@ -133,14 +141,16 @@ def check_choice(options: dict[str, Any]) -> None:
 def named(text: str) -> str:
     """Refuse an empty text, as from an unset variable of the shell, and broken Unicode."""
     if not text or text != text.encode(errors="replace").decode():
-        raise argparse.ArgumentTypeError(f"'{printable(text)}' is not a name.")
+        reason = "it has broken Unicode" if text else "it is empty"
+        raise argparse.ArgumentTypeError(f"'{printable(text)}' is not a name: {reason}.")
     return text
 
 
 def no_pattern(text: str) -> str:
     if "*" in named(text):
         raise argparse.ArgumentTypeError(
-            f"{printable(text)!r} is a pattern: 'manage.py locks list' takes patterns."
+            f"{printable(text)!r} is a pattern, but 'why' explains one lock or one task: "
+            "'manage.py locks list' lists what fits the pattern."
         )
     return text
 

@@ -196,8 +196,8 @@ def _open_keys() -> list[str]:
             return keys + [key for key, reason in ended if reason.startswith(KEPT)]
     except NoHistory as error:
         raise CannotList(
-            f"The cache {conf.cache!r} cannot list its entries, and no history says what is held. "
-            f"{error} Name one lock."
+            f"The cache {conf.cache!r} cannot list its entries, and without the history nothing "
+            f"else says what is held. {error} Name one lock."
         ) from error
 
 

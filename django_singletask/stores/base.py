@@ -262,7 +262,10 @@ class Store(ABC):
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield the key and entry of each lock that is held now; can raise :class:`CannotList`."""
-        raise CannotList(f"The cache {self.cache_alias!r} cannot list its entries: name each call.")
+        raise CannotList(
+            f"The cache {self.cache_alias!r} cannot list its entries: name one lock, or one call "
+            "with its arguments."
+        )
 
     def purge(self) -> int:
         """Delete entries that expired long ago, if the cache keeps them; return how many."""

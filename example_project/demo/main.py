@@ -194,7 +194,8 @@ class Demo:
         for line in report.final_table(*parts):
             say(line)
         answers = self.site.answers
-        say(f"The site answered 200 {answers[200]} times, 304 (not modified) {answers[304]} times.")
+        ok, same = f"{answers[200]} times 200 (OK)", f"{answers[304]} times 304 (not modified)"
+        say(f"The site answered {ok}, and {same}.")
         say()
         if problems := report.problems(*parts, in_history):
             for problem in problems:

@@ -51,7 +51,7 @@ class Command(ProcessCommand):
         action = options["action"] or "list"
         for message in check_cache() if action in {"list", "why", "clear"} else []:
             if message.id in LOCMEM:
-                unseen = "The locks of other processes cannot be seen."
+                unseen = "This command cannot see the locks of other processes."
                 raise CommandError(f"{message.msg} {unseen} {message.hint}", returncode=UNKNOWN)
         getattr(self, action)(options)
 
@@ -110,8 +110,10 @@ class Command(ProcessCommand):
     def confirm(self, count: int, options: dict[str, Any]) -> None:
         """Ask; anything but yes ends the command."""
         if options["queued"]:
-            question = f"Forget {plural(count, 'queued call')}? A call that the broker still has "
-            question += "runs, and an identical call can be sent and run at the same time."
+            question = (
+                f"Forget {plural(count, 'queued call')}? If the broker still has the message, "
+            )
+            question += "the call runs, and an identical call can run at the same time."
         else:
             task = "The" if count == 1 else "Each"
             question = f"Free {plural(count, 'lock')}? {task} task keeps running, and a second "
@@ -122,7 +124,7 @@ class Command(ProcessCommand):
             self.stdout.write("")
             answer = ""
         if answer.strip().lower() not in {"y", "yes"}:
-            raise CommandError("Nothing was freed; --yes frees without asking.")
+            raise CommandError("Nothing was freed. To skip the question, add --yes.")
 
     def report(
         self, locks: Sequence[HeldLock], freed: Collection[str], options: dict[str, Any]
@@ -140,7 +142,8 @@ class Command(ProcessCommand):
         kept = [printable(lock.name) for lock in locks if lock.key not in freed]
         if kept and not options["dry_run"]:
             raise CommandError(
-                f"Not freed: {', '.join(kept)}. The holder that was shown no longer has it."
+                f"Not freed: {', '.join(kept)}. The holder in the table no longer has the lock. "
+                "List the locks again."
             )
 
     def history(self, options: dict[str, Any]) -> None:
@@ -155,7 +158,9 @@ class Command(ProcessCommand):
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
-            self.stderr.write("SINGLETASK_HISTORY = 'off': the history has old rows only.")
+            self.stderr.write(
+                "SINGLETASK_HISTORY = 'off': nothing is recorded, and all rows are old."
+            )
         if options["json"]:
             self.print_lines(listings.json_rows(rows))
         elif rows:
@@ -173,7 +178,7 @@ class Command(ProcessCommand):
         else:
             self.stdout.write("\n".join(listings.probe_report(result)))
         if not result.fit:
-            raise CommandError(f"The cache {conf.cache!r} is unfit to hold locks.")
+            raise CommandError(f"The cache {conf.cache!r} cannot hold locks: see 'unfit' above.")
 
     def prune(self, options: dict[str, Any]) -> None:
         """Delete old history, and say meanwhile how many rows are gone."""
@@ -256,5 +261,5 @@ def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[
     if "expired" in states:
         sentences.append("An expired lock is not held: there is nothing to free.")
     if "queued" in states and not (queued or dead):
-        sentences.append("A call is queued: --queued forgets it.")
+        sentences.append("A call is queued: add --queued to forget it.")
     return " ".join(sentences)
