@@ -199,9 +199,10 @@ def test_cleared_lock_has_a_row_with_the_actor():
 def test_cleared_run_stays_cleared_when_it_ends():
     with TaskLock("nightly"):
         TaskLock("nightly").clear(actor="ada")
-    [acquired] = rows(kind="acquired")
+    [acquired, cleared, lost] = rows()
     assert (acquired.outcome, acquired.result) == ("cleared", "returned")
-    assert [row.kind for row in rows()] == ["acquired", "cleared", "lost"]
+    assert acquired.ended_at == cleared.at
+    assert (acquired.kind, cleared.kind, lost.kind) == ("acquired", "cleared", "lost")
 
 
 def test_lost_lock_has_a_row_that_says_how():

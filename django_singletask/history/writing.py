@@ -181,6 +181,8 @@ def _close_again(run: TaskLockEvent, event: LockEvent) -> None:
     if event.outcome == "lost":
         # Keep the outcome, since the process that cleared the lock knew the reason.
         del ending["outcome"]
+        if run.outcome == "cleared":
+            del ending["ended_at"]  # its hold ended when it was cleared
         _rows().filter(pk=run.pk).update(**ending)
         return
     _rows().filter(pk=run.pk).update(**ending)
