@@ -536,6 +536,7 @@ def test_clear_frees_the_entry_of_a_run_that_hangs():
     assert task.queued("a").id == "5d1c"
     assert "Freed 1 lock." in locks("clear", "--yes", lock.name)
     assert task.queued("a") is None
+    assert [row.key for row in cleared()] == [lock.key]
 
 
 # Queued calls

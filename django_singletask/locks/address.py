@@ -102,11 +102,19 @@ class Address(NamedTuple):
         dead = holder.token == token and not holder.kept
         return entry is not None and dead and self.free_dead(entry, holder, how)
 
-    def clear(self, token: str | None, actor: str, timeout: float | None, reason: str = "") -> bool:
+    def clear(
+        self,
+        token: str | None,
+        actor: str,
+        timeout: float | None,
+        reason: str = "",
+        *,
+        tell: bool = True,
+    ) -> bool:
         """Free the entry of any holder, or only of the holder with ``token``.
 
-        ``timeout`` is the length of the lease in seconds if the holder's record has none. Return
-        whether the entry was freed.
+        ``timeout`` is the length of the lease in seconds if the holder's record has none. Without
+        ``tell`` there is no event. Return whether the entry was freed.
         """
         entry, holder = self.look()
         if entry is None or token not in (None, holder.token):
@@ -120,7 +128,8 @@ class Address(NamedTuple):
         reason = clean(reason, 255)
         why = f": {reason}" if reason else "."
         logger.warning("%s, held by %s, was cleared by %s%s", self, holder, actor or "code", why)
-        self.tell("cleared", holder, actor=actor, reason=reason)
+        if tell:
+            self.tell("cleared", holder, actor=actor, reason=reason)
         return True
 
 

@@ -160,16 +160,16 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
             for entry in _read([beside]):
                 # The entry of a call that is queued behind this one stays.
                 if entry.task_id == lock.task_id:
-                    _clear(entry, actor, reason)
+                    _clear(entry, actor, reason, tell=False)  # the row of the lock says it
         except LockUnavailable as error:
             # Not raised: the lock itself is free, and the caller must hear that.
             logger.warning("%s was freed, but not the entry of its call: %s", lock.key, error)
     return True
 
 
-def _clear(lock: HeldLock, actor: str, reason: str) -> bool:
+def _clear(lock: HeldLock, actor: str, reason: str, *, tell: bool = True) -> bool:
     address = Address(conf.cache, LockKey(lock.name, lock.key))
-    return address.clear(lock.token, actor, timeout=None, reason=reason)
+    return address.clear(lock.token, actor, timeout=None, reason=reason, tell=tell)
 
 
 def _find(selectors: Sequence[Selector]) -> list[HeldLock]:
