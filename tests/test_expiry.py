@@ -248,7 +248,7 @@ class TestOperators:
         text = " ".join(locks("why", task.lock("a").name).split())
         begin = f"Free: {task.lock('a').name}. Blocks duplicates until "
         assert re.match(rf"{re.escape(begin)}[\d:]+ UTC: task {first.id}, sent ", text)
-        assert "for 16m 39s more, although it has begun." in text
+        assert "for 16m 39s more, although the call has begun." in text
 
     def test_clear_queued_forgets_it(self, sent):
         send()

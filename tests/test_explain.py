@@ -67,10 +67,11 @@ def test_held_lock_is_explained_in_full(monkeypatch):
     skipped(60, 2, 31, name=NAME, key=KEY, blocked_by="9ab2")
     assert re.fullmatch(
         rf"Held for 2m 1\ds by task 3f0c on {re.escape(holder.host)}, process {os.getpid()} "
-        rf"\(alive: same host, started [^)]+ ago\)\.\n"
+        rf"\(alive, on this host, started [^)]+ ago\)\.\n"
         r"Lease: 60 s, renewed 3\d s ago, ends in 2\d s unless renewed\. "
         r"Usual hold of its task: 4 s, longest 31 s\.\n"
-        r"31 runs were skipped meanwhile, the last [23] s ago\. Last completed: 2h 10m ago\.\n"
+        r"31 calls were skipped during this hold, the last [23] s ago\. Last "
+        r"completed: 2h 10m ago\.\n"
         r"The lock is released when the task ends or its process dies\. To stop the task:\n"
         r"    celery -A tests\.testapp control terminate SIGTERM 3f0c\n"
         r"To free only the lock \(the task keeps running, and a second copy can start at the same "
@@ -108,7 +109,7 @@ def test_process_elsewhere_cannot_be_seen():
 
 def test_start_of_a_process_is_left_out_where_unknown():
     hold(start="")
-    assert "(alive: same host)" in flat()
+    assert "(alive, on this host)" in flat()
 
 
 def test_lease_that_was_not_renewed_yet_has_no_time_of_renewal():
@@ -127,7 +128,10 @@ def test_lease_of_memcached_is_only_its_length(settings, empty_cache):
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [(1, "1 run was skipped meanwhile, 5 s ago."), (2, "2 runs were skipped meanwhile, the last")],
+    [
+        (1, "1 call was skipped during this hold, 5 s ago."),
+        (2, "2 calls were skipped during this hold, the last"),
+    ],
 )
 def test_one_skip_is_written_in_the_singular(count, words):
     hold()
@@ -137,13 +141,13 @@ def test_one_skip_is_written_in_the_singular(count, words):
 
 def test_no_skip_and_no_completed_run_are_said():
     hold()
-    assert "No run was skipped meanwhile. No completed run is in its history." in explained()
+    assert "No call was skipped during this hold. No completed run is in the history." in flat()
 
 
 def test_last_completed_run_that_raised_says_so():
     hold()
     ran(60, name=NAME, key=KEY, result="raised")
-    assert "Last completed: 60 s ago (it raised)." in explained()
+    assert "Last completed: 60 s ago (it raised an error)." in flat()
 
 
 def test_lock_in_code_has_no_task_to_stop():
@@ -187,7 +191,7 @@ def test_process_that_stands_still_is_called_stopped(child):
     process = {"pid": child.pid, "start": start_time(child.pid)}
     hold(**process)
     child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: "(stopped: same host" in flat(), "it is stopped")
+    wait_for(lambda: "(stopped, on this host" in flat(), "it is stopped")
     assert "and cannot renew the lease: another run can start when the lease ends. To " in flat()
     assert f"\n    kill -CONT {child.pid}\n" in explained()
     assert locks().rstrip().endswith(" (stopped)")
@@ -197,7 +201,7 @@ def test_slow_hold_is_called_slow():
     hold()
     for _ in range(5):
         ran(7800, 0.01, name=NAME, key=KEY, task=TASK)
-    assert "Slow. Usual hold of its task: 0.01 s, longest 0.01 s." in flat()
+    assert "Slower than usual. Usual hold of its task: 0.01 s, longest 0.01 s." in flat()
     assert "(slow: usual <1s)" in locks()
 
 
@@ -225,7 +229,7 @@ def test_free_lock_tells_what_was():
         f"Free: {NAME}.",
         "Last completed: 1m 30s ago, by task w on web-1, process 9 (held for 5 s).",
         "Usual hold of its task: 5 s, longest 5 s.",
-        "Last skipped: 1m 40s ago, because of task z.",
+        "Last skipped: 1m 40s ago, because task z had the lock.",
         "Last cleared: 3m 20s ago, task y on web-2, process 8 (by ada, it hung).",
         "Last expired: 5m 00s ago, task x on web-2, process 7 (it is gone).",
     ]
@@ -260,8 +264,8 @@ def test_held_locks_of_one_name_are_told_apart():
     ran(400, name=LONG, key="singletask:feeds:1")
     text = flat(LONG)
     assert text.startswith(
-        "2 locks have this name. This is the one with the key singletask:feeds:1; the others: "
-        "singletask:feeds:2. Held for 8m "
+        "2 locks have this name. This is the lock with the key singletask:feeds:1; the other "
+        "keys: singletask:feeds:2. Held for 8m "
     )
     assert "clear --token 1" in text
     assert "Last completed: 6m 40s ago." in text
@@ -327,8 +331,8 @@ def test_queued_call_is_explained():
     skipped(1, kind="duplicate", name=NAME, key=key, blocked_by="t", count=2)
     text = explained()
     assert re.match(
-        r"Queued: task 5d1c, sent [34] s ago from web-1\. It stops identical calls for "
-        r"59m 5\ds more, or until it has run\. 2 duplicates were stopped\.",
+        r"Queued: task 5d1c, sent [34] s ago from web-1\. It stops identical calls until it has "
+        r"run, but at most for 59m 5\ds more\. 2 duplicates were stopped\.",
         flat(),
     )
     assert f"\n    manage.py locks clear --queued {key}\n" in text
@@ -349,7 +353,7 @@ def test_queued_call_on_memcached_without_history_says_what_is_known(settings, e
     settings.SINGLETASK_HISTORY = "off"
     empty_cache("pymemcache")
     hold(NAME, LockKey(NAME, KEY).beside(QUEUED, TASK).key, alias="pymemcache", ago=20, pid=0)
-    assert re.search(r"for (39|40) s more, or until it has run\. To forget", flat())
+    assert re.search(r"until it has run, but at most for (39|40) s more\. To forget", flat())
 
 
 # A task, and a run by its id
@@ -366,9 +370,10 @@ def test_task_is_summed_up(empty_cache):
     text = flat("import_feed")
     assert text.startswith(
         f"{TASK}: 6 locks held, 0 calls queued. Held: (feed_id=0), (feed_id=1), (feed_id=2), "
-        "(feed_id=3), (feed_id=4) and 1 more. The first for 1m 40s, by task 3f0c on web-3, process "
-        "8121. Last completed: 1m 30s ago. Usual hold: 5 s, longest 5 s. Last skipped: 2 s ago, "
-        "because of task z. 31 calls were skipped in the last 1d. To explain one lock:"
+        "(feed_id=3), (feed_id=4) and 1 more. The first has been held for 1m 40s, by task 3f0c on "
+        "web-3, process 8121. Last completed: 1m 30s ago. Usual hold: 5 s, longest 5 s. Last "
+        "skipped: 2 s ago, because task z had the lock. 31 calls were skipped in the last 1d. "
+        "To explain one lock:"
     )
     assert f"\n    manage.py locks why '{TASK}(feed_id=0)'" in explained("import_feed")
 
@@ -396,7 +401,7 @@ def test_only_held_lock_of_a_task_is_explained_with_its_name():
 
 def test_sum_of_a_task_names_a_lock_that_is_known():
     name = "tests.testapp.tasks.unique"
-    assert f"To explain one lock, name it with its arguments: {name}(…)." in flat(name)
+    assert f"To explain one lock, name the call with its arguments: {name}(…)." in flat(name)
     ran(90, name=f"{name}(key='a')", task=name)
     assert explained(name).endswith(f"""why '{name}(key='"'"'a'"'"')'""")
 
@@ -502,7 +507,7 @@ def test_command_explains_a_lock_of_another_process():
         lock.release()
     assert (done.returncode, done.stderr) == (0, "")
     assert f"process {os.getpid()}" in done.stdout.replace("\n", " ")
-    assert "(alive: same host, started" in done.stdout.replace("\n", " ")
+    assert "(alive, on this host, started" in done.stdout.replace("\n", " ")
 
 
 def test_command_exits_with_3_for_an_unknown_name():

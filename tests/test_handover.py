@@ -310,7 +310,7 @@ class TestOperators:
         handed_over(for_=600)
         text = " ".join(locks("why", "nightly").split())
         assert "Handed over 0 s ago by code outside a task on " in text
-        assert "no process holds the lock. Its receiver can take the lock for 9m 59s more." in text
+        assert "no process holds the lock. Its receiver must take the lock within 9m 59s." in text
         assert "process dies" not in text
 
     def test_why_knows_it_where_the_cache_cannot_list(self, settings, empty_cache):

@@ -348,7 +348,9 @@ class TestOperators:
         run()
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
         assert re.match(
-            r"Kept until [\d:]{8} UTC, for 59 s more: task first on \S+ has returned", text
+            r"Kept until [\d:]{8} UTC, for 59 s more, by lock_at_least: task first on \S+ has "
+            r"returned\.",
+            text,
         )
         assert f"manage.py locks clear --token {kept_holder().token}" in text
 

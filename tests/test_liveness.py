@@ -80,7 +80,7 @@ def test_a_zombie_is_dead(child: subprocess.Popen[bytes], wait_for: Any) -> None
 
 def test_a_process_whose_pid_another_has_now_is_dead(child: subprocess.Popen[bytes]) -> None:
     holder = held_by(child.pid, start="1")
-    assert proof_of_death(holder) == f"process {child.pid} is now another process"
+    assert proof_of_death(holder) == f"process id {child.pid} now belongs to another process"
 
 
 def test_what_was_just_seen_alive_says_nothing_of_another_process_with_the_same_pid(

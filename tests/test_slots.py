@@ -364,7 +364,7 @@ class TestOperators:
 
     def test_why_begins_with_the_slot_that_is_named(self, three):
         text = locks("why", three[1].key)
-        assert text.startswith("2 of 3 slots are held. This one:\n")
+        assert text.startswith("api:\n2 of 3 slots are held. One slot:\n")
         assert text.index("Another slot: held, acquired") > text.index(three[1].token)
 
     def test_why_says_of_a_kept_slot_that_its_run_has_returned(self, monkeypatch, tmp_path):

@@ -64,7 +64,7 @@ def is_gone(pid: int, start: str) -> str | None:
     if fields[0] in {"Z", "X", "x"}:
         return f"process {pid} has ended"
     if start and fields[19] != start:
-        return f"process {pid} is now another process"
+        return f"process id {pid} now belongs to another process"
     _alive = pid, start, clock.now() + ALIVE_FOR
     return None
 

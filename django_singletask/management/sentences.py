@@ -48,7 +48,8 @@ def _of_task(facts: TaskFacts) -> Iterator[str]:
     yield f"{task}: {plural(len(held), 'lock')} held, {plural(len(queued), 'call')} queued."
     if held:
         names = few([printable(lock.name.removeprefix(task), 40) + _state(lock) for lock in held])
-        yield f"Held: {names}. The first for {_whole(held[0].held_for)}, by {held[0].run}."
+        held_for = _whole(held[0].held_for)
+        yield f"Held: {names}. The first has been held for {held_for}, by {held[0].run}."
     yield from _last(facts)
     skips = _counted(facts.skips, "call", "skipped")
     yield facts.no_history or f"{skips} in the last {compact(facts.within)}."
@@ -57,7 +58,7 @@ def _of_task(facts: TaskFacts) -> Iterator[str]:
         yield "To explain one lock:"
         yield f"{COMMAND}manage.py locks why {shlex.quote(name)}"
     else:
-        yield f"To explain one lock, name it with its arguments: {task}(…)."
+        yield f"To explain one lock, name the call with its arguments: {task}(…)."
 
 
 def _state(lock: HeldLock) -> str:
@@ -72,20 +73,20 @@ def _of_lock(why: Why, asked: str) -> Iterator[str]:
         yield f"{_upper(_run(run))}: {status(run)[1]} {_ago(run)}."
     if why.same_name:
         yield (
-            f"{len(why.same_name) + 1} locks have this name. This is the one with the key "
-            f"{why.key}; the others: {few(why.same_name)}."
+            f"{len(why.same_name) + 1} locks have this name. This is the lock with the key "
+            f"{why.key}; the other keys: {few(why.same_name)}."
         )
     if starving := why.starving:
         skips = _counted(starving.skipped, "call", "skipped")
         yield f"Starving: {skips} in {_whole(starving.unmet)}; none completed."
     if why.lock is not None:
         if why.lock.share:
-            yield f"{why.lock.share} slots are held. This one:"
+            yield f"{why.lock.share} slots are held. One slot:"
         yield from _held(why, why.lock)
         for lock in why.beside:
             yield (
                 f"Another slot: {lock.word}, acquired {_whole(lock.held_for)} ago by {lock.run}. "
-                "To free it:"
+                "To free that slot:"
             )
             yield _clear(lock)
     elif why.queued is None or why.queued.state == "blocking":
@@ -96,7 +97,7 @@ def _of_lock(why: Why, asked: str) -> Iterator[str]:
         yield (
             f"Stale history entry: {lock.run} acquired this lock {_whole(lock.held_for)} ago with "
             f"a {in_words(lock.timeout)} lease; the cache no longer has it. Nothing to free. A "
-            "worker closes the entry."
+            "worker will close the entry."
         )
     if why.lock is None:
         yield from _last(why)
@@ -111,25 +112,25 @@ def _of_lock(why: Why, asked: str) -> Iterator[str]:
 def _held(why: Why, lock: HeldLock) -> Iterator[str]:
     if lock.state == "kept":
         yield (
-            f"{_upper(lock.word)}, for {_whole(lock.left)} more: {lock.run} has returned "
-            "(lock_at_least)."
+            f"{_upper(lock.word)}, for {_whole(lock.left)} more, by lock_at_least: {lock.run} has "
+            "returned."
         )
     elif lock.state == "handed_over":
         yield (
             f"Handed over {_whole(lock.held_for)} ago by {lock.run}: no process holds the lock. "
-            f"Its receiver can take the lock for {_whole(lock.left)} more."
+            f"Its receiver must take the lock within {_whole(lock.left)}."
         )
     else:
-        process = "on another host or in another container: this host cannot see the process"
+        process = "on another host or in another container: not known whether it is alive"
         if why.death:
             process = f"dead: {why.death}"
         elif why.alive:
             at = started_at(lock.process)
             started = "" if at is None else f", started {_whole(time.time() - at)} ago"
-            process = f"{'stopped' if lock.stopped else 'alive'}: same host{started}"
+            process = f"{'stopped' if lock.stopped else 'alive'}, on this host{started}"
         since = f"for {_whole(lock.held_for)} " if lock.since else ""
         yield f"Held {since}by {lock.run} ({process})."
-        yield f"{_lease(lock)} {'Slow. ' * lock.slow}{_usual(why)}"
+        yield f"{_lease(lock)} {'Slower than usual. ' * lock.slow}{_usual(why)}"
     yield f"{_skipped(why, lock)} {_completed(why)}".strip()
     if page := task_page(lock.task_id):
         yield "The page of the task:"
@@ -191,7 +192,7 @@ def _skipped(why: Why, lock: HeldLock) -> str:
         return ""
     last = "the last " if lock.skipped > 1 else ""
     when = f", {last}{_ago(why.skipped)}" if lock.skipped and why.skipped else ""
-    return f"{_counted(lock.skipped, 'run', 'skipped')} meanwhile{when}."
+    return f"{_counted(lock.skipped, 'call', 'skipped')} during this hold{when}."
 
 
 def _counted(count: int, noun: str, verb: str) -> str:
@@ -201,20 +202,21 @@ def _counted(count: int, noun: str, verb: str) -> str:
 
 def _completed(facts: Why | TaskFacts) -> str:
     if (last := facts.completed) is None:
-        return "" if facts.no_history else "No completed run is in its history."
-    raised = " (it raised)" if last.result == "raised" else ""
+        return "" if facts.no_history else "No completed run is in the history."
+    raised = " (it raised an error)" if last.result == "raised" else ""
     by = f", by {_run(last)} (held for {in_words(hold_seconds(last))})" if facts.free else ""
     return f"Last completed: {_ago(last)}{raised}{by}."
 
 
 def _queued(lock: HeldLock) -> Iterator[str]:
-    begun = "although it has begun" if lock.state == "blocking" else "or until it has run"
+    until = "for {} more, although the call has begun"
+    until = until if lock.state == "blocking" else "until it has run, but at most for {} more"
     skipped = lock.skipped
     stopped = "" if skipped is None else f" {_counted(skipped, 'duplicate', 'stopped')}."
     yield (
         f"{_upper(lock.word)}: task {lock.task_id}, sent {_whole(lock.held_for)} ago from "
-        f"{lock.host or 'an unknown host'}. It stops identical calls for {_whole(lock.left)} "
-        f"more, {begun}.{stopped}"
+        f"{lock.host or 'an unknown host'}. It stops identical calls "
+        f"{until.format(_whole(lock.left))}.{stopped}"
     )
     yield "To forget it (an identical call can then be sent, and run at the same time):"
     yield _clear(lock)
@@ -234,7 +236,7 @@ def _last(facts: Why | TaskFacts) -> Iterator[str]:
     yield from filter(None, [_completed(facts), _usual(facts)])
     if skipped := facts.skipped:
         blocker = skipped.blocked_by_task_id
-        behind = f", because of task {blocker}" if blocker else ""
+        behind = f", because task {blocker} had the lock" if blocker else ""
         yield f"Last {status(skipped)[1]}: {_ago(skipped)}{behind}."
 
 
