@@ -707,8 +707,17 @@ def test_history_is_a_table_newest_first():
         ["##-## ##:##:##", "nightly", "cleared", "-", "root"],
         ["##-## ##:##:##", "nightly", "cleared", "-", "ada"],
         ["##-## ##:##:##", "reports.tasks.nightly()", "skipped ×31", "-", "web-1:40"],
+        ["", "(last ##-## ##:##:##)"],
         ["##-## ##:##:##", "feeds.import_feed(feed_id=7)", "returned", "2m 14s", "web-3:8121"],
     ]
+
+
+def test_history_shows_the_first_of_counted_skips_and_notes_the_last():
+    events = skipped(3600, 5, 31)
+    line, note = (f"{at:%m-%d %H:%M:%S}" for at in (events.at, events.last_at))
+    output = locks("history")
+    assert output.splitlines()[1].startswith(line)
+    assert f"(last {note})" in output
 
 
 def test_history_says_why_a_run_was_skipped():

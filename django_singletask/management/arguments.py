@@ -111,7 +111,7 @@ def _add_history(action: CommandParser) -> None:
     add("--kind", choices=Kind.values, help="only rows of this kind")
     ends = [*HoldOutcome.values, *Result.values]
     add("--outcome", choices=ends, help="only runs that ended like this")
-    add("--since", type=span, metavar="2h", help="only rows that are at most this old")
+    add("--since", type=span, metavar="2h", help="only rows that began at most this long ago")
     add("--limit", type=count, default=50, metavar="50", help="print at most this many rows (50)")
 
 

@@ -79,16 +79,14 @@ def _holder(lock: HeldLock) -> str:
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
-    times = [row.last_at or row.at for row in rows]
     # Two of them where a switch to or from summer time lies between the rows.
-    zones = {words.clock_time(at, zone=True).partition(" ")[2] for at in times}
+    zones = {words.clock_time(row.at, zone=True).partition(" ")[2] for row in rows}
     return table(
         (f"AT ({'/'.join(sorted(zones))})", "LOCK", "WHAT", "HELD", "BY"),
         (LEFT, NAME, LEFT, RIGHT, LEFT),
         [
             (
-                # There is no room for the year.
-                words.clock_time(at, dated=True).partition("-")[2],
+                _day_and_time(row.at),
                 row.name,
                 _what(row),
                 _held(row),
@@ -97,13 +95,22 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
                 if row.actor.endswith(COMMAND)
                 else row.actor or words.process(row.host, row.pid) or row.host or "unknown",
             )
-            for row, at in zip(rows, times, strict=True)
-        ],
-        (
-            f"({printable(row.reason, width() - 6)})" * bool(row.kind == "cleared" and row.reason)
             for row in rows
-        ),
+        ],
+        map(_history_note, rows),
     )
+
+
+def _day_and_time(at: datetime) -> str:
+    """Leave the year out: there is no room for it."""
+    return words.clock_time(at, dated=True).partition("-")[2]
+
+
+def _history_note(row: TaskLockEvent) -> str:
+    """Say why a lock was cleared, or when the last of several calls was skipped."""
+    if row.count > 1 and row.last_at:
+        return f"(last {_day_and_time(row.last_at)})"
+    return f"({printable(row.reason, width() - 6)})" if row.kind == "cleared" and row.reason else ""
 
 
 def _held(row: TaskLockEvent) -> str:
