@@ -19,7 +19,6 @@ import pytest
 from django.contrib import admin
 from django.db import connection
 
-from example_project.settings import time_zone_of_this_machine
 from tests.deadline import wait_for
 from tests.testapp.celery import app
 
@@ -33,8 +32,8 @@ def example(settings: Any) -> Iterator[SimpleNamespace]:
     settings.FEEDS_TIMEOUT = 1.0
     settings.FEEDS_MAX_BYTES = 100_000
     names = ["demo.documents", "demo.measure", "demo.site", "feeds.importer", "feeds.models"]
-    names += ["feeds.run_log"]
-    modules = {name.partition(".")[2]: import_module(f"example_project.{name}") for name in names}
+    names += ["feeds.run_log", "settings"]
+    modules = {name.rpartition(".")[2]: import_module(f"example_project.{name}") for name in names}
     app.set_current()
     yield SimpleNamespace(**modules)
     for model in filter(
@@ -357,9 +356,9 @@ def test_demo_serves_a_lock_in_each_state(demo: Any) -> None:
 
 
 @pytest.mark.parametrize("variable", ["Asia/Tokyo", ":Asia/Tokyo"])
-def test_takes_the_time_zone_of_the_variable(monkeypatch: Any, variable: str) -> None:
+def test_takes_the_time_zone_of_the_variable(example: Any, monkeypatch: Any, variable: str) -> None:
     monkeypatch.setenv("TZ", variable)
-    assert time_zone_of_this_machine() == "Asia/Tokyo"
+    assert example.settings.time_zone_of_this_machine() == "Asia/Tokyo"
 
 
 @pytest.mark.parametrize("variable", ["", "CET-1CEST", "/etc/localtime"])
@@ -367,11 +366,11 @@ def test_takes_the_time_zone_of_the_variable(monkeypatch: Any, variable: str) ->
     ("link", "name"), [("/usr/share/zoneinfo/Asia/Tokyo", "Asia/Tokyo"), ("/etc/localtime", "UTC")]
 )
 def test_takes_the_time_zone_of_the_system(
-    monkeypatch: Any, variable: str, link: str, name: str
+    example: Any, monkeypatch: Any, variable: str, link: str, name: str
 ) -> None:
     monkeypatch.setenv("TZ", variable)
     monkeypatch.setattr(os.path, "realpath", lambda path: link)
-    assert time_zone_of_this_machine() == name
+    assert example.settings.time_zone_of_this_machine() == name
 
 
 @needs_proc

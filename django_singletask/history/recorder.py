@@ -213,7 +213,9 @@ class Writer:
             finally:
                 self.open_connections = list(connections.all(initialized_only=True))
                 for connection in self.open_connections:
-                    close_before_forks(connection)
+                    # Another thread uses its connections for more than these writes.
+                    if threading.current_thread() is self.thread:
+                        close_before_forks(connection)
             del events[:at_once]
         self.left = len(young)
         self.events.extendleft(reversed([*events, *young.values()]))
