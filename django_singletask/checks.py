@@ -252,8 +252,8 @@ def _task(task: SingletonTask) -> Found:
     fixed = not (problems or task.lock_renew) and task.lock_timeout
     if fixed and limit and limit > fixed:
         yield checks.Warning(
-            f"lock_timeout={task.lock_timeout!r} of {task.name} is not renewed and shorter than "
-            f"its {name} of {limit} s: the lock can expire while the task runs.",
+            f"lock_timeout={task.lock_timeout!r} of {task.name} is shorter than its {name} of "
+            f"{limit} s, and lock_renew=False: the lock can expire while the task runs.",
             hint=f"Set lock_timeout above {limit}, lower {name}, or remove lock_renew=False.",
             obj=task.name,
             id="django_singletask.W003",

@@ -281,7 +281,7 @@ class TestOnlyOne:
     def test_nobody_would_await_the_on_skip_of_a_plain_function(self):
         async def report(conflict): ...
 
-        with pytest.raises(TypeError, match="awaited only for a coroutine function"):
+        with pytest.raises(TypeError, match=r"is a coroutine function, but .* is not"):
 
             @only_one(on_skip=report)
             def work(): ...

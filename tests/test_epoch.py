@@ -164,7 +164,7 @@ def test_a_cache_that_does_not_keep_the_epoch_is_an_error(on_redis, monkeypatch)
     store, added = get_store("redis"), []
     monkeypatch.setattr(store, "add_epoch", added.append)
     with pytest.raises(
-        LockUnavailable, match="'redis' does not keep its entry redis:1:singletask:@"
+        LockUnavailable, match="'redis' does not keep new entries: it lost redis:1:singletask:@"
     ):
         store.look()
     assert len(added) == TRIES

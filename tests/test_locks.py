@@ -848,7 +848,7 @@ class TestCodeThatWaitsForItself:
         with pytest.raises(LockConflict) as caught, held_elsewhere("nightly"):
             TaskLock("nightly", wait=0.05).__enter__()
         assert str(caught.value).endswith("; gave up after 0.05 s (wait)")
-        assert ": wait; gave up after 0.05 s (wait)." in caplog.text
+        assert "; policy: wait; gave up after 0.05 s (wait)." in caplog.text
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 

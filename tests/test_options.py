@@ -106,7 +106,7 @@ PROBLEMS = [
     ),
     Wrong(
         {"lock_on": ["a"], "lock_name": "x:{a}"},
-        "lock_on=['a'] and lock_name='x:{{a}}' {} exclude each other.",
+        "lock_on=['a'] and lock_name='x:{{a}}' {} cannot be combined.",
         TypeError,
         TypeError,
         "E018",

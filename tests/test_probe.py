@@ -119,7 +119,9 @@ def test_redis_without_fault_has_no_warning(own_store):
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru", "volatile-ttl"])
 def test_policy_that_evicts_locks_is_a_warning(own_store, policy):
     own_store.client.config_set("maxmemory-policy", policy)
-    assert f"without maxmemory; maxmemory-policy is {policy}" in texts(look_at(own_store), "note")
+    assert f"it would evict locks too (maxmemory-policy is {policy})" in texts(
+        look_at(own_store), "note"
+    )
     own_store.client.config_set("maxmemory", 10**9)
     assert f"maxmemory-policy {policy} evicts locks too" in texts(look_at(own_store), "warning")
 
@@ -141,7 +143,7 @@ def test_replica_is_unfit(settings):
 def test_server_that_refuses_to_answer_is_a_note(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-info")
     assert [*look_at(own_store)] == [
-        Finding("note", "the server does not say more: NoPermissionError")
+        Finding("note", "the server refused to say more: NoPermissionError")
     ]
 
 
@@ -149,13 +151,15 @@ def test_server_that_forbids_config_still_answers_the_rest(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-config")
     *rest, last = look_at(own_store)
     assert "the server evicts nothing" in texts(rest, "ok")
-    assert last == Finding("note", "the server does not say more: NoPermissionError")
+    assert last == Finding("note", "the server refused to say more: NoPermissionError")
 
 
 @pytest.mark.parametrize("alias", ["pylibmc", "pymemcache"])
 def test_memcached_says_what_it_evicts(alias):
     findings = [*look_at(get_store(alias))]
-    assert "evicts locks too when its memory is full; so far it was not" in texts(findings, "note")
+    assert "evicts locks too when its memory is full; so far it evicted none" in texts(
+        findings, "note"
+    )
     assert texts(findings, "unfit") == ""
     assert "a restart loses all locks, and memcached cannot list locks" in texts(findings, "note")
 

@@ -163,7 +163,7 @@ def test_cache_that_is_down_does_not_keep_the_rows_of_others_from_being_swept(
         sweeper.sweep()
     assert outcome(token) == "expired"
     assert outcome("d0") == outcome("d1") == ""
-    assert caplog.text.count("History rows of the cache 'dead' are not swept") == 2
+    assert caplog.text.count("Open history rows of the cache 'dead' cannot be checked") == 2
 
 
 def test_cache_that_is_no_longer_in_the_settings_is_not_asked(clock, sweeper, caplog):
@@ -263,6 +263,6 @@ def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, caplog):
     pool = watcher.Watcher()
     for _ in range(4):
         watcher.sweep(pool)
-    assert caplog.text.count("cannot be swept (OperationalError: the server is away);") == 2
+    assert caplog.text.count("cannot be cleaned up (OperationalError: the server is away);") == 2
     assert "Traceback" not in caplog.text
     pool.leader.release()

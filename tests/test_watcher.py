@@ -200,4 +200,4 @@ class TestSweep:
         settings.SINGLETASK_CACHE = dead_redis
         monkeypatch.setattr(connections, "close_all", lambda: None)
         watcher.sweep(Watcher())
-        assert "The history cannot be swept (LockUnavailable: " in caplog.text
+        assert "The history cannot be cleaned up (LockUnavailable: " in caplog.text

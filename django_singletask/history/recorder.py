@@ -240,9 +240,9 @@ class Writer:
     def succeed(self) -> None:
         """Note that events were written, and log the end of an outage."""
         if self.away:
-            logger.warning("The lock history is written again.")
+            logger.warning("The lock history can be written again.")
         if self.lost > 1:  # the loss of a single event is already logged
-            text = "The lock history is written again; %d events were not recorded."
+            text = "The lock history can be written again; %d events were not recorded."
             logger.warning(text, self.lost)
         self.away, self.failing_since, self.lost = False, None, 0
         if self.dropped:

@@ -72,7 +72,7 @@ class Sweeper:
                 except Exception as error:
                     # Continue with the rows of other caches.
                     down.add(row.cache)
-                    text = "History rows of the cache %r are not swept: %s"
+                    text = "Open history rows of the cache %r cannot be checked: %s"
                     logger.warning(text, row.cache, error)
         for pk in self.missed.keys() - still_open:
             del self.missed[pk]

@@ -37,7 +37,7 @@ def canonical(value: Any) -> Any:
         return _reduce(value)
     except RecursionError:
         raise Unstable(
-            "refers to itself or is nested too deeply to tell calls apart. "
+            "refers to itself or is nested too deeply to compare calls. "
             "Leave it out with lock_on=[…]."
         ) from None
 
@@ -99,8 +99,9 @@ def _reduce(value: Any) -> Any:
         if callable(getattr(value, reducer, None)) and not isinstance(value, type):
             return _reduce(getattr(value, reducer)())
     raise Unstable(
-        f"contains a {kind.__module__}.{kind.__qualname__}, which has no stable form to tell calls "
-        "apart. Pass plain values (an id instead of an object), or leave it out with lock_on=[…]."
+        f"contains a {kind.__module__}.{kind.__qualname__}, which has no stable form: calls "
+        "with it cannot be compared. Pass plain values (an id instead of an object), or leave it "
+        "out with lock_on=[…]."
     )
 
 

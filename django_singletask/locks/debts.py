@@ -75,7 +75,7 @@ class Debts:
                 self.due_at = clock.now() + RETRY
                 if not self.is_down:  # logged once per outage
                     self.is_down = True
-                    text = "The cache %r does not answer; locks are released when it does: %s"
+                    text = "The cache %r does not answer (%s). Locks are released when it does."
                     logger.warning(text, self.cache, error)
                 return
             self.is_down = False

@@ -99,15 +99,19 @@ def receive(lease: Lease, token: str) -> None:
         if holder.is_run_of(lease.holder.task_id):
             how = proof_of_death(holder)
         if how is None:
-            raise LockLost(f"{address} was already received, or is not this one: {holder} has it.")
+            raise LockLost(
+                f"{address} was already received, or the handle is for an earlier hold: {holder} "
+                "has the lock."
+            )
     # Also without an entry, because no_locks() stores none.
     if not lease.replace(b"" if entry is None else entry.value):
         raise LockLost(
-            f"{address} can no longer be received: the time of its hand_over() is over, it was "
-            "received or cleared, or the cache lost it."
+            f"{address} can no longer be received: the time that hand_over() gave is over, or the "
+            "lock was already received, was cleared, or was lost by the cache."
         )
     if how:
-        logger.warning("%s was received by %s: received again, because %s.", address, holder, how)
+        text = "%s was received by %s, but %s: this process receives the lock again."
+        logger.warning(text, address, holder, how)
         address.tell("expired", holder, outcome="dead", reason=how)
     elif entry is not None:
         reason = f"received by {lease.holder}"

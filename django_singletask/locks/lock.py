@@ -193,5 +193,5 @@ class TaskLock(HeldLock):
         """Log a conflict, and send its event; ``reason`` is the policy."""
         assert self.lease is not None  # the refused one
         why = f"{reason}; {self.note}" if self.note else reason
-        logger.info("%s is held by %s: %s.", self.lease.address, self.blocker, why)
+        logger.info("%s is held by %s; policy: %s.", self.lease.address, self.blocker, why)
         self.lease.address.tell_of_conflict("skipped", reason, self.lease.holder, self.blocker)

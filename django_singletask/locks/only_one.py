@@ -124,7 +124,7 @@ def _check_skip(function: Any, on_conflict: str, skip_result: Any, on_skip: Any)
     if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
         raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
     if inspect.iscoroutinefunction(on_skip) and not inspect.iscoroutinefunction(function):
-        raise TypeError(f"on_skip={on_skip!r} is awaited only for a coroutine function.")
+        raise TypeError(f"on_skip={on_skip!r} is a coroutine function, but {function!r} is not.")
     misfit = on_skip and Parameters(inspect.signature(function)).misfit(on_skip, "the conflict")
     if misfit:
         raise TypeError(f"on_skip={on_skip!r} cannot take the conflict and a call: {misfit}.")

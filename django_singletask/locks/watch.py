@@ -56,7 +56,7 @@ class Watch:
             self.look_at = clock.now() + LOOK_AGAIN
             if not self.was_down:  # logged once per outage
                 self.was_down = True
-                text = "The cache %r does not answer. When it does, held locks are renewed: %s"
+                text = "The cache %r does not answer (%s). Held locks are renewed when it does."
                 logger.warning(text, self.cache, error)
             return False
         self.look_at = clock.now() + LOOK

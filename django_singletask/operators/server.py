@@ -35,7 +35,7 @@ def look_at(store: Store) -> Iterator[Finding]:
         if look := looks.get(store.family):
             yield from starmap(Finding, look(store))
     except Exception as error:  # each client has errors of its own
-        yield Finding("note", f"the server does not say more: {type(error).__name__}")
+        yield Finding("note", f"the server refused to say more: {type(error).__name__}")
 
 
 def compare_clocks(there: float, before: float) -> tuple[str, str]:
@@ -59,9 +59,11 @@ def _redis(store: Any) -> Iterator[tuple[str, str]]:
     if policy == "noeviction":
         yield "ok", "the server evicts nothing: maxmemory-policy is noeviction"
     elif not info.get("maxmemory"):
-        yield "note", f"the server evicts nothing without maxmemory; maxmemory-policy is {policy}"
+        text = f"with a limit it would evict locks too (maxmemory-policy is {policy})"
+        yield "note", f"the server evicts nothing, as maxmemory is not set; {text}"
     else:
-        text = f"evicts locks too when the memory is full ({evicted} keys so far): set noeviction"
+        so_far = f"{plural(evicted, 'key')} so far"
+        text = f"evicts locks too when the memory is full ({so_far}): set noeviction"
         yield "warning", f"maxmemory-policy {policy} {text}, and use a dedicated server for locks"
     if info.get("role") != "master":
         yield "unfit", f"the server is a {info.get('role')}: locks need the primary"
@@ -100,7 +102,10 @@ def _memcached(store: Any) -> Iterator[tuple[str, str]]:
             text = "and evicts locks too: give it more memory (-m), or use a dedicated server"
             yield "warning", f"{server} has evicted {plural(evictions, 'key')}, {text}"
         else:
-            yield "note", f"{server} evicts locks too when its memory is full; so far it was not"
+            yield (
+                "note",
+                f"{server} evicts locks too when its memory is full; so far it evicted none",
+            )
 
 
 def ask_memcached(server: str, question: str) -> dict[str, str]:

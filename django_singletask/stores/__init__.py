@@ -95,7 +95,7 @@ def refusal(cache: Any) -> str | None:
         client = _ancestors(cache._client_cls)  # noqa: SLF001 - CLIENT_CLASS, loaded
         project = package.replace("_", "-")
         if any(name.endswith((".ShardClient", ".HerdClient")) for name in client):
-            return f"{client[0]} of {project} spreads or changes the entries"
+            return f"{client[0]} of {project} spreads the entries over servers, or changes them"
         if "django_valkey.client.sentinel.SentinelClient" in client:
             return f"{client[0]} of {project} writes to a replica"  # seen with version 0.4.1
         if f"{package}.client.default.DefaultClient" not in client:

@@ -89,7 +89,7 @@ class Epoch:
             self.takes_from = clock.now() + HOLD_BACK
             logger.warning(
                 "The cache %r may have forgotten its locks: %s. Holders take their locks again; "
-                "other runs wait %g s first.",
+                "new runs wait %g s first.",
                 self.cache,
                 why,
                 HOLD_BACK,
@@ -133,5 +133,6 @@ class ForgetfulStore(Store):
             # If several processes find none, one adds its epoch, and all read that.
             self.add_epoch(os.urandom(16).hex().encode())
         raise LockUnavailable(
-            f"The cache {self.cache_alias!r} does not keep its entry {self.make_key(EPOCH)}."
+            f"The cache {self.cache_alias!r} does not keep new entries: it lost "
+            f"{self.make_key(EPOCH)} {TRIES} times."
         )

@@ -56,7 +56,7 @@ class Pipeline:
             received = sock.recv(4096)
             reply += received
             if not received or NO_REPLY.match(reply):
-                raise ConnectionError(f"No answer of memcached: {reply[:80]!r}")
+                raise ConnectionError(f"The answer of memcached makes no sense: {reply[:80]!r}")
             answer = REPLY.fullmatch(reply)
         if answer["value"] == value:
             self._taken = name, value, answer["cas"], sock, clock.now() + FRESH

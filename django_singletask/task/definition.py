@@ -68,15 +68,15 @@ def check_definition(cls: type, base: type) -> None:
         if call and not _mentions(getattr(inspect.unwrap(call), "__code__", None), "__call__"):
             raise TypeError(
                 f"{outer.__qualname__}.__call__ never calls super().__call__(*args, **kwargs), so "
-                f"{what} would run without its lock. Call it, or let {base.__name__} be the first "
-                "of the bases."
+                f"{what} would run without its lock. Call it, or make {base.__name__} the first "
+                "base class."
             )
     for inner in cls.__mro__[cls.__mro__.index(Task) + 1 : -1]:  # all but object
         if "__call__" in inner.__dict__:
             raise TypeError(
                 f"{inner.__qualname__}.__call__ would never be called for {what}, since Celery's "
-                f"Task comes before it. Let {inner.__qualname__} extend celery.Task, or name it "
-                f"before {base.__name__}."
+                f"Task comes before it. Derive {inner.__qualname__} from celery.Task, or "
+                f"put it before {base.__name__} in the list of base classes."
             )
 
 

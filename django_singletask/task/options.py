@@ -198,17 +198,17 @@ def _name(option: str, where: str, value: Any) -> None:
 
 
 SECONDS = "seconds, such as 60"
-BOOLEAN = _choice(True, False), "choice", "one of them"
+BOOLEAN = _choice(True, False), "choice", "one of these values"
 RULES: dict[str, tuple[Rule, str, str]] = {
     "lock_timeout": (_number(), "number", SECONDS),
     "lock_wait": (_number(zero=True, infinite=True), "number", f"{SECONDS}, or math.inf"),
     "lock_at_least": (_number(zero=True), "number", SECONDS),
     "unique_for": (_number(), "number", SECONDS),
     "lock_slots": (_number(check_slots), "number", "a number of runs"),
-    "on_conflict": (_choice(*POLICIES), "choice", "one of them"),
-    "on_outage": (_choice("raise", "run", "skip"), "choice", "one of them"),
-    "unique_until": (_choice(None, "start", "finish", "expiry"), "choice", "one of them"),
-    "on_duplicate": (_choice("return", "raise", "replace"), "choice", "one of them"),
+    "on_conflict": (_choice(*POLICIES), "choice", "one of these values"),
+    "on_outage": (_choice("raise", "run", "skip"), "choice", "one of these values"),
+    "unique_until": (_choice(None, "start", "finish", "expiry"), "choice", "one of these values"),
+    "on_duplicate": (_choice("return", "raise", "replace"), "choice", "one of these values"),
     "lock_renew": BOOLEAN,
     "lock_history": BOOLEAN,
     "on_skip": (_function, "choice", "a function"),

@@ -46,7 +46,7 @@ def _has(options: Any, name: str, *values: Any) -> bool:
 
 
 def _clash(one: tuple[Any, ...], other: tuple[Any, ...]) -> Pair:
-    text = "{one} and {other} {where} exclude each other."
+    text = "{one} and {other} {where} cannot be combined."
     return Pair(one, other, "E018", TypeError, early=True, text=text, hint="Change one of them.")
 
 

@@ -220,8 +220,8 @@ def sweep(watcher: Watcher) -> None:
     except Exception as error:
         if not watcher.sweep_failed:
             logger.warning(
-                "The history cannot be swept (%s: %s); trying again each minute. Until then it may "
-                "show killed runs as held.",
+                "The history cannot be cleaned up (%s: %s); trying again each minute. Until then "
+                "the history may show killed runs as held.",
                 type(error).__name__,
                 str(error).partition("\n")[0].rstrip("."),
             )
