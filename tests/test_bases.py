@@ -215,7 +215,7 @@ def test_one_that_calls_the_body_itself_runs_inside_the_lock(
 
 
 def test_one_that_calls_the_body_itself_is_refused_before_the_lock() -> None:
-    with pytest.raises(TypeError, match=r"Traced\.__call__ never calls .* SingletonTask the first base"):
+    with pytest.raises(TypeError, match=r"Traced\.__call__ never calls .* SingletonTask the first"):
 
         class Unlocked(Traced, SingletonTask):
             pass
