@@ -40,6 +40,8 @@ def example(settings: Any) -> Iterator[SimpleNamespace]:
         admin.site.is_registered, [modules["models"].Feed, modules["models"].Entry]
     ):
         admin.site.unregister(model)
+    for task in [task for task in app.tasks if task.startswith("example_project.")]:
+        app.tasks.unregister(task)  # other tests name tasks that end alike
 
 
 @pytest.fixture
