@@ -72,8 +72,8 @@ def test_lock_that_is_not_watched_is_no_alarm(limit, watched):
     ("watched", "message"),
     [
         (
-            ["nightly", "nigthly"],
-            "No lock or task is known as 'nigthly'. Did you mean \"nightly\"?",
+            ["nightly", "nighty"],
+            "No lock or task is known as 'nighty'. Did you mean \"nightly\"?",
         ),
         (["x\x1b"], "No lock or task is known as 'x\\x1b'. 'manage.py locks' lists what is held."),
         (

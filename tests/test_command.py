@@ -636,7 +636,7 @@ def test_why_is_explained(take):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nigthly", "No lock or task is known as 'nigthly'. Did you mean \"nightly\"?"),
+        ("nighty", "No lock or task is known as 'nighty'. Did you mean \"nightly\"?"),
         (
             "zzz\x1b",
             "No lock or task is known as 'zzz\\x1b'. 'manage.py locks' lists what is held.",
