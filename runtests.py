@@ -2,8 +2,8 @@
 
     python runtests.py [--install-services] [--quick] [pytest's own arguments]
 
-Without arguments the tests run in three parts at the same time, each with servers of its own: two
-parts with Celery workers, which mostly wait, and one with all other tests.
+Without arguments the tests run in three parts at the same time, each with its own servers: two
+mostly with Celery workers, which wait for most of the time, and one with all other tests.
 
 --install-services  On Debian and Ubuntu: first install what is missing, with apt the servers and
                     the browser, then with pip pylibmc and mysqlclient, which need headers. apt does
@@ -44,13 +44,18 @@ FIRST_WORKER_TESTS = [
     "tests/worker/test_store_trouble.py",
     "tests/worker/test_unique.py",
 ]
+# The part without workers takes longest, so the first part has some of its tests.
+OTHERS = ["tests/browser", "tests/test_stores_races.py"]
 PARTS = {
-    "Tests with workers, first part": ["-m", "worker", *FIRST_WORKER_TESTS],
+    "Tests with workers, first part": [*FIRST_WORKER_TESTS, *OTHERS],
     "Tests with workers, second part": [
         *("-m", "worker"),
         *(f"--ignore={path}" for path in FIRST_WORKER_TESTS),
     ],
-    "Tests without workers": ["-m", "not worker"],
+    "Tests without workers": [
+        *("-m", "not worker"),
+        *(f"--ignore={path}" for path in OTHERS),
+    ],
 }
 
 

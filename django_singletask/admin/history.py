@@ -14,6 +14,7 @@ from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
+from django.utils.translation import pgettext_lazy
 
 from django_singletask.admin.filters import (
     TaskFilter,
@@ -93,7 +94,7 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
     sortable_by = ()
     fieldsets = (
         (None, {"fields": ("name", "kind", "outcome", "result", "reason")}),
-        (_("Run"), {"fields": ("task", "task_id", "host", "pid")}),
+        (pgettext_lazy("lock", "Run"), {"fields": ("task", "task_id", "host", "pid")}),
         (_("Time"), {"fields": ("when", "ended", "held_for", "timeout", "longest_renewal_gap")}),
         (_("Conflict"), {"fields": ("blocked_by_task_id", "holder", "count", "last")}),
         (_("Lock"), {"fields": ("cache", "key", "token", "actor")}),
