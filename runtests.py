@@ -2,14 +2,15 @@
 
     python runtests.py [--install-services] [--quick] [pytest's own arguments]
 
-Without arguments the tests run in three parts at the same time, each with its own servers: two
-mostly with Celery workers, which wait for most of the time, and one with all other tests.
+Without arguments the tests run in four parts at the same time, each with its own servers: two
+mostly with Celery workers and one of faults, which wait for most of the time, and one with all
+other tests.
 
 --install-services  On Debian and Ubuntu: first install what is missing, with apt the servers and
                     the browser, then with pip pylibmc and mysqlclient, which need headers. apt does
                     not start the servers as services of the system.
---quick             Run only the tests that need no Celery worker, no browser and no race of 16
-                    processes.
+--quick             Run only the tests that need no Celery worker, no browser, no race of 16
+                    processes and no fault of a server.
 tests/browser --pictures
                     Make the pictures of the docs again.
 """
@@ -46,15 +47,29 @@ FIRST_WORKER_TESTS = [
 ]
 # The part without workers takes longest, so the first part has some of its tests.
 OTHERS = ["tests/browser", "tests/test_stores_races.py"]
+# Tests of signals, of servers that fail, and of the demo: they start processes and wait for them.
+FAULTS = [
+    "tests/test_example.py",
+    "tests/test_flushes.py",
+    "tests/test_interrupted.py",
+    "tests/test_redis_cluster.py",
+    "tests/test_redis_servers.py",
+    "tests/test_release_sent_twice.py",
+    "tests/test_signals_and_threads.py",
+    "tests/test_stores_outages.py",
+    "tests/test_two_caches.py",
+    "tests/test_web_servers.py",
+]
 PARTS = {
     "Tests with workers, first part": [*FIRST_WORKER_TESTS, *OTHERS],
     "Tests with workers, second part": [
         *("-m", "worker"),
         *(f"--ignore={path}" for path in FIRST_WORKER_TESTS),
     ],
+    "Tests of faults": FAULTS,
     "Tests without workers": [
         *("-m", "not worker"),
-        *(f"--ignore={path}" for path in OTHERS),
+        *(f"--ignore={path}" for path in (*OTHERS, *FAULTS)),
     ],
 }
 
@@ -81,7 +96,8 @@ def main(arguments: list[str]) -> int:
     if quick:
         marks = "not worker and not browser and not race"
         # Only the tests of the browser import selenium.
-        arguments = ["-m", marks, "--ignore=tests/browser", *arguments]
+        ignored = [f"--ignore={path}" for path in ("tests/browser", *FAULTS)]
+        arguments = ["-m", marks, *ignored, *arguments]
     import pytest
 
     os.chdir(Path(__file__).parent)

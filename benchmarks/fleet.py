@@ -34,7 +34,7 @@ from django.conf import settings
 
 from benchmarks import clients
 from benchmarks.clients import BETWEEN, Costs, at_a_rate
-from django_singletask.locks.holding import Holding
+from django_singletask.locks.lease import Lease
 from django_singletask.stores.epoch import HOLD_BACK, LOOK
 from django_singletask.task.postpone import FIRST_HOP, hop
 from tests import servers
@@ -82,7 +82,7 @@ def simulate(load: Workload, warm_up: float, seconds: float, seed: int = 14) -> 
     chance = random.Random(seed)
     n, begins, ends = load.processes, warm_up, warm_up + seconds
     hops_of = hops_after_conflicts(load.lease)
-    during = {"look": LOOK, "renewal": renewed_after(load.lease)}
+    renewal = renewed_after(load.lease)
     free = [(chance.uniform(0, load.seconds), process) for process in range(n)]
     heapq.heapify(free)
     latest = [[0.0] for _ in range(n)]  # the lock that each process has taken last
@@ -107,9 +107,11 @@ def simulate(load: Workload, warm_up: float, seconds: float, seed: int = 14) -> 
         latest[process] = lock
         counts["take"] += now >= begins
         counts["release"] += begins <= until < ends
-        for action, every in during.items():
-            before = times_before(min(until, ends) - now, every)
-            counts[action] += max(0, before - times_before(begins - now, every))
+        renewals = times_before(min(until, ends) - now, renewal)
+        counts["renewal"] += max(0, renewals - times_before(begins - now, renewal))
+        # The thread looks at a lease at its ticks, from half the time between two of them.
+        looked = max(now + LOOK / 2, begins)
+        counts["look"] += max(0, min(until, ends) - looked) / LOOK
         heapq.heapreplace(free, (until + BETWEEN, process))
     rates = Counter({action: count / seconds for action, count in counts.items()})
     if load.pool:
@@ -124,8 +126,8 @@ def times_before(time: float, every: float) -> int:
 
 
 def renewed_after(lease: float) -> float:
-    fresh = SimpleNamespace(renewed_at=0.0, retry_at=0.0, length=lease)
-    due: float = Holding.due_at.fget(fresh)  # type: ignore[attr-defined]
+    fresh = SimpleNamespace(renewed_at=0.0, length=lease)
+    due: float = Lease.due_at.fget(fresh)  # type: ignore[attr-defined]
     return due
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any
 
@@ -14,24 +13,12 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import (
-    DEFAULTS,
-    DOCS,
-    HISTORY_MODES,
-    TASK_URL,
-    check_seconds,
-    conf,
-    is_test,
-)
-from django_singletask.models import TaskLockEvent
+from django_singletask.conf import DOCS, HISTORY_MODES, TASK_URL, check_seconds, conf, is_test
 from django_singletask.stores import is_a, open_cache, refusal
 from django_singletask.stores.database import DIALECTS
 from django_singletask.stores.places import backend_is, servers_of
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
-from django_singletask.task.definition import misspelt
 from django_singletask.task.options import LockOptions
-
-__all__ = ["check_cache", "check_deployment", "check_settings", "check_tasks", "register", "run"]
 
 Found = Iterator[checks.CheckMessage]
 
@@ -101,13 +88,6 @@ def check_cache(**kwargs: Any) -> Found:
         table = str(settings.CACHES[alias].get("LOCATION", ""))
         yield from _table(table, alias, named)
         yield from _database(table, router.db_for_write(cache.cache_model_class), named)
-    elif getattr(cache, "_ignore_exceptions", False):
-        yield checks.Warning(
-            f"{named} has IGNORE_EXCEPTIONS, which has no effect on locks: while the server is "
-            "down, a locked task fails with LockUnavailable, unless its on_outage says otherwise.",
-            hint="Give the locks a separate CACHES entry without IGNORE_EXCEPTIONS.",
-            id="django_singletask.W002",
-        )
 
 
 def _no_cache(alias: Any, named: str, error: Exception) -> checks.CheckMessage:
@@ -159,9 +139,11 @@ def _database(table: str, alias: str, named: str) -> Found:
     if vendor == "sqlite" and alias == "default":
         yield checks.Warning(
             f"{named} keeps the locks in DATABASES['default'], an SQLite file: no lock can be "
-            "acquired while a transaction is open there.",
+            "acquired while a transaction is open there. Without a transaction_mode, "
+            "transactions also fail with 'database is locked' when several processes write.",
             hint="Add another SQLite file to DATABASES, and a router that sends the cache table "
-            "to it.",
+            "to it. Set the OPTIONS of both to {'transaction_mode': 'IMMEDIATE', 'timeout': 20, "
+            "'init_command': 'PRAGMA journal_mode=WAL'}.",
             id="django_singletask.W006",
         )
 
@@ -169,14 +151,6 @@ def _database(table: str, alias: str, named: str) -> Found:
 @_listed
 def check_settings(**kwargs: Any) -> Found:
     """Check the other ``SINGLETASK_…`` settings."""
-    for name in dir(settings):
-        if name.startswith("SINGLETASK_") and name not in DEFAULTS:
-            [nearest] = get_close_matches(name, DEFAULTS, n=1, cutoff=0)
-            yield checks.Warning(
-                f"{name} is not a setting of django-singletask, so it has no effect.",
-                hint=f"Did you mean {nearest}? Otherwise remove it.",
-                id="django_singletask.W009",
-            )
     try:
         check_seconds("SINGLETASK_LOCK_TIMEOUT", conf.lock_timeout)
     except (TypeError, ValueError) as error:
@@ -192,8 +166,7 @@ def check_settings(**kwargs: Any) -> Found:
         yield _must_be("record_arguments", "True or False", "False to hide arguments", "E014")
     if conf.task_url and not (isinstance(conf.task_url, str) and TASK_URL.fullmatch(conf.task_url)):
         rule = "an http or https address whose only field is {task_id}"
-        yield _must_be("task_url", rule, "'https://flower.example/task/{task_id}'", "E019")
-    yield from _history()
+        yield _must_be("task_url", rule, "'https://flower.example/task/{task_id}'", "E017")
 
 
 def _must_be(setting: str, rule: str, example: str, number: str) -> checks.Error:
@@ -203,21 +176,6 @@ def _must_be(setting: str, rule: str, example: str, number: str) -> checks.Error
         hint=f"Set {name} to {example}, or remove it.",
         id=f"django_singletask.{number}",
     )
-
-
-def _history() -> Found:
-    alias = router.db_for_write(TaskLockEvent)
-    connection = connections[alias]
-    mode = connection.settings_dict.get("OPTIONS", {}).get("transaction_mode") or "DEFERRED"
-    deferred = connection.vendor == "sqlite" and str(mode).upper() == "DEFERRED"
-    if deferred and conf.history != "off":
-        yield checks.Warning(
-            f"The history is in DATABASES[{alias!r}], an SQLite file without a transaction_mode: "
-            "when several processes write, transactions fail with 'database is locked'.",
-            hint=f"Set DATABASES[{alias!r}]['OPTIONS'] to {{'transaction_mode': 'IMMEDIATE', "
-            "'timeout': 20, 'init_command': 'PRAGMA journal_mode=WAL'}.",
-            id="django_singletask.W010",
-        )
 
 
 @_listed
@@ -233,17 +191,9 @@ def check_tasks(**kwargs: Any) -> Found:
 def _task(task: SingletonTask) -> Found:
     problems = list(LockOptions.of(task).problems(f"of {task.name}", task.parameters))
     for problem in problems:
-        message = checks.Error if problem.check.startswith("E") else checks.Warning
+        message = checks.Error if problem.error else checks.Warning
         number = f"django_singletask.{problem.check}"
         yield message(problem.text, hint=problem.hint, obj=task.name, id=number)
-    for cls in type(task).__mro__:
-        for name, similar in misspelt(cls, SingletonTask) if issubclass(cls, SingletonTask) else ():
-            yield checks.Warning(
-                f"{cls.__qualname__}.{name} is not an option; did you mean {similar!r}?",
-                hint=f"Rename it to {similar!r}. If it is your own attribute, choose another name.",
-                obj=task.name,
-                id="django_singletask.W012",
-            )
     limits = {
         name: getattr(task, name) or getattr(task.app.conf, f"task_{name}")
         for name in ("time_limit", "soft_time_limit")
@@ -295,5 +245,5 @@ def check_deployment(**kwargs: Any) -> Found:
             f"{named} lists {len(servers)} memcached servers: when one is down, its locks move to "
             "another, and two runs can hold the same lock.",
             hint="Keep the locks on one memcached server, or in Redis or the database.",
-            id="django_singletask.W008",
+            id="django_singletask.W002",
         )

@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-__all__ = ["now"]
-
-
 # Nobody can set this clock. Where the system has a clock that keeps running while the machine is
 # suspended, that one is used: the lease of a sleeping laptop ends on time.
 now = time.monotonic

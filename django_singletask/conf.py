@@ -1,4 +1,4 @@
-"""Read the settings late, so that ``override_settings`` and per-process settings work."""
+"""The settings, read late, so that ``override_settings`` and per-process settings work."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ from typing import Any
 
 from django.apps import apps
 from django.conf import settings
-
-__all__ = [
-    "DEFAULTS",
-    "DOCS",
-    "HISTORY_MODES",
-    "MAX_LEASE",
-    "TASK_URL",
-    "check_installed",
-    "check_seconds",
-    "conf",
-    "is_test",
-]
+from django.core.signals import setting_changed
 
 logger = logging.getLogger("django_singletask")
 
@@ -32,24 +21,24 @@ MAX_LEASE = 30 * 24 * 60 * 60
 """Longest lease in seconds: memcached takes anything above as a date."""
 
 DEFAULTS: dict[str, Any] = {
-    "SINGLETASK_CACHE": "default",
-    "SINGLETASK_LOCK_TIMEOUT": 60,
-    "SINGLETASK_HISTORY": "background",
-    "SINGLETASK_HISTORY_DAYS": 30,
-    "SINGLETASK_RECORD_ARGUMENTS": True,
-    "SINGLETASK_TASK_URL": None,
+    "cache": "default",
+    "lock_timeout": 60,
+    "history": "background",
+    "history_days": 30,
+    "record_arguments": True,
+    "task_url": None,
 }
-SETTINGS = {name.removeprefix("SINGLETASK_").lower(): name for name in DEFAULTS}
 RENEWED = ("timeout", "lock_timeout", "SINGLETASK_LOCK_TIMEOUT")
 TASK_URL = re.compile(r"https?://[^{}\s/?#]+[/?#](?:[^{}\s]*\{task_id\})+[^{}\s]*", re.IGNORECASE)
 """A valid ``SINGLETASK_TASK_URL``: no scheme that runs code, and no field in the host name."""
 HISTORY_MODES = ("background", "inline", "off")
 
-_ABSENT = object()
-
 
 class Conf:
-    """Read each ``SINGLETASK_…`` setting by its short name, such as ``conf.lock_timeout``."""
+    """Each ``SINGLETASK_…`` setting by its short name, such as ``conf.lock_timeout``.
+
+    A setting is read when it is needed first, and again after ``setting_changed``.
+    """
 
     cache: str
     """Alias in ``CACHES`` that holds the locks."""
@@ -64,33 +53,25 @@ class Conf:
     task_url: str | None
     """Address of a task's page in another tool, with the field ``{task_id}``."""
 
-    def __init__(self) -> None:
-        self._source: object = None
-        self._inherited: dict[str, Any] = {}
-
     def __getattr__(self, name: str) -> Any:
-        setting = SETTINGS.get(name)
-        if setting is None:
+        if name not in DEFAULTS:
             raise AttributeError(name)
-        # getattr(settings, …) would take as long as the rest of this function.
-        source = object.__getattribute__(settings, "__dict__")["_wrapped"]
-        if self._source is not source:  # the first use, or override_settings()
-            getattr(settings, setting, None)  # Django may not have read the settings yet
-            self._source = source = vars(settings)["_wrapped"]
-            self._inherited = {}
-        value = vars(source).get(setting, _ABSENT)
-        if value is _ABSENT:
-            # override_settings() stores only the settings that it changes. The result is kept,
-            # because Django takes 3 µs to find out that a setting is missing.
-            if setting not in self._inherited:
-                self._inherited[setting] = getattr(settings, setting, _ABSENT)
-            value = self._inherited[setting]
-        if value is not _ABSENT:
-            return value
+        values, default = vars(self), DEFAULTS[name]
         if name == "history" and is_test():
             # A thread would write outside the test's transaction and keep the database open.
-            return "inline"
-        return DEFAULTS[setting]
+            default = "inline"
+        value = getattr(settings, f"SINGLETASK_{name.upper()}", default)
+        if apps.ready:  # before that, a test environment is not known yet
+            values[name] = value
+        return value
+
+    def forget(self, **kwargs: Any) -> None:
+        """Read the settings again. A thread that reads one now writes it into the old dict."""
+        self.__dict__ = {}
+
+
+conf = Conf()
+setting_changed.connect(conf.forget)
 
 
 def is_test() -> bool:
@@ -99,8 +80,6 @@ def is_test() -> bool:
     utils = sys.modules.get("django.test.utils")
     return utils is not None and hasattr(utils._TestState, "saved_data")  # noqa: SLF001
 
-
-conf = Conf()
 
 _checked_installed = False
 

@@ -8,16 +8,6 @@ from celery.exceptions import Ignore
 
 from django_singletask.holder import Holder
 
-__all__ = [
-    "Dropped",
-    "DuplicateTask",
-    "LockConflict",
-    "LockError",
-    "LockLost",
-    "LockUnavailable",
-    "Postponed",
-]
-
 
 class LockError(Exception):
     """A lock was used in a way that it does not allow; the base class of the other errors."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-__all__ = ["close_before_forks", "undivided"]
 
 PATIENCE = 1.0
 """The longest delay of a fork in seconds; after that it happens anyway."""
@@ -30,9 +29,17 @@ PATIENCE = 1.0
 #   main thread:                      fork
 #   child:                                 opens the file ...... writes to the log that is removed
 
-_condition = threading.Condition()
-_inside: set[object] = set()
+_inside: weakref.WeakSet[Block] = weakref.WeakSet()
 _closed: weakref.WeakSet[Any] = weakref.WeakSet()
+_forks: dict[int, float] = {}
+"""Until when other threads wait for a fork, by the thread that forks."""
+
+
+class Block:
+    """A use of an SQLite file; if a signal ends it without its ``finally``, it ends with its frame.
+
+    There is no lock that such a signal could leave locked.
+    """
 
 
 def close_before_forks(connection: Any) -> None:
@@ -42,8 +49,13 @@ def close_before_forks(connection: Any) -> None:
     middle of a statement would crash the process.
     """
     if connection.vendor == "sqlite":
-        with _condition:
-            _closed.add(connection)
+        _closed.add(connection)
+
+
+# Both sides say what they do before they look at the other side. In the other order:
+#
+#   thread:  a fork? no                          enters, writes
+#   fork:                 anybody inside? no                     forks
 
 
 @contextmanager
@@ -52,33 +64,37 @@ def undivided(connection: Any) -> Iterator[None]:
     if connection.vendor != "sqlite":
         yield
         return
-    block = object()
+    block = Block()
     try:
-        with _condition:
+        _inside.add(block)
+        while any(time.monotonic() < until for until in list(_forks.values())):
+            _inside.discard(block)
+            time.sleep(0.001)
             _inside.add(block)
         yield
     finally:
-        with _condition:
-            _inside.discard(block)
-            _condition.notify_all()
+        _inside.discard(block)
 
 
 def _before_fork() -> None:
-    _condition.acquire()
-    if _condition.wait_for(lambda: not _inside, PATIENCE):
-        for connection in _closed:
+    until = time.monotonic() + PATIENCE
+    # If a signal keeps _after_in_parent() from running, the others wait no longer than this.
+    _forks[threading.get_ident()] = until + PATIENCE
+    while _inside and time.monotonic() < until:
+        time.sleep(0.001)
+    if not _inside:
+        for connection in list(_closed):
             connection.inc_thread_sharing()
             connection.close()
             connection.dec_thread_sharing()
 
 
 def _after_in_parent() -> None:
-    _condition.release()
+    _forks.pop(threading.get_ident(), None)
 
 
 def _after_in_child() -> None:
-    global _condition
-    _condition = threading.Condition()
+    _forks.clear()
     _inside.clear()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import logging
 import os
 import re
 import socket
@@ -12,32 +12,22 @@ import subprocess
 import sys
 import time
 from functools import cache, lru_cache
+from types import NoneType
 from typing import Any
 from unicodedata import category
 
-__all__ = [
-    "Holder",
-    "Process",
-    "boot_id",
-    "clean",
-    "describe_run",
-    "read_stat",
-    "start_time",
-    "this_process",
-]
-
 # A token is part of the key of a marker, and memcached must accept that key.
-IS_TOKEN = re.compile("[!-9;-~]{1,32}")
+IS_TOKEN = re.compile("[!-9;-~]{0,32}")
 LONGEST = 255
 """The maximum number of characters in a text, as in a database column."""
-USUAL = 4096
-"""Longer records, in bytes, are not kept in memory."""
-MOST = 2**31 - 1
+LARGEST = 2**14
+"""The maximum number of bytes in a record."""
+COLUMN = 2**31 - 1
 """The largest number that a database column holds."""
-MONTH = 30 * 24 * 60 * 60
-"""The longest lease in seconds."""
-CENTURY = 2**32
-"""The largest Unix time that is accepted: the year 2106."""
+LIMITS = {"since": 2**32, "timeout": 30 * 24 * 60 * 60}
+"""The largest other numbers: the year 2106, and a month."""
+ALSO: dict[type, type] = {float: int, NoneType: str}
+"""Another type that fits a field whose value in :data:`UNKNOWN` has a type."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -47,13 +37,14 @@ class Process:
     """Identify one process on one boot of one host.
 
     ``boot_id`` and ``pid_ns`` distinguish hosts and containers that have the same name. ``start``,
-    in clock ticks since the boot, distinguishes a process from a later one with the same pid. Each
-    is empty where the system does not provide it.
+    in clock ticks since the boot, distinguishes a process from a later one with the same pid; it is
+    another number in each time namespace. Each is empty where the system does not provide it.
     """
 
     host: str
     boot_id: str
     pid_ns: str
+    time_ns: str
     pid: int
     start: str
 
@@ -95,31 +86,27 @@ class Holder(Process):
 
     @classmethod
     def decode(cls, value: bytes) -> Holder:
-        """Read a record. Bytes of another origin become a holder without a name."""
-        return _decode(value) if len(value) <= USUAL else _decode.__wrapped__(value)
+        """Read a record. Bytes of another origin become :data:`UNKNOWN`."""
+        return _decode(value) if len(value) <= LARGEST else UNKNOWN
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Holder:
-        """Read a record with missing or invalid fields, since anything can write into a cache.
+        """Read the fields that this version has; missing fields are as in :data:`UNKNOWN`.
 
-        The values of the result are safe to show, and short enough for a key and for a column.
+        If one value does not fit, nothing of the record is trusted: the holder is unknown. Texts
+        become safe to show, and short enough for a column.
         """
-        token = str(data.get("token") or "")
-        texts = ("host", "boot_id", "pid_ns", "start", "name")
-        holder = object.__new__(cls)
-        vars(holder).update(
-            {name: _text(data.get(name)) or "" for name in texts},
-            token=token if IS_TOKEN.fullmatch(token) else "",
-            task=_text(data.get("task")),
-            task_id=_text(data.get("task_id")),
-            pid=int(_number(data.get("pid"), MOST)),
-            retries=int(_number(data.get("retries"), MOST)),
-            since=_number(data.get("since"), CENTURY),
-            timeout=_number(data.get("timeout"), MONTH),
-            kept=data.get("kept") is True,
-            slots=int(_number(data.get("slots"), MOST)) or 1,
-        )
-        return holder
+        fields = {}
+        for name, unknown in vars(UNKNOWN).items():
+            value = data.get(name, unknown)
+            if type(value) not in (type(unknown), ALSO.get(type(unknown))):
+                return UNKNOWN
+            if type(value) is str:
+                value = clean(value, LONGEST)
+            elif not 0 <= (value or 0) <= LIMITS.get(name, COLUMN):
+                return UNKNOWN
+            fields[name] = value
+        return cls(**fields) if IS_TOKEN.fullmatch(data.get("token", "")) else UNKNOWN
 
     def without_process(self, timeout: float, **changes: Any) -> Holder:
         """Return the record of an entry without a process, which ends after ``timeout``."""
@@ -127,7 +114,7 @@ class Holder(Process):
 
     def is_run_of(self, task_id: str | None) -> bool:
         """Return whether the task with this id is the holder, also if the record cleaned the id."""
-        return task_id is not None and self.task_id == _text(task_id)
+        return task_id is not None and self.task_id == clean(task_id, LONGEST)
 
     def mark(self) -> bytes:
         """Return the bytes that identify this task id in a record; empty without a task id.
@@ -140,12 +127,17 @@ class Holder(Process):
         return describe_run(self.task_id, self.host, self.pid)
 
 
+UNKNOWN = Holder("", "", "", "", 0, "", "", "", None, None, 0, 0.0, 0.0)
+"""The holder of an entry that this package did not write."""
+
+
 @lru_cache(maxsize=64)
 def _decode(value: bytes) -> Holder:
     try:
-        return Holder.from_dict(json.loads(value.decode()))
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return Holder.from_dict({})
+        data = json.loads(value)
+    except (ValueError, RecursionError):
+        return UNKNOWN
+    return Holder.from_dict(data) if isinstance(data, dict) else UNKNOWN
 
 
 def describe_run(task_id: str | None, host: str, pid: int) -> str:
@@ -170,24 +162,23 @@ def clean(text: str, length: int | None = None) -> str:
     )[:length]
 
 
-def _text(value: object) -> str | None:
-    if type(value) is str and value.isprintable() and len(value) <= LONGEST:
-        return value  # nearly always, and a list of locks reads many records
-    return None if value is None else clean(str(value), LONGEST)
+def _escape(record: logging.LogRecord) -> bool:
+    """Let a line into the log; :func:`clean` its names, ids and texts of errors first."""
+    line = record.getMessage()
+    if (cleaned := clean(line)) != line:
+        record.msg, record.args = cleaned, ()
+    return True
 
 
-def _number(value: Any, most: float) -> float:
-    number = float(value or 0)
-    if 0 <= number <= most:
-        return number
-    return most if most < number < math.inf else 0
+# On the logger, not on a handler: the handlers are the project's.
+logging.getLogger("django_singletask").addFilter(_escape)
 
 
 @cache
 def this_process() -> Process:
     """Return the running process; computed once per process, and again after a fork."""
-    pid = os.getpid()
-    return Process(socket.gethostname(), boot_id(), _pid_namespace(), pid, start_time(pid))
+    pid, pid_ns, time_ns = os.getpid(), _namespace("pid"), _namespace("time")
+    return Process(socket.gethostname(), boot_id(), pid_ns, time_ns, pid, start_time(pid))
 
 
 if hasattr(os, "register_at_fork"):
@@ -202,9 +193,9 @@ def boot_id() -> str:
     return _read("/proc/sys/kernel/random/boot_id")
 
 
-def _pid_namespace() -> str:
+def _namespace(kind: str) -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
 
@@ -218,7 +209,8 @@ def start_time(pid: int) -> str:
 def read_stat(pid: int) -> list[str]:
     """Return the fields of ``/proc/<pid>/stat`` from the state on; an empty list if unreadable."""
     # The program's name is in parentheses, and may itself contain spaces and parentheses. After
-    # the last one, the first field is the state and the 20th the start time.
+    # the last one, the first field is the state, the 18th is the number of threads, and the 20th
+    # the start time.
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields if len(fields) > 19 else []
 

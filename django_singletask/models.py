@@ -10,7 +10,7 @@ from django.utils.translation import gettext_lazy as _
 from django_singletask.history.queries import TaskLockEventQuerySet, timestamp
 from django_singletask.holder import Holder
 
-__all__ = ["COUNTED", "TROUBLE", "HoldOutcome", "Kind", "Result", "TaskLockEvent"]
+__all__ = ["TaskLockEvent"]
 
 
 class Kind(models.TextChoices):

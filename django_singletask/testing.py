@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,12 +13,13 @@ from typing import Any, TypeVar
 from django.core.cache.backends.locmem import LocMemCache
 from django.test.utils import TestContextDecorator
 
-from django_singletask.conf import conf
+from django_singletask.conf import Conf, conf
 from django_singletask.exceptions import LockConflict
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.lock import TaskLock
-from django_singletask.stores import Entry, Outcome, Store, open_with
+from django_singletask.stores import open_with
+from django_singletask.stores.base import Entry, Outcome, Store
 from django_singletask.stores.locmem import LocMemStore
 from django_singletask.task.base import SingletonTask
 
@@ -28,6 +28,8 @@ __all__ = ["hold", "no_locks"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 DAY = 24 * 60 * 60.0
+ELSEWHERE = "elsewhere"
+"""The host of the holder of each :class:`hold`."""
 
 
 class _GrantingStore(LocMemStore):
@@ -55,12 +57,9 @@ class _GrantingStore(LocMemStore):
 
 
 # These are for the whole process, so that they also apply to threads that a test starts.
-_guard = threading.RLock()
 _active: list[_StandIn] = []
-_held: list[tuple[str, str, bytes]] = []
-"""Cache alias, key and bytes of the lock of each active hold()."""
 _caches: dict[str, LocMemCache] = {}
-_kept_before: set[tuple[str, str]] = set()
+_kept_before: set[tuple[str, str, str]] = set()
 
 
 class _StandIn(TestContextDecorator):
@@ -70,38 +69,36 @@ class _StandIn(TestContextDecorator):
 
     def enable(self) -> Any:
         global _kept_before
-        with _guard:
-            if not _active:
-                for cache in _caches.values():
-                    cache.clear()
-            entered = self.begin()
-            if not _active:
-                _kept_before = renewal.keeper().kept()
-                # Not by override_settings(): a test that overrides a setting inside and restores
-                # it outside, as pytest-django's "settings" can, would restore this one too.
-                conf.history = "off"
-                # Imported here, because a conftest.py cannot import models yet.
-                from django_singletask.history.recorder import stop
+        if not _active:
+            for cache in _caches.values():
+                cache.clear()
+        entered = self.begin()
+        if not _active:
+            _kept_before = renewal.kept()
+            # Not by override_settings(): a test that overrides a setting inside and restores it
+            # outside, as pytest-django's "settings" can, would restore this one too. An attribute
+            # of the class outlasts forget().
+            Conf.history = "off"
+            conf.forget()
+            # Imported here, because a conftest.py cannot import models yet.
+            from django_singletask.history.recorder import stop
 
-                stop()
-            _active.append(self)
-            open_with(self.open_store)
-            return entered
+            stop()
+        _active.append(self)
+        open_with(self.open_store)
+        return entered
 
     def disable(self) -> None:
-        with _guard:
-            # Threads may end in any order. If one object is active twice, its last activation ends.
-            del _active[-1 - _active[::-1].index(self)]
-            self.end()
-            if _active:
-                open_with(_active[-1].open_store)
-                return
-            # Renewing a lock that the test did not release would create it in the configured cache.
-            keeper = renewal.keeper()
-            for token_and_key in keeper.kept() - _kept_before:
-                keeper.leases.pop(token_and_key, None)
-            del conf.history
-            open_with(None)
+        _active.pop()
+        self.end()
+        if _active:
+            open_with(_active[-1].open_store)
+            return
+        # Renewing a lock that the test did not release would create it in the configured cache.
+        for cache, token, key in renewal.kept() - _kept_before:
+            renewal.renewers[cache].leases.pop((token, key), None)
+        del Conf.history
+        open_with(None)
 
     def begin(self) -> Any:
         """Prepare the replacement before it is active."""
@@ -147,7 +144,6 @@ class hold(_StandIn):
     def __init__(self, task: SingletonTask | TaskLock | str, /, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self._call = (task, args, kwargs)
-        self._entries: list[tuple[str, str, bytes]] = []
 
     def __enter__(self) -> Holder:  # type: ignore[override] # the stubs think of isolate_apps()
         holder: Holder = self.enable()
@@ -162,29 +158,25 @@ class hold(_StandIn):
                 "name": lock.name,
                 "task": task.name if isinstance(task, SingletonTask) else None,
                 "task_id": str(uuid.uuid4()),
-                "host": "elsewhere",
+                "host": ELSEWHERE,
                 "since": time.time(),
                 "timeout": DAY,
             }
         )
-        alias, value, entry = lock.cache or conf.cache, holder.encode(), None
-        self._entries = []
-        for key in lock.lock_key.slots(lock.slots):
-            entry = self.open_store(alias).add(key, value, DAY)
-            held = (alias, key, value if entry is None else entry.value)
-            if entry is not None and held not in _held:
-                self.end()
-                raise LockConflict(lock.name, Holder.decode(entry.value), entry.remaining)
-            self._entries.append(held)
-            _held.append(held)
-        return holder if entry is None else Holder.decode(entry.value)
+        self._store, self._value = self.open_store(lock.cache or conf.cache), holder.encode()
+        self._keys = lock.lock_key.slots(lock.slots)
+        for key in self._keys:
+            entry = self._store.add(key, self._value, DAY)
+            if entry is not None:
+                holder = Holder.decode(entry.value)
+                if holder.host != ELSEWHERE:
+                    self.end()
+                    raise LockConflict(lock.name, holder, entry.remaining)
+        return holder
 
     def end(self) -> None:
-        for held in self._entries:
-            _held.remove(held)
-            if held not in _held:
-                alias, key, value = held
-                self.open_store(alias).release(key, value)
+        for key in self._keys:  # an entry of another hold() stays
+            self._store.release(key, self._value)
 
 
 def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLock:

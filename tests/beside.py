@@ -28,17 +28,16 @@ RUN = 0.5  # seconds
 def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
     """Let one process hold the lock for some seconds while others want it."""
     from django_singletask import TaskLock
-    from django_singletask.locks import watch
-    from django_singletask.locks.watch import Watch
+    from django_singletask.locks.renewal import Renewer
     from django_singletask.stores.epoch import Epoch
 
     if fault == "nobody is held back":
         Epoch.check = lambda epoch: None
     if fault == "nobody looks":
-        Watch.forgotten = lambda watch: False
+        Renewer.tick = lambda renewer: None
     if fault == "nobody asks which server answers":
         Epoch.see_server = lambda epoch, server: None
-        watch.LOOK_AGAIN = seconds  # else the holder may be the first to reach the server
+        Renewer.interval = seconds  # else the holder may be the first to reach the server
     ended = fork.Event()
 
     def work(number: int, barrier: Any) -> tuple[Any, ...]:

@@ -6,10 +6,13 @@ from typing import Any
 
 from celery.app.trace import build_tracer
 
+from django_singletask.conf import conf
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
+from django_singletask.locks.keys import LATEST
 from django_singletask.stores import get_store
 from django_singletask.task.header import HEADER
+from django_singletask.task.rerun import State
 from tests.entries import eventually
 from tests.testapp import tasks
 
@@ -64,11 +67,18 @@ class held_by:
         get_store("redis").release(self.lock.key, self.value)
 
 
+def noted(key: str, task: Any = tasks.rerun) -> int:
+    """Return the highest number that a message of "rerun" has noted."""
+    beside = task.lock_key((key,), {}).beside(LATEST, task.name).key
+    entry = get_store(conf.cache).read(beside)
+    return 0 if entry is None else State.decode(entry.value).noted
+
+
 def wait_for_debts() -> None:
     """Wait until all entries are freed that the background had to free in Redis so far."""
     store = get_store("redis")
     store.add("singletask:last", b"last", 60)
-    renewal.keeper().owe("redis", "singletask:last", b"last", 60)  # they are paid in turn
+    renewal.renewers["redis"].owe("singletask:last", b"last", 60)  # they are paid in turn
     eventually(lambda: store.read("singletask:last") is None)
 
 

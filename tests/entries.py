@@ -11,7 +11,8 @@ from django.core.cache import caches
 
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import name_key
-from django_singletask.stores import Store, close_stores, get_store
+from django_singletask.stores import close_stores, get_store
+from django_singletask.stores.base import Store
 
 T = TypeVar("T")
 

@@ -24,7 +24,8 @@ import django
 from django.conf import settings
 
 from django_singletask import TaskLock
-from django_singletask.stores import Outcome, get_store
+from django_singletask.stores import get_store
+from django_singletask.stores.base import Outcome
 from tests import intervals
 
 PROCESSES = 4

@@ -26,6 +26,7 @@ import json
 import math
 import os
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,39 @@ Span = tuple[float, float]
 
 
 # Recording
+
+
+class Shield:
+    """Let no soft time limit strike while a change of a lease is noted, but right after it.
+
+    Otherwise a note could be missing. Other threads get no soft time limit.
+    """
+
+    depth = 0
+    waiting: tuple[Any, ...] | None = None
+    handler: Any = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.depth += 1
+            if signal.getsignal(signal.SIGUSR1) != self.strike:
+                self.handler = signal.signal(signal.SIGUSR1, self.strike)
+
+    def __exit__(self, *exc: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.depth -= 1
+            if self.waiting and not self.depth:
+                waiting, self.waiting = self.waiting, None
+                self.handler(*waiting)
+
+    def strike(self, *arguments: Any) -> None:
+        if self.depth:
+            self.waiting = arguments
+        else:
+            self.handler(*arguments)
+
+
+SHIELD = Shield()
 
 
 def note(event: str, **facts: Any) -> None:
@@ -72,16 +106,18 @@ def set_and_note(lease: Lease, name: str, value: Any) -> None:
     Do not read ``lost``, which itself can change the lease. The time is taken before the attribute
     is set, so before a request that gives the lock back.
     """
-    at, before = clock.now(), lease.deadline if lease.held else None
-    object.__setattr__(lease, name, value)
-    after = lease.deadline if lease.held else None
-    if after != before:
-        note_lease(lease, "released" if after is None else "trusted" if before else "taken", at)
+    with SHIELD:
+        at, before = clock.now(), lease.deadline if lease.held else None
+        object.__setattr__(lease, name, value)
+        after = lease.deadline if lease.held else None
+        if after != before:
+            note_lease(lease, "released" if after is None else "trusted" if before else "taken", at)
 
 
 def note_and_lose(lease: Lease, *args: Any, **kwargs: Any) -> None:
-    if lease.held:
-        note_lease(lease, "lost", clock.now())
+    with SHIELD:
+        if lease.held:
+            note_lease(lease, "lost", clock.now())
     lose(lease, *args, **kwargs)
 
 
@@ -105,11 +141,13 @@ def note_event(event: LockEvent, **kwargs: Any) -> None:
 def body(lock: TaskLock, task_id: str | None = None) -> Iterator[None]:
     """Note when the body under a lock begins and ends."""
     facts = {"lock": lock.name, "token": lock.token, "task_id": task_id}
-    note("began", **facts)
     try:
+        with SHIELD:
+            note("began", **facts)
         yield
     finally:
-        note("ended", **facts)
+        with SHIELD:
+            note("ended", **facts)
 
 
 def fence(lock: TaskLock) -> None:

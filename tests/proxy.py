@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import threading
+from collections.abc import Callable
 
 
 class Proxy:
@@ -19,6 +20,8 @@ class Proxy:
     def __init__(self, port: int) -> None:
         self.target = port
         self.doomed: bytes | None = None
+        self.instead: Callable[[], object] | None = None
+        self.hangs = threading.Event()
         self.lost = 0
         self.requests = 0
         """How often the client has sent something."""
@@ -45,11 +48,22 @@ class Proxy:
         """Lose the reply to the next request that contains these bytes."""
         self.doomed = request
 
+    def lose(self, request: bytes, *, meanwhile: Callable[[], object]) -> None:
+        """Lose the next request that contains these bytes, and its connection.
+
+        The server does not get it. ``meanwhile`` is called before the client can send it again.
+        """
+        self.instead, self.doomed = meanwhile, request
+
     def hang_up(self) -> None:
         """Close the connections, as a server does that was idle for long."""
         for open_socket in self.sockets:
             with contextlib.suppress(OSError):
                 open_socket.shutdown(socket.SHUT_RDWR)
+
+    def hang(self) -> None:
+        """Pass nothing on from now on, while connections stay open, and new ones are accepted."""
+        self.hangs.set()
 
     def _start(self, target: object, *args: object) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)
@@ -70,9 +84,14 @@ class Proxy:
             while True:
                 for source in select.select([client, server], [], [])[0]:
                     data = source.recv(65536)
+                    if self.hangs.is_set() and data:
+                        continue
                     self.requests += source is client
                     if source is client and self.doomed and self.doomed in data:
                         losing, self.doomed = True, None
+                        if self.instead:
+                            self.instead()
+                            source, self.instead = server, None
                     if not data or (losing and source is server):
                         self.lost += losing
                         client.shutdown(socket.SHUT_RDWR)

@@ -114,7 +114,8 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
     They go on for this time, and until some runs were made: an SQLite file on a busy disk lets few
     of those through that want to write.
     """
-    from django_singletask.stores import Outcome, get_store
+    from django_singletask.stores import get_store
+    from django_singletask.stores.base import Outcome
     from tests.entries import holder, key_of
 
     key = key_of(f"turns {os.getpid()}")
@@ -155,7 +156,8 @@ def take_slots(alias: str, way: str, seconds: float) -> dict[str, int]:
     ``one run``: all are deliveries of one message. ``broken``: look and write are two steps.
     """
     from django_singletask.locks.keys import name_key
-    from django_singletask.stores import Outcome, Slots, Store, get_store
+    from django_singletask.stores import get_store
+    from django_singletask.stores.base import Outcome, Slots, Store
     from tests.entries import holder
 
     mark = b'"name":"tests"' if way == "one run" else b""
@@ -244,7 +246,8 @@ def take_in_threads(alias: str, keys: str, cycles: int) -> dict[str, Any]:
     Count the cycles in which a lock looked as if another thread had touched it. ``str`` passes the
     keys to pylibmc as str.
     """
-    from django_singletask.stores import Outcome, get_store
+    from django_singletask.stores import get_store
+    from django_singletask.stores.base import Outcome
     from tests.entries import holder, key_of
 
     wrong = []

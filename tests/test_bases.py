@@ -12,7 +12,6 @@ from celery.app.trace import _install_stack_protection, reset_worker_optimizatio
 from django.db import connection, transaction
 
 from django_singletask import SingletonTask, current_lock
-from django_singletask.task.locked import LockedTask
 from tests.deliveries import deliver, held_by
 
 pytestmark = [
@@ -186,7 +185,7 @@ def test_the_body_has_the_request_of_the_message(app: Celery, call: Callable[...
 def test_control_celery_pushes_another_request(
     app: Celery, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(LockedTask, "push_request")
+    monkeypatch.delattr(SingletonTask, "push_request")
     before, inside = requests_of(app, call)
     assert inside is not before
 

@@ -106,6 +106,7 @@ def unmarked(response: HttpResponse) -> set[str]:
     return {line.strip() for line in texts.splitlines() if re.search("[A-Za-z]", line)}
 
 
+@pytest.mark.usefixtures("empty_history")
 def test_the_pages_show_no_text_that_is_not_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     marked = Marked("de")
     monkeypatch.setattr(trans_real, "translation", lambda language: marked)

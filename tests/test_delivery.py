@@ -13,9 +13,10 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from django.db import connections
 from kombu import Queue
 
-from django_singletask import LockConflict, SingletonTask
+from django_singletask import LockConflict, LockUnavailable, SingletonTask
 from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.holder import Holder
+from django_singletask.locks import steps
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.models import TaskLockEvent
@@ -105,6 +106,7 @@ def test_a_redelivery_that_finds_the_lock_free_hops_once_more(sent):
     with pytest.raises(Postponed):
         receive(tasks.hold, "a", header={"redelivered": WAITS, "hops": 5})
     assert header_of(sent[0])["redelivered"] == LOOKS
+    assert sent[0]["countdown"] <= 1
     assert not tasks.hold.lock("a").locked()
     assert TaskLockEvent.objects.get(kind="acquired").result == "postponed"
 
@@ -424,6 +426,52 @@ class TestRequeue:
         with held_by("mine", task=tasks.requeue), pytest.raises(Postponed):
             receive(tasks.requeue, "a", header=header)
         assert "requeued_at" not in header_of(sent[0])
+
+    @pytest.fixture
+    def soon_free(self, monkeypatch):
+        """Let another run hold the lock until a call pauses; return the pauses."""
+        held, pauses = held_by("another", task=tasks.requeue), []
+
+        def sleep(seconds):
+            pauses.append(seconds)
+            held.__exit__()
+
+        monkeypatch.setattr(steps, "time", SimpleNamespace(sleep=sleep))
+        with held:
+            yield pauses
+
+    def test_it_waits_a_moment_before_it_is_postponed(self, sent, soon_free, tmp_path, monkeypatch):
+        monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "runs.log"))
+        assert receive(tasks.requeue, "a") == "ran"
+        assert len(soon_free) == 1
+        assert not sent
+        assert not TaskLockEvent.objects.filter(kind="skipped").exists()
+
+    def test_it_gives_way_to_a_later_call_that_ran_while_it_waited(self, soon_free, monkeypatch):
+        answers = iter([False, True])
+        monkeypatch.setattr(rerun, "is_superseded", lambda *args: next(answers))
+        assert receive(tasks.requeue, "a", header={"ticket": ["epoch", 1]}) is None
+        assert tasks.requeue.lock("a").holder() is None
+
+    @pytest.mark.parametrize("on_outage", ["raise", "run", "skip"])
+    def test_a_cache_that_goes_down_while_it_waits(self, sent, soon_free, monkeypatch, on_outage):
+        take = get_store("redis").take
+
+        def take_once(*args, **kwargs):
+            if soon_free:
+                raise LockUnavailable("down")
+            return take(*args, **kwargs)
+
+        monkeypatch.setattr(get_store("redis"), "take", take_once)
+        with pytest.raises(Postponed):
+            receive(tasks.requeue, "a", header={"options": {"on_outage": on_outage}})
+        assert len(soon_free) == len(sent) == 1
+
+    def test_a_postponed_call_has_not_given_up(self, sent, caplog):
+        caplog.set_level("INFO", "django_singletask")
+        with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
+            receive(tasks.requeue, "a")
+        assert "policy: requeue." in caplog.text
 
     @pytest.mark.parametrize("task", [tasks.requeue, tasks.rerun], ids=["requeue", "rerun"])
     @pytest.mark.parametrize("call", ["direct", "apply"])

@@ -14,9 +14,9 @@ import pytest
 from django.core.cache import caches
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.stores import Forgotten, epoch, get_store
+from django_singletask.stores import epoch, get_store
 from django_singletask.stores.base import TRIES
-from django_singletask.stores.epoch import EPOCH
+from django_singletask.stores.epoch import EPOCH, Forgotten
 from tests.entries import holder, key_of
 from tests.servers import Memcached, Redis, ask
 

@@ -15,7 +15,8 @@ import pytest
 
 from django_singletask import LockError, LockLost, TaskLock, clock
 from django_singletask.locks import renewal
-from django_singletask.stores import Outcome, get_store
+from django_singletask.stores import get_store
+from django_singletask.stores.base import Outcome
 from tests.deadline import wait_for
 from tests.testapp.models import Account
 
@@ -114,23 +115,22 @@ def test_no_number_is_drawn_before_it_is_known_that_the_lock_was_retaken(
         return outcomes
 
     class SlowStore:
+        batch = 1
         renew_many = staticmethod(renew)
 
     with TaskLock("nightly") as lock:
         assert lock.lease is not None
         empty_cache("redis")
-        with monkeypatch.context() as patch:
-            patch.setattr(renewal, "get_store", lambda alias: SlowStore)
-            keeper = renewal.keeper()
-            slow = threading.Thread(target=keeper.renew_all, args=("redis", [lock.lease]))
-            slow.start()
-            assert retaken.wait(20)
-            body = threading.Thread(target=draw)
-            body.start()
-            body.join(0.2)
-            go_on.set()
-            slow.join()
-            body.join()
+        renew_all = renewal.renewers["redis"].renew_all
+        slow = threading.Thread(target=renew_all, args=(SlowStore, [lock.lease]))
+        slow.start()
+        assert retaken.wait(20)
+        body = threading.Thread(target=draw)
+        body.start()
+        body.join(0.2)
+        go_on.set()
+        slow.join()
+        body.join()
     assert isinstance(drawn[0], LockLost)
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from django_singletask import LockError, LockLost, TaskLock, current_lock
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import Outcome, get_store
+from django_singletask.stores import get_store
+from django_singletask.stores.base import Outcome
 from django_singletask.testing import no_locks
 from tests.command_line import alarm, hold, locks, locks_as_json
 from tests.deadline import wait_for

@@ -20,8 +20,9 @@ from django_singletask.management.listings import lock_table
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
 from django_singletask.operators.held import clear, held, with_history
-from django_singletask.operators.names import select, select_task
-from django_singletask.stores import CannotList, get_store
+from django_singletask.operators.names import select
+from django_singletask.stores import get_store
+from django_singletask.stores.base import CannotList
 from tests.past_rows import row
 
 pytestmark = [
@@ -190,10 +191,10 @@ def test_task_narrows_the_list(on_redis, take):
 
         @app.task(base=SingletonTask, name="listed", shared=False)
         def listed():
-            return [lock.task for lock in held([select_task("listed")])]
+            return [lock.task for lock in held([select("listed")])]
 
         assert listed.apply().get() == ["listed"]
-        assert held([select_task("other")]) == []
+        assert held([select("other")]) == []
 
 
 def test_skipped_runs_are_counted_by_holder(on_redis, take):
@@ -452,7 +453,7 @@ def test_process_of_another_host_is_not_taken_for_dead(on_redis, ended_process):
 def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
     take("held")
     row("acquired", 100, name="nightly", token="t", task="a", host="web-1", pid=7, timeout=60)
-    [lock] = held([select_task("a")])
+    [lock] = held([select("a")])
     assert (lock.name, lock.state, lock.queued) == ("nightly", "expired", False)
     assert lock.remaining is None
     assert 100 <= lock.held_for < 120

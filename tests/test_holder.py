@@ -7,7 +7,7 @@ import json
 import pytest
 
 from django_singletask import TaskLock
-from django_singletask.holder import Holder
+from django_singletask.holder import UNKNOWN, Holder
 from django_singletask.locks.keys import name_key
 from django_singletask.operators import held
 from django_singletask.stores import get_store
@@ -30,31 +30,37 @@ FOREIGN = {
     "endless": b'{"token": "t", "timeout": Infinity, "since": NaN}',
     "negative numbers": b'{"token": "t", "timeout": -1e300, "since": 1e300, "pid": -1}',
     "overlong": json.dumps(dict.fromkeys(("token", "name", "host", "task_id"), "x" * 200_000)),
-    "harmful": json.dumps(dict.fromkeys(("token", "name", "host", "task_id"), HARMFUL)),
+    "harmful token": json.dumps({"token": HARMFUL}),
     "spaces in the token": b'{"token": "a b:c"}',
+    "text as a number": b'{"token": "t", "pid": "7"}',
+    "number as a text": b'{"token": "t", "host": 7}',
 }
 FOREIGN = {kind: text.encode() if isinstance(text, str) else text for kind, text in FOREIGN.items()}
-# A column of text holds no such bytes.
-TEXTS = sorted(FOREIGN.keys() - {"no text"})
+TEXTS = {"token": "t"} | dict.fromkeys(("name", "host", "task", "task_id"), HARMFUL)
+SHOWN = [FOREIGN["no text"], json.dumps(TEXTS).encode()]
 NAME = "nightly"
 KEY = name_key(NAME).key
 
 
-def write(alias: str, kind: str) -> None:
-    assert get_store(alias).add(KEY, FOREIGN[kind], 60) is None
+def write(alias: str, value: bytes) -> None:
+    assert get_store(alias).add(KEY, value, 60) is None
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-def test_a_lock_clears_what_something_else_wrote(cache_alias, kind):
-    write(cache_alias, kind)
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_its_holder_is_unknown(kind):
+    assert Holder.decode(FOREIGN[kind]) is UNKNOWN
+
+
+def test_a_lock_clears_what_something_else_wrote(cache_alias):
+    write(cache_alias, FOREIGN["no JSON"])
     assert TaskLock(NAME).locked()
     assert TaskLock(NAME).clear()
     assert TaskLock(NAME).acquire()
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_the_command_clears_what_something_else_wrote(on_redis, kind):
-    write("redis", kind)
+@pytest.mark.parametrize("value", SHOWN, ids=["foreign", "harmful"])
+def test_the_command_clears_what_something_else_wrote(on_redis, value):
+    write("redis", value)
     listed = locks()
     assert max(map(len, listed.splitlines())) <= 80
     assert "Freed 1 lock." in locks("clear", NAME, "--yes")
@@ -62,9 +68,9 @@ def test_the_command_clears_what_something_else_wrote(on_redis, kind):
     assert max(map(len, locks("history").splitlines())) <= 80
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_the_admin_clears_what_something_else_wrote(on_redis, kind):
-    write("redis", kind)
+@pytest.mark.parametrize("value", SHOWN, ids=["foreign", "harmful"])
+def test_the_admin_clears_what_something_else_wrote(on_redis, value):
+    write("redis", value)
     client = log_in("view_tasklockevent", "clear_lock")
     page = client.get(BASE).content.decode()
     assert len(page) < 20_000
@@ -86,3 +92,10 @@ def test_what_is_harmful_is_shown_escaped():
 def test_a_record_of_this_package_is_read_as_it_was_written():
     holder = Holder.new(NAME, 60, task="feeds.tasks.a", task_id="3f0c", retries=2)
     assert Holder.decode(holder.encode()) == holder
+
+
+def test_records_of_other_versions_are_read():
+    older = {"token": "t", "name": NAME, "since": 7}
+    holder = Holder.decode(json.dumps({**older, "of a newer version": [1]}).encode())
+    assert holder == Holder.from_dict(older)
+    assert (holder.name, holder.since, holder.task_id, holder.slots) == (NAME, 7, None, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 
 from django_singletask import TaskLock
-from django_singletask.holder import Holder, start_time, this_process
+from django_singletask.holder import Holder, read_stat, start_time, this_process
 from django_singletask.locks import liveness
-from django_singletask.locks.liveness import is_gone, is_stopped, proof_of_death
+from django_singletask.locks.liveness import is_alive, is_gone, is_stopped, proof_of_death
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc, which only Linux has"
@@ -78,6 +79,27 @@ def test_a_zombie_is_dead(child: subprocess.Popen[bytes], wait_for: Any) -> None
     assert proof_of_death(holder) == f"process {child.pid} has ended"
 
 
+LOSE_MAIN_THREAD = """
+import ctypes, threading
+threading.Thread(target=input).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_whose_main_thread_has_ended_is_alive_while_it_has_other_threads(
+    wait_for: Any,
+) -> None:
+    command = [sys.executable, "-c", LOSE_MAIN_THREAD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        holder = held_by(process.pid)
+        wait_for(lambda: read_stat(process.pid)[0] == "Z", "its main thread has ended")
+        assert proof_of_death(holder) is None
+        assert is_alive(holder)
+        process.kill()
+        wait_for(lambda: proof_of_death(holder), "it is a zombie")
+        assert proof_of_death(holder) == f"process {process.pid} has ended"
+
+
 def test_a_process_whose_pid_another_has_now_is_dead(child: subprocess.Popen[bytes]) -> None:
     holder = held_by(child.pid, start="1")
     assert proof_of_death(holder) == f"process id {child.pid} now belongs to another process"
@@ -129,13 +151,44 @@ def test_an_unreadable_proc_file_is_no_proof(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"boot_id": "another"}, {"pid_ns": "pid:[1]"}, {"boot_id": ""}],
-    ids=["another boot or host", "another container", "unknown"],
+    [{"boot_id": "another"}, {"pid_ns": "pid:[1]"}, {"time_ns": "time:[1]"}, {"boot_id": ""}],
+    ids=["another boot or host", "another container", "another time namespace", "unknown"],
 )
 def test_there_is_no_proof_about_a_process_elsewhere(
     dead_child: Holder, changes: dict[str, str]
 ) -> None:
-    assert proof_of_death(dataclasses.replace(dead_child, **changes)) is None
+    elsewhere = dataclasses.replace(dead_child, **changes)
+    assert proof_of_death(elsewhere) is None
+    assert is_alive(elsewhere) is None
+
+
+def test_a_record_without_a_time_namespace_is_judged(dead_child: Holder) -> None:
+    """Older versions wrote such records."""
+    record = json.loads(dead_child.encode())
+    del record["time_ns"]
+    assert proof_of_death(Holder.from_dict(record)) == f"process {dead_child.pid} is gone"
+
+
+IN_ANOTHER_TIME = ["unshare", "--map-root-user", "--time", "--boottime", "1000", "--fork"]
+JUDGE = """
+import sys
+from django_singletask.holder import Holder, start_time
+from django_singletask.locks.liveness import proof_of_death
+holder = Holder.decode(sys.argv[1].encode())
+print(holder.start != start_time(holder.pid), proof_of_death(holder))
+"""
+
+
+def test_another_time_namespace_proves_nothing(child: subprocess.Popen[bytes]) -> None:
+    """There, the start times of all processes differ by its offset."""
+    try:
+        subprocess.run([*IN_ANOTHER_TIME, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system does not let the tests make a time namespace")
+    record = held_by(child.pid).encode().decode()
+    command = [*IN_ANOTHER_TIME, sys.executable, "-c", JUDGE, record]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "True None\n"
 
 
 @pytest.mark.parametrize("pid", [0, -1])

@@ -6,13 +6,12 @@ import sys
 import pytest
 
 from django_singletask.locks.keys import name_key
-from django_singletask.operators.held import held
+from django_singletask.operators.held import held, must_be_known
 from django_singletask.operators.names import (
     UnknownName,
     locks_of,
     nearest,
     select,
-    select_task,
 )
 from tests.command_line import hold
 from tests.past_rows import ran
@@ -96,13 +95,11 @@ def test_last_parts_of_the_name_of_a_task_are_enough():
     assert meant("sync") == meant("project.sync") == "other.project.sync"
     assert meant("nique") == meant("") == ""
     assert tasks.unique.lock("a").key in select("unique('a')").keys
-    assert select_task("unique").task == UNIQUE
 
 
 def test_task_that_only_holds_a_lock_is_found_by_its_name():
     hold(name="other.project.sync(1)", task="other.project.sync")
-    for read in (select, select_task):
-        assert [lock.task for lock in held([read("other.project.sync")])] == ["other.project.sync"]
+    assert [lock.task for lock in held([select("other.project.sync")])] == ["other.project.sync"]
 
 
 def test_end_of_several_names_is_an_error_with_these_names():
@@ -112,6 +109,12 @@ def test_end_of_several_names_is_an_error_with_these_names():
         select("sync")
     message = "No lock or task is known as 'sync'."
     assert str(caught.value) == f'{message} Did you mean "feeds.sync", or "shops.sync"?'
+
+
+def test_error_does_not_repeat_a_huge_name():
+    with pytest.raises(UnknownName) as caught:
+        must_be_known([select("x" * 100_000)])
+    assert len(str(caught.value)) < 400
 
 
 def test_lock_that_has_the_name_is_meant_rather_than_a_task_whose_name_ends_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from django_singletask import LockError, LockUnavailable, SingletonTask, current
 from django_singletask.history.recorder import flush
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.task.header import WAITS
+from django_singletask.task import rerun
+from django_singletask.task.header import HEADER, LOOKS, WAITS
 from tests.deliveries import collect_sent, deliver, held_by
 from tests.entries import private_store
 from tests.servers import Memcached, Redis, Server
@@ -61,6 +63,33 @@ def task_of(app: Celery, on_outage: str, body: Any = run, **options: Any) -> Any
     return app.task(base=SingletonTask, shared=False, name=f"tests.{on_outage}", **options)(body)
 
 
+class Hops:
+    """One message, which is delivered each time that it was published."""
+
+    def __init__(self, app: Celery, sent: list[dict[str, Any]]) -> None:
+        self.app, self.sent = app, sent
+
+    def start(self, on_outage: str, header: Any = None, **options: Any) -> None:
+        self.task = task_of(self.app, on_outage, **options)
+        self.task.apply_async("a", task_id="mine")
+        self.header.update(header or {})
+
+    @property
+    def header(self) -> dict[str, Any]:
+        header: dict[str, Any] = self.sent[-1]["headers"][HEADER]
+        return header
+
+    def deliver(self, **request: Any) -> Any:
+        return deliver(self.task, "a", headers=self.sent[-1]["headers"], **request)
+
+    def hop(self, **request: Any) -> Any:
+        """Deliver the message, which is published again."""
+        number = len(self.sent)
+        end = self.deliver(**request)
+        assert len(self.sent) == number + 1, end
+        return end
+
+
 @pytest.mark.parametrize("alias", KINDS)
 def test_a_cache_that_goes_down(app: Celery, alias: str, settings: Any, caplog: Any) -> None:
     """And comes back: each of the three policies, before, during and after the outage."""
@@ -90,12 +119,21 @@ def test_a_cache_that_goes_down(app: Celery, alias: str, settings: Any, caplog: 
 @pytest.mark.parametrize(("on_outage", "result"), [("run", "ran"), ("skip", "skipped")])
 def test_it_holds_for_each_policy(app: Celery, policy: str, on_outage: str, result: str) -> None:
     task = task_of(app, on_outage, on_conflict=policy, lock_wait=0.1)
-    for call in (
-        lambda: deliver(task, "a").retval,
-        lambda: task.apply("a").get(),
-        lambda: task("a"),
-    ):
-        assert call() == result
+    assert task.apply("a").get() == task("a") == result
+    if (on_outage, policy) != ("skip", "requeue"):  # a message of it is postponed
+        assert deliver(task, "a").retval == result
+
+
+@pytest.mark.usefixtures("down")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_by_default_each_policy_raises(app: Celery, sent: list[Any], policy: str) -> None:
+    task = task_of(app, "raise", on_conflict=policy, lock_wait=0.1)
+    for call in (lambda: task.apply("a", throw=True), lambda: task("a")):
+        with pytest.raises(LockUnavailable):
+            call()
+    if policy != "requeue":
+        assert type(deliver(task, "a").info.retval) is LockUnavailable
+    assert not sent
 
 
 @pytest.mark.usefixtures("down")
@@ -184,7 +222,7 @@ def test_an_outage_in_the_body_is_the_body_s_own(
 
 
 @pytest.mark.usefixtures("down")
-@pytest.mark.parametrize("on_outage", ["run", "skip"])
+@pytest.mark.parametrize("on_outage", ["raise", "run", "skip"])
 def test_a_message_that_the_broker_delivers_again_waits_for_the_cache(
     app: Celery, sent: list[Any], on_outage: str
 ) -> None:
@@ -200,7 +238,7 @@ def test_a_message_that_the_broker_delivers_again_waits_for_the_cache(
 
 
 @pytest.mark.usefixtures("down")
-@pytest.mark.parametrize("on_outage", ["run", "skip"])
+@pytest.mark.parametrize("on_outage", ["raise", "run", "skip"])
 def test_a_message_that_waits_for_its_own_run_goes_on_waiting(
     app: Celery, sent: list[Any], on_outage: str
 ) -> None:
@@ -212,6 +250,113 @@ def test_a_message_that_waits_for_its_own_run_goes_on_waiting(
     [message] = sent
     assert message["headers"]["singletask"]["redelivered"] == WAITS
     assert not log
+
+
+class TestPromised:
+    """A message that was promised its turn is postponed while the cache cannot be asked."""
+
+    @pytest.fixture
+    def hops(self, app: Celery, sent: list[Any], down: None, monkeypatch: Any) -> Hops:
+        monkeypatch.setattr("random.uniform", lambda low, high: high)
+        return Hops(app, sent)
+
+    @pytest.mark.parametrize("on_outage", ["raise", "skip"])
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_it_is_postponed(self, hops: Hops, on_outage: str, policy: str) -> None:
+        """``"requeue"`` promises at once, the others when they postpone a message."""
+        header = {} if policy == "requeue" else {"hops": 3}
+        hops.start(on_outage, header, on_conflict=policy, lock_wait=60)
+        assert hops.hop().info.state == "IGNORED"
+        assert hops.header.get("hops") == header.get("hops")
+        assert not log
+        flush()
+        assert not TaskLockEvent.objects.exists()
+
+    def test_the_pauses_grow_to_a_quarter_of_the_lease(self, hops: Hops) -> None:
+        hops.start("raise", {"hops": 9}, on_conflict="requeue", lock_timeout=8)
+        for _hop in range(4):
+            hops.hop()
+        assert [message["countdown"] for message in hops.sent[1:]] == [1, 1, 1.5, 2]
+
+    def test_it_is_logged_once(self, hops: Hops, caplog: Any) -> None:
+        hops.start("raise", {"hops": 3, "ticket": ["epoch", 1]}, on_conflict="rerun")
+        for _hop in range(3):
+            hops.hop()
+        [record] = [record for record in caplog.records if record.name == "django_singletask"]
+        assert record.levelno == logging.WARNING
+        text = record.getMessage()
+        assert text.startswith("tests.raise(key='a') (singletask:tests.raise:")
+        assert "): the call is postponed. The cache 'dead' cannot be used: " in text
+        assert text.endswith("'manage.py locks probe' tests it.")
+        assert hops.header["ticket"] == ["epoch", 1]
+
+    def test_the_next_outage_is_another(self, hops: Hops, caplog: Any, settings: Any) -> None:
+        hops.start("raise", on_conflict="requeue")
+        hops.hop()
+        settings.SINGLETASK_CACHE = "redis"
+        with held_by("another", task=hops.task):
+            hops.hop()
+        assert hops.header["hops"] == 1
+        assert "outage_hops" not in hops.header
+        flush()
+        assert TaskLockEvent.objects.get().reason == "requeue"
+        settings.SINGLETASK_CACHE = "dead"
+        hops.hop()
+        assert caplog.text.count("the call is postponed") == 2
+        settings.SINGLETASK_CACHE = "redis"
+        assert hops.deliver().retval == "ran"
+
+    @pytest.mark.parametrize("on_outage", ["raise", "skip"])
+    def test_lock_wait_counts_from_the_first_hop(self, hops: Hops, on_outage: str) -> None:
+        hops.start(on_outage, on_conflict="requeue", lock_wait=30)
+        before = time.time()
+        hops.hop()
+        since = hops.header["requeued_at"]
+        assert before <= since <= time.time()
+        hops.hop()
+        assert hops.header["requeued_at"] == since
+        hops.header["requeued_at"] -= 31
+        assert type(hops.deliver().info.retval) is LockUnavailable
+        assert len(hops.sent) == 3
+
+    def test_the_first_hop_can_be_that_of_a_conflict(self, hops: Hops) -> None:
+        since = time.time() - 29.5
+        header = {"hops": 9, "requeued_at": since}
+        hops.start("raise", header, on_conflict="requeue", lock_wait=30)
+        hops.hop()
+        assert hops.header["requeued_at"] == since
+        assert hops.sent[-1]["countdown"] < 0.51
+
+    def test_lock_wait_limits_no_other_policy(self, hops: Hops) -> None:
+        header = {"hops": 1, "requeued_at": time.time() - 10}
+        hops.start("raise", header, on_conflict="rerun", lock_wait=1)
+        assert hops.hop().info.state == "IGNORED"
+
+    def test_expires_is_kept(self, hops: Hops) -> None:
+        hops.start("raise", on_conflict="requeue")
+        hops.hop(expires="2030-01-01T00:00:00+00:00")
+        assert hops.sent[-1]["expires"] == "2030-01-01T00:00:00+00:00"
+
+    @pytest.mark.parametrize("policy", ["requeue", "rerun"])
+    def test_run_keeps_no_message_waiting(self, hops: Hops, policy: str) -> None:
+        hops.start("run", {"hops": 3, "ticket": ["epoch", 1]}, on_conflict=policy)
+        assert hops.deliver().retval == "ran"
+        assert log == [False]
+
+    @pytest.mark.parametrize("seen", [WAITS, LOOKS])
+    def test_no_redelivery_runs(self, hops: Hops, seen: int) -> None:
+        hops.start("run", {"hops": 3, "redelivered": seen}, on_conflict="requeue", lock_wait=1)
+        assert hops.hop().info.state == "IGNORED"
+        assert hops.header["redelivered"] == WAITS
+
+    def test_a_call_whose_number_cannot_be_read_reports_other_errors(
+        self, hops: Hops, monkeypatch: Any, caplog: Any
+    ) -> None:
+        """Negative control of the silence about a cache that is down."""
+        monkeypatch.setattr(rerun, "is_superseded", lambda *facts: 1 / 0)
+        hops.start("raise", {"hops": 3, "ticket": ["epoch", 1]}, on_conflict="rerun")
+        hops.hop()
+        assert "cannot check for a later call" in caplog.text
 
 
 @pytest.mark.parametrize("until", ["start", "finish", "expiry"])

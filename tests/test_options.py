@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from celery import Celery
+from django.core.checks import Error
 
-from django_singletask import SingletonTask, checks, only_one
+from django_singletask import SingletonTask, checks
 from django_singletask.locks.keys import LockKey
 from django_singletask.task import base
 from django_singletask.task.header import HEADER, WAITS, Header
@@ -109,7 +110,7 @@ PROBLEMS = [
         "lock_on=['a'] and lock_name='x:{{a}}' {} cannot be combined.",
         TypeError,
         TypeError,
-        "E018",
+        "E011",
     ),
     Wrong(
         {"lock_renew": False},
@@ -123,14 +124,14 @@ PROBLEMS = [
         'on_conflict="wait" {} needs lock_wait, the longest wait in seconds.',
         None,
         ValueError,
-        "E017",
+        "E011",
     ),
     Wrong(
         {"on_conflict": "rerun", "lock_wait": 5},
         "lock_wait=5 {} has no effect with on_conflict='rerun'.",
         None,
         None,
-        "W011",
+        "E011",
     ),
     *(
         Wrong({"lock_slots": value}, f"{SLOTS} {value!r}.", TypeError, TypeError, "E008")
@@ -197,51 +198,6 @@ WITH_ARGUMENTS = [
 def body(a, b=2): ...
 
 
-@pytest.mark.parametrize(
-    ("on_skip", "reason"),
-    [
-        (lambda: None, "too many positional arguments"),
-        (lambda conflict: None, "too many positional arguments"),
-        (lambda conflict, a: None, "too many positional arguments"),
-        (lambda conflict, a, b: None, "missing a required argument: 'b'"),
-        (lambda conflict, a, b, c: None, "missing a required argument: 'c'"),
-    ],
-)
-def test_an_on_skip_that_cannot_take_each_call_is_refused(define, on_skip, reason):
-    define(on_skip=on_skip)
-    [message] = checks.check_tasks()
-    assert message.id == "django_singletask.E012"
-    text = f"on_skip {OF_TASK} cannot take the conflict and the task's arguments: {reason}."
-    assert message.msg == text
-    assert message.hint.startswith("Its parameters are the conflict, then: a, b. See http")
-    with pytest.raises(TypeError, match=f"cannot take the conflict and a call: {reason}"):
-        only_one(on_skip=on_skip)(body)
-
-
-@pytest.mark.parametrize(
-    "on_skip",
-    [
-        lambda conflict, a, b=2: None,
-        lambda conflict, x, y=None: None,  # calls may pass them by position
-        lambda conflict, *, b=1, a: None,  # or by name
-        lambda conflict, *args, **kwargs: None,
-        lambda *args, **kwargs: None,
-        type("NoSignature", (), {"__call__": print, "__signature__": 7})(),
-    ],
-)
-def test_an_on_skip_that_can_take_each_call_passes(define, on_skip):
-    define(on_skip=on_skip)
-    assert checks.check_tasks() == []
-    only_one(on_skip=on_skip)(body)
-
-
-def test_an_on_skip_of_a_task_that_takes_anything_is_not_looked_at(define):
-    def take_anything(*args): ...
-
-    define(take_anything, on_skip=lambda conflict, a: None)
-    assert checks.check_tasks() == []
-
-
 @pytest.fixture
 def app(monkeypatch):
     """Give a Celery application of the test's own, whose tasks alone are checked."""
@@ -256,7 +212,7 @@ def app(monkeypatch):
 def define(app):
     """Make the task, with options in its decorator."""
 
-    def define_task(body=body, **options):
+    def define_task(**options):
         return app.task(body, base=SingletonTask, name=NAME, lazy=False, shared=False, **options)
 
     return define_task
@@ -315,13 +271,14 @@ def test_what_the_system_check_says(define, wrong):
         setattr(task, option, value)
     [message] = checks.check_tasks()
     assert message.id == f"django_singletask.{wrong.check}"
+    assert isinstance(message, Error) == (wrong.in_call is not None)
     assert message.msg == wrong.text.format(OF_TASK)
     assert message.hint
 
 
 def test_every_number_of_the_system_check_is_seen_here():
     numbers = {wrong.check for wrong in PROBLEMS + WITH_ARGUMENTS}
-    assert numbers == {"E008", "E009", "E010", "E011", "E012", "E017", "E018", "W011"}
+    assert numbers == {"E008", "E009", "E010", "E011", "E012"}
 
 
 def test_good_options_are_accepted_everywhere(define):
@@ -367,6 +324,7 @@ FULL = Header(
     token="a token",
     due=1_700_000_000.5,
     hops=3,
+    outage_hops=2,
     requeued_at=1_700_000_001.5,
     redelivered=WAITS,
     ticket=Ticket("epoch", 7),
@@ -402,8 +360,8 @@ class TestHeader:
     def test_the_next_message_drops_what_is_of_this_one(self):
         header = FULL.next()
         assert (header.token, header.hops, header.redelivered) == (None, 0, 0)
-        assert header.due == header.requeued_at == 0
-        fields = {"token": FULL.token, "hops": 3, "redelivered": WAITS}
+        assert header.due == header.requeued_at == header.outage_hops == 0
+        fields = {"token": FULL.token, "hops": 3, "outage_hops": 2, "redelivered": WAITS}
         assert header.next(due=FULL.due, requeued_at=FULL.requeued_at, **fields) == FULL
 
     def test_a_wait_without_end_travels_as_json(self):
@@ -441,7 +399,7 @@ class TestMessageOfAnotherVersion:
     }
     """What the first version with this header wrote."""
 
-    NEW = {"requeued_at": 0.0, "never_gives_way": False}
+    NEW = {"outage_hops": 0, "requeued_at": 0.0, "never_gives_way": False}
 
     def test_one_of_the_version_before_is_read(self):
         headers = {HEADER: self.BEFORE}

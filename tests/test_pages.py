@@ -400,19 +400,6 @@ def test_page_says_that_the_cache_is_down_while_the_history_is_shown(
         assert "cannot be used" in response.content.decode()
 
 
-def test_passwords_of_the_cache_are_struck_out(operator, settings, monkeypatch):
-    location = "redis://:s3cret@127.0.0.1:1/0"
-    settings.CACHES = {**settings.CACHES, "other": {"BACKEND": "x", "LOCATION": location}}
-
-    def refuse():
-        raise ConnectionError(f"cannot connect to {location}")
-
-    monkeypatch.setattr(held_locks, "held", refuse)
-    content = content_of(operator)
-    assert "cannot connect to redis://:***@127.0.0.1" in content
-    assert "s3cret" not in content
-
-
 def test_sentence_with_links_is_translated_as_one(operator, settings, dead_redis, monkeypatch):
     settings.SINGLETASK_CACHE = dead_redis
     texts = []
@@ -754,7 +741,7 @@ def test_timeline_says_that_it_draws_sums(operator, monkeypatch):
     [
         ({"from": "soon"}, "'soon' is not a time: write it as 20"),
         ({"to": "2026-13-01T00:00"}, "'2026-13-01T00:00' is not a time"),
-        ({"from": "0001-01-01T00:00"}, "is not a time"),
+        ({"to": "0001-01-01T00:00"}, "is not a time"),
         ({"from": "2026-01-02T03:00", "to": "2026-01-02T02:00"}, "after 2026-01-02 03:00:00"),
         ({"from": "<script>"}, "'&lt;script&gt;' is not a time"),
         ({"range": "odd"}, "There is no range 'odd'"),

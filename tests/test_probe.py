@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask.operators.probe import look_from_another_process, probe
-from django_singletask.operators.server import Finding, compare_clocks, look_at
+from django_singletask.operators.probe import Finding, look_at, look_from_another_process, probe
 from django_singletask.stores import get_store
 from tests import servers
 from tests.entries import private_store
@@ -35,7 +32,6 @@ def test_cache_that_can_hold_locks_is_fit(cache_alias):
     first, second, *_rest = texts(result.findings, "ok").splitlines()
     assert first == "another process sees the lock that this process holds"
     assert second.startswith("a lock is acquired and released in ")
-    assert "the server's clock agrees with" in texts(result.findings, "ok")
     assert 0 < result.median <= result.slowest < 5
 
 
@@ -154,69 +150,17 @@ def test_server_that_forbids_config_still_answers_the_rest(own_store):
     assert last == Finding("note", "the server refused to say more: NoPermissionError")
 
 
-@pytest.mark.parametrize("alias", ["pylibmc", "pymemcache"])
-def test_memcached_says_what_it_evicts(alias):
-    findings = [*look_at(get_store(alias))]
-    assert "evicts locks too when its memory is full; so far it evicted none" in texts(
-        findings, "note"
-    )
-    assert texts(findings, "unfit") == ""
-    assert "a restart loses all locks, and memcached cannot list locks" in texts(findings, "note")
-
-
-class MemcachedThatNeverEvicts(servers.Memcached):
-    def command(self, folder):
-        return [*super().command(folder), "-M"]
-
-
-@pytest.mark.parametrize("alias", ["pylibmc", "pylibmc_binary", "pymemcache"])
-def test_memcached_that_never_evicts_is_unfit(settings, alias):
-    with (
-        MemcachedThatNeverEvicts() as server,
-        private_store(settings, alias, server.address) as store,
-    ):
-        findings = [*look_at(store)]
-    assert texts(findings, "unfit").startswith(f"{server.address} was started with -M")
-
-
-class MemcachedAtASocket(MemcachedThatNeverEvicts):
-    def command(self, folder):
-        return [*super().command(folder), "-s", self.path]
-
-    @property
-    def path(self):
-        return str(self.folder / "socket")
-
-    def answers(self):
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(self.path)
-            return True
-        return False
-
-
-def test_memcached_at_a_socket_that_never_evicts_is_unfit(settings):
-    with (
-        MemcachedAtASocket() as server,
-        private_store(settings, "pylibmc", f"unix:{server.path}") as store,
-    ):
-        findings = [*look_at(store)]
-        assert texts(findings, "unfit").startswith(f"{server.path} was started with -M")
-
-
-def test_memcached_that_has_evicted_is_a_warning(monkeypatch):
-    stats = {"version": "1.6", "time": "0", "evictions": "7"}
-    monkeypatch.setattr("django_singletask.operators.server.ask_memcached", lambda *_: stats)
+def test_memcached_forgets_and_evicts():
     findings = [*look_at(get_store("pymemcache"))]
-    assert "has evicted 7 keys, and evicts locks too" in texts(findings, "warning")
-    assert "s behind the clock of this host" in texts(findings, "warning")
+    assert {finding.level for finding in findings} == {"note"}
+    assert "a restart loses all locks" in texts(findings, "note")
+    assert "evicts locks too when its memory is full" in texts(findings, "note")
 
 
-def test_memcached_servers_that_do_not_answer_are_unfit(settings):
-    ports = [servers.free_port() for _ in range(2)]
-    with private_store(settings, "pymemcache", [f"127.0.0.1:{port}" for port in ports]) as store:
-        findings = [*look_at(store)]
-    assert "2 servers: if one fails, its locks are lost" in texts(findings, "warning")
-    assert f"127.0.0.1:{ports[1]} does not answer" in texts(findings, "unfit")
+def test_more_than_one_memcached_server_is_a_warning(settings):
+    with private_store(settings, "pymemcache", ["127.0.0.1:1", "127.0.0.1:2"]) as store:
+        warning = texts(look_at(store), "warning")
+    assert "2 servers: if one fails, its locks are lost" in warning
 
 
 @pytest.mark.parametrize(
@@ -230,22 +174,6 @@ def test_memcached_servers_that_do_not_answer_are_unfit(settings):
 def test_database_tells_what_it_is(django_db_setup, alias, text):
     findings = [*look_at(get_store(alias))]
     assert text in texts(findings, "note")
-    assert "clock agrees" in texts(findings, "ok")
-
-
-@pytest.mark.parametrize(
-    ("there", "level", "text"),
-    [
-        (1060.0, "warning", "the server's clock is 60 s ahead of the clock"),
-        (900.0, "warning", "the server's clock is 99 s behind the clock"),
-        (999.5, "ok", "the server's clock agrees"),
-        (1001.5, "ok", "the server's clock agrees"),
-    ],
-)
-def test_clock_that_differs_is_a_warning(monkeypatch, there, level, text):
-    monkeypatch.setattr("time.time", lambda: 1000.0)
-    found, said = compare_clocks(there, before=999.0)
-    assert (found, said.startswith(text)) == (level, True)
 
 
 # As a process
@@ -274,6 +202,8 @@ def test_process_of_a_fit_cache_exits_with_zero():
 def test_process_of_an_unfit_cache_exits_with_one():
     done = run("--json", cache="locmem")
     assert done.returncode == 1
-    assert done.stderr == "Error: The cache 'locmem' cannot hold locks: see 'unfit' above.\n"
+    assert done.stderr == (
+        "CommandError: The cache 'locmem' cannot hold locks: see 'unfit' above.\n"
+    )
     result = json.loads(done.stdout)
     assert (result["fit"], result["cache"]) == (False, "locmem")

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from django_singletask import LockError, TaskLock, clock
+from django_singletask import LockError, LockUnavailable, TaskLock, clock
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness, renewal
 from django_singletask.locks.lease import Lease
@@ -53,11 +53,11 @@ class SimulatedStore:
         before, after, loss = self.world.network
         self.world.pass_time(before)
         if loss == "request":
-            raise ConnectionError("the request was lost")
+            raise LockUnavailable("the request was lost")
         answer = act()
         self.world.pass_time(after)
         if loss == "reply":
-            raise ConnectionError("the reply was lost")
+            raise LockUnavailable("the reply was lost")
         return answer
 
     def add(self, key, value, lease):
@@ -152,17 +152,19 @@ class World(RuleBasedStateMachine):
         self.patches.enter_context(mock.patch.object(clock, "now", self.time))
         open_with(lambda alias: self.store)
         self.patches.callback(open_with, None)
-        keeper = SimpleNamespace(
+        renewer = SimpleNamespace(
             keep=lambda lease: None,
             drop=lambda lease: None,
-            wake_for=lambda lease: None,
             took=lambda token, key, place: False,
-            owe=lambda cache, key, value, length, kept=None: self.debts.append(
+            owe=lambda key, value, length, kept=None: self.debts.append(
                 (key, value, self.now + length)
             ),
             renewing=nullcontext(),
         )
-        self.patches.enter_context(mock.patch.object(renewal, "keeper", return_value=keeper))
+        every_cache = mock.MagicMock(return_value=renewer)
+        self.patches.enter_context(
+            mock.patch.object(renewal.Renewers, "__getitem__", every_cache, create=True)
+        )
         self.patches.enter_context(mock.patch.object(liveness, "proof_of_death", self.proof))
         if self.fault == "a loss that a renewal undoes":
             lost = property(lambda lease: lease.held and clock.now() >= lease.deadline)
@@ -214,7 +216,7 @@ class World(RuleBasedStateMachine):
     def renew(self, who, network, lease=None):
         lock = self.locks[who]
         token = lock.token
-        with self.over(who, network), suppress(ConnectionError):
+        with self.over(who, network), suppress(LockUnavailable):
             lock.lease.extend(lease or lock.lease.length)
             self.uninformed.discard(token)
             return
@@ -236,7 +238,7 @@ class World(RuleBasedStateMachine):
     def take(self, data, before, after, loss):
         who = self.awake(data, lambda lock: lock.token is None)
         if who is not None:
-            with self.over(who, (before, after, loss)), suppress(ConnectionError, LockError):
+            with self.over(who, (before, after, loss)), suppress(LockUnavailable, LockError):
                 self.locks[who].acquire()
 
     @rule(data=st.data(), before=DELAYS, after=DELAYS, loss=LOSS)
@@ -257,7 +259,7 @@ class World(RuleBasedStateMachine):
     def release(self, data, before, after, loss):
         who = self.awake(data, lambda lock: lock.token is not None)
         if who is not None:
-            with self.over(who, (before, after, loss)), suppress(ConnectionError):
+            with self.over(who, (before, after, loss)), suppress(LockUnavailable):
                 self.locks[who].release()
 
     @rule(who=st.integers(0, HOSTS - 1))

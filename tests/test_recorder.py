@@ -94,7 +94,7 @@ def test_what_happens_is_written_soon():
 
 
 def write_once(writer):
-    writer.write_some(threading.Event())
+    writer.write_some()
 
 
 def test_run_that_goes_on_is_left_to_the_next_write_once(background):
@@ -249,6 +249,21 @@ def test_text_that_mysql_refuses_is_left_out(background, monkeypatch, caplog):
     assert "not recorded" in caplog.text
 
 
+def test_a_signal_before_the_thread_is_woken_costs_no_later_event(background, monkeypatch):
+    def strike(reason=None):
+        raise KeyboardInterrupt
+
+    put(runs(1))
+    assert recorder.flush(10)
+    wait_for(lambda: background.sleeps, "the thread sleeps")
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "wake", strike)
+        with pytest.raises(KeyboardInterrupt):
+            background.put(event())
+    put(runs(1))
+    wait_for(lambda: len(rows()) == 3, "the later event is written")
+
+
 def test_stop_in_an_outage_keeps_the_events_and_ends_the_thread(background, monkeypatch):
 
     def fail(events, **options):
@@ -257,10 +272,8 @@ def test_stop_in_an_outage_keeps_the_events_and_ends_the_thread(background, monk
     monkeypatch.setattr(recorder, "RETRY", 0.05)
     monkeypatch.setattr(recorder, "write", fail)
     put(runs(3))
-    thread = background.thread
     recorder.stop()
-    thread.join(5)
-    assert not thread.is_alive()
+    wait_for(lambda: background.thread is None, "the thread has ended")
     monkeypatch.setattr(recorder, "write", write)
     put(runs(1))
     assert recorder.flush(10)
@@ -454,10 +467,20 @@ def test_sigkill_loses_no_row_that_was_written():
 class TestMode:
     @pytest.fixture(autouse=True)
     def unset(self, settings):
+        settings.SINGLETASK_HISTORY = "off"  # its end sends setting_changed
         del settings.SINGLETASK_HISTORY
+        conf.forget()
 
     def test_in_tests_the_default_is_inline(self):
         assert conf.history == "inline"
+
+    def test_in_tests_the_default_is_inline_though_the_app_has_read_it_before(self):
+        program = (
+            "import django; django.setup(); from django.test.utils import setup_test_environment; "
+            "from django_singletask.conf import conf; setup_test_environment(); print(conf.history)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("inline\n", "")
 
     def test_elsewhere_the_default_is_the_background(self, monkeypatch):
         monkeypatch.delattr("django.test.utils._TestState.saved_data")

@@ -1,8 +1,9 @@
-"""The thread that renews leases and pays debts."""
+"""The thread that renews leases and makes owed releases."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,13 +11,13 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.core.cache import caches
 
-from django_singletask import LockLost, TaskLock, clock
+from django_singletask import LockLost, LockUnavailable, TaskLock, clock, threads
 from django_singletask.locks import renewal
-from django_singletask.locks.debts import Debt, Debts
 from django_singletask.locks.run import Run
 from django_singletask.signals import lock_event
 from django_singletask.stores import get_store
@@ -32,25 +33,30 @@ def on_redis(settings, empty_cache):
     empty_cache("redis")
 
 
-def new_keeper(monkeypatch):
-    """Let a new keeper keep the leases of this process."""
-    keeper = renewal.Keeper()
-    monkeypatch.setattr(renewal, "keeper", lambda: keeper)
-    return keeper
+@pytest.fixture
+def renewer(monkeypatch):
+    """Let a new renewer keep the leases in Redis."""
+    renewer = renewal.Renewer("redis")
+    monkeypatch.setitem(renewal.renewers, "redis", renewer)
+    return renewer
 
 
-def test_locks_that_are_due_together_are_renewed_in_one_go(monkeypatch):
+@pytest.fixture
+def no_thread(renewer, monkeypatch):
+    """Let the test make the ticks."""
+    monkeypatch.setattr(renewer, "begin", lambda: None)
+    return renewer
+
+
+def test_locks_that_are_due_together_are_renewed_in_one_go(monkeypatch, no_thread):
     locks = [TaskLock(f"lock {number}", timeout=60) for number in range(200)]
     for lock in locks:
         lock.acquire()
     before = trips()
     began = [lock.lease.renewed_at for lock in locks]
-    keeper = renewal.Keeper()
-    for lock in locks:
-        keeper.keep(lock.lease)
     now = clock.now()
     monkeypatch.setattr(clock, "now", lambda: now + 21)
-    keeper.tick()
+    no_thread.tick()
     assert all(lock.lease.renewed_at > start for lock, start in zip(locks, began, strict=True))
     # One pipeline, which the server reads in pieces of 16 KiB; one by one it would be 200 trips.
     assert trips() - before < 50
@@ -64,38 +70,28 @@ def trips():
     return client.info("stats")["total_reads_processed"]
 
 
-def test_locks_held_for_a_moment_let_the_thread_sleep(monkeypatch, wait_for):
+def test_locks_held_for_a_moment_let_the_thread_sleep(renewer, monkeypatch):
     """Each waking costs the task a switch of threads; one a lock doubled the time of a lock."""
-    keeper, woken = new_keeper(monkeypatch), []
-    wake = keeper.wake
-    monkeypatch.setattr(keeper, "wake", lambda at: (woken.append(at), wake(at)))
-    with TaskLock("nightly"):
-        pass
-    assert woken
-    wait_for(lambda: keeper.sleeps, "the thread has come to its sleep")
-    woken.clear()
+    woken = []
+    wake = renewer.wake
+    monkeypatch.setattr(renewer, "wake", lambda: (woken.append(clock.now()), wake()))
+    began = clock.now()
     for _ in range(200):
         with TaskLock("nightly"):
             pass
-    # It wakes by itself each 0.4 s; until it sleeps again, some may wake it.
-    assert len(woken) <= 5
+    # The first wakes it; then it ticks each 0.4 s, and sleeps again if nothing is held.
+    assert 1 <= len(woken) <= 2 + (clock.now() - began) / 0.4
 
 
 class TestEpoch:
     """When a process that holds locks asks for the epoch; clock and thread are simulated."""
 
     @pytest.fixture
-    def keeper(self, monkeypatch):
-        keeper = new_keeper(monkeypatch)
-        monkeypatch.setattr(keeper, "wake", lambda at: None)
-        return keeper
-
-    @pytest.fixture
-    def looks(self, keeper, monkeypatch):
+    def looks(self, no_thread, monkeypatch):
         """Give the function that lets seconds pass; it returns the times of the looks."""
 
         def pass_by(seconds, look=None):
-            began = now = min(lease.taken_at for lease in keeper.held())
+            began = now = min(lease.taken_at for lease in no_thread.held())
             store, times = get_store("redis"), []
             real_look = look or store.look
 
@@ -106,9 +102,12 @@ class TestEpoch:
             with monkeypatch.context() as patch:
                 patch.setattr(store, "look", note)
                 patch.setattr(clock, "now", lambda: now)
-                while (due := keeper.next_due()) <= began + seconds:
-                    now = max(due, now)
-                    keeper.tick()
+                while (now := now + no_thread.interval) <= began + seconds:
+                    try:
+                        no_thread.tick()
+                        no_thread.failed = False
+                    except LockUnavailable:
+                        no_thread.failed = True
             return times
 
         return pass_by
@@ -118,7 +117,7 @@ class TestEpoch:
             take(f"lock {number}")
         assert looks(2.1) == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0], abs=0.05)
 
-    def test_a_look_is_one_small_request(self, keeper, take):
+    def test_a_look_is_one_small_request(self, take):
         take()
         store = get_store("redis")
         store.look()
@@ -126,38 +125,34 @@ class TestEpoch:
         store.look()
         assert trips() - before == 2  # with that of trips() itself
 
-    def test_a_run_of_less_than_0_4_seconds_costs_no_look(self, looks, monkeypatch):
+    def test_a_run_of_less_than_0_4_seconds_costs_no_look(self, looks):
         with TaskLock("nightly"):
             assert looks(0.3) == []
 
-    def test_while_the_cache_is_down_it_looks_each_0_2_seconds(self, looks, take):
+    def test_while_the_cache_is_down_it_looks_each_0_4_seconds(self, looks, take):
         def fail():
-            raise ConnectionError
+            raise LockUnavailable
 
         take()
-        assert looks(1.1, fail) == pytest.approx([0.4, 0.6, 0.8, 1.0], abs=0.05)
-
-    def test_a_fixed_lease_that_has_ended_causes_no_look(self, looks, take):
-        take(timeout=1, renew=False)
-        assert looks(3) == pytest.approx([0.4, 0.8], abs=0.05)
+        assert looks(1.3, fail) == pytest.approx([0.4, 0.8, 1.2], abs=0.05)
 
     def test_after_an_outage_all_leases_are_renewed(self, looks, take):
         """The server may have come back with an old snapshot, in which the epoch is the same."""
 
         def fail():
-            raise ConnectionError
+            raise LockUnavailable
 
         lock = take()
         looks(0.5, fail)
         store = get_store("redis")
         store.release(lock.key, lock.lease.value)
-        looks(0.7)
+        looks(0.9)
         assert lock.lease.retaken == 1
         renewed_at = lock.lease.renewed_at
         looks(2)
         assert lock.lease.renewed_at == renewed_at
 
-    def test_another_epoch_renews_all_leases_at_once(self, keeper, take, empty_cache, looks):
+    def test_another_epoch_renews_all_leases_at_once(self, take, looks):
         locks = [take(f"lock {number}") for number in range(3)]
         caches["redis"].clear()
         looks(0.5)
@@ -165,7 +160,7 @@ class TestEpoch:
         looks(1)
         assert [lock.lease.retaken for lock in locks] == [1, 1, 1]
 
-    def test_another_epoch_finds_a_fixed_lease_lost(self, take, keeper, looks):
+    def test_another_epoch_finds_a_fixed_lease_lost(self, take, looks):
         lock = take(timeout=60, renew=False)
         caches["redis"].clear()
         looks(0.5)
@@ -173,25 +168,19 @@ class TestEpoch:
         assert not lock.locked()
 
     def test_if_the_cache_fails_again_before_the_renewal_all_are_renewed_later(
-        self, keeper, take, looks, monkeypatch
+        self, no_thread, take, looks, monkeypatch
     ):
+        def fail(*args):
+            raise LockUnavailable
+
         lock = take()
         caches["redis"].clear()
         with monkeypatch.context() as patch:
-            patch.setattr(keeper, "renew_all", lambda alias, leases: False)
+            patch.setattr(no_thread, "renew_all", fail)
             looks(0.5)
         assert not lock.lease.retaken
         looks(0.9)
         assert lock.lease.retaken == 1
-
-
-def test_many_locks_that_are_taken_while_the_thread_sleeps_leave_few_due_times(monkeypatch):
-    keeper = new_keeper(monkeypatch)
-    monkeypatch.setattr(keeper, "wake", lambda at: None)
-    for number in range(300):
-        with TaskLock("nightly", timeout=60 if number % 2 else 30):
-            pass
-    assert len(keeper.new_dues) <= 2
 
 
 @pytest.mark.parametrize("method", ["extend", "fencing_token"])
@@ -213,8 +202,8 @@ def test_a_receiver_of_an_event_may_use_the_lock(kind, method, take, listen):
     if kind == "lost":
         store.add(lock.key, holder("another"), 60)
     listen(use)
-    keeper = renewal.keeper()
-    thread = threading.Thread(target=keeper.renew_all, args=("redis", [lock.lease]), daemon=True)
+    renew = renewal.renewers["redis"].renew_all
+    thread = threading.Thread(target=lambda: renew(get_store("redis"), [lock.lease]), daemon=True)
     thread.start()
     thread.join(10)
     assert outcomes == ["done" if (kind, method) == ("retaken", "extend") else "LockLost"]
@@ -234,15 +223,14 @@ def listen():
         lock_event.disconnect(receiver)
 
 
-def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(monkeypatch, wait_for):
-    """If wakes_at were set before the thread is started, no later lock would be renewed."""
-    new_keeper(monkeypatch)
-
-    def refuse(thread):
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(
+    renewer, monkeypatch, wait_for
+):
+    def refuse(function):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(threads, "start", refuse)
         with pytest.raises(RuntimeError):
             TaskLock("first", timeout=0.6).acquire()
     with TaskLock("second", timeout=0.6) as lock:
@@ -251,31 +239,76 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(monkeypa
         assert lock.owned()
 
 
-def test_a_lease_that_was_made_shorter_is_renewed_in_time(monkeypatch, wait_for):
-    keeper = new_keeper(monkeypatch)
+def test_a_thread_that_has_ended_is_started_by_the_next_lock(renewer, monkeypatch, wait_for):
+    def end():
+        raise SystemExit  # ends a thread without a message
+
+    with monkeypatch.context() as patch:
+        patch.setattr(renewer, "tick", end)
+        TaskLock("first", timeout=0.6).acquire()
+        wait_for(lambda: renewer.thread is None, "the thread has ended")
+    with TaskLock("second", timeout=0.6) as lock:
+        began = lock.lease.renewed_at
+        wait_for(lambda: lock.lease.renewed_at > began + 0.6, "renewals")
+
+
+def test_many_locks_at_once_have_one_thread(renewer, monkeypatch, wait_for):
+    ran = []
+    pause = renewer.pause
+    monkeypatch.setattr(renewer, "pause", lambda: (ran.append(threading.get_ident()), pause()))
+    with ThreadPoolExecutor(20) as pool:
+        for _ in pool.map(lambda number: TaskLock(f"lock {number}").acquire(), range(200)):
+            pass
+    wait_for(lambda: ran, "the thread runs")
+    assert len(set(ran)) == 1
+
+
+def test_a_thread_that_hangs_is_reported_once(renewer, monkeypatch, wait_for, caplog):
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang():
+        hangs.set()
+        go_on.wait(20)
+
+    monkeypatch.setattr(renewer, "tick", hang)
+    with TaskLock("first"):
+        assert hangs.wait(10)
+    now = clock.now()
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "now", lambda: now + 3)
+        TaskLock("second").acquire()
+        assert "has not answered" not in caplog.text
+        patch.setattr(clock, "now", lambda: now + 5)
+        for name in ("third", "fourth"):
+            TaskLock(name).acquire()
+    go_on.set()
+    assert caplog.text.count("renews the locks in the cache 'redis' has not answered for 4 s") == 1
+    assert "OPTIONS" in caplog.text
+
+
+def test_a_lease_that_was_made_shorter_is_renewed_in_time(renewer, wait_for):
     with TaskLock("nightly", timeout=600) as lock:
-        wait_for(lambda: keeper.sleeps, "the thread sleeps, for 200 s")
+        wait_for(lambda: renewer.shortest == 600, "the thread knows the lease")
         lock.extend(0.6)
         began = lock.lease.renewed_at
         wait_for(lambda: lock.lost or lock.lease.renewed_at > began + 0.6, "renewals")
         assert not lock.lost
 
 
-def test_a_lease_that_may_have_been_made_shorter_is_renewed_in_time(monkeypatch, wait_for):
+def test_a_lease_that_may_have_been_made_shorter_is_renewed_in_time(renewer, monkeypatch, wait_for):
     """The reply to extend() is lost, so the entry may end soon."""
-    keeper = new_keeper(monkeypatch)
     with TaskLock("nightly", timeout=600) as lock:
-        wait_for(lambda: keeper.sleeps, "the thread sleeps, for 200 s")
+        wait_for(lambda: renewer.shortest == 600, "the thread knows the lease")
         store = get_store("redis")
         renew = store.renew
 
         def lose_the_reply(*args):
             renew(*args)
-            raise ConnectionError
+            raise LockUnavailable
 
         with monkeypatch.context() as patch:
             patch.setattr(store, "renew", lose_the_reply)
-            with pytest.raises(ConnectionError):
+            with pytest.raises(LockUnavailable):
                 lock.extend(0.6)
         began = lock.lease.renewed_at
         wait_for(lambda: lock.lost or lock.lease.renewed_at > began + 0.6, "renewals")
@@ -283,37 +316,86 @@ def test_a_lease_that_may_have_been_made_shorter_is_renewed_in_time(monkeypatch,
         assert lock.owned()
 
 
-def test_the_thread_can_list_leases_while_another_one_takes_locks():
-    """It would fail, and sleep for a second, if it iterated over a dict that changes."""
-    keeper, locks, ended = renewal.Keeper(), [], threading.Event()
+def test_a_short_lease_limits_the_requests_of_long_ones_only_while_it_is_held(
+    renewer, take, no_thread
+):
+    take("long", timeout=60)
+    with TaskLock("short", timeout=0.6):
+        no_thread.tick()
+        assert no_thread.store().limited == pytest.approx(0.1)
+    no_thread.read_at = 0
+    no_thread.tick()
+    assert no_thread.store().limited == 2
 
-    class Fixed:
-        renews = False
 
-    def take():
+def test_an_extension_that_hangs_does_not_end_other_leases(renewer, wait_for, monkeypatch):
+    hangs, go_on = threading.Event(), threading.Event()
+    store_class, renew = type(get_store("redis")), type(get_store("redis")).renew
+
+    def hang(store, *args):
+        hangs.set()
+        go_on.wait(20)
+        return renew(store, *args)
+
+    monkeypatch.setattr(store_class, "renew", hang)
+    with TaskLock("other", timeout=0.9) as other, TaskLock("nightly", timeout=60) as lock:
+        thread = threading.Thread(target=lock.extend)
+        thread.start()
+        assert hangs.wait(10)
+        began = other.lease.renewed_at
+        wait_for(lambda: other.lost or other.lease.renewed_at > began + 0.9, "renewals")
+        go_on.set()
+        thread.join()
+        assert not other.lost
+
+
+def test_a_look_that_fails_keeps_no_lease_from_its_renewal(no_thread, take, monkeypatch):
+    """Of two servers of memcached, only one has the epoch; the other may have the lock."""
+
+    def fail():
+        raise LockUnavailable("away")
+
+    lock = take(timeout=60)
+    now = clock.now()
+    monkeypatch.setattr(get_store("redis"), "look", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "now", lambda: now + 21)
+        with pytest.raises(LockUnavailable):
+            no_thread.tick()
+    assert lock.lease.renewed_at > now + 20
+
+
+def test_a_short_lease_is_renewed_beside_long_ones_of_which_many_come_and_go(renewer, wait_for):
+    """The thread reads all leases while locks are taken; it must miss none."""
+    ended = threading.Event()
+
+    def take_long_ones():
         while not ended.is_set():
-            lock = Fixed()
-            keeper.leases[str(len(locks)), "key"] = lock
-            locks.append(lock)
+            with TaskLock(f"long {threading.get_ident()}", timeout=600):
+                pass
 
-    thread = threading.Thread(target=take)
-    thread.start()
+    others = [threading.Thread(target=take_long_ones) for _ in range(3)]
+    for other in others:
+        other.start()
     try:
-        until = time.monotonic() + 0.3
-        while time.monotonic() < until:
-            keeper.held()
+        for number in range(5):
+            with TaskLock(f"short {number}", timeout=0.9) as lock:
+                lease = lock.lease
+                wait_for(lambda lease=lease: lease.renewed_at > lease.taken_at + 0.3, "renewals")
+                assert not lock.lost
     finally:
         ended.set()
-        thread.join()
+        for other in others:
+            other.join()
 
 
 def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
     lock = TaskLock("nightly", timeout=30)
     lock.acquire()
-    kept = (lock.token, lock.key)
-    assert kept in renewal.keeper().kept()
+    kept = ("redis", lock.token, lock.key)
+    assert kept in renewal.kept()
     del lock
-    assert kept not in renewal.keeper().kept()
+    assert kept not in renewal.kept()
 
 
 def test_two_locks_of_one_token_are_both_renewed(wait_for):
@@ -328,7 +410,7 @@ def test_two_locks_of_one_token_are_both_renewed(wait_for):
         "both are renewed",
     )
     locks[1].release()
-    assert renewal.keeper().kept() == {(locks[0].token, locks[0].key)}
+    assert renewal.kept() == {("redis", locks[0].token, locks[0].key)}
     locks[0].release()
 
 
@@ -340,7 +422,7 @@ def test_a_renewal_that_failed_is_tried_again(monkeypatch, wait_for, caplog):
     def fail_once(store, requests):
         if not failures:
             failures.append(requests)
-            raise ConnectionError("down")
+            raise LockUnavailable("down")
         return renew_many(store, requests)
 
     monkeypatch.setattr(store, "renew_many", fail_once)
@@ -349,32 +431,28 @@ def test_a_renewal_that_failed_is_tried_again(monkeypatch, wait_for, caplog):
         wait_for(lambda: lock.lease.renewed_at > began, "a renewal")
         assert lock.owned()
         assert not lock.lost
-    assert caplog.text.count("1 locks could not be renewed: down") == 1
+    assert caplog.text.count("Locks cannot be renewed or released now; trying again. down") == 1
 
 
-def test_many_debts_keep_no_lock_from_its_renewal(wait_for, dead_redis):
+def test_many_owed_releases_keep_no_lock_from_its_renewal(renewer, wait_for):
     """A worker that discards a backlog of expired calls gives back the entry of each."""
     with TaskLock("nightly", timeout=0.6) as lock:
-        renewal.keeper().owe(dead_redis, "singletask:elsewhere", b"x", 60)
         for number in range(5000):
-            renewal.keeper().owe("redis", f"singletask:{number}", b"x", 60)
-        debts = renewal.keeper().debts["redis"]
-        wait_for(lambda: not debts.waiting, "all debts to Redis are paid", deadline=10)
+            renewer.owe(f"singletask:{number}", b"x", 60)
+        wait_for(lambda: not renewer.owed, "all releases are made", deadline=10)
         assert not lock.lost
         assert lock.lease.longest_gap < 0.5
-    renewal.keeper().debts.clear()
 
 
-def test_of_too_many_debts_the_oldest_is_dropped_and_logged(monkeypatch, caplog):
-    monkeypatch.setattr("django_singletask.locks.debts.MAX_DEBTS", 2)
-    debts = Debts("redis")
+def test_too_many_owed_releases_are_dropped_and_logged(no_thread, monkeypatch, caplog):
+    monkeypatch.setattr(renewal, "MAX_OWED", 2)
     for key in ("a", "b", "c"):
-        debts.add(Debt(key, b"x", 60))
-    assert [debt.key for debt in debts.waiting] == ["b", "c"]
-    assert "a is not released; it is free when its lease ends." in caplog.text
+        no_thread.owe(key, b"x", 60)
+    assert [owed.key for owed in no_thread.owed] == ["a", "b"]
+    assert "c is not released; it is free when its lease ends." in caplog.text
 
 
-def test_a_release_that_always_fails_does_not_block_the_others(monkeypatch):
+def test_a_release_that_always_fails_does_not_block_the_others(no_thread, monkeypatch):
     store, freed = get_store("redis"), []
 
     def release(key, value):
@@ -383,22 +461,38 @@ def test_a_release_that_always_fails_does_not_block_the_others(monkeypatch):
         freed.append(key)
 
     monkeypatch.setattr(store, "release", release)
-    debts = Debts("redis")
+    no_thread.tick_at = math.inf
     for key in ("poison", "good"):
-        debts.add(Debt(key, b"x", clock.now() + 60))
-    debts.pay()
-    debts.pay()
+        no_thread.owe(key, b"x", 60)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no lock"):
+            no_thread.release_some()
     assert freed == ["good"]
 
 
-def test_a_debt_is_tried_once_although_its_lease_has_ended(monkeypatch):
+def test_an_owed_release_is_tried_once_although_its_lease_has_ended(no_thread, monkeypatch):
     """Memcached keeps an entry for up to two seconds longer than its lease."""
     store, freed = get_store("redis"), []
     monkeypatch.setattr(store, "release", lambda key, value: freed.append(key))
-    debts = Debts("redis")
-    debts.add(Debt("late", b"x", clock.now() - 1))
-    debts.pay()
+    no_thread.owe("late", b"x", -1)
+    no_thread.release_some()
     assert freed == ["late"]
+
+
+def test_a_process_that_ends_waits_for_owed_releases(renewer, monkeypatch):
+    store = get_store("redis")
+    store.add("singletask:owed", b"x", 60)
+    renewer.owe("singletask:owed", b"x", 60)
+    renewal.release_owed(10)
+    assert store.read("singletask:owed") is None
+
+
+def test_a_process_that_ends_does_not_wait_for_a_cache_that_is_down(dead_redis):
+    renewal.renewers[dead_redis].owe("singletask:owed", b"x", 60)
+    began = clock.now()
+    renewal.release_owed(0.3)
+    assert 0.3 <= clock.now() - began < 3
+    renewal.renewers[dead_redis].owed.clear()
 
 
 def test_a_forked_child_has_a_thread_of_its_own(wait_for):
@@ -454,27 +548,29 @@ def test_a_stopped_process_knows_when_it_wakes(wait_for):
 
 @pytest.fixture
 def forget_answer():
-    renewal.has_threads.cache_clear()
+    threads.has_threads.cache_clear()
     yield
-    renewal.has_threads.cache_clear()
+    threads.has_threads.cache_clear()
 
 
 @pytest.mark.usefixtures("forget_answer")
 def test_a_server_without_threads_is_warned(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(opt={"master": True}))
-    assert not renewal.has_threads()
-    assert not renewal.has_threads()
+    assert not threads.has_threads()
+    assert not threads.has_threads()
     assert caplog.text.count("--enable-threads") == 1
 
 
 @pytest.mark.usefixtures("forget_answer")
 def test_a_server_with_threads_is_not_warned(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "uwsgi", types.SimpleNamespace(opt={"enable-threads": True}))
-    assert renewal.has_threads()
+    assert threads.has_threads()
     assert not caplog.text
 
 
-def test_the_longest_gap_between_renewals_is_recorded(settings, wait_for):
+def test_the_longest_gap_between_renewals_is_recorded(settings, monkeypatch, wait_for):
+    # One that has seen no other epoch, which would renew the lease at once.
+    monkeypatch.delitem(renewal.renewers, "redis", raising=False)
     from django_singletask.models import TaskLockEvent
 
     settings.SINGLETASK_HISTORY = "inline"

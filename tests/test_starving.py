@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 from django.db import connection
 
@@ -71,7 +69,6 @@ def test_lock_that_is_no_longer_called_does_not_starve(first, last, count, starv
     row("acquired", 300_000, token="t")
     skipped(first, last, count, blocked_by="t")
     assert names() == ["nightly"] * starves
-    assert names(math.inf, times=count) == ["nightly"] * starves
     assert names(names=["nightly"]) == ["nightly"] * starves
 
 
@@ -96,14 +93,6 @@ def test_run_that_is_to_come_again_has_not_completed(result):
     skipped(8000, 60)
     ran(30, result=result)
     assert names() == ["nightly"]
-
-
-def test_times_count_skips_in_a_row():
-    skipped(60, 10, 49)
-    assert names(math.inf, times=50) == []
-    skipped(9)
-    assert names(math.inf, times=50) == ["nightly"]
-    assert names(3600) == []
 
 
 @pytest.mark.parametrize("kind", ["skipped", "duplicate"])

@@ -12,8 +12,16 @@ from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import TaskLock
 from django_singletask.locks.keys import name_key
-from django_singletask.stores import CannotList, Outcome, Slots, Store, close_stores, get_store
-from django_singletask.stores.base import FENCE, LONGEST_KEY, marker_key
+from django_singletask.stores import close_stores, get_store
+from django_singletask.stores.base import (
+    FENCE,
+    LONGEST_KEY,
+    CannotList,
+    Outcome,
+    Slots,
+    Store,
+    marker_key,
+)
 from tests.conftest import LOCK_CACHES
 from tests.entries import eventually, holder, key_of, private_store
 from tests.racers import connection_id

@@ -17,8 +17,8 @@ from django.db import OperationalError, connection, connections, transaction
 from django.test import override_settings
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.stores import Entry, Outcome, close_stores, database, get_store
-from django_singletask.stores.base import FENCE
+from django_singletask.stores import close_stores, database, get_store
+from django_singletask.stores.base import FENCE, Entry, Outcome
 from django_singletask.stores.database import DatabaseStore
 from tests.conftest import empty
 from tests.entries import eventually, holder, key_of, private_store

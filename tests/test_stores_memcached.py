@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from django.core.cache import caches
@@ -14,7 +13,8 @@ from django.core.cache.backends.base import InvalidCacheKey
 from pymemcache.client.base import Client
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.stores import Entry, Outcome, Store, close_stores, get_store, pipeline
+from django_singletask.stores import close_stores, get_store, memcached
+from django_singletask.stores.base import Entry, Outcome, Slots, Store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import Memcached
@@ -55,12 +55,15 @@ def requests(server: Client, work: Callable[[], object]) -> dict[str, int]:
 
 
 @on_all_clients
-def test_take_and_give_back_are_three_requests(store: Store, server: Client) -> None:
+def test_take_and_give_back_are_four_requests(store: Store, server: Client) -> None:
+    """The look at the epoch, and for pymemcache in the same request the number of the entry."""
+
     def take_and_give_back() -> None:
-        assert store.add(KEY, A, 60) is None
+        take(store)
         assert store.release(KEY, A) is Outcome.OK
 
-    assert requests(server, take_and_give_back) == {"looks": 1, "changes": 2}
+    store.look()
+    assert requests(server, take_and_give_back) == {"looks": 2, "changes": 2}
 
 
 @on_all_clients
@@ -161,7 +164,7 @@ def test_a_take_that_is_spoiled_each_time_is_a_conflict(
 ) -> None:
     store.add(KEY, A, 60)
     # As if the lock were released before each look, and taken before each add.
-    monkeypatch.setattr(store.pipeline, "add", lambda *args: None)
+    monkeypatch.setattr(store.client, "gets", lambda *args: (None, None))
     assert store.add(KEY, B, 60) == Entry(b"", None)
 
 
@@ -232,20 +235,11 @@ def test_control_the_cache_answers_during_an_outage_without_asking(settings) -> 
         assert caches["pymemcache"].add("name", "value") is False
 
 
-# What pymemcache sends together
+# The number that pymemcache reads with the epoch
 
 
-class Slow:
-    """A socket that receives one byte at a time."""
-
-    def __init__(self, sock: Any) -> None:
-        self.sock = sock
-
-    def recv(self, size: int) -> bytes:
-        return self.sock.recv(1)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sock, name)
+def take(store: Store) -> None:
+    assert store.take(Slots((KEY,)), A, 60, heeds_epoch=True) == KEY
 
 
 @contextmanager
@@ -256,14 +250,15 @@ def store_behind_proxy(settings) -> Iterator[tuple[Store, Proxy]]:
             yield store, proxy
 
 
-def test_pymemcache_takes_in_one_trip_and_gives_back_in_one(settings, monkeypatch) -> None:
-    monkeypatch.setattr(pipeline, "FRESH", 60)
+def test_pymemcache_takes_and_gives_back_in_three_trips(settings, monkeypatch) -> None:
+    monkeypatch.setattr(memcached, "FRESH", 60)
     with store_behind_proxy(settings) as (store, proxy):
+        store.look()
         for work, trips in (
-            (lambda: store.add(KEY, A, 60), 1),
+            (lambda: take(store), 2),
             (lambda: store.release(KEY, A), 1),
-            (lambda: store.add(KEY, A, 60), 1),
-            (lambda: store.add(KEY, B, 60), 1),
+            (lambda: take(store), 2),
+            (lambda: store.add(KEY, B, 60), 2),
             (lambda: store.renew(KEY, A, 60), 1),
             (lambda: store.release(KEY, A), 2),  # the renewal has changed the number
         ):
@@ -277,20 +272,7 @@ on_pymemcache = pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=
 
 
 @on_pymemcache
-@pytest.mark.parametrize("value", [b"", b"END\r\n", b"x\r\nEND\r\ny\r\nEND\r\n"])
-def test_an_answer_that_comes_in_pieces_is_read_to_its_end(
-    store: Store, server: Client, value: bytes
-) -> None:
-    store.read(KEY)
-    store.client.sock = Slow(store.client.sock)
-    server.set(store.make_key(KEY), value, noreply=False)
-    assert store.add(KEY, A, 60) == Entry(value, None)
-    assert store.add(key_of("other"), A, 60) is None
-
-
-@on_pymemcache
 def test_an_error_of_the_server_is_raised_and_shifts_no_replies(store: Store) -> None:
-    store.read(KEY)
     with pytest.raises(LockUnavailable, match="MemcacheServerError: b'object too large"):
         store.add(KEY, b"x" * 2_000_000, 60)
     assert store.add(KEY, A, 60) is None
@@ -301,8 +283,7 @@ def test_an_error_of_the_server_is_raised_and_shifts_no_replies(store: Store) ->
 def test_an_entry_that_has_changed_since_the_take_is_not_given_back(
     store: Store, server: Client
 ) -> None:
-    store.read(KEY)
-    store.add(KEY, A, 60)
+    take(store)
     server.set(store.make_key(KEY), B, noreply=False)
     assert store.release(KEY, A) is Outcome.TAKEN
     assert store.read(KEY) == Entry(B, None)
@@ -310,10 +291,9 @@ def test_an_entry_that_has_changed_since_the_take_is_not_given_back(
 
 @on_pymemcache
 def test_the_number_of_a_take_gives_back_no_other_bytes(store: Store) -> None:
-    store.read(KEY)
-    store.add(KEY, B, 60)
-    assert store.release(KEY, A) is Outcome.TAKEN
-    assert store.read(KEY) == Entry(B, None)
+    take(store)
+    assert store.release(KEY, B) is Outcome.TAKEN
+    assert store.read(KEY) == Entry(A, None)
 
 
 @pytest.mark.parametrize("options", [{"use_pooling": True}, {"key_prefix": "prefix:"}])
@@ -327,17 +307,16 @@ def test_pymemcache_takes_and_gives_back_with_options(settings, options) -> None
 
 
 def test_the_number_of_a_server_that_was_restarted_is_not_used(settings, monkeypatch) -> None:
-    monkeypatch.setattr(pipeline, "FRESH", 60)
+    monkeypatch.setattr(memcached, "FRESH", 60)
     with (
-        Memcached() as memcached,
-        private_store(settings, "pymemcache", memcached.address) as store,
+        Memcached() as server,
+        private_store(settings, "pymemcache", server.address) as store,
     ):
-        store.read(KEY)
-        store.add(KEY, A, 60)
+        take(store)
         _, cas = store.client.gets(store.make_key(KEY))
-        memcached.restart_empty()
+        server.restart_empty()
         store.read(KEY)  # connects again
-        other = Client(("127.0.0.1", memcached.port))
+        other = Client(("127.0.0.1", server.port))
         other.add(store.make_key(KEY), B, noreply=False)
         assert other.gets(store.make_key(KEY)) == (B, cas)
         other.close()
@@ -346,7 +325,7 @@ def test_the_number_of_a_server_that_was_restarted_is_not_used(settings, monkeyp
 
 
 def test_a_connection_that_was_closed_while_idle_hinders_no_release(settings, monkeypatch) -> None:
-    monkeypatch.setattr(pipeline, "FRESH", 0)
+    monkeypatch.setattr(memcached, "FRESH", 0)
     with store_behind_proxy(settings) as (store, proxy):
         store.add(KEY, A, 60)
         proxy.hang_up()

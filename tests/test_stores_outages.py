@@ -27,7 +27,7 @@ from valkey.exceptions import ValkeyError
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.locks import renewal
 from django_singletask.locks.handover import Handle
-from django_singletask.stores import Outcome, Store
+from django_singletask.stores.base import Outcome, Store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server
@@ -264,10 +264,10 @@ def in_a_fork(ask: Callable[[], object]) -> None:
 def test_whatever_asks_the_cache_raises_lock_unavailable(
     alias, use, server, open_store, monkeypatch
 ) -> None:
-    # The thread of the process's own keeper would renew on the server of the other tests.
-    keeper = renewal.Keeper()
-    monkeypatch.setattr(keeper, "wake", lambda at: None)
-    monkeypatch.setattr(renewal, "keeper", lambda: keeper)
+    # The thread of the process's own renewer would renew on the server of the other tests.
+    renewer = renewal.Renewer(alias)
+    monkeypatch.setattr(renewer, "begin", lambda: None)
+    monkeypatch.setitem(renewal.renewers, alias, renewer)
     with open_store(alias, server.port):
         lock = TaskLock("nightly", cache=alias)
         lock.acquire()
@@ -283,7 +283,7 @@ def test_what_is_no_error_of_the_client_passes(settings, monkeypatch, error) -> 
         raise error
 
     with private_store(settings, "redis") as store:
-        monkeypatch.setattr(store, "_call", fail)
+        monkeypatch.setattr(store, "_ask", fail)
         with pytest.raises(error):
             store.add(KEY, A, 60)
 

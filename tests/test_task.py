@@ -200,7 +200,7 @@ class TestRunning:
 
     def test_a_store_that_goes_down_leaves_the_result_alone(self, app, caplog):
         def fail(*arguments):
-            raise OSError("gone away")
+            raise LockUnavailable("gone away")
 
         @app.task(base=SingletonTask, lock_timeout=1)
         def work():

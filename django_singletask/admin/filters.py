@@ -20,16 +20,6 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators.windows import SPANS, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
 
-__all__ = [
-    "TASKS",
-    "TaskFilter",
-    "UncountedPaginator",
-    "WindowFilter",
-    "known_tasks",
-    "recorded_tasks",
-    "window_form",
-]
-
 WINDOW = ["range", "from", "to"]
 """What can name a window in an address."""
 TASKS = 100

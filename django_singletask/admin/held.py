@@ -27,8 +27,6 @@ from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.words import clock_time, duration, process, stop_command
 
-__all__ = ["SHOWN", "HeldPages"]
-
 SHOWN = 100
 """Locks on a page of what is held."""
 STARVING = 20

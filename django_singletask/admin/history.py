@@ -33,8 +33,6 @@ from django_singletask.operators.names import locks_of
 from django_singletask.operators.words import clock_time, hold_seconds, process, status
 from django_singletask.templatetags.singletask import long_id, task_id
 
-__all__ = ["TaskLockEventAdmin"]
-
 
 def moment(field: str, label: Any) -> Callable[[Any, TaskLockEvent], SafeString]:
     """Return a column with a time to the second, which the admin's own format leaves out.

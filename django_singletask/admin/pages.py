@@ -17,8 +17,6 @@ from django_singletask.history.queries import NoHistory, reading
 from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.words import hold_time
 
-__all__ = ["OperatorPages", "View", "attempt", "headings", "or_unreadable", "unbroken"]
-
 TABS = {
     "changelist": gettext_lazy("Held now"),
     "events": pgettext_lazy("page", "History"),
@@ -68,7 +66,10 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         return [*pages, *super().get_urls()]
 
     def views(self) -> list[tuple[str, str, View]]:
-        """Return the address, the name and the view of each page."""
+        """Return the address, the name and the view of each page.
+
+        Only the last class, in ``history.py``, knows the pages of all the others.
+        """
         raise NotImplementedError
 
     def url_name(self, page: str) -> str:

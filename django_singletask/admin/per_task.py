@@ -15,8 +15,6 @@ from django_singletask.admin.pages import OperatorPages, headings, or_unreadable
 from django_singletask.operators.per_task import RANGES, chart_of, per_task
 from django_singletask.operators.words import clock_time, duration, hold_time
 
-__all__ = ["PerTaskPage"]
-
 COLUMNS = {
     "task": _("Task"),
     "runs": _("Runs"),

@@ -15,8 +15,6 @@ from django_singletask.admin.pages import OperatorPages, or_unreadable
 from django_singletask.operators.timeline import draw
 from django_singletask.operators.windows import SPANS, Window
 
-__all__ = ["TimelinePage"]
-
 
 class TimelinePage(OperatorPages):
     """A window of the history, drawn."""

@@ -16,8 +16,6 @@ from django.db import connections
 from django_singletask.history.queries import TOKENS
 from django_singletask.models import TaskLockEvent
 
-__all__ = ["close", "insert", "no_copy"]
-
 fields = TaskLockEvent._meta.concrete_fields
 DEFAULTS = {field.name: field.get_default() for field in fields if not field.primary_key}
 values = itemgetter(*DEFAULTS)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.apps import apps
 from django.db import Error, connections, models, router, transaction
@@ -23,26 +23,6 @@ from django_singletask.conf import conf
 from django_singletask.locks.keys import QUEUED
 from django_singletask.stores.base import PREFIX
 from django_singletask.stores.database import is_busy, is_missing
-
-if TYPE_CHECKING:
-    from django_singletask.models import TaskLockEvent
-
-__all__ = [
-    "BATCH",
-    "FREQUENT",
-    "LATE",
-    "NEWEST",
-    "OPEN",
-    "SWEEPER",
-    "TOKENS",
-    "NoHistory",
-    "TaskLockEventQuerySet",
-    "UsualHold",
-    "ago",
-    "reading",
-    "remedy",
-    "timestamp",
-]
 
 SWEEPER = "django_singletask.sweep"
 """Name of the lock of the worker that sweeps; it is not a lock of the project."""
@@ -105,7 +85,7 @@ class UsualHold:
     runs: int
 
 
-class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
+class TaskLockEventQuerySet(models.QuerySet[Any]):
     """The rows of the history; each filter uses an index, and methods with a list read at once."""
 
     def primary(self) -> TaskLockEventQuerySet:
@@ -209,7 +189,7 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         ids += rows.filter(task_id=texts[0]).values_list("pk", flat=True)[:FREQUENT]
         return self.filter(pk__in=ids)
 
-    def of_tokens(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
+    def of_tokens(self, tokens: Iterable[str]) -> list[Any]:
         """Return the rows of these tokens, except runs of tasks that released their lock.
 
         Python filters by the other columns: with two conditions SQLite and MySQL may use the wrong
@@ -217,7 +197,7 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         """
         return self._among("token", tokens, where=[TOKENS])
 
-    def runs(self, tokens: Iterable[str], task_ids: Iterable[str] = ()) -> list[TaskLockEvent]:
+    def runs(self, tokens: Iterable[str], task_ids: Iterable[str] = ()) -> list[Any]:
         """Return the rows of the runs with these tokens.
 
         Tasks that released their lock are found only by ``task_ids``, because an index of all
@@ -227,7 +207,7 @@ class TaskLockEventQuerySet(models.QuerySet["TaskLockEvent"]):
         rows += [row for row in self._among("task_id", task_ids) if row.token in tokens]
         return [row for row in dict.fromkeys(rows) if row.kind == "acquired"]
 
-    def blocked_by(self, tokens: Iterable[str]) -> list[TaskLockEvent]:
+    def blocked_by(self, tokens: Iterable[str]) -> list[Any]:
         """Return the skips and duplicates that holders with these tokens caused."""
         return self._among("blocked_by", tokens, where=[COUNTED])
 

@@ -19,25 +19,12 @@ from django_singletask.conf import conf
 from django_singletask.forks import close_before_forks, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
-from django_singletask.locks.renewal import has_threads
 from django_singletask.models import TROUBLE
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import asks_again
+from django_singletask.threads import Background, has_threads
 
-__all__ = [
-    "AT_ONCE",
-    "BOUND",
-    "IDLE",
-    "LISTENER",
-    "PATIENCE",
-    "RETRY",
-    "Writer",
-    "connect",
-    "flush",
-    "receive",
-    "stop",
-    "writer",
-]
+__all__ = ["flush"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -52,6 +39,8 @@ PATIENCE = 10.0
 """Seconds without a log line while a database is busy, or asks to try again."""
 GATHER = 0.1
 """Seconds for which events are collected, unless there are enough or flush() waits."""
+FLUSH = "flush() waits"
+"""A reason to write all events now."""
 IDLE = 5.0
 """Seconds without an event after which the connection is closed."""
 
@@ -120,19 +109,18 @@ def warn(error: Exception, consequence: str) -> None:
 # outage of the database loses no event up to BOUND.
 
 
-class Writer:
+class Writer(Background):
     """The events of this process that are not written yet, and the thread that writes them."""
+
+    name = "singletask-history"
 
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
         self.dropped = self.lost = 0
         self.unwritten = 0  # events that the thread has taken, but not written yet
         self.left = 0  # how many of the first events were already left once
-        self.arrived = threading.Event()
-        self.awaited = threading.Event()  # flush() waits
-        self.starting = threading.Lock()
-        self.thread: threading.Thread | None = None
-        self.ended = threading.Event()
+        self.sleeps = True  # and must be woken for an event
+        self.stopping = False
         self.open_connections: list[Any] = []  # those of the thread
         self.away = False
         self.failing_since: float | None = None
@@ -142,67 +130,66 @@ class Writer:
         if len(self.events) > BOUND:
             self.events.popleft()
             self.dropped += 1
-        if not self.arrived.is_set():
-            self.arrived.set()
-        if self.thread is None or not self.thread.is_alive():
-            self.start()
-
-    def start(self) -> None:
-        with self.starting:
-            if self.thread is None or not self.thread.is_alive():
-                self.ended = threading.Event()
-                # Assigned before the start, because a signal may come in between.
-                self.thread = threading.Thread(
-                    target=self.run, args=(self.ended,), name="singletask-history", daemon=True
-                )
-                self.thread.start()
+        if self.sleeps:  # the thread clears it: a signal could come between that and the wake-up
+            self.wake()
+        self.begin()
 
     def stop(self) -> None:
-        if self.thread is None:
-            return
         self.flush(RETRY)
-        self.ended.set()
-        self.arrived.set()
-        self.thread.join(RETRY)
-        self.thread = None
+        if self.thread is not None:
+            self.stopping = True
+            self.wake()
+            until = time.monotonic() + RETRY
+            while self.thread is not None and time.monotonic() < until:
+                time.sleep(0.002)
+            self.stopping = False
 
     def flush(self, timeout: float) -> bool:
         until = time.monotonic() + timeout
+        if self.events:
+            self.begin()
+            self.wake(FLUSH)
         while self.events or self.unwritten:
             if time.monotonic() >= until:
                 return False
-            self.awaited.set()
             time.sleep(0.002)
         return True
 
-    def run(self, ended: threading.Event) -> None:
-        while not ended.is_set():
-            if not self.arrived.wait(IDLE if self.open_connections else None):
-                self.close()
-                continue
-            self.arrived.clear()
-            while self.events and not ended.is_set():
-                if len(self.events) < AT_ONCE and self.awaited.wait(GATHER):
-                    self.awaited.clear()
+    def run(self) -> None:
+        while not self.stopping:
+            # Set sleeps before the test. In the other order an event could wait for the next one:
+            #
+            #   thread: no event                                      sleeps = True
+            #   put():             adds an event   sleeps? no: no wake
+            self.sleeps, reasons = True, []
+            if not self.events:
+                reasons = self.sleep(IDLE if self.open_connections else None)
+                if not reasons:
+                    self.close()
+                    continue
+            self.sleeps = False
+            while self.events and not self.stopping:
+                if len(self.events) < AT_ONCE and FLUSH in (reasons or self.sleep(GATHER)):
                     self.left = len(self.events)
-                self.write_some(ended)
+                reasons = []
+                self.write_some()
         self.close()
 
-    def write_some(self, ended: threading.Event) -> None:
+    def write_some(self) -> None:
         # Set this before taking events, so that flush() never sees both empty.
         self.unwritten = at_once = min(len(self.events), AT_ONCE)
         events = [self.events.popleft() for _ in range(at_once)]
         young = still_young(events[self.left :])
         events = [event for event in events if young.get(event.token) is not event]
         again = False
-        while events and not ended.is_set():
+        while events and not self.stopping:
             try:
                 write(events[:at_once], again=again)
             except Exception as error:
                 again = True
                 if is_outage(error):
                     self.keep(error)
-                    ended.wait(RETRY)
+                    self.sleep(RETRY)
                     continue
                 if at_once > 1:
                     at_once = 1  # to find the event that cannot be written
@@ -214,7 +201,7 @@ class Writer:
                 self.open_connections = list(connections.all(initialized_only=True))
                 for connection in self.open_connections:
                     # Another thread uses its connections for more than these writes.
-                    if threading.current_thread() is self.thread:
+                    if self.thread == threading.get_ident():
                         close_before_forks(connection)
             del events[:at_once]
         self.left = len(young)

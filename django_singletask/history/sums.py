@@ -12,8 +12,6 @@ from django.db.models.functions import Coalesce, Floor, Greatest, Least, Ln
 
 from django_singletask.history.queries import SWEEPER, TaskLockEventQuerySet
 
-__all__ = ["MOST", "WIDTH", "lane_sums", "middle", "task_sums"]
-
 MOST = 200_000
 """The maximum number of rows in a sum: the newest, by their ids."""
 WIDTH = 1.1

@@ -20,8 +20,6 @@ from django_singletask.locks.keys import MAX_NAME, LockKey, name_key
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.models import TaskLockEvent
 
-__all__ = ["Sweeper", "leader_key", "prune"]
-
 logger = logging.getLogger("django_singletask")
 
 SWEPT = 50_000

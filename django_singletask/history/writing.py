@@ -20,8 +20,6 @@ from django_singletask.holder import clean
 from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.signals import LockEvent
 
-__all__ = ["is_outage", "write"]
-
 INCORRECT_STRING = 1366
 """MySQL's code for an invalid text, which Django reports as an operational error."""
 

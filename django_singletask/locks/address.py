@@ -13,9 +13,8 @@ from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.run import Run
 from django_singletask.signals import LockEvent, lock_event
-from django_singletask.stores import Entry, Outcome, get_store
-
-__all__ = ["Address", "blocker_facts", "lease_length"]
+from django_singletask.stores import get_store
+from django_singletask.stores.base import Entry, Outcome
 
 logger = logging.getLogger("django_singletask")
 

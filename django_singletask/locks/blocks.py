@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from asyncio import _get_running_loop
 from collections.abc import Iterator
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
-__all__ = ["around", "enter", "here", "innermost", "leave", "outlast"]
-
+from django_singletask import threads
 
 Place = tuple[object, int | None]
 """A mark of a thread, and the id of the asyncio task that runs in it."""
 
 
-class _Thread(threading.local):
-    """Mark each thread with an object, because the number of a thread can be used again."""
-
-    def __init__(self) -> None:
-        self.mark = object()
-
-
-_thread = _Thread()
-
-
 def here() -> Place:
     loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
-    return _thread.mark, None if task is None else id(task)
+    # Mark each thread with an object, because the number of a thread can be used again.
+    try:
+        mark = threads.variables.mark
+    except AttributeError:
+        mark = threads.own("mark", object)
+    return mark, None if task is None else id(task)
 
 
 class Block(NamedTuple):

@@ -12,8 +12,6 @@ from typing import Any
 
 from django.utils.functional import Promise
 
-__all__ = ["Unstable", "canonical", "encode", "formattable", "same"]
-
 encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 _PLAIN = frozenset({str, float, bool, type(None)})

@@ -12,13 +12,11 @@ from typing import NamedTuple
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockLost
 from django_singletask.holder import this_process
-from django_singletask.locks import renewal
 from django_singletask.locks.keys import MAX_NAME
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.renewal import renewers
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
-
-__all__ = ["Handle", "hand_over", "receive"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -82,7 +80,7 @@ def hand_over(lease: Lease, seconds: float) -> str:
             return Handle(*key, lease.cache, token, slots).encode()
     except BaseException as error:
         # The caller does not get the handle, so free the entry even if it was handed over.
-        renewal.keeper().owe(lease.cache, lease.key, value, seconds)
+        renewers[lease.cache].owe(lease.key, value, seconds)
         lease.tell_released(reason=f"not handed over: {type(error).__name__}: {error}")
         raise
     lease.lose()

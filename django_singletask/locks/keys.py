@@ -15,21 +15,6 @@ from django_singletask.locks.canonical import encode, formattable
 from django_singletask.locks.parameters import Parameters
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
-__all__ = [
-    "LATEST",
-    "MAX_NAME",
-    "NO_LOCK",
-    "QUEUED",
-    "LockKey",
-    "call_key",
-    "check_slots",
-    "filled_key",
-    "lock_of_slot",
-    "name_key",
-    "template_errors",
-    "template_fields",
-]
-
 MAX_NAME = 255
 MAX_SLUG = 100
 
@@ -189,7 +174,8 @@ def template_fields(what: str, template: str) -> list[str]:
         parts = [(text, field) for text, field, *_ in string.Formatter().parse(template)]
     except ValueError as error:
         raise ValueError(f"{what} is not a format string: {error}.") from None
-    if not any(text.strip() for text, _ in parts):
+    texts = [text.strip() for text, _ in parts]
+    if not any(texts):
         raise ValueError(f"{what} has no fixed text: two tasks could share a lock by accident.")
     return [field for _, field in parts if field is not None]
 

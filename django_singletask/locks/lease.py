@@ -1,22 +1,25 @@
-"""One acquisition of a lock: take the entry, and release it."""
+"""One acquisition of a lock: take the entry, trust it, notice its loss, and release it."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
 from collections.abc import Sequence
 
 from django_singletask import clock
-from django_singletask.exceptions import LockUnavailable
+from django_singletask.exceptions import LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder
-from django_singletask.locks import liveness, renewal
-from django_singletask.locks.debts import Kept, release
-from django_singletask.locks.holding import Holding, margin
+from django_singletask.locks import liveness
+from django_singletask.locks.address import Address, blocker_facts
 from django_singletask.locks.keys import LockKey
+from django_singletask.locks.renewal import Kept, Owed, renewers
+from django_singletask.locks.run import NO_RUN, Run
 from django_singletask.locks.steps import do
-from django_singletask.stores import Entry, ForgetfulStore, Forgotten, Outcome, Store, get_store
-
-__all__ = ["KEPT", "Lease"]
+from django_singletask.stores import get_store
+from django_singletask.stores.base import Entry, Outcome, Store, marker_key
+from django_singletask.stores.epoch import Forgotten
 
 logger = logging.getLogger("django_singletask")
 
@@ -28,15 +31,43 @@ MAX_HELD_BACK = 3
 """How often one take waits because the cache has forgotten its locks."""
 MAX_LATE = 3
 """How many leases of one take may end before the reply comes."""
+CHILD_ASKS = 1.0
+"""Seconds between two requests of a forked child that check its parent's lock."""
 
 
-class Lease(Holding):
+def margin(length: float) -> float:
+    """Return how many seconds before its end a lease is no longer trusted.
+
+    The speed of two clocks differs by far less than 1%; 2 ms cover the store's rounding.
+    """
+    return length * 0.01 + 0.002
+
+
+class Lease:
     """One acquisition of the entry at an address, by the process in ``holder``.
 
-    If the lock has several slots, the take moves ``key`` and ``address`` to the slot that it took,
-    or after a conflict to the slot of the blocker.
+    ``length`` is the lease in seconds. If ``renews`` is true, the thread in
+    :mod:`django_singletask.locks.renewal` extends it at about each third of that; a holder without
+    a process (``pid`` 0) is not renewed. A body that returns keeps the entry until ``at_least``
+    seconds after the take. ``held`` is true from the take until the release. If the lock has
+    several slots, the take moves ``key`` and ``address`` to the slot that it took, or after a
+    conflict to the slot of the blocker.
+
+    A lost entry stays lost and is not set again, because another run may have had the lock since.
+    An entry that the cache lost is *retaken* if a renewal finds it free before the deadline.
     """
 
+    held = False
+    deadline = renewed_at = taken_at = 0.0
+    longest_gap = 0.0
+    retaken = 0
+    """How often the cache forgot the entry and it was set again."""
+    fence: int | None = None
+    """The fencing token, after the first request."""
+    reason = ""
+    """Why a run lost its lock or took it again, for the history."""
+    _lost = _reported = _is_missing = False
+    _child_asked_at = 0.0
     took_over = False
     """Whether the take has freed the entry of a dead run of the same task id."""
     kept = False
@@ -50,6 +81,35 @@ class Lease(Holding):
     is_waiting = False
     """Whether the take makes another attempt after a pause."""
     _freed = _late = _held_back = 0
+
+    def __init__(
+        self,
+        address: Address,
+        holder: Holder,
+        *,
+        renews: bool = True,
+        at_least: float = 0,
+        run: Run = NO_RUN,
+        place: object = None,
+    ) -> None:
+        """``run`` is the run of a delivery, ``place`` the thread and asyncio task of the take."""
+        self.address = address
+        self.cache = address.cache
+        self.key = address.lock_key.key
+        self.holder = holder
+        self.token = holder.token
+        self.value = holder.encode()
+        self.length = holder.timeout
+        self.renews = renews and holder.pid > 0
+        self.at_least = at_least
+        self.place = place
+        # Two simultaneous renewals could settle in another order than in the store:
+        #
+        #   thread: asks for 9 s -> granted second                      settles first: trusts 9 s
+        #   extend: asks for 600 s -> granted first, cut to 9 s          settles last: trusts 600 s
+        # Re-entrant, because a receiver of an event of a renewal may extend the lock.
+        self.renewing = threading.RLock()
+        self.slots = run.slots(address.lock_key, holder)
 
     # Taking
 
@@ -71,7 +131,6 @@ class Lease(Holding):
         The next attempt may run in another thread.
         """
         store = get_store(self.cache)
-        self.watched = isinstance(store, ForgetfulStore)
         # The entry of a queued call (pid 0) protects no run, so it need not wait for holders.
         heeds_epoch = self.holder.pid > 0 and self._held_back < MAX_HELD_BACK
         self.is_waiting = False
@@ -118,7 +177,7 @@ class Lease(Holding):
         self._freed += 1
         return True
 
-    def meet(self, lease: Holding) -> None:
+    def meet(self, lease: Lease) -> None:
         """Note a conflict with a lease of this process, without a request."""
         self.move_to(lease.key)
         self.blocker = lease.holder
@@ -149,7 +208,6 @@ class Lease(Holding):
         sent = clock.now()
         try:
             store = get_store(self.cache)
-            self.watched = isinstance(store, ForgetfulStore)
             if not store.replace(self.key, value, self.value, self.length):
                 return False
             if self.begin(sent):
@@ -175,7 +233,8 @@ class Lease(Holding):
         self.renewed_at = self.taken_at = sent
         self.deadline = deadline
         self.held = True
-        renewal.keeper().keep(self)
+        if self.holder.pid:
+            renewers[self.cache].keep(self)
         return True
 
     def abandon(self, kept: Kept | None = None) -> None:
@@ -188,10 +247,10 @@ class Lease(Holding):
           server:         added -> reply
         """
         self.held = self.is_waiting = False
-        renewal.keeper().drop(self)
+        renewers[self.cache].drop(self)
         keys = (self.key,) if self.taken_at else self.slots.keys[: self.slots.allowed]
         for key in keys:
-            renewal.keeper().owe(self.cache, key, self.value, self.length, kept)
+            renewers[self.cache].owe(key, self.value, self.length, kept)
 
     # Releasing
 
@@ -200,9 +259,9 @@ class Lease(Holding):
 
         If this raises :class:`LockUnavailable`, the entry is deleted in the background.
         """
-        renewal.keeper().drop(self)
-        self.held = False
         try:
+            renewers[self.cache].drop(self)
+            self.held = False
             return get_store(self.cache).replace(self.key, self.value, value, length)
         except BaseException:
             self.abandon()
@@ -220,19 +279,21 @@ class Lease(Holding):
             return False
         kept = self._kept(result) if self.at_least else None
         try:
-            renewal.keeper().drop(self)
-            self.held = False
-            outcome = release(self.cache, self.key, self.value, kept)
+            renewers[self.cache].drop(self)
+            self.held, sent = False, clock.now()
+            outcome = Owed(self.key, self.value, sent, kept).release(get_store(self.cache))
+            if outcome is Outcome.SENT_TWICE:
+                outcome = Outcome.OK if sent < self.deadline else Outcome.GONE
+            if outcome is not Outcome.OK or self._lost:
+                self.kept = False
+                self.lose()
+            elif self.kept:
+                kept_for = f"{KEPT} {self.at_least:g} s from its start"
+                self.reason = f"{kept_for}; {self.reason}" if self.reason else kept_for
         except BaseException as error:
             self.abandon(kept)
             self.tell_released(result, f"not released at once: {type(error).__name__}: {error}")
             raise
-        if outcome is not Outcome.OK or self._lost:
-            self.kept = False
-            self.lose()
-        elif self.kept:
-            kept_for = f"{KEPT} {self.at_least:g} s from its start"
-            self.reason = f"{kept_for}; {self.reason}" if self.reason else kept_for
         self.tell_released(result, self.reason)
         return outcome is Outcome.OK
 
@@ -268,10 +329,189 @@ class Lease(Holding):
         )
 
     def give_back(self, result: str) -> None:
-        """Release at the end of a body; errors are logged, and do not change the body's result."""
+        """Release at the end of a body; log that the cache cannot be asked."""
         try:
             self.release(result)
-        except Exception:
-            if self.held:  # a signal came before the release began
-                self.abandon(self._kept(result) if self.at_least else None)
+        except LockUnavailable:
             logger.exception("%s could not be released; trying again.", self.address)
+        except BaseException:
+            if self.held:  # a signal came before the release began
+                self.release(result)
+            raise
+
+    # Holding
+
+    @property
+    def due_at(self) -> float:
+        return self.renewed_at + self.length / 3
+
+    def is_inherited(self) -> bool:
+        """Return whether this process is a fork of the holder, so that its parent has the lock."""
+        return self.holder.pid not in (0, os.getpid())
+
+    @property
+    def lost(self) -> bool:
+        """Whether the entry is lost for good.
+
+        This sends no request, except in a forked child of the holder: at most once a second, since
+        the parent keeps renewing the lock. That can raise :class:`LockUnavailable`.
+        """
+        if self.held and not self._lost:
+            if self.is_inherited():
+                self._ask_for_parent()
+            elif clock.now() >= self.deadline:
+                self._lost = True
+        return self._lost
+
+    def _ask_for_parent(self) -> None:
+        now = clock.now()
+        if now - self._child_asked_at >= CHILD_ASKS:
+            self._child_asked_at = now
+            entry, was_missing = self.address.read(), self._is_missing
+            # The parent may take a forgotten entry again, so look twice.
+            self._is_missing = entry is None
+            self._lost = was_missing if entry is None else entry.value != self.value
+
+    def has_ended(self) -> bool:
+        """Return whether the lease is lost; if it is, call :meth:`lose`."""
+        if self.lost:
+            self.lose()
+        return self.lost
+
+    def extend(self, length: float) -> None:
+        """Let the lease end ``length`` seconds from now, unless it is lost; see TaskLock.extend."""
+        if self.is_inherited():
+            raise LockError(f"{self.address}: only the parent process, its holder, can extend it.")
+        with self.renewing:
+            if self.has_ended():
+                return
+            store, sent = get_store(self.cache), clock.now()
+            try:
+                if self.renews:
+                    outcome = store.renew(self.key, self.value, length)
+                else:  # do not set a missing entry again
+                    outcome = store.change(self.key, self.value, self.value, length)
+            except BaseException:
+                if self.held and length < self.length:
+                    # The server may have handled the request: trust the shorter lease.
+                    self.deadline = min(self.deadline, sent + length - margin(length))
+                    self.length = length
+                    renewers[self.cache].keep(self)
+                raise
+            self.settle(sent, length, outcome)
+
+    def begin_renewal(self) -> bool:
+        """Return whether the renewal thread may renew the lease now, and has its lock."""
+        return self.held and self.renewing.acquire(blocking=False)
+
+    def settle(self, sent: float, length: float, outcome: Outcome) -> None:
+        """Note the outcome of a renewal that was sent at ``sent`` for ``length`` seconds."""
+        if outcome is Outcome.RETAKEN and not (self.held and clock.now() < self.deadline):
+            # The renewal set an entry that must be released. Either the body released the lock:
+            #
+            #   renewal: request on its way                    -> taken again -> released again
+            #   body:                          release -> freed
+            #
+            # Or the lease had ended, so that another run may have run:
+            #
+            #   renewal: request on its way                                -> taken again -> ...
+            #   others:            the lease ends   take   run   release
+            renewers[self.cache].owe(self.key, self.value, length)
+            outcome = Outcome.GONE
+        if not self.held:
+            return
+        self.longest_gap = max(self.longest_gap, sent - self.renewed_at)
+        self.renewed_at = sent
+        if self._lost or outcome in {Outcome.GONE, Outcome.TAKEN}:
+            self.lose()
+            return
+        if outcome is Outcome.RETAKEN:
+            self._tell_retaken()
+        if length < self.length:
+            self.length = length
+            renewers[self.cache].keep(self)
+        self.length = length
+        self.deadline = sent + length - margin(length)
+
+    def fencing_token(self) -> int:
+        if self.holder.slots > 1:
+            raise TypeError(
+                f"{self.address} has {self.holder.slots} slots, so several runs hold it at once, "
+                "and a fencing token cannot order their writes. Use a lock with one slot."
+            )
+        # Not during a renewal, which may take a forgotten entry again. A token that is drawn before
+        # this process knows about that is greater than the token of the run in between:
+        #
+        #   renewal:    (entry gone)                      taken again ................. retaken = 1
+        #   body:                                                       draws 9, writes stale data
+        #   other run:               draws 8, writes, ends
+        with self.renewing:
+            trusted = not (self.lost or self.retaken)
+            if trusted and self.fence is None:
+                self.fence = get_store(self.cache).fence(self.key, self.value)
+        if trusted and self.fence is not None:
+            return self.fence
+        if trusted and not self.is_inherited():
+            self.extend(self.length)  # find out what happened to the entry, and report it
+        if self.retaken and not self.lost:
+            raise LockLost(
+                f"The cache lost {self.address} meanwhile, and another run may have held it: there "
+                "is no fencing token."
+            )
+        raise LockLost(f"{self.address} is no longer held by this run: there is no fencing token.")
+
+    def look(self) -> None:
+        """Read the entry of a lease that is not renewed, to see whether it is lost."""
+        entry = self.address.read()
+        if self.held and (entry is None or entry.value != self.value):
+            self.lose()
+
+    def _tell_retaken(self) -> None:
+        self.retaken += 1
+        self.reason = "forgotten by the cache and taken again"
+        if self.retaken > 1:
+            self.reason += f", {self.retaken} times"
+        logger.warning(
+            "%s was missing from the cache (evicted, flushed or restarted empty), and was taken "
+            "again; another run may have started meanwhile.",
+            self.address,
+        )
+        self.address.tell("retaken", self.holder, reason=self.reason)
+
+    def lose(self) -> None:
+        """Note for good that the entry is lost: report it once, and stop renewing it."""
+        renewers[self.cache].drop(self)
+        ended = clock.now() >= self.deadline
+        self._lost = True
+        if self._reported:
+            return
+        self._reported = True
+        if self.address.silent:
+            text = "%s: the cache lost this entry, so duplicates of the running call are possible."
+            logger.warning(text, self.address)
+            return
+        self.reason, blocker = self._why_lost(ended)
+        if ended and not self.renews:
+            # The user chose a fixed length.
+            logger.info("%s expired before its run ended: %s.", self.address, self.reason)
+            return
+        logger.error("%s was lost while its run continued: %s.", self.address, self.reason)
+        self.address.tell("lost", self.holder, reason=self.reason, **blocker_facts(blocker))
+
+    def _why_lost(self, ended: bool) -> tuple[str, Holder | None]:
+        """Return the reason for a loss, and the new holder if it can be read."""
+        try:
+            entry = self.address.read()
+            if entry is not None and entry.value != self.value:
+                blocker = Holder.decode(entry.value)
+                return f"taken by {blocker}", blocker
+            if get_store(self.cache).read(marker_key(self.key, self.value)) is not None:
+                return "cleared", None
+        except LockUnavailable:
+            # The loss itself must be reported, even if the store is down again.
+            logger.warning("%s is lost, but the reason cannot be read.", self.address)
+        if not ended:
+            return "gone from the cache (evicted, flushed or restarted empty)", None
+        if not self.renews:
+            return f"its fixed lease of {self.length:g} s ended first", None
+        return f"its lease of {self.length:g} s ended before it could be renewed", None

@@ -8,15 +8,6 @@ import sys
 from django_singletask import clock
 from django_singletask.holder import Process, read_stat, this_process
 
-__all__ = [
-    "ALIVE_FOR",
-    "is_alive",
-    "is_gone",
-    "is_stopped",
-    "proof_of_death",
-    "started_at",
-]
-
 ALIVE_FOR = 0.01
 """Seconds for which a process that was seen alive is only checked for its number."""
 _alive: tuple[int, str, float] = 0, "", 0.0
@@ -26,18 +17,21 @@ _alive: tuple[int, str, float] = 0, "", 0.0
 def proof_of_death(holder: Process) -> str | None:
     """Return the proof that a holder's process is gone, as text; None if there is none.
 
-    Only a process of this boot of this machine, in this pid namespace, can be judged: elsewhere
-    the number means another process. No proof does not mean that the process is alive.
+    Only a process of this boot of this machine, in these namespaces, can be judged: elsewhere its
+    pid and its start mean another process. No proof does not mean that the process is alive.
     """
     process = this_process()
-    can_judge = process.boot_id and (process.pid_ns or not sys.platform.startswith("linux"))
-    if not can_judge or holder.pid <= 0:
-        return None
-    if (holder.boot_id, holder.pid_ns) != (process.boot_id, process.pid_ns):
-        return None
-    if (holder.pid, holder.start) == (process.pid, process.start):
+    if (holder.pid, holder.start) == (process.pid, process.start) or not _is_here(holder):
         return None
     return is_gone(holder.pid, holder.start)
+
+
+def _is_here(holder: Process) -> bool:
+    here = this_process()
+    known = here.boot_id and (here.pid_ns or not sys.platform.startswith("linux"))
+    # Records of older versions have no time namespace.
+    place = holder.boot_id, holder.pid_ns, holder.time_ns or here.time_ns
+    return bool(known and holder.pid > 0 and place == (here.boot_id, here.pid_ns, here.time_ns))
 
 
 def is_gone(pid: int, start: str) -> str | None:
@@ -59,11 +53,10 @@ def is_gone(pid: int, start: str) -> str | None:
         return None
     # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
     fields = read_stat(pid)
-    if not fields:
-        return None
-    if fields[0] in {"Z", "X", "x"}:
+    # If its main thread has ended before the others, the process lives on.
+    if fields and fields[0] in {"Z", "X", "x"} and fields[17] in {"0", "1"}:
         return f"process {pid} has ended"
-    if start and fields[19] != start:
+    if fields and start and fields[19] != start:
         return f"process id {pid} now belongs to another process"
     _alive = pid, start, clock.now() + ALIVE_FOR
     return None
@@ -71,11 +64,7 @@ def is_gone(pid: int, start: str) -> str | None:
 
 def is_alive(holder: Process) -> bool | None:
     """Return whether a holder's process is alive; None if this host cannot know."""
-    process = this_process()
-    same = (holder.boot_id, holder.pid_ns) == (process.boot_id, process.pid_ns)
-    if not (process.boot_id and same and holder.pid > 0) or os.name == "nt":
-        return None
-    return proof_of_death(holder) is None
+    return proof_of_death(holder) is None if _is_here(holder) and os.name != "nt" else None
 
 
 def is_stopped(holder: Process) -> bool:

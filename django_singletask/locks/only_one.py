@@ -21,8 +21,6 @@ from django_singletask.locks.keys import (
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
 
-__all__ = ["only_one"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -125,9 +123,6 @@ def _check_skip(function: Any, on_conflict: str, skip_result: Any, on_skip: Any)
         raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
     if inspect.iscoroutinefunction(on_skip) and not inspect.iscoroutinefunction(function):
         raise TypeError(f"on_skip={on_skip!r} is a coroutine function, but {function!r} is not.")
-    misfit = on_skip and Parameters(inspect.signature(function)).misfit(on_skip, "the conflict")
-    if misfit:
-        raise TypeError(f"on_skip={on_skip!r} cannot take the conflict and a call: {misfit}.")
 
 
 def _guarded(

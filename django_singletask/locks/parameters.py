@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from django_singletask.locks.canonical import Unstable, canonical, same
-
-__all__ = ["AS_SHOWN", "Parameters", "refuse_deferred"]
-
-BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def refuse_deferred(function: Any, what: str, *, awaits: bool = False) -> None:
@@ -59,26 +55,6 @@ class Parameters:
     @property
     def takes_any_name(self) -> bool:
         return self._extra is not None
-
-    def misfit(self, function: Callable[..., Any], *first: str) -> str:
-        """Return why a function cannot take ``first`` and a call's arguments; empty if it can.
-
-        The function must take all arguments, and also only those without a default, by position or
-        by name. A function without a signature, or a body with ``*args`` or ``**kwargs``, is not
-        checked.
-        """
-        parameters = [*self.signature.parameters.values()]
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):
-            return ""
-        if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
-            return ""
-        for called in (parameters, [each for each in parameters if each.default is each.empty]):
-            reasons = [_misfit(signature, first, called, kinds) for kinds in (BY_NAME[:1], BY_NAME)]
-            if all(reasons):
-                return reasons[0]
-        return ""
 
     def bind(
         self,
@@ -129,21 +105,6 @@ class Parameters:
             if name not in self._defaults or not same(form, self._defaults[name]):
                 forms[name] = form
         return forms
-
-
-def _misfit(
-    signature: inspect.Signature,
-    first: Sequence[str],
-    called: Sequence[inspect.Parameter],
-    by_name: Collection[Any],
-) -> str:
-    names = [each.name for each in called if each.kind in by_name]
-    places = [each.name for each in called if each.kind not in by_name]
-    try:
-        signature.bind(*first, *places, **dict.fromkeys(names))
-    except TypeError as error:
-        return str(error)
-    return ""
 
 
 # For the arguments that a lock's name shows: any task's, without defaults.

@@ -12,8 +12,6 @@ from django_singletask.holder import Holder
 from django_singletask.locks.keys import LockKey
 from django_singletask.stores.base import MAX_SLOTS, Slots
 
-__all__ = ["NO_RUN", "Run", "result_of"]
-
 
 class Run(NamedTuple):
     """The run of a task that wants a lock.

@@ -10,12 +10,9 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, wait
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from django_singletask.locks.pool import submit
-
-__all__ = ["GRACE", "do", "do_in_threads", "in_thread", "offer_in_thread"]
+from django_singletask.locks.pool import Job
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,50 +37,28 @@ async def do_in_threads(
       loop:    await    cancelled: CancelledError    waits at most GRACE      continues
       thread:  add ->                                -> added     undo: release ->
     """
-    job: Future[float | None] | None = None
+    job = Job(cache, step)
     try:
-        while True:
-            job = submit(cache, step)
-            pause = await _reply(job)
-            if pause is None:
-                return
+        while (pause := await job.submit().reply()) is not None:
             await asyncio.sleep(pause)
+            job = Job(cache, step)
     except BaseException as error:
-        left = submit(cache, functools.partial(_leave, job, undo, error))
+        last = Job(cache, functools.partial(undo, error))
+        job.end_by(last)
         if not isinstance(error, GeneratorExit):  # after the end of the loop nothing can be awaited
-            await asyncio.wait([_quiet(left)], timeout=GRACE)
+            await last.end(GRACE)
         raise
 
 
-def _leave(
-    job: Future[Any] | None, undo: Callable[[BaseException], None], error: BaseException
-) -> None:
-    if job is not None and not job.cancel():
-        wait([job])
-    undo(error)
-
-
-async def in_thread(cache: str, job: Callable[[], T]) -> T:
+async def in_thread(cache: str, work: Callable[[], T]) -> T:
     """Do a job with requests to a cache in another thread; a cancel does not stop the job."""
-    future = submit(cache, job)
+    job = Job(cache, work).submit()
     try:
-        return await _reply(future)
+        result: T = await job.reply()
+        return result
     except asyncio.CancelledError:
-        await asyncio.wait([_quiet(future)], timeout=GRACE)
+        await job.end(GRACE)
         raise
-
-
-async def _reply(future: Future[T]) -> T:
-    """Return the result of a job; a cancel does not stop the job."""
-    await asyncio.wait([_quiet(future)])
-    return future.result()
-
-
-def _quiet(future: Future[Any]) -> asyncio.Future[Any]:
-    """Let the loop wait for a job; it does not report the job's error if nothing awaits that."""
-    waiter = asyncio.wrap_future(future)
-    waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return waiter
 
 
 def offer_in_thread(

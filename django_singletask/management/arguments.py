@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,8 +11,6 @@ from django.core.management.base import CommandError, CommandParser
 from django_singletask.management.tables import printable
 from django_singletask.models import HoldOutcome, Kind, Result
 from django_singletask.operators.words import parse_duration
-
-__all__ = ["add_actions", "check_choice", "with_action"]
 
 ACTIONS = ("list", "why", "clear", "history", "probe", "prune")
 NAME = (
@@ -28,7 +23,7 @@ NAMES = f"{NAME}; * stands for any text"
 def add_actions(parser: CommandParser) -> None:
     """Add the actions and their options; without an action the locks are listed."""
     actions = parser.add_subparsers(dest="action", metavar=" | ".join(ACTIONS))
-    parser.set_defaults(names=[], task=None, fail_if_held_over=[], fail_if_starving=[])
+    parser.set_defaults(names=[], fail_if_held_over=None, fail_if_starving=None)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.allow_abbrev = False  # "clear --al" must not mean --all
     add = partial(actions.add_parser, allow_abbrev=False)
@@ -69,33 +64,22 @@ def with_action(arguments: list[str]) -> list[str]:
 
 
 def _add_names(action: CommandParser) -> None:
-    add = action.add_mutually_exclusive_group().add_argument
-    add("names", nargs="*", type=named, default=[], metavar="LOCK", help=NAMES)
-    add(
-        "--task",
-        type=named,
-        help="instead of LOCK: a task, with all its locks; * stands for any text",
-    )
+    action.add_argument("names", nargs="*", type=named, default=[], metavar="LOCK", help=NAMES)
 
 
 def _add_list(action: CommandParser) -> None:
     _add_names(action)
     add = action.add_argument
-    longer = "exit with 1 (warning) if a lock is held for longer than the first limit, with 2 "
-    longer += "(critical) if for longer than the second"
-    add("--fail-if-held-over", type=limits(span), default=[], metavar="10m[,1h]", help=longer)
-    hungry = (
-        "exit with 1 or 2 if the calls of a lock have been skipped for that long (1h), or that "
-    )
-    hungry += "many times in a row (50x), none completed, and calls still come"
-    metavar = "1h[,6h]|50x[,500x]"
-    add("--fail-if-starving", type=limits(hunger), default=[], metavar=metavar, help=hungry)
+    longer = "exit with 2 if a lock is held for longer than this"
+    add("--fail-if-held-over", type=span, metavar="1h", help=longer)
+    hungry = "exit with 2 if the calls of a lock have been skipped for this long, none completed, "
+    hungry += "and calls still come"
+    add("--fail-if-starving", type=span, metavar="1h", help=hungry)
 
 
 def _add_clear(action: CommandParser) -> None:
     _add_names(action)
     add = action.add_argument
-    add("--token", type=named, help="free only the lock of the holder with this token")
     add("--dead", action="store_true", help="free the locks of processes that are proven dead")
     add("--all", action="store_true", help="free every lock")
     queued = "forget queued calls instead of freeing locks, so that identical calls can be sent"
@@ -119,21 +103,20 @@ def _add_prune(action: CommandParser) -> None:
     add = action.add_argument
     older = "delete rows that are older than this (default: SINGLETASK_HISTORY_DAYS)"
     add("--older-than", type=span, metavar="7d", help=older)
-    add("--limit", type=count, metavar="N", help="delete at most this many rows")
     add("--dry-run", action="store_true", help="count what would be deleted")
 
 
 def check_choice(options: dict[str, Any]) -> None:
     """Raise if the options of ``clear`` do not say what to clear, or contradict each other."""
-    narrowed = any(options[option] for option in ("names", "token", "task", "dead"))
+    narrowed = any(options[option] for option in ("names", "dead"))
     problem = ""
     if options["json"] and not (options["yes"] or options["dry_run"]):
         problem = "With --json the command cannot ask you: add --yes or --dry-run."
     elif not (narrowed or options["all"] or options["queued"]):
-        problem = "Say what to clear: the name or key of a lock, --token, --task, --dead, --queued "
-        problem += "or --all. 'manage.py locks' lists what is held."
+        problem = "Say what to clear: the name or key of a lock, a task, a task id, a token, "
+        problem += "--dead, --queued or --all. 'manage.py locks' lists what is held."
     elif narrowed and options["all"]:
-        problem = "--all cannot be combined with a name, --token, --task or --dead."
+        problem = "--all cannot be combined with a name or --dead."
     if problem:
         raise CommandError(problem, returncode=3)
 
@@ -167,26 +150,6 @@ def span(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(printable(str(error))) from error
-
-
-def hunger(text: str) -> tuple[float, int]:
-    """Read a duration, or a number of times such as ``50x``; the other one is without end."""
-    return (math.inf, count(text[:-1])) if text.endswith("x") else (span(text), sys.maxsize)
-
-
-def limits(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Read one limit, or two with a comma, the lower one first."""
-
-    def read_limits(text: str) -> list[Any]:
-        numbers = [read(part) for part in text.split(",")]
-        if numbers[1:] and not (len(numbers) == 2 and numbers[0] < numbers[1]):
-            raise argparse.ArgumentTypeError(
-                f"{printable(text)!r}: write one limit for WARNING, or two for WARNING and "
-                "CRITICAL, the lower one first, such as 10m,1h."
-            )
-        return numbers
-
-    return read_limits
 
 
 def count(text: str) -> int:

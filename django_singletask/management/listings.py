@@ -16,16 +16,6 @@ from django_singletask.operators import words
 from django_singletask.operators.probe import Probe
 from django_singletask.operators.rows import HeldLock
 
-__all__ = [
-    "COMMAND",
-    "as_json",
-    "history_table",
-    "json_rows",
-    "lock_table",
-    "probe_report",
-    "to_json",
-]
-
 COMMAND = " (manage.py locks)"
 """End of the actor's name if it was this command."""
 

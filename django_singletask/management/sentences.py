@@ -26,8 +26,6 @@ from django_singletask.operators.words import (
     task_page,
 )
 
-__all__ = ["explain"]
-
 COMMAND = "    "
 """Beginning of a line that is to be copied, and therefore is never wrapped."""
 
@@ -226,7 +224,7 @@ def _clear(lock: HeldLock) -> str:
     """Return the command that frees a lock, or forgets a queued call, and no other one."""
     # Where the cache cannot list its entries, a queued call is found by its name or key alone. An
     # entry that something else wrote has no token.
-    which = f"--token {shlex.quote(lock.token)}"
+    which = shlex.quote(lock.token)
     if lock.queued or not lock.token:
         which = f"{'--queued ' * lock.queued}{shlex.quote(lock.key)}"
     return f"{COMMAND}manage.py locks clear {which}"

@@ -9,8 +9,6 @@ from itertools import zip_longest
 
 from django_singletask.holder import clean
 
-__all__ = ["LEFT", "NAME", "RIGHT", "columns", "few", "printable", "table", "width"]
-
 WIDTH = 80
 SHOWN = 5
 """Locks that a sentence names."""

@@ -16,9 +16,7 @@ from django_singletask.operators.names import Selector, select
 from django_singletask.operators.past import find
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starvation
-from django_singletask.stores.base import PREFIX
-
-__all__ = ["HOLDING", "TaskFacts", "Why", "why"]
+from django_singletask.stores.base import is_key
 
 DAY = 86_400.0
 HOLDING = frozenset({"held", "dead", "handed_over", "kept"})
@@ -82,7 +80,7 @@ def why(text: str) -> Why | TaskFacts:
     ``text`` is what :func:`select` reads, but no pattern. Raises :class:`UnknownName` if there is
     nothing, :class:`CannotList` for a task, and :class:`LockUnavailable`.
     """
-    selector, run = select(lock_of_slot(text) if text.startswith(PREFIX) else text), None
+    selector, run = select(lock_of_slot(text) if is_key(text) else text), None
     # Where the cache cannot list its entries, "no lock of this task is held" would be a guess.
     locks = held([selector]) if selector.task else look([selector])
     must_be_known([selector], locks)
@@ -99,7 +97,7 @@ def why(text: str) -> Why | TaskFacts:
         text = run.name
     else:
         return _of_lock(text, selector, locks)
-    selector = select(lock_of_slot(text) if text.startswith(PREFIX) else text)
+    selector = select(lock_of_slot(text) if is_key(text) else text)
     return _of_lock(text, selector, look([selector]), run)
 
 
@@ -200,7 +198,7 @@ def _keys(
         tasks.setdefault(lock_of_slot(each.key), each.task or "")
     lock_keys = [key for key in tasks if not key.startswith(QUEUED)]
     meant, same_name = {*selector.keys}, list[str]()
-    if not (selector.text.startswith(PREFIX) or meant.intersection(tasks)):
+    if not (is_key(selector.text) or meant.intersection(tasks)):
         meant, same_name = {*lock_keys[:1]}, lock_keys[1:]
     if meant.issuperset(lock_keys):
         return {*tasks}, []

@@ -20,7 +20,7 @@ from django_singletask.history.queries import (
     timestamp,
 )
 from django_singletask.locks.address import Address
-from django_singletask.locks.keys import LATEST, QUEUED, LockKey
+from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.lease import KEPT
 from django_singletask.models import COUNTED, TaskLockEvent
 from django_singletask.operators.names import (
@@ -32,18 +32,8 @@ from django_singletask.operators.names import (
     task_names,
 )
 from django_singletask.operators.rows import HeldLock, lock_of, locks_of
-from django_singletask.stores import CannotList, get_store
-
-__all__ = [
-    "USUAL",
-    "clear",
-    "held",
-    "judge",
-    "look",
-    "must_be_known",
-    "still_held",
-    "with_history",
-]
+from django_singletask.stores import get_store
+from django_singletask.stores.base import CannotList
 
 logger = logging.getLogger("django_singletask")
 
@@ -181,8 +171,7 @@ def _find(selectors: Sequence[Selector]) -> list[HeldLock]:
         return locks
     # A name that hides its arguments, for example, is only found in the list.
     try:
-        entries = get_store(conf.cache).entries()
-        return locks_of((key, entry) for key, entry in entries if not key.startswith(LATEST))
+        return locks_of(get_store(conf.cache).entries())
     except CannotList:
         return _read([*keys, *_open_keys()])
 

@@ -14,8 +14,6 @@ from django.utils.translation import ngettext
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
 
-__all__ = ["NEAR", "SIGNS", "Lane", "Mark"]
-
 SIGNS = {
     "expired": "M0-6 6 5H-6Z",
     "lost": "M0-7 6 0 0 7-6 0Z",

@@ -20,32 +20,18 @@ from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.past import find, fits
-from django_singletask.stores.base import PREFIX
+from django_singletask.stores.base import is_key
 from django_singletask.task.base import import_tasks
 
 if TYPE_CHECKING:
     from django_singletask.operators.rows import HeldLock
 
-__all__ = [
-    "Selector",
-    "UnknownName",
-    "locks_of",
-    "nearest",
-    "recorded_tasks",
-    "select",
-    "select_task",
-    "task_names",
-]
-
 RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
 COMPARED = 2000
 """Calls of one task, at most, whose arguments are compared with those of an unknown name."""
-HINTS = {
-    r"([0-9]+[dhms])+|[0-9]+x": "Two limits have a comma between them: write 10s,1h.",
-    "[0-9a-f-]{8,31}…?|[0-9a-f]{4}…": "If this is the beginning of an id, write the whole id.",
-}
-"""Regular expressions of what is no name, and what to do."""
+ABBREVIATED = re.compile("[0-9a-f-]{8,31}…?|[0-9a-f]{4}…")
+"""What may be the beginning of a task id or a token."""
 
 
 class UnknownName(Exception):
@@ -57,19 +43,20 @@ class UnknownName(Exception):
     def __init__(self, name: str, matches: Sequence[str]) -> None:
         self.matches = matches
         names = ", or ".join(f'"{clean(match)}"' for match in matches)
-        like = [hint for pattern, hint in HINTS.items() if re.fullmatch(pattern, name)]
-        hint = like[0] if like else "'manage.py locks' lists what is held."
+        hint = "'manage.py locks' lists what is held."
+        if ABBREVIATED.fullmatch(name):
+            hint = "If this is the beginning of an id, write the whole id."
         hint = f"Did you mean {names}?" if names else hint
-        super().__init__(f"No lock or task is known as '{clean(name)}'. {hint}")
+        super().__init__(f"No lock or task is known as '{clean(name, 255)}'. {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
     """What a text selects: locks that are held, and rows of the history.
 
-    ``name`` is the name of a lock, a task id or a token, ``task`` a task, all of whose locks are
-    meant. Either can be a pattern, and is empty if the text cannot mean that. ``locks`` are those
-    that the text can name. ``registered`` says whether this project has such a task or call.
+    ``name`` is the name of a lock, a pattern, a task id or a token, ``task`` a task, all of whose
+    locks are meant. Either is empty if the text cannot mean that. ``locks`` are those that the text
+    can name. ``registered`` says whether this project has such a task or call.
     """
 
     text: str
@@ -89,7 +76,7 @@ class Selector:
 
     def covers(self, name: str, task: str) -> bool:
         """Say whether the name of a lock, or the task that has it, is meant."""
-        return fits(name, self.name) or (task != "" and fits(task, self.task))
+        return fits(name, self.name) or (task != "" and task == self.task)
 
     def matches(self, lock: HeldLock) -> bool:
         """Say whether a lock, or a slot of it, is meant."""
@@ -100,10 +87,7 @@ class Selector:
 
     def conditions(self) -> list[dict[str, Any]]:
         """Return conditions for :func:`find`: the rows meet one of them."""
-        tasks = [self.task] if self.task else []
-        if "*" in self.task:
-            tasks = [each for each in (*task_names(), *recorded_tasks()) if fits(each, self.task)]
-        meant = [{"task": task} for task in dict.fromkeys(tasks)]
+        meant = [{"task": self.task}] if self.task else []
         meant += [{"like": self.name}] if "*" in self.name else []
         meant += [{"name": name} for name in self.names]
         # The id of a lock that is not a task's is empty in its rows.
@@ -132,7 +116,7 @@ def select(text: str) -> Selector:
     The name of a task, also in a call, can be its last parts: ``import_feed``. Raises
     :class:`UnknownName` if the names of several tasks end so.
     """
-    if text.startswith(PREFIX):
+    if is_key(text):
         return Selector(text, locks=locks_of(text))
     name, parenthesis, arguments = text.partition("(")
     if "*" in text:
@@ -145,15 +129,6 @@ def select(text: str) -> Selector:
         registered = call is not None and _lock_of(*call) is not None
         return Selector(text, text, "", locks_of(whole), registered)
     return Selector(text, text, task, locks_of(whole), task in task_names())
-
-
-def select_task(text: str) -> Selector:
-    """Read the name of a task, its last parts, or a pattern with ``*``.
-
-    Raises :class:`UnknownName` if the names of several tasks end so.
-    """
-    task = text if "*" in text else _whole(text) or text
-    return Selector(text, task=task, registered=any(fits(each, task) for each in task_names()))
 
 
 def _whole(name: str, lock: str = "") -> str:
@@ -217,7 +192,7 @@ def locks_of(name: str) -> list[LockKey]:
     ``name`` is a key, the name of a :class:`TaskLock`, or a call such as
     ``feeds.tasks.import_feed(7)`` or ``feeds.tasks.import_feed(feed_id=7)``.
     """
-    if name.startswith(PREFIX):
+    if is_key(name):
         with suppress(NoHistory), reading(even_if_off=True):
             return [LockKey(TaskLockEvent.objects.name_of_key(name) or name, name)]
         return [LockKey(name, name)]

@@ -13,8 +13,6 @@ from django.utils.timezone import now as django_now
 from django_singletask.history.queries import FREQUENT, TOKENS, reading
 from django_singletask.models import TaskLockEvent
 
-__all__ = ["SCANNED", "find", "fits"]
-
 SCANNED = 20_000
 """Newest rows, at most, among which those are looked for that no index serves."""
 

@@ -12,8 +12,6 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators.windows import SPANS, Window, to_utc
 from django_singletask.operators.words import clock_time, status
 
-__all__ = ["RANGES", "chart_of", "per_task"]
-
 RANGES = {span: SPANS[span].label for span in ("24h", "7d")}
 """The spans of the timeline that can be summed up."""
 BARS = 42

@@ -10,15 +10,15 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from itertools import starmap
+from typing import Any
 
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import name_key
-from django_singletask.operators.errors import without_secrets
-from django_singletask.operators.server import Finding, look_at
-from django_singletask.stores import Store, get_store
+from django_singletask.operators.words import plural
+from django_singletask.stores import get_store
+from django_singletask.stores.base import Store
 from django_singletask.stores.places import servers_of
-
-__all__ = ["Probe", "look_from_another_process", "probe"]
 
 LEASE = 60.0
 """Seconds after which the entry of a probe that was killed ends."""
@@ -36,6 +36,14 @@ alias, key = sys.argv[1:]
 sys.exit(0 if get_store(alias).read(key) else 3)
 """
 """Program of the other process, which exits with 3 if it does not see the lock."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was found out; ``level`` is ok, note, warning or unfit."""
+
+    level: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +104,7 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
             "another process does not see the lock that this process holds: the processes do not "
             "share the cache, or use different keys (KEY_PREFIX, KEY_FUNCTION)",
         )
-    last_line = without_secrets(done.stderr.strip().rpartition("\n")[2])
+    last_line = done.stderr.strip().rpartition("\n")[2]
     raise RuntimeError(f"The other process failed: {last_line or f'exit {done.returncode}'}")
 
 
@@ -119,3 +127,57 @@ def _entry() -> tuple[str, bytes]:
     name = f"django_singletask.probe {token}"
     holder = Holder.from_dict({"name": name, "token": token, "timeout": LEASE})
     return name_key(name).key, holder.encode()
+
+
+def look_at(store: Store) -> Iterator[Finding]:
+    """Yield what the server of a store says; that it refuses to say more is a note."""
+    looks = {"redis": _redis, "memcached": _memcached, "database": _database}
+    try:
+        if look := looks.get(store.family):
+            yield from starmap(Finding, look(store))
+    except Exception as error:  # each client has errors of its own
+        yield Finding("note", f"the server refused to say more: {type(error).__name__}")
+
+
+def _redis(store: Any) -> Iterator[tuple[str, str]]:
+    client = store.client
+    info = client.info()
+    yield "note", f"{info.get('server_name', 'redis')} {info.get('redis_version')}"
+    policy, evicted = info.get("maxmemory_policy"), info.get("evicted_keys", 0)
+    if policy == "noeviction":
+        yield "ok", "the server evicts nothing: maxmemory-policy is noeviction"
+    elif not info.get("maxmemory"):
+        text = f"with a limit it would evict locks too (maxmemory-policy is {policy})"
+        yield "note", f"the server evicts nothing, as maxmemory is not set; {text}"
+    else:
+        so_far = f"{plural(evicted, 'key')} so far"
+        text = f"evicts locks too when the memory is full ({so_far}): set noeviction"
+        yield "warning", f"maxmemory-policy {policy} {text}, and use a dedicated server for locks"
+    if info.get("role") != "master":
+        yield "unfit", f"the server is a {info.get('role')}: locks need the primary"
+    if replicas := info.get("connected_slaves"):
+        text = "a failover can lose the newest locks, and then a second copy of a task can start"
+        yield "warning", f"{plural(replicas, 'replica')}: {text}"
+    # The last question, since managed servers forbid CONFIG.
+    if info.get("aof_enabled"):
+        yield "ok", "locks survive a restart: AOF is on"
+    elif client.config_get("save").get("save"):
+        yield "note", "a restart loses the locks acquired since the last RDB snapshot"
+    else:
+        yield "note", "a restart loses all locks: neither AOF nor RDB is on"
+
+
+def _memcached(store: Any) -> Iterator[tuple[str, str]]:
+    yield "note", "a restart loses all locks, and memcached cannot list locks"
+    yield "note", "memcached evicts locks too when its memory is full: use a dedicated server"
+    if (servers := len(store.cache.client_servers)) > 1:
+        text = "if one fails, its locks are lost; all processes need the same list of servers"
+        yield "warning", f"{servers} servers: {text}"
+
+
+def _database(store: Any) -> Iterator[tuple[str, str]]:
+    connection = store.connection
+    version = ".".join(map(str, connection.get_database_version()))
+    yield "note", f"{connection.display_name} {version}"
+    if connection.vendor == "sqlite":
+        yield "note", "only processes on one host can share an SQLite file"

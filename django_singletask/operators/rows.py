@@ -15,9 +15,7 @@ from django_singletask.holder import Holder, Process, clean, describe_run
 from django_singletask.locks.keys import QUEUED, lock_of_slot
 from django_singletask.locks.liveness import is_stopped, proof_of_death
 from django_singletask.operators.words import STATES, clock_time, process
-from django_singletask.stores import Entry
-
-__all__ = ["ENOUGH", "HeldLock", "lock_of", "locks_of"]
+from django_singletask.stores.base import Entry
 
 PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
 RECORD = attrgetter("token", "task", "task_id", "since", "timeout", "slots")

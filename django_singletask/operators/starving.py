@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 
@@ -11,8 +10,6 @@ from django.utils.timezone import now as django_now
 
 from django_singletask.history.queries import NEWEST, OPEN, SWEEPER, ago, reading
 from django_singletask.models import COUNTED, TaskLockEvent
-
-__all__ = ["HOUR", "Starving", "starvation", "starving"]
 
 HOUR = 3600.0
 FEW = 20
@@ -35,13 +32,11 @@ class Starving:
     unmet: float
     last_skip: float
 
-    def lasts(self, longer_than: float, times: int | None = None) -> bool:
-        """Say whether it goes on for so long, or for so many calls, and is still called."""
+    def lasts(self, longer_than: float) -> bool:
+        """Say whether it has gone on for so long, and the lock is still called."""
         lasted = self.unmet - self.last_skip
-        patience = HOUR if longer_than == math.inf else longer_than
         between = lasted / max(1, self.skipped - 1)
-        is_called = self.last_skip <= max(patience, 2 * between)
-        return is_called and (lasted >= longer_than or self.skipped >= (times or math.inf))
+        return lasted >= longer_than and self.last_skip <= max(longer_than, 2 * between)
 
 
 # Who starves?
@@ -65,22 +60,17 @@ class Starving:
 
 
 def starving(
-    longer_than: float,
-    *,
-    times: int | None = None,
-    names: Collection[str] = (),
-    task: str | None = None,
+    longer_than: float, *, names: Collection[str] = (), task: str | None = None
 ) -> list[Starving]:
     """List the locks that starve, those first whose calls have been skipped for longest.
 
-    Their calls were skipped for ``longer_than`` seconds (``math.inf``: no time is long enough) or
-    ``times`` in a row (None: no number is enough). ``names`` are looked at whenever they were
-    skipped; ``task`` leaves out other tasks. Raises :class:`NoHistory`.
+    Their calls were skipped for ``longer_than`` seconds. ``names`` are looked at whenever they
+    were skipped; ``task`` leaves out other tasks. Raises :class:`NoHistory`.
     """
     with reading():
         suspects = names or _suspects(longer_than, task)
         states = [starvation(name, _since_completed(name)) for name in suspects]
-    hungry = [state for state in states if state and state.lasts(longer_than, times)]
+    hungry = [state for state in states if state and state.lasts(longer_than)]
     hungry = [state for state in hungry if task in (None, state.task)]
     return sorted(hungry, key=lambda state: (-state.unmet, state.name))
 
@@ -129,8 +119,7 @@ def _since_completed(name: str) -> list[TaskLockEvent]:
 def _suspects(longer_than: float, task: str | None) -> Collection[str]:
     """Return the names that may starve, without a query for each name."""
     rows = TaskLockEvent.objects.all()
-    window = HOUR + (0 if longer_than == math.inf else longer_than)
-    since = django_now() - timedelta(seconds=window)
+    since = django_now() - timedelta(seconds=HOUR + longer_than)
     newest = [row for kind in sorted(COUNTED) for row in rows.of_kind(kind)[:NEWEST]]
     if task is not None:
         newest += [row for row in rows.of_task(task)[:NEWEST] if row.is_counted]

@@ -17,8 +17,6 @@ from django_singletask.operators.held import judge
 from django_singletask.operators.marks import NEAR, Lane, Mark
 from django_singletask.operators.windows import BUCKETS, DAY, Window, to_utc
 
-__all__ = ["LANES", "ROWS", "TROUBLES", "draw"]
-
 ROWS = 1000
 """Newest events that are drawn one by one. If there are more, the drawing has their sums."""
 LANES = 30

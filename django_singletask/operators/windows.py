@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from datetime import timezone as offset
 from typing import NamedTuple
@@ -18,8 +18,6 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from django_singletask.operators.words import clock_time
-
-__all__ = ["BUCKETS", "DAY", "SPANS", "Window", "to_utc", "window_of"]
 
 UTC = offset.utc
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
@@ -40,8 +38,6 @@ SPANS = {
 LABELS, BUCKETS = 7, 60
 STEPS = [timedelta(seconds=seconds) for seconds in (1, 10, 30, 60, 180, 600, 1800)]
 STEPS += [HOUR, 4 * HOUR, DAY, 7 * DAY, 30 * DAY, 365 * DAY, 10_000 * DAY]
-YEARS = range(1980, 2150)
-"""Python cannot calculate with all times of all years; the longest step is for as many years."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +110,10 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
         text = _("There is no range {}: choose {}, or a time from … to …")
         return None, text.format(repr(span), ", ".join(SPANS))
     try:
-        end = _moment(texts["to"], max) if texts["to"] else now
-        start = _moment(texts["from"], min) if texts["from"] else end - HOUR
-    except ValueError as error:
+        end = min(_moment(texts["to"]), now) if texts["to"] else now
+        start = _moment(texts["from"]) if texts["from"] else end - HOUR
+        start = max(start, now - STEPS[-1])
+    except (ValueError, OverflowError) as error:
         text = _("{} is not a time: write it as {}.")
         return None, text.format(repr(str(error)), f"{_local(now):%Y-%m-%dT%H:%M}")
     if start < end:
@@ -125,20 +122,17 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
     return None, text.format(clock_time(start, dated=True))
 
 
-def _moment(text: str, choose: Callable[[list[datetime]], datetime]) -> datetime:
-    """Read a time. Without an offset, ``choose`` has two when the clock is set back: both hours."""
+def _moment(text: str) -> datetime:
+    """Read a time; without an offset it is in the time zone of the page."""
     try:
         at = parse_datetime(text)
     except ValueError:
         at = None
-    if at is None or at.year not in YEARS:
+    if at is None:
         raise ValueError(text)
     if not settings.USE_TZ:
         return at if timezone.is_naive(at) else timezone.make_naive(at)
-    if timezone.is_naive(at):
-        zone = timezone.get_current_timezone()
-        return choose([at.replace(tzinfo=zone, fold=fold).astimezone(UTC) for fold in (0, 1)])
-    return at.astimezone(UTC)
+    return to_utc(timezone.make_aware(at) if timezone.is_naive(at) else at)
 
 
 def _local(at: datetime) -> datetime:

@@ -16,22 +16,6 @@ from django.utils.translation import gettext_lazy as _
 from django_singletask.conf import TASK_URL, conf
 from django_singletask.models import TaskLockEvent
 
-__all__ = [
-    "STATES",
-    "clock_time",
-    "compact",
-    "duration",
-    "hold_seconds",
-    "hold_time",
-    "in_words",
-    "parse_duration",
-    "plural",
-    "process",
-    "status",
-    "stop_command",
-    "task_page",
-]
-
 STATES = {
     "held": _("held"),
     "dead": _("process dead"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -13,26 +13,10 @@ from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
+from django_singletask import threads
 from django_singletask.conf import DOCS, check_installed, conf
-from django_singletask.stores.base import CannotList, Entry, Outcome, Slots, Store
-from django_singletask.stores.epoch import CONNECT_WITHIN, ForgetfulStore, Forgotten, epoch_of
-
-__all__ = [
-    "CannotList",
-    "Entry",
-    "ForgetfulStore",
-    "Forgotten",
-    "Outcome",
-    "Slots",
-    "Store",
-    "close_stores",
-    "get_store",
-    "is_a",
-    "look_at_epoch",
-    "open_cache",
-    "open_with",
-    "refusal",
-]
+from django_singletask.stores.base import Store
+from django_singletask.stores.epoch import ForgetfulStore, epoch_of
 
 STORES = {
     "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
@@ -136,6 +120,10 @@ _generation = 0
 _opener: Callable[[str], Store] = _open_store
 
 
+LOOK_WITHIN = 2.0
+"""Seconds for which a request waits in a thread that looks at the epoch."""
+
+
 class _Stores(dict[str, Store]):
     """The stores of one thread, by alias. They are closed when the thread ends."""
 
@@ -144,8 +132,9 @@ class _Stores(dict[str, Store]):
         self.pid = os.getpid()
         self.generation = _generation
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # otherwise modules may be gone, and the sockets close anyway
+            self.close()
 
     def close(self) -> None:
         if self.pid == os.getpid():
@@ -156,20 +145,16 @@ class _Stores(dict[str, Store]):
         self.generation = _generation
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.stores = _Stores()
-
-
-_local = _Local()
-
-
 def get_store(alias: str) -> Store:
     """Return this thread's store for a cache alias.
 
     Raises ``ImproperlyConfigured`` if there is no such alias, or if it cannot hold locks.
     """
-    stores = _local.stores
+    stores: _Stores
+    try:
+        stores = threads.variables.stores
+    except AttributeError:
+        stores = threads.own("stores", _Stores)
     if stores.generation != _generation:
         stores.close()
     store = stores.get(alias)
@@ -186,13 +171,13 @@ def look_at_epoch(alias: str) -> None:
     """Read the epoch of a cache that can forget its locks, in a background thread."""
     store = get_store(alias)
     if isinstance(store, ForgetfulStore):
-        store.connect_within(CONNECT_WITHIN)
+        store.limit(LOOK_WITHIN)
         store.look()
 
 
 def close_stores() -> None:
     """Close the stores of this thread; they are opened again when needed."""
-    _local.stores.close()
+    threads.own("stores", _Stores).close()
 
 
 def open_with(opener: Callable[[str], Store] | None) -> None:
@@ -209,11 +194,9 @@ def open_with(opener: Callable[[str], Store] | None) -> None:
 
 
 def _after_fork() -> None:
-    global _local
     for store in _open_stores:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
     _open_stores.clear()
-    _local = _Local()
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
+from django_singletask.conf import conf
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
-from django_singletask.stores.outage import raise_unavailable
-
-__all__ = [
-    "FENCE",
-    "LONGEST_KEY",
-    "MAX_KEY",
-    "MAX_SLOTS",
-    "PREFIX",
-    "SLOT",
-    "TRIES",
-    "CannotList",
-    "Entry",
-    "Outcome",
-    "Slots",
-    "Store",
-    "marker_key",
-]
+from django_singletask.stores.places import place_of
 
 PREFIX = "singletask:"
 MARKER = ":cleared:"
@@ -37,10 +25,9 @@ SLOT = "#"
 """Separates the key of the lock from the number of the slot in the key of a slot."""
 MAX_SLOTS = 100
 """Limited, because a take that finds no free slot reads all slots."""
-# The key of a lock ends in 32 hexadecimal digits and, from the second slot on, a number. In the key
-# of a marker, ":cleared:" follows. So a lock named "…:cleared" is not mistaken for a marker.
-# Entries for the whole cache, such as FENCE, have a word after "@". No task's name has an "@".
-NO_LOCK = re.compile(rf":[0-9a-f]{{32}}({SLOT}\d+)?{MARKER}[^:]*$|^{PREFIX}@[^:]*$")
+# The key of a marker is that of its lock, which ends in 32 hexadecimal digits and perhaps a slot's
+# number, and then ":cleared:…". Of the entries with "@", operators see only those of queued calls.
+NO_LOCK = re.compile(rf":[0-9a-f]{{32}}({SLOT}\d+)?{MARKER}[^:]*$|^{PREFIX}@(?!queued:)")
 FENCE = f"{PREFIX}@fence"
 """The key of the last fencing token of all locks in the cache."""
 # memcached takes keys of 250 bytes. The column of DatabaseCache takes 255 characters, and MySQL's
@@ -50,6 +37,11 @@ LONGEST_KEY = f"{PREFIX}{'x' * 100}:{'0' * 32}{SLOT}{MAX_SLOTS}{MARKER}{'0' * 32
 """The longest key that the package uses, which is the key of a marker."""
 TRIES = 10
 """How often a change is tried that other processes can disturb between two requests."""
+
+
+def is_key(text: str) -> bool:
+    """Return whether a text can be the key of a lock, or of the entry of a queued call."""
+    return text.startswith(PREFIX) and not NO_LOCK.search(text)
 
 
 class Entry(NamedTuple):
@@ -78,6 +70,7 @@ class Outcome(enum.Enum):
     """What a store found when it was to change the caller's entry."""
 
     OK = "ok"
+    SENT_TWICE = "sent twice"  # only from release(): see Store.sent_twice()
     RETAKEN = "retaken"  # only from renew(): the entry was gone, and the caller has it again
     GONE = "gone"
     TAKEN = "taken"  # another holder has the entry
@@ -92,8 +85,8 @@ class Store(ABC):
 
     An entry is a key and the bytes of its holder. To change an entry, a caller passes the bytes
     that it expects there. The bytes contain a random token, so no caller can change the entry of
-    another. ``lease`` is in seconds. An outage is neither "held" nor "free": the public methods of
-    a subclass raise :class:`LockUnavailable` for ``client_errors``.
+    another. ``lease`` is in seconds. An outage is neither "held" nor "free": the methods raise
+    :class:`LockUnavailable` for ``client_errors``.
 
     One object serves one thread of one process (see :func:`django_singletask.stores.get_store`).
     """
@@ -107,12 +100,14 @@ class Store(ABC):
     cache_alias = ""
     """The alias of the cache; get_store() sets it."""
 
+    batch = 1
+    """How many leases are renewed in one request."""
+
+    limited = math.inf
+    """The longest time of a request in seconds; without end: as the cache's options say."""
+
     client_errors: tuple[type[Exception], ...] = ()
     """What the client raises if the cache does not answer, or refuses to."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        raise_unavailable(cls)
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -125,8 +120,26 @@ class Store(ABC):
 
     def make_key(self, key: str) -> str:
         """Return the key with the cache's prefix and version, as its key function makes it."""
-        cache_key: str = self.cache.make_key(key)
-        return cache_key
+        return str(self.cache.make_key(key))
+
+    def unavailable(self, error: Exception) -> LockUnavailable:
+        """Return what to raise for an error of the client: an outage is never "held" or "free"."""
+        reason = f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
+        text = f"The cache {self.cache_alias!r} cannot be used: {reason}."
+        if self.cache_alias in settings.CACHES:
+            text += f" It is {place_of(self.cache_alias)}."
+        if self.cache_alias == conf.cache:
+            text += " 'manage.py locks probe' tests it."
+        return LockUnavailable(text)
+
+    def limit(self, seconds: float) -> None:
+        """Limit the time of each request, for a background thread; it is never raised again."""
+        if seconds < self.limited:
+            self.limited = seconds
+            self.set_timeouts(seconds)
+
+    def set_timeouts(self, seconds: float) -> None:  # noqa: B027 - LocMemStore sends no requests
+        """Set the timeouts of the client, where they are not shorter."""
 
     @abstractmethod
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
@@ -198,25 +211,42 @@ class Store(ABC):
         return {key: entry for key, entry in entries if entry is not None}
 
     def release(self, key: str, value: bytes) -> Outcome:
-        """Delete the entry if it is ``value``; return OK, GONE or TAKEN."""
+        """Delete the entry if it is ``value``; return OK, SENT_TWICE, GONE or TAKEN."""
         return self.change(key, value, value, None)
+
+    def sent_twice(self, key: str, value: bytes, sent: float) -> Outcome:
+        """Return the outcome of a deletion that was sent again, and found no entry.
+
+        The first one, at the time ``sent``, has deleted it, and its reply was lost; unless the
+        entry was cleared. The caller knows whether the lease had ended before.
+
+          here:   DELETE ->                 (no reply)   DELETE ->
+          store:            deleted                                nothing to delete
+        """
+        cleared = self.read(marker_key(key, value)) is not None
+        return Outcome.GONE if cleared else Outcome.SENT_TWICE
 
     def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
         """Replace the entry ``old`` by ``new`` for ``lease`` seconds; return whether it did."""
         return self.change(key, old, new, lease) is Outcome.OK
 
     def renew(self, key: str, value: bytes, lease: float) -> Outcome:
-        """Let the entry ``value`` end ``lease`` seconds from now.
+        """Renew one entry; see :meth:`renew_many`."""
+        return self.renew_many([(key, value, lease)])[0]
+
+    def renew_many(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
+        """Let each entry (key, value, lease) end ``lease`` seconds from now.
 
         If there is no entry, take the lock again (RETAKEN), unless :meth:`clear` left a marker
         for this value (GONE).
         """
-        outcome = self.change(key, value, value, lease)
-        return self._take_again(key, value, lease) if outcome is Outcome.GONE else outcome
+        return [
+            self._take_again(*request) if outcome is Outcome.GONE else outcome
+            for request, outcome in zip(requests, self._extend(requests), strict=True)
+        ]
 
-    def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
-        """Renew several entries in few requests."""
-        return [self.renew(*request) for request in requests]
+    def _extend(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
+        return [self.change(key, value, value, lease) for key, value, lease in requests]
 
     # clear() writes its marker before it deletes the entry. In the other order a renewal could find
     # neither:
@@ -285,7 +315,7 @@ class Store(ABC):
         """Undo :meth:`make_key`; return None if the cache key does not belong to a lock."""
         prefix = self.make_key(PREFIX)
         key = PREFIX + cache_key.removeprefix(prefix)
-        return key if cache_key.startswith(prefix) and not NO_LOCK.search(key) else None
+        return key if cache_key.startswith(prefix) and is_key(key) else None
 
     def close(self) -> None:  # noqa: B027 - LocMemStore has nothing to close
         """Close what the store opened."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DatabaseError, Error, InterfaceError, OperationalError, connections, router
+from django.db import Error, InterfaceError, OperationalError, connections, router
 
+from django_singletask import clock
 from django_singletask.forks import close_before_forks, undivided
 from django_singletask.stores.base import FENCE, TRIES, Entry, Outcome, Store
-
-__all__ = ["DIALECTS", "SHIFT", "DatabaseStore", "asks_again", "is_busy", "is_missing"]
 
 # The methods of Django's DatabaseCache are not atomic. Its add() is a SELECT and then an UPDATE, so
 # two processes can both take an expired row; its get() deletes an expired row by the key only:
@@ -81,6 +81,12 @@ class MySQL(Dialect):
         return int(lease * 1_000_000)
 
 
+TIMEOUTS: dict[str, dict[str, int]] = {
+    "postgresql": {"connect_timeout": 1, "tcp_user_timeout": 1000},
+    "sqlite": {"timeout": 1},
+    "mysql": {"connect_timeout": 1, "read_timeout": 1, "write_timeout": 1},
+}
+"""Options of the clients for the longest time of a request, and their units in a second."""
 DIALECTS: dict[str, type[Dialect]] = {"postgresql": Dialect, "sqlite": SQLite, "mysql": MySQL}
 
 
@@ -93,6 +99,9 @@ class DatabaseStore(Store):
 
     family = "database"
     client_errors = (Error, OSError)
+    _options_before: str | None = None
+    was_sent_twice = False
+    """Whether the last statement was sent again, because the connection was closed."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -111,6 +120,19 @@ class DatabaseStore(Store):
         self.table: str = cache._table  # noqa: SLF001 - LOCATION; Django has no public name for it
         self.place = f"table {self.table} of DATABASES[{self.alias!r}]"
         self._prepare(self.connection.ops.quote_name(self.table), self.dialect)
+
+    def set_timeouts(self, seconds: float) -> None:
+        self.close()
+        chosen = self.connection.settings_dict
+        options: dict[str, Any] = dict(chosen["OPTIONS"])
+        for name, unit in TIMEOUTS[self.connection.vendor].items():
+            limit = math.ceil(seconds * unit)
+            options[name] = min(options.get(name) or limit, limit)
+        self.connection.settings_dict = {**chosen, "OPTIONS": options}
+        if self.connection.vendor == "postgresql":
+            before = options.get("options", "")
+            options["options"] = f"{before} -c statement_timeout={math.ceil(seconds * 1000)}"
+            self._options_before = before
 
     def _connection(self) -> Any:
         connection = connections.create_connection(self.alias)
@@ -169,6 +191,7 @@ class DatabaseStore(Store):
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         row = [self.make_key(key), old.decode()]
+        sent = clock.now()
         if lease is None:
             statement, params = self._delete, row
         else:
@@ -178,9 +201,10 @@ class DatabaseStore(Store):
         for _ in range(TRIES):
             if self.execute(statement, params):
                 return Outcome.OK
+            was_sent_twice = lease is None and self.was_sent_twice
             entry = self.read(key)
             if entry is None:
-                return Outcome.GONE
+                return self.sent_twice(key, old, sent) if was_sent_twice else Outcome.GONE
             if entry.value not in (old, new):
                 return Outcome.TAKEN
             # Another thread of the holder took it again between the statements: try again.
@@ -228,44 +252,52 @@ class DatabaseStore(Store):
         return "".join(f"!{char}" if char in "!%_" else char for char in self.prefix()) + "%"
 
     def close(self) -> None:
-        self.connection.close()
+        with undivided(self.connection):
+            self.connection.close()
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> Any:
         """Return the rows of a query, or the number of rows that a statement changed."""
+        self.was_sent_twice = False
         for attempts_left in reversed(range(TRIES)):
             was_open = self.connection.connection is not None
             try:
                 with undivided(self.connection), self.connection.cursor() as cursor:
                     cursor.execute(sql, params)
                     return cursor.fetchall() if cursor.description else cursor.rowcount
-            except (DatabaseError, InterfaceError) as error:
+            except self.client_errors as error:
                 self.connection.close()
-                self._raise_with_next_step(error)
+                if self._options_before is not None and not was_open:
+                    # PgBouncer and RDS Proxy refuse this option.
+                    self.connection.settings_dict["OPTIONS"]["options"] = self._options_before
+                    self._options_before = None
+                    continue
                 # If the server has closed the connection, try again: every statement here can be
-                # sent twice.
+                # sent twice. Only a deletion then has another result.
                 was_closed = was_open and isinstance(error, (OperationalError, InterfaceError))
-                if not attempts_left or not (was_closed or asks_again(error)):
-                    raise
+                next_step = self._next_step(error)
+                again = not next_step and (was_closed or asks_again(error))
+                if not attempts_left or not again:
+                    reason = str(error).partition("\n")[0].rstrip(".")
+                    told = type(error)(f"{reason}{next_step}") if next_step else error
+                    raise self.unavailable(told) from error
+                self.was_sent_twice |= was_closed
             except BaseException:
                 # A signal, such as a soft time limit: the connection may have an unread reply.
                 self.connection.close()
                 raise
 
-    def _raise_with_next_step(self, error: Exception) -> None:
-        text = str(error)
+    def _next_step(self, error: Exception) -> str:
         if is_busy(error):
-            raise OperationalError(
-                f"{text}: DATABASES[{self.alias!r}] is an SQLite file in which this or another "
+            return (
+                f": DATABASES[{self.alias!r}] is an SQLite file in which this or another "
                 "connection has an open transaction, and SQLite allows only one writer. Keep the "
                 "locks in a separate SQLite file, with a second entry in DATABASES and a router "
-                "for the cache table, as 'Choosing a cache' in the documentation shows."
-            ) from error
+                "for the cache table, as 'Choosing a cache' in the documentation shows"
+            )
         if is_missing(error):
-            reason = text.partition("\n")[0].rstrip(".")
-            raise type(error)(
-                f"{reason}. Create the table of the lock cache: "
-                f"manage.py createcachetable --database {self.alias}"
-            ) from error
+            command = f"manage.py createcachetable --database {self.alias}"
+            return f". Create the table of the lock cache: {command}"
+        return ""
 
 
 # On MySQL, two takes and a release of one key can cause a deadlock. On PostgreSQL, the loser of a

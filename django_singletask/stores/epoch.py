@@ -5,34 +5,27 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from django_singletask import clock
 from django_singletask.conf import is_test
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.stores.base import PREFIX, TRIES, Store
-
-__all__ = [
-    "CONNECT_WITHIN",
-    "EPOCH",
-    "HOLD_BACK",
-    "LOOK",
-    "Epoch",
-    "ForgetfulStore",
-    "Forgotten",
-    "epoch_of",
-]
+from django_singletask.stores.base import PREFIX, TRIES, Outcome, Store
 
 logger = logging.getLogger("django_singletask")
 
 EPOCH = f"{PREFIX}@epoch"
 LOOK = 0.4
 """Seconds between two looks of a process that holds locks."""
-CONNECT_WITHIN = 0.4
-"""Seconds for which a background look waits for a connection."""
 HOLD_BACK = 1.0
 """Seconds for which a process takes no lock in a cache that has forgotten its locks."""
+TELL_AGAIN = 60.0
+"""Seconds for which the log does not repeat that a cache has forgotten its locks."""
+LOOK_TWICE = 0.1
+"""Seconds until a holder looks again at the entry of another one, after a change of the epoch."""
 
 # The epoch is a random value that the cache keeps without a lease. The first process adds it. If
 # the epoch changes, the cache has forgotten the locks of current runs. A process that holds a lock
@@ -62,7 +55,7 @@ class Epoch:
         self.value: bytes | None = None
         self.server: str | None = None
         self.seen_at = -math.inf
-        self.takes_from = -math.inf
+        self.takes_from = self.told_at = self.changed_at = -math.inf
         self.changes = 0
 
     def see(self, value: bytes) -> None:
@@ -85,8 +78,13 @@ class Epoch:
         #   other thread:                see(new): as before   take
         #
         # Tests empty their cache again and again.
+        now = clock.now()
+        if before is not None:
+            self.changed_at = now
         if before is not None and not is_test():
-            self.takes_from = clock.now() + HOLD_BACK
+            self.takes_from = now + HOLD_BACK
+        if self.takes_from > now >= self.told_at + TELL_AGAIN:  # eviction can repeat it at any time
+            self.told_at = now
             logger.warning(
                 "The cache %r may have forgotten its locks: %s. Holders take their locks again; "
                 "new runs wait %g s first.",
@@ -120,9 +118,32 @@ class ForgetfulStore(Store):
     def add_epoch(self, value: bytes) -> None:
         """Add the epoch if there is none, without a lease."""
 
-    @abstractmethod
-    def connect_within(self, seconds: float) -> None:
-        """Limit the time of an attempt to connect."""
+    # In memcached, a process that takes a lock adds its entry before it reads the epoch. If that
+    # has changed, it gives the entry back. So after a change, another entry may be gone soon:
+    #
+    #   cache:    flushed
+    #   taker:              adds                   reads the epoch: another one   gives it back
+    #   holder:                   looks: not its own                                        looks
+    #
+    # On Redis the script of the take compares the epoch, so there this finds the same entry again.
+
+    def renew_many(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
+        outcomes = super().renew_many(requests)
+        taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
+        if taken:
+            self.look()  # perhaps nobody here has seen the change yet
+        if taken and clock.now() < self.epoch.changed_at + HOLD_BACK:
+            time.sleep(LOOK_TWICE)
+            again = super().renew_many([requests[i] for i in taken])
+            for i, outcome in zip(taken, again, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def sent_twice(self, key: str, value: bytes, sent: float) -> Outcome:
+        """Return GONE also if the cache has forgotten its locks since the first request."""
+        self.look()
+        forgot = self.epoch.changed_at >= sent
+        return Outcome.GONE if forgot else super().sent_twice(key, value, sent)
 
     def look(self) -> None:
         """Read the epoch of the cache; add one if there is none."""

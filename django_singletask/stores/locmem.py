@@ -9,8 +9,6 @@ from typing import Any
 
 from django_singletask.stores.base import FENCE, Entry, Outcome, Store
 
-__all__ = ["LocMemStore"]
-
 
 class LocMemStore(Store):
     """Keep the entries in the cache's own dict, so that ``cache.clear()`` in a test frees them."""

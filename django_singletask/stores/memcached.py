@@ -8,16 +8,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from django_singletask import clock
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores.base import MAX_KEY, TRIES, Entry, Outcome, Slots
-from django_singletask.stores.epoch import EPOCH, ForgetfulStore
-from django_singletask.stores.pipeline import Pipeline
-
-__all__ = ["PyLibMCStore", "PyMemcacheStore"]
+from django_singletask.stores.epoch import EPOCH, ForgetfulStore, Forgotten
 
 PLAIN_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY}}}")
 """Keys that memcached accepts; Django's own check takes fifty times as long."""
-LOOK_AGAIN = 0.05
-"""Seconds after which a process that takes locks reads the epoch again."""
+FRESH = 0.1
+"""Seconds for which a cas number is used.
+
+A longer run does not need the speed. A proxy may keep the connection open while its server
+restarts, which takes longer than this.
+"""
 
 # memcached reads an expiry above 30 days as a date, which is here in January 1970, and deletes the
 # entry at once. A negative expiry does not work: with pylibmc's binary protocol memcached reports
@@ -48,7 +50,6 @@ class MemcachedStore(ForgetfulStore):
     hung_up: Any = ConnectionError
     """What the client raises if the server has closed the connection."""
     is_open = False
-    pipeline: Pipeline | None = None
 
     def make_key(self, key: str) -> str:
         """Return the cache key, or raise ``InvalidCacheKey`` if the server would refuse it."""
@@ -72,17 +73,39 @@ class MemcachedStore(ForgetfulStore):
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
     ) -> str | dict[str, Entry]:
         if heeds_epoch:
-            if clock.now() >= self.epoch.seen_at + LOOK_AGAIN:
+            if self.epoch.value is None:
                 self.look()
             self.epoch.check()
-        return super().take(slots, value, lease, heeds_epoch=heeds_epoch)
+        taken = super().take(slots, value, lease, heeds_epoch=heeds_epoch)
+        if heeds_epoch and isinstance(taken, str):
+            self._look_after_add(taken, value)
+            try:
+                self.epoch.check()
+            except Forgotten:
+                self.release(taken, value)
+                raise
+        return taken
+
+    # If the epoch is the same after the add as it was known before, the cache has forgotten nothing
+    # in between. In the other order a flush could come between the look and the add:
+    #
+    #   cache:                             flushed
+    #   taker:  looks: the same epoch                 adds -> taken, beside the holder
+    #
+    # With several servers, the epoch is on one of them, and speaks only for that one.
+
+    def _look_after_add(self, key: str, value: bytes) -> None:
+        epoch = self._repeat(self._ask, self.client.get, self._name(EPOCH))
+        if epoch is None:
+            self.look()  # adds one
+        else:
+            self.epoch.see(epoch)
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         name = self._name(key)
         expiry = PAST if lease is None else _expiry(lease)
         for _ in range(TRIES):
-            taken = self.pipeline and self.pipeline.remembered(name, old)
-            present, cas = taken or self._repeat(self._gets, name)
+            present, cas = self._remembered(name, old) or self._repeat(self._gets, name)
             if present is None:
                 return Outcome.GONE
             if present not in (old, new):
@@ -125,9 +148,11 @@ class MemcachedStore(ForgetfulStore):
 
         A request that was sent twice finds its own value there.
         """
-        if self.pipeline and self.client.sock:  # the client connects at its own requests
-            return self._ask(self.pipeline.add, name, value, expiry)
         return value if self._ask(self.client.add, name, value, expiry) else self._gets(name)[0]
+
+    def _remembered(self, name: Any, value: bytes) -> Any:
+        """Return, once, the value and the cas number of the entry that was just added here."""
+        return None
 
     def _gets(self, name: Any) -> Any:
         """Return the value and its cas number; None for each if there is no entry."""
@@ -141,8 +166,8 @@ class MemcachedStore(ForgetfulStore):
         was_open = self.is_open
         try:
             return ask(*args)
-        except self.hung_up:
-            if not was_open:
+        except LockUnavailable as error:
+            if not was_open or not isinstance(error.__cause__, self.hung_up):
                 raise
             return ask(*args)
 
@@ -164,8 +189,10 @@ class MemcachedStore(ForgetfulStore):
             reply = request(*args)
         except self.not_found:
             reply = None
-        except BaseException:
+        except BaseException as error:
             self.hang_up()
+            if isinstance(error, self.client_errors):
+                raise self.unavailable(error) from error
             raise
         self.is_open = True
         return reply
@@ -197,8 +224,14 @@ class PyLibMCStore(MemcachedStore):
         errors = ("ConnectionError", "ReadError", "ServerDown", "SomeErrors", "UnknownReadFailure")
         self.hung_up = tuple(getattr(cache._lib, name) for name in errors)  # noqa: SLF001
 
-    def connect_within(self, seconds: float) -> None:
-        self.client.behaviors["connect_timeout"] = int(seconds * 1000)
+    def set_timeouts(self, seconds: float) -> None:
+        units = {"connect_timeout": 1e3, "_poll_timeout": 1e3}  # in milli- and microseconds
+        units |= {"receive_timeout": 1e6, "send_timeout": 1e6}
+        for name, unit in units.items():
+            limit = int(seconds * unit)
+            before = self.client.behaviors[name]
+            self.client.behaviors[name] = min(before, limit) if before > 0 else limit
+        self.hang_up()
 
     def hang_up(self) -> None:
         # After an error libmemcached does not connect for two seconds, and with the binary protocol
@@ -228,7 +261,9 @@ class PyLibMCStore(MemcachedStore):
         # connection.
         try:
             return super()._cas(*args)
-        except self.unsent:
+        except LockUnavailable as error:
+            if not isinstance(error.__cause__, self.unsent):
+                raise
             return super()._cas(*args)
 
     def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
@@ -245,6 +280,8 @@ class PyLibMCStore(MemcachedStore):
 
 class PyMemcacheStore(MemcachedStore):
     """Keep locks through a separate pymemcache client."""
+
+    _taken: tuple[Any, ...] = (None,)
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -267,9 +304,38 @@ class PyMemcacheStore(MemcachedStore):
         if type(self.client) is cache._lib.HashClient and len(self.clients) == 1:  # noqa: SLF001
             # The choice among one server would take longer than the request.
             (self.client,) = self.clients.values()
-            if type(self.client) is cache._lib.Client:  # noqa: SLF001 - and no pool of them
-                self.pipeline = Pipeline(self.client)
 
-    def connect_within(self, seconds: float) -> None:
+    def set_timeouts(self, seconds: float) -> None:
         for client in self.clients.values():
-            client.connect_timeout = seconds
+            client.timeout = min(client.timeout or seconds, seconds)
+            client.connect_timeout = min(client.connect_timeout or seconds, seconds)
+        self.hang_up()
+
+    # One request reads the epoch and the cas number of the new entry, so the release need not read
+    # it. A restarted server may use the number again for another holder. A restart closes
+    # connections, so the number is used only on the connection that it came from:
+    #
+    #   holder A:  add   gets -> cas 17                 connects again   cas 17 -> frees B's lock
+    #   server:                           restarts
+    #   holder B:                                   add -> cas 17
+    #
+    # A renewal changes the number, so the server then refuses it, and the release reads it again.
+
+    def _look_after_add(self, key: str, value: bytes) -> None:
+        name, epoch = self._name(key), self._name(EPOCH)
+        found = self._repeat(self._ask, self.client.gets_many, [name, epoch])
+        present, cas = found.get(name, (None, None))
+        sock = getattr(self.client, "sock", None)  # not of several servers, or of a pool
+        if present == value and sock is not None:
+            self._taken = name, value, cas, sock, clock.now() + FRESH
+        if epoch in found:
+            self.epoch.see(found[epoch][0])
+        else:
+            self.look()
+
+    def _remembered(self, name: Any, value: bytes) -> Any:
+        taken, self._taken = self._taken, (None,)
+        if taken[:2] != (name, value):
+            return None
+        *_, cas, sock, until = taken
+        return (value, cas) if sock is self.client.sock and clock.now() < until else None

@@ -10,8 +10,6 @@ from urllib.parse import parse_qs, urlsplit
 from django.conf import settings
 from django.utils.module_loading import import_string
 
-__all__ = ["backend_is", "place_of", "servers_of"]
-
 
 def backend_is(alias: str, kind: str) -> bool:
     """Return whether the backend of an alias, or one of its bases, has ``kind`` in its name."""

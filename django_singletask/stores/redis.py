@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
+from django.core.exceptions import ImproperlyConfigured
+
+from django_singletask import clock
 from django_singletask.stores.base import FENCE, Entry, Outcome, Slots
 from django_singletask.stores.epoch import EPOCH, ForgetfulStore
 from django_singletask.stores.scripts import CHANGE, FENCE_SCRIPT, LIST, READ, TAKE
-
-__all__ = ["IDLE", "DjangoRedisStore", "DjangoValkeyStore", "RedisStore"]
+from django_singletask.threads import are_greenlets
 
 OUTCOMES = {1: Outcome.OK, 0: Outcome.GONE, -1: Outcome.TAKEN}
+TEXTS = (CHANGE, FENCE_SCRIPT, LIST, READ, TAKE)
+SHA = {text: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for text in TEXTS}
 
-IDLE = 1.0
-"""Seconds after which the server may have closed an idle connection."""
+MOST = 20
+"""How many connections all greenlets of a process have to one cache."""
 BATCH = 1000
 """Keys that are listed and read in one trip."""
 
@@ -41,29 +49,54 @@ def _left(milliseconds: int) -> float | None:
     return milliseconds / 1000 if milliseconds >= 0 else None
 
 
-def _packed(encoding: str, *words: str | bytes | int) -> bytes:
-    """Return the request to run a script, in half the time of the client's packer."""
-    request = [b"*%d\r\n$7\r\nEVALSHA\r\n" % (len(words) + 1)]
+def _packed(encoding: str, words: Iterable[str | bytes | int]) -> bytes:
+    """Return a request in the server's protocol, in half the time of the client's packer."""
+    request = []
     for word in words:
         encoded = word if isinstance(word, bytes) else str(word).encode(encoding)
         request.append(b"$%d\r\n%b\r\n" % (len(encoded), encoded))
-    return b"".join(request)
+    return b"*%d\r\n%b" % (len(request), b"".join(request))
+
+
+def _script(text: str, keys: Sequence[str], args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the request to run a script that the server knows."""
+    return "EVALSHA", SHA[text], len(keys), *keys, *args
+
+
+# The connections of the greenlets of this process, by the alias of the cache. A thread keeps its
+# connection. A worker may have a greenlet for each of thousands of tasks, so a greenlet borrows a
+# connection for each request, and nobody else has it meanwhile.
+_free: defaultdict[str, list[Any]] = defaultdict(list)
+_open: defaultdict[str, WeakSet[Any]] = defaultdict(WeakSet)
+
+
+def _after_fork() -> None:
+    # The sockets are the parent's. A connection that is deleted here closes only the child's copy.
+    _free.clear()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class RedisStore(ForgetfulStore):
-    """Run one script for each request, on the primary server, with one client.
+    """Run one script for each request, on the primary server, on a separate connection.
 
     Django's RedisCache reads from replicas, where a new lock still looks free. django-redis with
-    ``IGNORE_EXCEPTIONS`` returns False during an outage, which looks like "held". The client
-    itself does neither.
+    ``IGNORE_EXCEPTIONS`` returns False during an outage, which looks like "held". The pool of the
+    client takes half of the time of a request, and nothing there shows that the server is another.
     """
 
     family = "redis"
     client_package = "redis"
     """The package of the client and its exceptions."""
+    batch = 500
 
-    shared_calls = 0
-    """Calls through the client's pool before the store opens its own connection."""
+    connection: Any = None
+    """The connection that this thread keeps; None during a request."""
+    was_sent_twice = False
+    """Whether the last request was sent again, because the connection was closed."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -72,85 +105,134 @@ class RedisStore(ForgetfulStore):
         self.client = self._client()
         self.epoch_key = self.make_key(EPOCH)
         pool = self.client.connection_pool
-        self.connection = pool.connection_class(**pool.connection_kwargs)
-        self.connection.register_connect_callback(self._see_server)
-        self._takes = False
-        self.in_step = False
-        """Whether the last reply on the connection was read completely."""
-        self._busy = self._was_open = False
-        self._used_at = 0.0
-        self._calls = 0
-        self._take = self.client.register_script(TAKE)
-        self._change = self.client.register_script(CHANGE)
-        self._read = self.client.register_script(READ)
-        self._list = self.client.register_script(LIST)
-        self._fence = self.client.register_script(FENCE_SCRIPT)
+        self.options = dict(pool.connection_kwargs)
+        self.connect = pool.connection_class
+        self.borrows = are_greenlets()
 
     def _client(self) -> Any:
         return self.cache._cache.get_client(None, write=True)  # noqa: SLF001 - no public way
 
-    def _call(
-        self,
-        script: Any,
-        keys: Sequence[str | bytes],
-        args: Sequence[Any],
-        *,
-        repeatable: bool = True,
-    ) -> Any:
-        """Call a script on the store's own connection, as ``script(keys, args)`` would.
+    def set_timeouts(self, seconds: float) -> None:
+        for name in ("socket_timeout", "socket_connect_timeout"):
+            self.options[name] = min(self.options.get(name) or seconds, seconds)
+        retry, backoff = (import_module(f"{self.client_package}.{n}") for n in ("retry", "backoff"))
+        self.options["retry"] = retry.Retry(backoff.NoBackoff(), 0)
+        self.borrows = False
+        self.close()
 
-        This takes half the time, because the client takes a connection from its pool for each
-        command and checks it. Here an error shows that the connection was closed. Then the request
-        is sent again if it is ``repeatable``: if the server has already handled it, the reply is
-        the same.
+    def _ask(
+        self, *requests: tuple[Any, ...], takes: bool = False, retries: bool = True
+    ) -> list[Any]:
+        """Send requests together, and return their replies.
+
+        If the server has closed the connection, send them again: if it has handled them already,
+        the replies are the same, but for a deletion. ``takes``: raise Forgotten if the cache has
+        just forgotten its locks. ``retries``: send them as often as the options of the cache say.
         """
-        if self._calls < self.shared_calls or self._busy:
-            # Busy: a signal handler calls this while it interrupts another call.
-            self._calls += 1
-            return script(keys, args)
-        self._busy = True
+        # A signal handler that interrupts this call finds None, and opens another connection.
+        connection, self.connection = self.connection, None
+        if connection is None:
+            connection = self._borrow() if self.borrows else self.connect(**self.options)
         try:
-            return self._call_here(script, keys, args)
-        except self.errors.ConnectionError:
-            if not (repeatable and self._was_open):
-                raise
-            return self._call_here(script, keys, args)
+            self.was_sent_twice = False
+            was_open = connection._sock is not None  # noqa: SLF001 - public only in new versions
+            try:
+                return self._send(connection, requests, takes, retries)
+            except self.errors.ConnectionError:
+                if not was_open:
+                    raise
+                self.was_sent_twice = True
+                return self._send(connection, requests, takes, retries)
+        except self.client_errors as error:
+            raise self.unavailable(error) from error
         finally:
-            self._busy = False
+            if self.borrows:
+                _free[self.cache_alias].append(connection)
+            elif self.connection is None:
+                self.connection = connection
+            else:
+                connection.disconnect()
 
-    def _call_here(self, script: Any, keys: Sequence[str | bytes], args: Sequence[Any]) -> Any:
-        connection = self.connection
-        if not self.in_step or (time.monotonic() - self._used_at > IDLE and self._is_stale()):
-            # This is the first use, or the server closed the connection, or an error or a signal
-            # ended the last call before its reply was read. This call would read that reply:
-            #
-            #   here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
-            #   server:             "a is yours" ->               "b is held" ->
-            self._was_open = False
-            connection.disconnect()
-            connection.connect()
-        self.in_step, self._was_open = False, True
-        command = [_packed(connection.encoder.encoding, script.sha, len(keys), *keys, *args)]
+    def _borrow(self) -> Any:
+        free, others, pause = _free[self.cache_alias], _open[self.cache_alias], 0.001
+        while not free and len(others) >= MOST:
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+        if free:
+            return free.pop()
+        connection = self.connect(**self.options)
+        others.add(connection)
+        return connection
 
-        def ask() -> Any:
-            connection.send_packed_command(command)
-            return connection.read_response()
+    def _send(
+        self, connection: Any, requests: Sequence[Any], takes: bool, retries: bool
+    ) -> list[Any]:
+        """Send requests, read all replies, and raise the first error among them.
 
+        After any other error, close the connection. A signal such as a soft time limit could leave
+        a reply unread, and the next call would read it:
+
+          here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
+          server:             "a is yours" ->               "b is held" ->
+        """
+
+        def attempt() -> list[Any]:
+            refused, replies = None, []
+            try:
+                if connection._sock is None:  # noqa: SLF001 - the last attempt closed it
+                    self._connect(connection)
+                if takes:
+                    self.epoch.check()
+                connection.send_packed_command(packed)
+                for _ in requests:
+                    try:
+                        replies.append(connection.read_response())
+                    except self.errors.ResponseError as error:
+                        refused = refused or error
+            except BaseException:
+                connection.disconnect()
+                raise
+            if refused is not None:
+                if isinstance(refused, self.errors.ReadOnlyError):  # it is no primary any more
+                    connection.disconnect()
+                raise refused
+            return replies
+
+        encoding = connection.encoder.encoding
+        packed = [b"".join([_packed(encoding, request) for request in requests])]
+        if connection._sock is None:  # noqa: SLF001
+            self._connect(connection)  # with the retries of the options
         try:
-            # With the retries in the options of the cache, as the client does.
-            reply = connection.retry.call_with_retry(ask, lambda error: connection.disconnect())
+            if not retries:
+                return attempt()
+            replies: list[Any] = connection.retry.call_with_retry(attempt, lambda error: None)
+            return replies
         except self.errors.NoScriptError:  # a new or flushed server
-            reply = script(keys, args)
-        self.in_step = True
-        self._used_at = time.monotonic()
-        return reply
+            load = [("SCRIPT", "LOAD", text) for text in TEXTS]
+            return self._send(connection, [*load, *requests], takes, retries)[len(load) :]
 
-    def _is_stale(self) -> bool:
+    def _connect(self, connection: Any) -> None:
+        """Connect, and note the server: another one may have forgotten the locks."""
         try:
-            # Readable: the connection was closed, or there is an unexpected reply.
-            return bool(self.connection.can_read())
-        except (self.errors.ConnectionError, self.errors.TimeoutError, OSError):
-            return True
+            connection.connect()
+            connection.send_command("INFO", "server")
+            self._see_server(_bytes(connection.read_response()).decode())
+        except self.errors.ResponseError:
+            return  # it is forbidden: only the epoch shows that locks were forgotten
+        except BaseException:
+            connection.disconnect()
+            raise
+
+    def _see_server(self, facts: str) -> None:
+        for line in facts.splitlines():
+            if line == "redis_mode:cluster":
+                raise ImproperlyConfigured(
+                    f"The cache {self.cache_alias!r} cannot hold locks: its server belongs to a "
+                    "Redis Cluster, and one request needs several keys. Use a Redis or Valkey "
+                    "server that is not in cluster mode, with Sentinel if it must not fail."
+                )
+            if line.startswith("run_id:"):
+                self.epoch.see_server(line)
 
     def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
@@ -160,14 +242,9 @@ class RedisStore(ForgetfulStore):
         epoch = b""
         while True:
             if heeds_epoch:
-                self.epoch.check()
                 epoch = self.epoch.value or b"unknown"
-            self._takes = heeds_epoch
-            try:
-                args = [value, _milliseconds(lease), epoch, *limits]
-                reply = self._call(self._take, keys, args)
-            finally:
-                self._takes = False
+            args = [value, _milliseconds(lease), epoch, *limits]
+            (reply,) = self._ask(_script(TAKE, keys, args), takes=heeds_epoch)
             if isinstance(reply, int):
                 return slots.keys[reply]
             if reply:
@@ -176,65 +253,44 @@ class RedisStore(ForgetfulStore):
             self.look()  # if the epoch has changed, the next check raises
 
     def add_epoch(self, value: bytes) -> None:
-        self.client.set(self.epoch_key, value, nx=True)
-
-    def connect_within(self, seconds: float) -> None:
-        self.connection.socket_connect_timeout = seconds
-        self._calls = self.shared_calls  # the connections of the pool have longer timeouts
-
-    def _see_server(self, connection: Any) -> None:
-        """Note the server of a new connection, and stop a take if it is another server.
-
-        The client calls this at each connect, also before it sends a request again.
-        """
-        connection.send_command("INFO", "server")
-        try:
-            facts = _bytes(connection.read_response()).decode()
-        except self.errors.ResponseError:
-            return  # not allowed: only the epoch shows that locks were forgotten
-        for line in facts.splitlines():
-            if line.startswith("run_id:"):
-                self.epoch.see_server(line)
-        if self._takes:
-            self.epoch.check()
+        self._ask(("SET", self.epoch_key, value, "NX"))
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         taken = self.take(Slots((key,)), value, lease, heeds_epoch=False)
         return None if isinstance(taken, str) else taken[key]
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        if lease is None:
-            # If a deletion were sent again, it would find the entry gone.
-            reply = self._call(self._change, [self.make_key(key)], [old], repeatable=False)
-        else:
-            reply = self._call(self._change, *self._request(key, old, new, lease))
+        if lease is not None:
+            (reply,) = self._ask(self._changing(key, old, new, lease))
+            return OUTCOMES[reply]
+        sent = clock.now()
+        (reply,) = self._ask(_script(CHANGE, [self.make_key(key)], [old]), retries=False)
+        if self.was_sent_twice and OUTCOMES[reply] is Outcome.GONE:
+            return self.sent_twice(key, old, sent)
         return OUTCOMES[reply]
 
-    def _request(self, key: str, old: bytes, new: bytes, lease: float) -> tuple[Any, Any]:
+    def _changing(self, key: str, old: bytes, new: bytes, lease: float) -> tuple[Any, ...]:
         # Unchanged bytes are sent once.
-        return [self.make_key(key)], [*dict.fromkeys((old, _milliseconds(lease), new))]
+        args = [*dict.fromkeys((old, _milliseconds(lease), new))]
+        return _script(CHANGE, [self.make_key(key)], args)
 
-    def renew_many(self, requests: list[tuple[str, bytes, float]]) -> list[Outcome]:
-        with self.client.pipeline(transaction=False) as pipeline:
-            for key, value, lease in requests:
-                self._change(*self._request(key, value, value, lease), client=pipeline)
-            outcomes = [OUTCOMES[reply] for reply in pipeline.execute()]
-        return [
-            self._take_again(*request) if outcome is Outcome.GONE else outcome
-            for request, outcome in zip(requests, outcomes, strict=True)
-        ]
+    def _extend(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
+        changes = [self._changing(key, value, value, lease) for key, value, lease in requests]
+        return [OUTCOMES[reply] for reply in self._ask(*changes)]
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         wanted = list(keys)
-        replies = self._call(self._read, [*map(self.make_key, wanted)], [])
+        (replies,) = self._ask(_script(READ, [*map(self.make_key, wanted)], []))
         found = zip(wanted, map(_entry, replies), strict=True)
         return {key: entry for key, entry in found if entry is not None}
 
     def read(self, key: str) -> Entry | None:
-        return _entry(self._call(self._read, [self.make_key(key)], [])[0])
+        ((reply,),) = self._ask(_script(READ, [self.make_key(key)], []))
+        return _entry(reply)
 
     def fence(self, key: str, value: bytes) -> int | None:
-        number = self._call(self._fence, [self.make_key(key), self.make_key(FENCE)], [value])
+        keys = [self.make_key(key), self.make_key(FENCE)]
+        (number,) = self._ask(_script(FENCE_SCRIPT, keys, [value]))
         return None if number is None else int(number)
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
@@ -243,7 +299,7 @@ class RedisStore(ForgetfulStore):
         seen: set[str] = set()
         while cursor not in (b"0", "0"):
             args = [cursor or 0, pattern, BATCH]
-            cursor, names, values, left = self._call(self._list, [], args)
+            ((cursor, names, values, left),) = self._ask(_script(LIST, [], args))
             for name, value, milliseconds in zip(names, values, left.split(), strict=True):
                 key = self.lock_key(_bytes(name).decode(errors="replace"))
                 # SCAN may name an entry twice.
@@ -252,21 +308,16 @@ class RedisStore(ForgetfulStore):
                     yield key, Entry(_bytes(value), _left(int(milliseconds)))
 
     def close(self) -> None:
-        self.connection.disconnect()
-        self.client.connection_pool.disconnect()
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.disconnect()
 
 
 class DjangoRedisStore(RedisStore):
     """The same on django-redis, with its default or Sentinel client."""
 
-    # The process shares the pool of django-redis, so a greenlet for one task opens no connection.
-    shared_calls = 10
-
     def _client(self) -> Any:
         return self.cache.client.get_client(write=True)
-
-    def close(self) -> None:
-        self.connection.disconnect()  # but not the pool, which is shared
 
 
 class DjangoValkeyStore(DjangoRedisStore):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CHANGE", "FENCE_SCRIPT", "LIST", "READ", "TAKE"]
-
 # The server runs nothing else during a script, so nothing happens between its read and its change:
 #
 #   holder A: GET -> mine            (its lease ends here, B takes the lock)
@@ -16,7 +14,10 @@ if ARGV[3] ~= '' and redis.call('GET', KEYS[1]) ~= ARGV[3] then return {} end
 local entries, free, own = {}, false, false
 for i = 2, #KEYS do
     local value = redis.call('GET', KEYS[i])
-    if value == ARGV[1] then return i - 2 end
+    if value == ARGV[1] then
+        redis.call('PEXPIRE', KEYS[i], ARGV[2])
+        return i - 2
+    end
     if value then
         entries[#entries + 1] = i - 2 .. ' ' .. redis.call('PTTL', KEYS[i]) .. ' ' .. value
         own = own or (ARGV[5] or '') ~= '' and string.find(value, ARGV[5], 1, true)

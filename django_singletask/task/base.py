@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from celery import current_app
+from celery import Task, current_app
+from celery.contrib.django.task import DjangoTask
 from celery.exceptions import TaskPredicate
 from celery.result import AsyncResult, EagerResult
 from celery.signals import celeryd_after_setup, import_modules
@@ -19,24 +21,29 @@ from vine import promise
 
 from django_singletask.conf import check_installed
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.locks.keys import NO_LOCK
-from django_singletask.locks.lock import current_lock
+from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
+from django_singletask.locks.lock import TaskLock, current_lock
+from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.run import Run
 from django_singletask.task.definition import bind_functions, check_definition, refuse_unsendable
 from django_singletask.task.delivery import QUEUED_AGAIN, deliver
 from django_singletask.task.header import Header, hidden_arguments
-from django_singletask.task.locked import LockedTask
 from django_singletask.task.options import LockOptions
 from django_singletask.task.policies import ON_CONFLICT
 from django_singletask.task.unique import QueuedCall, delay_of
-
-__all__ = ["SingletonTask", "import_tasks", "singleton_tasks"]
 
 # Not in worker.startup, which only an installed app connects.
 celeryd_after_setup.connect(check_installed)
 
 
-class SingletonTask(LockedTask):
+# Celery's __call__ ends the chain of super().__call__(). It pushes another request, empty (Celery
+# 5.4) or a copy, so the request of the message does not see what the body does, such as retry().
+# In a worker Celery prevents that only for the class that is called first.
+ENDS_HERE = "singletask_chain_ends_here"
+"""Attribute of a request that is to be pushed again instead of another request."""
+
+
+class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
     """A task that runs only once at a time for the same arguments.
 
     Use it as ``@shared_task(base=SingletonTask)``. A message, ``.apply()`` and a direct call
@@ -54,7 +61,8 @@ class SingletonTask(LockedTask):
     * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
     * ``lock_at_least``: a run that returns keeps the lock until so many seconds after its start.
     * ``on_outage``: if the cache cannot be used, ``"raise"`` :class:`LockUnavailable`, ``"run"``
-      without the lock, or ``"skip"`` the run.
+      without the lock, or ``"skip"`` the run. Unless it is ``"run"``, a message of ``"requeue"``,
+      and one that was postponed before, is postponed until the cache answers.
     * ``skip_result``: what a skipped run returns.
     * ``on_skip``: a function to call on a skip, with the :class:`LockConflict` and the call's
       arguments; it returns the result. A method, or a function with ``bind=True``, gets the task
@@ -73,8 +81,33 @@ class SingletonTask(LockedTask):
 
     abstract = True
 
+    lock_timeout: float | None = None
+    lock_renew: bool = True
+    lock_on: Sequence[str] | None = None
+    lock_name: Any = None
+    on_conflict: str = "skip"
+    lock_wait: float | None = None
+    lock_at_least: float = 0
+    lock_slots: int = 1
+    on_skip: Any = None
+    on_outage: str = "raise"
+    skip_result: Any = None
+    unique_until: str | None = None
+    unique_for: float = 3600
+    on_duplicate: str = "return"
+    lock_history: bool = True
+
+    parameters: Parameters
+    """The parameters of the body."""
+
     # Celery logs these errors without a traceback.
     throws: tuple[type[Exception], ...] = (LockConflict,)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SingletonTask:
+        # Not in __init__, which a task class may override without super().
+        task: SingletonTask = super().__new__(cls)
+        task.parameters = Parameters(inspect.signature(task.run))
+        return task
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -83,6 +116,38 @@ class SingletonTask(LockedTask):
             cls.throws = (*cls.throws, LockConflict)
         if "_decorated" in cls.__dict__:
             bind_functions(cls)
+
+    # The locks of its calls
+
+    def lock(self, /, *args: Any, **kwargs: Any) -> TaskLock:
+        """Return the lock of a call with these arguments, not acquired.
+
+        ``task.lock(7).locked()`` asks whether that call is running. Arguments that are not part of
+        the lock may be left out. Raises ``TypeError`` if the arguments do not fit the task or have
+        no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
+        """
+        options = LockOptions.of(self)
+        return options.lock(self.lock_key(args, kwargs, partial=True), self.name)
+
+    def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
+        """Return the result of a queued call with these arguments; None if there is none.
+
+        This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
+        as :meth:`lock` does.
+        """
+        key, options = self.lock_key(args, kwargs, partial=True), LockOptions.of(self)
+        if key == NO_LOCK:
+            return None
+        holder = QueuedCall(key, options, Run(self.name)).holder()
+        return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
+
+    def lock_key(
+        self, args: Any, kwargs: Any, options: LockOptions | None = None, **facts: Any
+    ) -> LockKey:
+        """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""
+        options = LockOptions.of(self) if options is None else options
+        facts |= {"lock_on": options.lock_on, "lock_name": options.lock_name}
+        return call_key(self.name, self.parameters, args or (), kwargs or {}, **facts)
 
     # Sending
 
@@ -241,8 +306,8 @@ class SingletonTask(LockedTask):
         # A call by the worker or by apply(): the request is already pushed, and Celery's __call__
         # would push an empty one above it in eager mode. Celery uses the same private mark; with
         # it, a call of this task from its own body counts as a direct call.
-        request._protected = 1  # noqa: SLF001
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
+        request._protected = 1  # noqa: SLF001
         body = self.rest_of_call(request)
         try:
             return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
@@ -252,6 +317,32 @@ class SingletonTask(LockedTask):
             # Another base may catch the error and call again: not a direct call, the same message.
             request._protected = 0  # noqa: SLF001
             raise
+
+    def rest_of_call(self, request: Any) -> Callable[..., Any]:
+        """Return what to call under the lock: the body, or the ``__call__`` of other bases."""
+        call = super().__call__
+        if getattr(call, "__func__", None) is Task.__call__:
+            return self.run  # no other base has one
+
+        def call_others(*args: Any, **kwargs: Any) -> Any:
+            setattr(request, ENDS_HERE, True)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                vars(request).pop(ENDS_HERE, None)
+
+        return call_others
+
+    def push_request(self, *args: Any, **kwargs: Any) -> None:
+        """Push a new request, or the current one again if its chain of calls ends here."""
+        request: Any = self.request_stack.top
+        ends_here = request is not None and vars(request).pop(ENDS_HERE, False)
+        # Only Celery's __call__ passes exactly these two. If another base calls run() instead, this
+        # request was pushed by the body.
+        if ends_here and not args and kwargs.keys() == {"args", "kwargs"}:
+            self.request_stack.push(request)
+        else:
+            super().push_request(*args, **kwargs)
 
 
 POSITIONAL = ("producer", "link", "link_error", "shadow")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partialmethod
 from typing import Any
 
@@ -13,8 +13,6 @@ from celery import Task
 from django_singletask.conf import DOCS
 from django_singletask.locks.parameters import refuse_deferred
 from django_singletask.task.options import NAMES, LockOptions
-
-__all__ = ["bind_functions", "check_definition", "misspelt", "refuse_unsendable"]
 
 ELSEWHERE = {
     "once": "lock_on, unique_until, unique_for and on_duplicate",
@@ -46,9 +44,9 @@ def check_definition(cls: type, base: type) -> None:
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
     if "_decorated" in cls.__dict__:
         _refuse_foreign(what, cls.__dict__, {**ELSEWHERE, **OF_ONLY_ONE})
-        for name, similar in misspelt(cls, base):
-            raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
-        for name in cls.__dict__.keys() - set(dir(base)):
+        for name in sorted(cls.__dict__.keys() - set(dir(base))):
+            for similar in difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
+                raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
             if name.startswith(("lock_", "unique_")):
                 options = ", ".join(sorted(NAMES))
                 raise TypeError(f"{what} has no option {name!r}; the options are {options}.")
@@ -90,13 +88,6 @@ def bind_functions(cls: type) -> None:
         bound = name == "on_skip" and not isinstance(cls.__dict__["run"], staticmethod)
         if callable(function):
             setattr(cls, name, partialmethod(function) if bound else staticmethod(function))
-
-
-def misspelt(cls: type, base: type) -> Iterator[tuple[str, str]]:
-    """Yield each name in the body of a class that resembles an option, with that option."""
-    for name in sorted(cls.__dict__.keys() - set(dir(base))):
-        for similar in difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
-            yield name, similar
 
 
 def refuse_unsendable(what: str, names: Iterable[str], lock_options: Any) -> None:

@@ -13,17 +13,15 @@ from typing import Any, NoReturn
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
-from django_singletask.exceptions import Dropped, Postponed
+from django_singletask.exceptions import Dropped, LockUnavailable, Postponed
 from django_singletask.locks.keys import NO_LOCK
-from django_singletask.locks.run import NO_RUN, Run
+from django_singletask.locks.run import NO_RUN, Run, result_of
 from django_singletask.task.delivery_lock import DeliveryLock
-from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
+from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message, is_marked
 from django_singletask.task.options import LockOptions
 from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone, raise_or_retry
 from django_singletask.task.rerun import gives_way
 from django_singletask.task.unique import QueuedCall
-
-__all__ = ["QUEUED_AGAIN", "Delivery", "deliver"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -53,9 +51,36 @@ class Delivery:
     queued_call: QueuedCall | None = None
     redelivered: bool = False  # the broker says so, or an earlier delivery met its own run
     has_begun: bool = False
+    outcome: tuple[Any, BaseException | None] | None = None
+    """The result and the error of the body, when it has ended."""
 
     def run(self) -> Any:
-        """Run the body under its lock, or do what ``on_conflict`` says."""
+        """Run the body under its lock, or do what ``on_conflict`` says.
+
+        The result or the error of the body stands. An error that comes after it is logged, such as
+        a soft time limit during the release.
+        """
+        try:
+            return self._run_and_free()
+        except Exception as error:
+            if self.outcome is None or error is self.outcome[1]:
+                raise
+            result, failure = self.outcome
+            if self.lock.lease is not None and self.lock.lease.held:
+                self.lock.lease.give_back(result_of(failure))
+            if self.queued_call is not None:
+                self.queued_call.give_back(kept=self.lock.is_kept)
+            logger.exception(
+                "%s: this error came after the body had ended, so it changes nothing.",
+                self.lock.address,
+            )
+        finally:
+            self.outcome = None  # the error refers to this object
+        if failure is not None:
+            raise failure
+        return result
+
+    def _run_and_free(self) -> Any:
         queued_call = self.queued_call
         if queued_call is None:
             return self._run()
@@ -64,11 +89,12 @@ class Delivery:
         except (Postponed, Dropped):
             raise  # another delivery of this message exists, and the entry belongs to it
         except BaseException as error:
-            self._queue_again(queued_call, error)
-            queued_call.give_back()
+            # The body's own error decides, not a soft time limit that came after it.
+            self._queue_again(queued_call, self.outcome[1] if self.outcome else error)
+            queued_call.give_back(kept=self.lock.is_kept)
             raise
         self._queue_again(queued_call)
-        queued_call.give_back(kept=self.lock.lease is not None and self.lock.lease.kept)
+        queued_call.give_back(kept=self.lock.is_kept)
         return result
 
     def _queue_again(self, queued_call: QueuedCall, error: BaseException | None = None) -> None:
@@ -99,12 +125,12 @@ class Delivery:
         # chain, which may want the same lock.
         with self.lock as lock:
             if lock.outage is not None:
-                return self._meet_outage()
+                return self._meet_outage(lock.outage)
             if lock:
                 if self.header.redelivered and not (lock.lease and lock.lease.took_over):
                     self._leave_to_first_run()
                 # A later call may have run while this one waited for the lock.
-                asks = lock.wait or lock.has_waited or self.redelivered
+                asks = lock.wait or self.redelivered
                 if asks and lock.lease and self._is_superseded():
                     lock.lease.give_back("ignored")
                     return self.options.skip_result
@@ -113,27 +139,38 @@ class Delivery:
             self._postpone_behind_itself()
         return self.policy(self)
 
-    def _meet_outage(self) -> Any:
-        if self.redelivered:  # its first run may still be running
+    def _meet_outage(self, outage: LockUnavailable) -> Any:
+        """Postpone a message that was promised its turn; else do what ``on_outage`` says."""
+        # The first run, or a holder that this delivery has met, may still be running.
+        if self.redelivered:
             self.postpone("redelivery", redelivered=WAITS)
+        runs = self.options.on_outage == "run" and self.lock.blocker is None
+        if not runs:
+            if self.lock.is_requeued:
+                self.policy(self)
+            if self.header.hops:
+                self.postpone("outage")
+            if self.options.on_outage != "skip":
+                raise outage
         self.lock.report_outage()
-        return self._run_body() if self.options.on_outage == "run" else self.options.skip_result
+        return self._run_body() if runs else self.options.skip_result
 
     def _run_body(self) -> Any:
         self.has_begun = True
         if self.header.ticket is not None and self.request is not None:
             # From now on, no later call replaces this call or its retries.
             self.request.headers = self.header.without_ticket().into(self.request.headers)
-        queued_call = self.queued_call
-        if queued_call is None:
-            return self.body()
-        queued_call.start()
+        if self.queued_call is not None:
+            self.queued_call.start()
         try:
-            result = self.body()
+            self.outcome = self.body(), None
         except BaseException as error:
-            self._queue_again(queued_call, error)
-            raise
-        self._queue_again(queued_call)
+            self.outcome = None, error
+        result, failure = self.outcome
+        if self.queued_call is not None:
+            self._queue_again(self.queued_call, failure)
+        if failure is not None:
+            raise failure
         return result
 
     # A message that meets its own earlier run; the timelines are in header.py
@@ -175,7 +212,7 @@ class Delivery:
 
     def _leave_to_first_run(self) -> None:
         if self.header.redelivered == WAITS:
-            self.postpone(None, hops=0, redelivered=LOOKS)
+            self.postpone(None, longest=FIRST_HOP, redelivered=LOOKS)
         self._drop_if_done()
 
     def _drop_if_done(self, *, marked: bool = False) -> None:
@@ -226,34 +263,28 @@ class Delivery:
     ) -> NoReturn:
         """Publish the message again, at most ``longest`` seconds later, and end this delivery.
 
-        ``reason`` is reported once for all hops of a message; None: there was no conflict.
-        ``changes`` are changes of the header.
+        ``reason``, or the outage, is reported at the first hop. ``changes`` change the header.
         """
-        hops = changes.pop("hops", self.header.hops)
+        count = "hops" if self.lock.outage is None else "outage_hops"
+        hops = getattr(self.header, count)
         if reason and not hops:
             self.lock.report_conflict(reason)
-        blocker = self.lock.blocker
-        delay = hop(self.task.app, blocker.timeout if blocker else 0, first, hops, longest)
-        # Only "requeue" counts from its first conflict.
-        fresh = {"token": None, "hops": hops + 1, "requeued_at": 0.0}
+        lease = self.lock.lease
+        assert lease is not None
+        delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
+        fresh = {"token": None, "outage_hops": 0, "requeued_at": 0.0, count: hops + 1}
         header = self.header._replace(lock_key=self.lock.lock_key, **{**fresh, **changes})
         postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
 
     def _is_superseded(self) -> bool:
         """Return whether a later call replaces this one (``"rerun"`` or ``"replace"``)."""
-        ticket = self.header.ticket
-        if ticket is None or not gives_way(self.lock.address, self.task.name, ticket):
+        address, ticket = self.lock.address, self.header.ticket
+        if ticket is None or not gives_way(address, self.task.name, ticket):
             return False
-        address = self.lock.address
         if not self.header.hops:  # otherwise its conflict was already reported
             logger.info("%s: a later call replaces task %s.", address, self.header.task_id)
             address.tell_of_conflict("skipped", "superseded", self.lock.run or NO_RUN, None)
         return True
-
-
-def is_marked(request: Any) -> bool:
-    """Return whether the broker has marked this message as delivered before."""
-    return request is not None and bool((request.delivery_info or {}).get("redelivered"))
 
 
 def deliver(
@@ -280,16 +311,17 @@ def deliver(
     message = None if request is None or request.is_eager else request
     if message is None:  # the rest of the header is about a message
         header = Header(header.task_id, header.task)
+        if options.on_conflict in {"requeue", "rerun"}:  # it cannot be postponed
+            options = options._replace(on_conflict="raise")
     again = bool(header.redelivered or is_marked(message))
     run = Run(task.name, task_id, retries, header.token, not options.lock_history, again)
     queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
     try:
         options.check_run(task.name)
-        lock = DeliveryLock(key, options, run, is_message=message is not None)
-        policy = policies[options.on_conflict]
+        lock = DeliveryLock(key, options, run)
     except (TypeError, ValueError):
         if queued_call is not None:
             queued_call.give_back()  # otherwise it would stop duplicates for unique_for
         raise
-    call = partial(body, *args, **kwargs)
+    policy, call = policies[options.on_conflict], partial(body, *args, **kwargs)
     return Delivery(task, lock, options, header, call, policy, message, queued_call, again).run()

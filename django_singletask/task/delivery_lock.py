@@ -3,64 +3,43 @@
 from __future__ import annotations
 
 import logging
-import random
-from time import sleep, time
 
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.holder import Holder
 from django_singletask.locks import blocks
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
 from django_singletask.task.options import LockOptions
 
-__all__ = ["YOUNG", "DeliveryLock"]
-
 logger = logging.getLogger("django_singletask")
 
-# A queue behind one lock
-#
-# While many calls wait for one lock, a delivery often meets a very short run. Postponing the
-# delivery costs more time than such a run, and leaves the lock free meanwhile:
-#
-#   A: takes, runs, releases      C: takes, runs, releases     D: held by C: publishes D' .....
-#   B:    held by A: publishes B' ............ at the earliest a second later: takes
-#
-# So a delivery of "requeue" tries again a few times before it is postponed. It does so only while
-# the holder is young: an older run probably takes long, and this process has other work to do.
-#
-#   A: takes, runs, releases                 D: takes, runs, releases
-#   B:    held by A: tries again, takes, runs, releases
+SHORT_WAIT = 0.02
+"""Seconds for which a delivery of "requeue" waits before it is postponed.
 
-YOUNG = 0.05
-"""The greatest age of a holder, and the longest wait for it here, in seconds."""
-LOOK_AGAIN = 0.002
-"""Seconds until the first new attempt."""
+Many calls that wait for one lock often meet a very short run, and postponing a call takes longer.
+"""
 
 
 class DeliveryLock(TaskLock):
     """The lock of a delivery, whose policy handles a conflict.
 
-    ``outage`` is the error of a cache that could not be used, unless ``on_outage`` is ``"raise"``.
-    Then the body runs without its lock, or is skipped. If this acquisition has met a holder, which
-    may still be running, the body does not run without the lock: the error is raised, or a call of
-    "requeue" is postponed.
+    ``outage`` is the error of a cache that could not be used; the delivery handles this, too.
     """
 
     outage: LockUnavailable | None = None
 
-    def __init__(self, key: LockKey, options: LockOptions, run: Run, *, is_message: bool) -> None:
+    def __init__(self, key: LockKey, options: LockOptions, run: Run) -> None:
+        waits = {"wait": options.lock_wait or 0, "requeue": SHORT_WAIT}
         super().__init__(
             key,
             timeout=options.lock_timeout,
             renew=options.lock_renew,
-            wait=(options.lock_wait or 0) if options.on_conflict == "wait" else 0,
+            wait=waits.get(options.on_conflict, 0),
             slots=options.lock_slots,
             run=run,
         )
         self.at_least = options.lock_at_least
-        self.can_be_postponed = is_message and options.on_conflict == "requeue"
-        self.has_waited = False
+        self.is_requeued = options.on_conflict == "requeue"
         self.on_outage = options.on_outage
 
     def meet_conflict(self) -> None:
@@ -69,37 +48,24 @@ class DeliveryLock(TaskLock):
     def __enter__(self) -> DeliveryLock:
         try:
             super().__enter__()
-            if self.can_be_postponed and not self:
-                self._wait_for_young_holder()
+            if self.is_requeued:
+                self.note = ""  # the call has not given up
         except LockUnavailable as error:
-            if self.on_outage != "skip" and (self.on_outage != "run" or self.blocker is not None):
-                raise
             self.outage = error
             self._block = blocks.enter(self)
         return self
 
-    def _wait_for_young_holder(self) -> None:
-        """Take the lock if its holder, or the next one, ends within a few milliseconds."""
-        try:
-            waited, pause = 0.0, LOOK_AGAIN
-            while waited < YOUNG and self._is_young(self.blocker):
-                pause = max(pause, waited / 2)
-                waited += pause
-                self.has_waited = True
-                sleep(pause * random.uniform(0.5, 1))
-                if self.take():
-                    self._block = blocks.enter(self)
-        except LockUnavailable as error:  # it has met a holder, so it is postponed
-            logger.warning("%s: the call is postponed. %s", self.address, error)
-        except BaseException as error:  # such as a signal after the take: no __exit__ follows
-            self.__exit__(type(error), error, None)
-            raise
+    def report_conflict(self, reason: str) -> None:
+        """Report a conflict, or the outage that postpones the call, which is no event."""
+        if self.outage is None:
+            super().report_conflict(reason)
+        else:
+            logger.warning("%s: the call is postponed. %s", self.address, self.outage)
 
-    def _is_young(self, blocker: Holder | None) -> bool:
-        """Return whether a holder started just now, by the clocks of both hosts."""
-        if blocker is None or blocker.kept or (self.run and blocker.is_run_of(self.run.task_id)):
-            return False
-        return 0 <= time() - blocker.since < YOUNG
+    @property
+    def is_kept(self) -> bool:
+        """Whether the run has returned and keeps its lock (``lock_at_least``)."""
+        return self.lease is not None and self.lease.kept
 
     def report_outage(self) -> None:
         assert self.lease is not None  # the one that could not be taken

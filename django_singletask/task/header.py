@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 from celery import Celery
@@ -13,16 +13,6 @@ from celery.utils.saferepr import saferepr
 from django_singletask.locks.keys import LockKey
 from django_singletask.task.options import NAMES
 from django_singletask.task.rerun import Ticket
-
-__all__ = [
-    "HEADER",
-    "LOOKS",
-    "WAITS",
-    "Header",
-    "hidden_arguments",
-    "hidden_in_message",
-    "put_token",
-]
 
 HEADER = "singletask"
 """Name of the message header of this package."""
@@ -55,8 +45,19 @@ HEADER = "singletask"
 # message runs. An id may be sent again only after its earlier call has ended, because a result
 # does not show to which of two calls it belongs.
 
-AS_IT_IS = ("token", "due", "hops", "requeued_at", "redelivered", "never_gives_way")
+OF_MESSAGE: Mapping[str, Any] = MappingProxyType(
+    {"token": None, "due": 0.0, "hops": 0, "outage_hops": 0, "requeued_at": 0.0, "redelivered": 0}
+)
+"""Fields that the next message of a call, such as a retry, does not keep; their empty values."""
+AS_IT_IS = (*OF_MESSAGE, "never_gives_way")
 """Fields that have the same name in the message."""
+KINDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(AS_IT_IS, (int, float, bool)),
+    **dict.fromkeys(("name", "key", "queued", "was", "token"), (str, NoneType)),
+    "options": (dict, NoneType),
+    "ticket": ((str, int), NoneType),
+}
+"""The types that a field can have in the message; of a list, the types of its parts."""
 ENDLESS = "inf"
 """Stands in the message for ``math.inf``, which JSON does not have."""
 WAITS = 1
@@ -70,11 +71,19 @@ NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 def wire_of(
     headers: Mapping[str, Any] | None, task_id: str | None, task: str
 ) -> dict[str, Any] | None:
-    """Return this package's header of a message; None if it was not made for this call."""
-    wire = headers.get(HEADER) if headers else None
-    if not isinstance(wire, dict) or task_id is None:
+    """Return this package's header of a message; None if it was not made for this call.
+
+    Raises ``ValueError`` if a field has a wrong type: another program wrote it.
+    """
+    wire = headers.get(HEADER) if headers and task_id is not None else None
+    if not isinstance(wire, dict) or (wire.get("id"), wire.get("task")) != (task_id, task):
         return None
-    return wire if wire.get("id") == task_id and wire.get("task") == task else None
+    for field, value in wire.items():
+        kind = tuple(map(type, value)) if type(value) is list else type(value)
+        if kind not in KINDS.get(field, (kind,)):
+            wrong = f"an invalid {field!r}, of type {type(value).__name__}"
+            raise ValueError(f"The message header {HEADER!r} has {wrong}.")
+    return wire
 
 
 class Header(NamedTuple):
@@ -94,8 +103,9 @@ class Header(NamedTuple):
     queued: bytes | None = None  # the duplicate entry (unique_until), as the producer added it
     token: str | None = None  # from the worker's main process, for one delivery; never sent on
     due: float = 0.0  # the earliest start as a Unix time, kept while postponed; 0: unknown
-    hops: int = 0  # how often the message was postponed
-    requeued_at: float = 0.0  # the Unix time of the first conflict of "requeue"
+    hops: int = 0  # how often the message was postponed, apart from outages
+    outage_hops: int = 0  # how often this outage of the cache has postponed it
+    requeued_at: float = 0.0  # since when "requeue" postpones it (Unix time); 0: it does not
     redelivered: int = 0  # WAITS or LOOKS
     ticket: Ticket | None = None  # its place among the calls of "rerun" or "replace"
     # It has taken a number, but no later call replaces it: other calls wait for it, or its body has
@@ -107,7 +117,7 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
-        """Read the header of a call; None if there is none for this call."""
+        """Read the header of a call; None if there is none for this call. See :func:`wire_of`."""
         wire = wire_of(headers, task_id, task)
         if wire is None:
             return None
@@ -121,17 +131,12 @@ class Header(NamedTuple):
         return cls(
             wire["id"],
             task,
-            LockKey(wire["name"], key) if key else None,
+            LockKey(field("name") or key, key) if key else None,
             options or NO_OVERRIDES,
-            queued.encode() if queued else None,
-            field("token"),
-            field("due", 0.0),
-            field("hops", 0),
-            field("requeued_at", 0.0),
-            field("redelivered", 0),
-            Ticket(*ticket) if ticket else None,
-            field("never_gives_way", False),
-            field("was"),
+            queued.encode(errors="replace") if queued else None,
+            ticket=Ticket(*ticket) if ticket else None,
+            previous_key=field("was"),
+            **{name: wire[name] for name in AS_IT_IS if name in wire},
         )
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -152,19 +157,17 @@ class Header(NamedTuple):
 
     def next(self, **changes: Any) -> Header:
         """Return the header of another message of the same call, such as a retry."""
-        fresh = {"token": None, "due": 0.0, "hops": 0, "requeued_at": 0.0, "redelivered": 0}
-        return self._replace(**{**fresh, **changes})
+        return self._replace(**{**OF_MESSAGE, **changes})
 
     def without_ticket(self) -> Header:
         """Return the header of a call that no later call replaces."""
-        return self._replace(
-            ticket=None, never_gives_way=self.never_gives_way or self.ticket is not None
-        )
+        never_gives_way = self.never_gives_way or self.ticket is not None
+        return self._replace(ticket=None, never_gives_way=never_gives_way)
 
 
-def put_token(headers: dict[str, Any], task_id: str, task: str, token: str) -> None:
-    wire = wire_of(headers, task_id, task) or {"id": task_id, "task": task}
-    headers[HEADER] = {**wire, "token": token}
+def is_marked(request: Any) -> bool:
+    """Return whether the broker has marked this message as delivered before."""
+    return request is not None and bool((request.delivery_info or {}).get("redelivered"))
 
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:

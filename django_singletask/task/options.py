@@ -19,12 +19,10 @@ from django_singletask.task.pairs import Problem, shown, wrong_pairs
 Rule = Callable[[str, str, Any], object]
 """Raises an error if an option, at a place, has an invalid value."""
 
-__all__ = ["NAMES", "OF_RUN", "POLICIES", "LockOptions"]
-
 POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
 
 CHECKS = {"number": "E008", "lock_on": "E009", "lock_name": "E010", "choice": "E012"}
-"""Ids of the system checks of single options; those of pairs are in PAIRS."""
+"""Ids of the system checks of single options; pairs have E011."""
 
 
 class LockOptions(NamedTuple):
@@ -126,12 +124,7 @@ class LockOptions(NamedTuple):
             if name not in parameters.names and not parameters.takes_any_name:
                 text = f"lock_on={self.lock_on!r} {where} names {name!r}, which is not an argument."
                 hint = f"Its arguments are: {arguments or 'none; use lock_on=[]'}."
-                yield Problem(("lock_on",), text, hint, CHECKS["lock_on"])
-        misfit = "" if self.on_skip is None else parameters.misfit(self.on_skip, "the conflict")
-        if misfit:
-            text = f"on_skip {where} cannot take the conflict and the task's arguments: {misfit}."
-            hint = f"Its parameters are the conflict, then: {arguments}."
-            yield Problem(("on_skip",), text, hint, CHECKS["choice"])
+                yield Problem(("lock_on",), text, hint, CHECKS["lock_on"], TypeError)
         if isinstance(self.lock_name, str):
             what = f"lock_name={self.lock_name!r} {where}"
             for error in template_errors(what, self.lock_name, parameters):
@@ -139,7 +132,7 @@ class LockOptions(NamedTuple):
                 if isinstance(error, ValueError):
                     example = "'customer:{customer_id}'"
                     hint = f"Add a fixed text, as in {example}; double a literal brace."
-                yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"])
+                yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"], type(error))
 
 
 NAMES = frozenset(LockOptions._fields)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["PAIRS", "Problem", "shown", "wrong_pairs"]
-
 
 class Problem(NamedTuple):
     """A problem of ``options``.
 
     ``check`` is the id of the system check. A call with these options raises ``error``; if it is
-    None, only the check reports the problem. ``early``: the class body raises the error, too.
+    None, the check only warns. ``early``: the class body raises the error, too.
     """
 
     options: tuple[str, ...]
@@ -32,7 +30,6 @@ class Pair(NamedTuple):
 
     one: tuple[Any, ...]
     other: tuple[Any, ...]
-    check: str = "W011"
     error: type[Exception] | None = None
     early: bool = False
     text: str = "{one} {where} has no effect with {other}."
@@ -47,7 +44,7 @@ def _has(options: Any, name: str, *values: Any) -> bool:
 
 def _clash(one: tuple[Any, ...], other: tuple[Any, ...]) -> Pair:
     text = "{one} and {other} {where} cannot be combined."
-    return Pair(one, other, "E018", TypeError, early=True, text=text, hint="Change one of them.")
+    return Pair(one, other, TypeError, early=True, text=text, hint="Change one of them.")
 
 
 def shown(value: Any) -> str:
@@ -65,7 +62,6 @@ PAIRS = (
     Pair(
         ("lock_renew", False),
         ("lock_timeout", None),
-        "E011",
         TypeError,
         text="lock_renew=False {where} needs lock_timeout, a lease that is longer than any run.",
         hint="Set lock_timeout to more seconds than the task can run, or remove lock_renew=False.",
@@ -73,7 +69,6 @@ PAIRS = (
     Pair(
         ("on_conflict", "wait"),
         ("lock_wait", None, 0),
-        "E017",
         ValueError,
         text='on_conflict="wait" {where} needs lock_wait, the longest wait in seconds.',
         hint='Set lock_wait to seconds or math.inf, or on_conflict to "raise".',
@@ -89,11 +84,11 @@ PAIRS = (
 
 def wrong_pairs(options: Any, where: str, wrong: set[str]) -> Iterator[Problem]:
     """Yield the problems of pairs, unless one of the two options is ``wrong`` by itself."""
-    for one, other, check, error, early, text, hint, unless in PAIRS:
+    for one, other, error, early, text, hint, unless in PAIRS:
         names = one[0], other[0]
         if not (_has(options, *one) and _has(options, *other)) or wrong.intersection(names):
             continue
         if not any(_has(options, *side) for side in unless):
             first, second = (f"{name}={shown(getattr(options, name))}" for name in names)
             text = text.format(one=first, other=second, where=where)
-            yield Problem(names, text, hint.format(*names), check, error, early)
+            yield Problem(names, text, hint.format(*names), "E011", error, early)

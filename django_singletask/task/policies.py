@@ -13,8 +13,6 @@ from django_singletask.exceptions import LockConflict, LockUnavailable, Postpone
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.rerun import gives_way, take_ticket
 
-__all__ = ["ON_CONFLICT"]
-
 
 def skip(delivery: Delivery) -> Any:
     lock, options = delivery.lock, delivery.options
@@ -27,24 +25,24 @@ def skip(delivery: Delivery) -> Any:
 
 
 def refuse(delivery: Delivery) -> NoReturn:
-    """Raise ``LockConflict``; ``wait`` has already waited."""
+    """Raise ``LockConflict``, or the error of an outage; ``wait`` has already waited."""
+    if delivery.lock.outage is not None:
+        raise delivery.lock.outage
     delivery.lock.refuse(delivery.options.on_conflict)
 
 
 def requeue(delivery: Delivery) -> NoReturn:
-    _must_be_a_message(delivery)
     limit, now = delivery.options.lock_wait, time.time()
     since = delivery.header.requeued_at or now
     left = math.inf if limit is None else since + limit - now
     if limit is not None and left <= 0:
         delivery.lock.say_gave_up(limit)
-        delivery.lock.refuse("requeue")
+        refuse(delivery)
     delivery.postpone("requeue", longest=left, requeued_at=since)
 
 
 def rerun(delivery: Delivery) -> NoReturn:
     """Postpone the message behind the holder, as the last one that has met a conflict."""
-    _must_be_a_message(delivery)
     entry, ticket = (delivery.lock.address, delivery.task.name), None
     with suppress(LockUnavailable):  # the next delivery meets the outage itself
         has_one = delivery.header.ticket or delivery.header.never_gives_way
@@ -58,11 +56,6 @@ def rerun(delivery: Delivery) -> NoReturn:
         with suppress(SoftTimeLimitExceeded):
             gives_way(*entry, ticket)
         raise
-
-
-def _must_be_a_message(delivery: Delivery) -> None:
-    if delivery.request is None:
-        delivery.lock.refuse("raise")  # a direct call cannot be postponed
 
 
 ON_CONFLICT = {

@@ -19,8 +19,6 @@ except ImportError:  # Celery 5.4
 from django_singletask.exceptions import Postponed
 from django_singletask.task.header import Header
 
-__all__ = ["FIRST_HOP", "SHORT_HOP", "detect_quorum_queues", "hop", "postpone", "raise_or_retry"]
-
 logger = logging.getLogger("django_singletask")
 
 FIRST_HOP = 1.0

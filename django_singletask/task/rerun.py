@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
 
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST
-from django_singletask.stores import Store, get_store
-
-__all__ = ["State", "Ticket", "gives_way", "is_superseded", "take_ticket"]
+from django_singletask.stores import get_store
+from django_singletask.stores.base import Store
 
 logger = logging.getLogger("django_singletask")
 
@@ -103,6 +103,8 @@ def gives_way(lock: Address, task: str, ticket: Ticket) -> bool:
         return is_superseded(*_entry(lock, task), ticket)
     except SoftTimeLimitExceeded:
         raise
+    except LockUnavailable:  # whoever takes the lock next reports it
+        return False
     except Exception:
         logger.exception("%s: cannot check for a later call, so this call runs.", lock)
         return False

@@ -13,18 +13,16 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django_singletask.conf import MAX_LEASE, conf
 from django_singletask.exceptions import DuplicateTask, LockUnavailable
 from django_singletask.holder import Holder
-from django_singletask.locks import renewal
 from django_singletask.locks.address import Address, lease_length
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.renewal import renewers
 from django_singletask.locks.run import Run
 from django_singletask.stores import get_store
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
 from django_singletask.task.rerun import Ticket, gives_way, take_ticket
-
-__all__ = ["QueuedCall", "delay_of", "discard"]
 
 logger = logging.getLogger("django_singletask")
 
@@ -227,7 +225,7 @@ class QueuedCall:
         """Free the entry in the background: the worker's main process must not wait for a cache."""
         if self.value is not None:
             length = Holder.decode(self.value).timeout
-            renewal.keeper().owe(self.address.cache, self.address.key, self.value, length)
+            renewers[self.address.cache].owe(self.address.key, self.value, length)
 
 
 def discard(header: Header | None) -> None:

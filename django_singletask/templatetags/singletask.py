@@ -8,8 +8,6 @@ from django.utils.safestring import SafeString
 
 from django_singletask.operators.words import task_page
 
-__all__ = ["long_id", "task_id"]
-
 register = template.Library()
 
 

@@ -8,17 +8,18 @@ from contextlib import suppress
 from typing import Any
 
 from celery import signals
+from django.core.exceptions import ImproperlyConfigured
 from django.db import router
 
 from django_singletask.checks import run
 from django_singletask.conf import conf
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.recorder import flush
+from django_singletask.locks.renewal import release_owed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, look_at_epoch
 from django_singletask.worker.tokens import free_revoked, free_unreadable, hand_out_token
 from django_singletask.worker.watcher import watch
-
-__all__ = ["connect", "load", "refuse"]
 
 
 def connect() -> None:
@@ -30,6 +31,8 @@ def connect() -> None:
         (signals.task_rejected, free_unreadable),
         (signals.task_unknown, free_unreadable),
         (signals.worker_ready, watch),
+        (signals.worker_process_shutdown, release),
+        (signals.worker_shutdown, release),
         (signals.worker_process_shutdown, flush_history),
         (signals.worker_shutdown, flush_history),
     ):
@@ -47,10 +50,13 @@ def refuse(**kwargs: Any) -> None:
         return
     errors = [message for message in run() if message.is_serious() and not message.is_silenced()]
     if errors:
-        text = "\n".join(str(error) for error in errors)
-        sys.stderr.write(f"The worker does not start: its locks would not work.\n{text}\n")
-        sys.stderr.flush()
-        raise SystemExit(1)
+        stop("\n".join(str(error) for error in errors))
+
+
+def stop(text: str) -> None:
+    sys.stderr.write(f"The worker does not start: its locks would not work.\n{text}\n")
+    sys.stderr.flush()
+    raise SystemExit(1)
 
 
 def load(**kwargs: Any) -> None:
@@ -67,8 +73,12 @@ def load(**kwargs: Any) -> None:
       hub:                                     forks the next process
       next process:                                      imports the store: waits
     """
-    with suppress(Exception):
-        look_at_epoch(conf.cache)
+    try:
+        with suppress(LockUnavailable):
+            look_at_epoch(conf.cache)
+    except ImproperlyConfigured as error:  # a server in cluster mode
+        if not os.environ.get("CELERY_SKIP_CHECKS"):
+            stop(str(error))
     close_stores()
     router.db_for_write(TaskLockEvent)
 
@@ -76,3 +86,8 @@ def load(**kwargs: Any) -> None:
 def flush_history(**kwargs: Any) -> None:
     """Write all events, because the processes of a pool end without exit handlers."""
     flush(2.0)
+
+
+def release(**kwargs: Any) -> None:
+    """Make the releases that are owed: they are lost with the process, and locks would stay."""
+    release_owed(1.0)

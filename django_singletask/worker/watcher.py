@@ -19,23 +19,12 @@ from django_singletask.locks.address import lease_length
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.run import Run
-from django_singletask.stores import CannotList, get_store, look_at_epoch
+from django_singletask.stores import get_store, look_at_epoch
+from django_singletask.stores.base import CannotList
 from django_singletask.stores.epoch import epoch_of
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
-
-__all__ = [
-    "LEARN",
-    "SWEEP",
-    "Accepted",
-    "Killed",
-    "Watcher",
-    "current_watcher",
-    "has_processes",
-    "sweep",
-    "watch",
-]
 
 logger = logging.getLogger("django_singletask")
 
@@ -188,10 +177,10 @@ class Watcher(threading.Thread):
 
 def lock_of(delivery: Accepted) -> TaskLock | None:
     """Return the lock of a delivery, not acquired; None if it takes none."""
-    task, header = delivery.request.task, delivery.header
-    key = header.lock_key
+    task = delivery.request.task
     try:
-        options = LockOptions.of(task).but(header.overrides)
+        header = delivery.header
+        key, options = header.lock_key, LockOptions.of(task).but(header.overrides)
         if key is None:
             args, kwargs, _embed = delivery.request._payload  # noqa: SLF001, Celery has no other way
             key = task.lock_key(args, kwargs, options)

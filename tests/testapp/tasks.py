@@ -7,7 +7,7 @@ import time
 import uuid
 
 from celery import Task, shared_task
-from celery.exceptions import Reject
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.dispatch import receiver
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock, only_one
@@ -166,6 +166,11 @@ def requeue(self, key: str, seconds: float = 0, value: int = 0) -> str:
     return body(key, seconds, self.request.id, value=value)
 
 
+@shared_task(**POLICY, on_conflict="requeue", acks_late=True, reject_on_worker_lost=True)
+def requeue_late(self, key: str, seconds: float = 0, value: int = 0) -> str:
+    return body(key, seconds, self.request.id, value=value)
+
+
 @shared_task(**POLICY, on_conflict="rerun", skip_result="superseded")
 def rerun(self, key: str, seconds: float = 0, value: int = 0) -> str:
     return body(key, seconds, self.request.id, value=value)
@@ -255,3 +260,17 @@ def noted_outside(self, key: str) -> str:
     if not self.request.retries:
         raise self.retry(countdown=1)
     return body(key, 0, self.request.id)
+
+
+@shared_task
+def take_short_locks(seconds: float) -> str:
+    """Take one short lock after the other; a soft time limit ends that."""
+    name = f"short {uuid.uuid4().hex}"  # the lock of an earlier call may be released later
+    until = time.monotonic() + seconds
+    try:
+        while time.monotonic() < until:
+            with TaskLock(name):
+                pass
+    except SoftTimeLimitExceeded:
+        return "told"
+    return "never told"

@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from contextlib import suppress
 
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from kombu import Connection, Producer
 from kombu.exceptions import OperationalError
@@ -25,6 +26,8 @@ GAPS = {"pool process": 2, "worker": 10, "store": 8, "broker": 12}
 """Mean seconds from one kill to the next."""
 OUTAGES = [0.2, 0.2, 0.5, 1, 4]  # seconds; the longest outlasts the short leases
 SHORT_KEYS, LONG_KEYS, LONG_SHARE = "abcdef", "xyz", 0.1
+LIMIT_SHARE, LIMITS = 0.1, (0.05, 0.5)
+"""How many calls have a soft time limit, and of how many seconds."""
 LEASE = 3  # of the long runs, which renew it several times
 STORE_CLIENT = 1
 """Seconds for which a client of the store can still fail when the store is back."""
@@ -37,9 +40,10 @@ NOT_SENT = "not sent: the broker was down"
 STORE_DOWN = "failed: the lock store was down"
 OLD_CONNECTION = "failed: first request since the store was down"
 STOPPED = "stopped: the lock was lost"
+LIMITED = "stopped by a soft time limit"
 WORKER_KILLED = "lost by the broker as a worker was killed"
 BROKER_KILLED = "lost by the broker as it was killed"
-EXPECTED = [RAN, SKIPPED, NOT_SENT, STORE_DOWN, OLD_CONNECTION, STOPPED]
+EXPECTED = [RAN, SKIPPED, NOT_SENT, STORE_DOWN, OLD_CONNECTION, STOPPED, LIMITED]
 FATES = [*EXPECTED, WORKER_KILLED, BROKER_KILLED]
 
 Call = tuple[float, "AsyncResult[str]"]  # when it was sent
@@ -91,10 +95,15 @@ class Soak:
         if self.rng.random() < LONG_SHARE:
             call = (self.rng.choice(LONG_KEYS), self.rng.uniform(1, 2 * LEASE))
             options = {"lock_timeout": LEASE}
+        limit = self.rng.uniform(*LIMITS) if self.rng.random() < LIMIT_SHARE else None
         at = clock.now()
         try:
             result = tasks.careful.apply_async(
-                call, queue=self.workers[0].queue, producer=producer, lock_options=options
+                call,
+                queue=self.workers[0].queue,
+                producer=producer,
+                lock_options=options,
+                soft_time_limit=limit,
             )
         except OperationalError:
             self.refused += 1
@@ -218,6 +227,8 @@ class Trace:
             return self.why_unanswered(number)
         if result.state == "SUCCESS":
             return {"ran": RAN, None: SKIPPED}.get(result.result, "ANSWERED WRONGLY")
+        if isinstance(result.result, SoftTimeLimitExceeded):
+            return LIMITED
         if isinstance(result.result, LockLost):
             return STOPPED if result.id in self.lost else "STOPPED WITHOUT A REASON"
         # A process that was killed between its answer and its note has only the first of the two.

@@ -6,15 +6,11 @@ import multiprocessing
 
 import pytest
 from celery.result import AsyncResult
-from celery.worker import state
 from django.db import connections
 
-from django_singletask.conf import conf
-from django_singletask.locks.keys import LATEST
-from django_singletask.stores import close_stores, get_store
-from django_singletask.task.header import HEADER
-from django_singletask.task.rerun import State
+from django_singletask.stores import close_stores
 from tests.deadline import wait_for
+from tests.deliveries import noted
 from tests.testapp import log, tasks
 
 fork = multiprocessing.get_context("fork")
@@ -23,13 +19,6 @@ fork = multiprocessing.get_context("fork")
 def values(worker):
     """Return the values that ran, in the order in which they began."""
     return [line["value"] for line in worker.events("start")]
-
-
-def noted(key):
-    """Return how many messages that met a conflict are noted."""
-    beside = tasks.rerun.lock_key((key,), {}).beside(LATEST, tasks.rerun.name).key
-    entry = get_store(conf.cache).read(beside)
-    return 0 if entry is None else State.decode(entry.value).noted
 
 
 def test_rerun_runs_only_the_last_call(start_worker, queue):
@@ -179,32 +168,3 @@ def test_calls_without_a_lock_run_beside_each_other(start_worker, queue):
     options = {"lock_name": lambda key, number: None}
     calls = [tasks.meet.apply_async(("a", 2), queue=queue, lock_options=options) for _ in range(2)]
     assert [call.get(timeout=20) for call in calls] == ["met", "met"]
-
-
-@pytest.mark.skipif(
-    not hasattr(state, "scheduled_requests"), reason="Celery 5.7 tells which messages wait"
-)
-def test_the_hops_of_requeue_end_with_the_run_before_in_the_same_worker(
-    start_worker, queue, runs_log
-):
-    worker = start_worker(concurrency=2)
-    options = {"lock_timeout": 60}
-    tasks.requeue.apply_async(("a", 2), queue=queue, lock_options=options)
-    wait_for(lambda: worker.events("start"), "the first runs")
-    key = tasks.requeue.lock_key(("a",), {})
-    for number in range(10):
-        # Messages that were postponed often, so each waits for 11 to 15 seconds.
-        name, task_id = tasks.requeue.name, f"{queue}-{number}"
-        header = {"id": task_id, "task": name, "name": key.name, "key": key.key, "hops": 9}
-        headers = {HEADER: {**header, "options": options}}
-        tasks.requeue.app.send_task(
-            name, ("a", 0, number), task_id=task_id, queue=queue, headers=headers
-        )
-    wait_for(lambda: len(worker.events("end")) == 11, "all have run", deadline=9)
-    assert sorted(values(worker)) == [0, *range(10)]
-    assert log.overlaps(runs_log) == 0
-    node = tasks.requeue.app.control.inspect([f"{worker.name}-{queue}@test"], timeout=5)
-    (scheduled,) = node.scheduled().values()
-    assert not scheduled
-    (stats,) = node.stats().values()
-    assert stats["prefetch_count"] == 2

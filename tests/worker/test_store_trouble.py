@@ -10,14 +10,15 @@ from django_singletask import LockUnavailable
 from django_singletask.stores import get_store
 from tests import servers
 from tests.deadline import wait_for
+from tests.deliveries import noted
 from tests.testapp import log, tasks
 from tests.testapp.celery import app
 
 
 @pytest.fixture
-def own_redis(settings, monkeypatch):
+def own_redis(request, settings, monkeypatch):
     """Run a Redis server for the locks of this test alone."""
-    with servers.Redis() as server:
+    with servers.Redis(**getattr(request, "param", {})) as server:
         monkeypatch.setenv("SINGLETASK_TEST_OWN_REDIS_URL", server.url)
         backend = "django.core.cache.backends.redis.RedisCache"
         cache = {"BACKEND": backend, "LOCATION": server.url, "KEY_PREFIX": "own_redis"}
@@ -68,6 +69,38 @@ def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs
     )
     assert again
     assert log.overlaps(runs_log) == 0
+
+
+@pytest.mark.parametrize(
+    "own_redis", [{"appendonly": "yes", "appendfsync": "always"}], indirect=True, ids=["AOF"]
+)
+def test_calls_that_wait_while_the_store_is_down_run_when_it_is_back(
+    start_worker, queue, own_redis, runs_log
+):
+    """The store keeps its data, so of the calls of rerun the last one runs."""
+    worker = start_worker(cache="own_redis", concurrency=2)
+    calls = {tasks.requeue: [], tasks.requeue_late: [], tasks.rerun: []}
+    locks = [task.lock("a") for task in calls]
+    for lock in locks:
+        assert lock.acquire()
+    for value in range(1, 11):
+        for task, of_task in calls.items():
+            of_task.append(task.apply_async(("a", 0, value), queue=queue))
+        wait_for(lambda: noted("a") == value, "it has met the conflict")  # noqa: B023
+    wait_for(lambda: len(worker.events("conflict")) == 30, "all have met the conflict")
+    own_redis.kill()
+    expiring = tasks.requeue.apply_async(("b",), queue=queue, expires=1)
+    # A hop takes up to 15 seconds, a quarter of the lease.
+    met = "the call is postponed"
+    wait_for(lambda: worker.text().count(met) == 31, "all met the outage", deadline=60)
+    wait_for(lambda: expiring.state == "REVOKED", "it has expired")
+    own_redis.start()
+    for lock in locks:
+        lock.release()
+    answers = {task: [call.get(timeout=60) for call in of_task] for task, of_task in calls.items()}
+    assert answers[tasks.requeue] == answers[tasks.requeue_late] == ["ran"] * 10
+    assert answers[tasks.rerun] == ["superseded"] * 9 + ["ran"]
+    assert not any(line["key"] == "b" for line in worker.events("start"))
 
 
 def test_what_could_not_be_given_back_is_given_back_later(own_redis, transactional_db):

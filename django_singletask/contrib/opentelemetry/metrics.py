@@ -20,8 +20,6 @@ from opentelemetry import metrics
 from django_singletask.models import TROUBLE
 from django_singletask.signals import LockEvent, lock_event
 
-__all__ = ["connect"]
-
 meter = metrics.get_meter("django_singletask")
 holds = meter.create_histogram(
     "singletask.lock.hold", unit="s", description="Seconds for which a lock was held."

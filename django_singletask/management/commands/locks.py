@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import getpass
+import os
 import socket
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from typing import Any
 
-from django.core.management.base import CommandError, CommandParser, no_translations
+from django.core.management.base import (
+    BaseCommand,
+    CommandError,
+    CommandParser,
+    no_translations,
+)
 
 from django_singletask.checks import check_cache
 from django_singletask.conf import conf
 from django_singletask.history.queries import reading
 from django_singletask.history.sweep import prune
 from django_singletask.management import alarms, listings
-from django_singletask.management.arguments import add_actions, check_choice
-from django_singletask.management.process import UNKNOWN, ProcessCommand
+from django_singletask.management.alarms import UNKNOWN
+from django_singletask.management.arguments import add_actions, check_choice, with_action
 from django_singletask.management.sentences import explain
 from django_singletask.management.tables import printable
 from django_singletask.models import Result, TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.explain import why
-from django_singletask.operators.names import Selector, select, select_task
+from django_singletask.operators.names import select
 from django_singletask.operators.past import SCANNED, find
 from django_singletask.operators.probe import probe
 from django_singletask.operators.rows import HeldLock
@@ -37,11 +44,29 @@ LOCMEM = {"django_singletask.E004", "django_singletask.W001"}
 """Checks that say that each process has locks of its own."""
 
 
-class Command(ProcessCommand):
+class Command(BaseCommand):
     """List the locks that are held now, explain one, clear some; read and prune their history."""
 
     help = "List the locks that are held now, explain one, clear some; read their history."
     requires_system_checks: list[str] = []
+
+    def run_from_argv(self, argv: list[str]) -> None:
+        """Run as a separate process, whose output may end early."""
+        argv = [*argv[:2], *with_action(argv[2:])]
+        self._called_from_command_line = True
+        try:
+            self.create_parser(*argv[:2]).parse_args(argv[2:])
+        except SystemExit as end:
+            sys.exit(UNKNOWN if end.code == 2 else end.code)
+        try:
+            try:
+                super().run_from_argv(argv)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # Python would write what is left in the buffer at exit, and fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
 
     def add_arguments(self, parser: CommandParser) -> None:
         add_actions(parser)
@@ -56,9 +81,9 @@ class Command(ProcessCommand):
         getattr(self, action)(options)
 
     def list(self, options: dict[str, Any]) -> None:
-        """Print the locks that are held now; raise :class:`Alarm` if a limit is exceeded."""
+        """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
         with asking():
-            names = selectors(options)
+            names = [*map(select, options["names"])]
             locks = held.with_history(held.held(names))
             held.must_be_known(names, locks)
         if options["json"]:
@@ -67,8 +92,8 @@ class Command(ProcessCommand):
             self.print_table(listings.lock_table(locks))
         else:
             self.stdout.write("No matching lock is held." if names else "No lock is held.")
-        held_over, starving = options["fail_if_held_over"], options["fail_if_starving"]
-        alarms.watch(locks, names, held_over=held_over, starving=starving)
+        held_over, starving_for = options["fail_if_held_over"], options["fail_if_starving"]
+        alarms.watch(locks, names, held_over=held_over, starving_for=starving_for)
 
     def why(self, options: dict[str, Any]) -> None:
         with asking():
@@ -82,7 +107,7 @@ class Command(ProcessCommand):
         """Show the locks that were asked for, ask, and free them."""
         check_choice(options)
         with asking():
-            names = selectors(options)
+            names = [*map(select, options["names"])]
             if options["queued"] and not options["names"]:
                 # The history does not say which calls are queued.
                 next(get_store(conf.cache).entries(), None)
@@ -92,7 +117,7 @@ class Command(ProcessCommand):
             missing = [each.text for each in names if not any(map(each.matches, chosen))]
         if missing or not chosen:
             nothing = _not_there(missing, locks, options)
-            if names or options["token"]:
+            if names:
                 raise CommandError(nothing)
             # Nothing was named, so finding nothing is not an error.
             self.stdout.write("[]" if options["json"] else nothing)
@@ -151,7 +176,7 @@ class Command(ProcessCommand):
         if narrowed["outcome"] in Result.values:
             narrowed["result"], narrowed["outcome"] = narrowed["outcome"], None
         with asking():
-            names = selectors(options)
+            names = [*map(select, options["names"])]
             conditions = [each for name in names for each in name.conditions()] if names else [{}]
             rows, complete = find(conditions, **narrowed)
             held.must_be_known(names)
@@ -182,12 +207,12 @@ class Command(ProcessCommand):
 
     def prune(self, options: dict[str, Any]) -> None:
         """Delete old history, and say meanwhile how many rows are gone."""
-        older_than, limit, dry_run = options["older_than"], options["limit"], options["dry_run"]
+        older_than, dry_run = options["older_than"], options["dry_run"]
         count, interrupted = 0, True
         with asking(), reading(even_if_off=True), suppress(KeyboardInterrupt):
             if dry_run:
-                count = TaskLockEvent.objects.primary().older_than(older_than)[:limit].count()
-            for deleted in () if dry_run else prune(older_than=older_than, limit=limit):
+                count = TaskLockEvent.objects.primary().older_than(older_than).count()
+            for deleted in () if dry_run else prune(older_than=older_than):
                 count += deleted
                 if self.stdout.isatty() and not options["json"]:
                     self.stdout.write(f"\r{count} rows deleted …\r", ending="")
@@ -227,12 +252,6 @@ def asking() -> Iterator[None]:
         raise CommandError(printable(cannot_ask(error)), returncode=UNKNOWN) from error
 
 
-def selectors(options: dict[str, Any]) -> Sequence[Selector]:
-    """Read the names, or the task, that were typed."""
-    task, names = options["task"], options["names"]
-    return [*map(select, names)] if task is None else [select_task(task)]
-
-
 def actor() -> str:
     """Name the user who runs the command."""
     try:
@@ -244,8 +263,7 @@ def actor() -> str:
 
 def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
     return (
-        options["token"] in (None, lock.token)
-        and lock.queued == options["queued"]
+        lock.queued == options["queued"]
         and lock.state != "expired"
         and (lock.state == "dead" or not options["dead"])
     )
@@ -253,11 +271,11 @@ def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
 
 def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
     """Say that what was asked for is not there, and why, where that is known."""
-    token, queued, dead = (options[name] for name in ("token", "queued", "dead"))
+    queued, dead = options["queued"], options["dead"]
     what = "call is queued" if queued else f"lock is held{' by a dead process' * dead}"
-    criteria = ", ".join(map(printable, [*missing, *[f"--token {token}"] * bool(token)]))
+    criteria = ", ".join(map(printable, missing))
     sentences = [f"No matching {what}: {criteria}." if criteria else f"No {what}."]
-    states = {lock.state for lock in locks if token in (None, lock.token)}
+    states = {lock.state for lock in locks}
     if "expired" in states:
         sentences.append("An expired lock is not held: there is nothing to free.")
     if "queued" in states and not (queued or dead):

@@ -1,0 +1,214 @@
+"""A soft time limit that strikes while a lock is taken or released is told, and leaves no lock.
+
+Each test raises the limit at one place after the other of the package and of the cache's client,
+and uses another lock for each.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
+
+from django_singletask import LockUnavailable, SingletonTask, TaskLock, only_one
+from django_singletask.stores import close_stores
+from tests.deadline import wait_for
+from tests.interruptions import Interruption, interruptions
+
+LEASE = 2.0
+# memcached keeps an entry for up to two seconds more.
+FREE_WITHIN = LEASE + 4
+
+on_each_store = pytest.mark.parametrize(
+    "cache_alias",
+    [
+        "redis",
+        "django_redis",
+        "django_valkey",
+        "pylibmc",
+        "pymemcache",
+        "db_postgres",
+        "db_mariadb",
+        "db_sqlite",
+    ],
+    indirect=True,
+)
+
+on_one_store = pytest.mark.parametrize("cache_alias", ["redis"], indirect=True)
+
+
+class Logged(logging.Handler):
+    """Count the soft time limits in the log, and keep no record: an error keeps its frames."""
+
+    number = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self.number += isinstance(error, SoftTimeLimitExceeded)
+
+
+@pytest.fixture(autouse=True)
+def logged(settings, monkeypatch) -> Iterator[Logged]:
+    """Count what is logged, without history and without the handlers of pytest."""
+    settings.SINGLETASK_HISTORY = "off"
+    handler, logger = Logged(), logging.getLogger("django_singletask")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logging.getLogger("celery.app.trace"), "disabled", True)
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def is_free(name: str) -> bool:
+    """Take a lock and give it back, as another thread; return whether that was possible."""
+    taken = []
+
+    def take() -> None:
+        with suppress(LockUnavailable):
+            lock = TaskLock(name, timeout=LEASE)
+            taken.append(lock.acquire() and lock.release())
+        close_stores()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return any(taken)
+
+
+def assert_free_in_the_end(names: list[str]) -> None:
+    gc.collect()  # Celery keeps errors in cycles, and an error keeps the lock of its frames
+    held = set(names)
+
+    def all_free() -> bool:
+        held.difference_update({name for name in held if is_free(name)})
+        return not held
+
+    try:
+        wait_for(all_free, "all locks are free", deadline=FREE_WITHIN)
+    except AssertionError:
+        pytest.fail(f"{len(held)} of {len(names)} locks are never free: {sorted(held)}")
+
+
+def assert_none(places: list[str], names: list[str], what: str) -> None:
+    if places:
+        pytest.fail(f"{len(places)} of {len(names)} {what}: {places}")
+
+
+def with_block(name: str) -> None:
+    with TaskLock(name, timeout=LEASE):
+        pass
+
+
+def acquire_and_release(name: str) -> None:
+    lock = TaskLock(name, timeout=LEASE)
+    if lock.acquire():
+        lock.release()
+
+
+def guarded_function(name: str) -> None:
+    @only_one(key=name, timeout=LEASE)
+    def function() -> None:
+        pass
+
+    function()
+
+
+def interrupt_each_place(use: Callable[[str], None]) -> tuple[list[str], list[str]]:
+    """Return the names of the locks, and the places where an error was not told."""
+    names, swallowed = [], []
+    for interruption in interruptions(SoftTimeLimitExceeded):
+        name = f"place {interruption.number}"
+        names.append(name)
+        use("connects")  # an interruption closes the connection: count no places of a new one
+        try:
+            with interruption:
+                use(name)
+        except SoftTimeLimitExceeded:
+            continue
+        if interruption.place:
+            swallowed.append(interruption.place)
+    assert len(names) > 50
+    return names, swallowed
+
+
+@on_each_store
+def test_a_limit_anywhere_in_a_with_block_is_told_and_the_lock_is_free(cache_alias):
+    names, swallowed = interrupt_each_place(with_block)
+    assert_free_in_the_end(names)
+    assert_none(swallowed, names, "were not told")
+
+
+@on_one_store
+@pytest.mark.parametrize("use", [guarded_function, acquire_and_release])
+def test_a_limit_anywhere_in_another_use_is_told_and_the_lock_is_free(use, cache_alias):
+    names, swallowed = interrupt_each_place(use)
+    assert_free_in_the_end(names)
+    assert_none(swallowed, names, "were not told")
+
+
+# The lock of a task itself: its body has returned, or failed, and that is what counts
+
+
+class OfTheBody(Exception):
+    """What a body raises."""
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    options = {"broker": "memory://", "backend": "cache+memory://"}
+    with Celery("interrupted", set_as_current=False, **options) as app:
+        yield app
+
+
+def end_of_run(app: Celery, interruption: Interruption, name: str, error: type | None) -> Any:
+    """Run a task whose body lets the error come after its end; return the task's result."""
+
+    @app.task(base=SingletonTask, shared=False, name=f"tests.{name}", lock_name=name)
+    def task() -> str:
+        interruption.begin()
+        if error is not None:
+            raise error
+        return "ran"
+
+    try:
+        return task.apply().result
+    except BaseException as raised:
+        return raised
+    finally:
+        interruption.end()
+
+
+def interrupt_each_end(app: Celery, expected: Any, logged: Logged) -> tuple[list[str], ...]:
+    """Return the names of the locks, the places with another result, and those with another log."""
+    names, other_result, other_log = [], [], []
+    error = None if isinstance(expected, str) else expected
+    for interruption in interruptions(SoftTimeLimitExceeded):
+        names.append(f"place {interruption.number}")
+        with_block("connects")
+        logged.number = 0
+        result = end_of_run(app, interruption, names[-1], error)
+        if result != expected and type(result) is not expected:
+            other_result.append(interruption.place)
+        if logged.number != bool(interruption.place):
+            other_log.append(interruption.place)
+    assert len(names) > 20
+    return names, other_result, other_log
+
+
+@on_each_store
+@pytest.mark.parametrize("expected", ["ran", OfTheBody])
+def test_a_limit_after_the_body_of_a_task_changes_no_result(
+    cache_alias, app, expected, logged, settings
+):
+    settings.SINGLETASK_LOCK_TIMEOUT = LEASE
+    names, other_result, other_log = interrupt_each_end(app, expected, logged)
+    assert_none(other_result, names, "changed the result")
+    assert_none(other_log, names, "were not logged once")
+    assert_free_in_the_end(names)

@@ -1,0 +1,85 @@
+"""Locks in Redis with each client: what a process knows of its server, and its connections."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import redis
+
+from tests.processes import running
+from tests.servers import Redis, ask
+
+CLIENTS = ["redis", "django_redis", "django_valkey"]
+
+
+def at(server: Redis) -> dict[str, str]:
+    return {"SINGLETASK_TEST_REDIS_URL": server.url}
+
+
+def take_after_a_return(alias: str, *, pool: tuple[str, ...] = ()) -> tuple[bool, float, dict]:
+    """Let Redis return with an old snapshot; return what the taker and the holder know.
+
+    The snapshot has the epoch of before, but not the lock that was taken since.
+    """
+    with (
+        Redis() as server,
+        running("tests.snapshot", alias, "holder", **at(server)) as holder,
+        running("tests.snapshot", alias, "taker", *pool, **at(server)) as taker,
+    ):
+        assert (holder.says(), taker.says()) == ("ready", "ready")
+        assert ask(server.port, b"SAVE\r\n") == b"+OK\r\n"
+        holder.go_on()
+        assert holder.says() == "held"
+        server.kill()
+        taker.go_on()  # it asks again and again, so it comes as soon as the server is back
+        server.start()
+        taken, seconds = json.loads(taker.says())
+        holder.go_on()
+        return taken, seconds, json.loads(holder.says())
+
+
+@pytest.mark.race
+@pytest.mark.parametrize("pool", [(), ("gevent",)], ids=["prefork", "gevent"])
+@pytest.mark.parametrize("alias", CLIENTS)
+def test_a_taker_waits_until_the_live_holder_has_its_lock_back(alias, pool):
+    taken, seconds, holder = take_after_a_return(alias, pool=pool)
+    assert (taken, holder) == (False, {"lost": False, "retaken": 1})
+    assert 0.5 < seconds < 3
+
+
+class Observer(threading.Thread):
+    """Note the greatest number of connections that a server has, without that of the observer."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.client = redis.Redis.from_url(url)
+        self.ended = threading.Event()
+        self.most = 0
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            self.most = max(self.most, self.client.info("clients")["connected_clients"] - 1)
+        self.client.close()
+
+    def __enter__(self) -> Observer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.ended.set()
+        self.join()
+
+
+@pytest.mark.parametrize("alias", CLIENTS)
+def test_300_tasks_with_gevent_share_30_connections(alias):
+    with (
+        Redis() as server,
+        Observer(server.url) as observer,
+        running("tests.greenlets", alias, "300", **at(server)) as process,
+    ):
+        assert process.says() == "held"
+        process.go_on()
+        assert process.says() == "300"
+    assert 1 <= observer.most <= 30
