@@ -16,7 +16,7 @@ from django.core.signals import setting_changed
 from django_singletask import threads
 from django_singletask.conf import DOCS, check_installed, conf
 from django_singletask.stores.base import Store
-from django_singletask.stores.epoch import ForgetfulStore, epoch_of
+from django_singletask.stores.epoch import ForgetfulStore, epoch_of, epochs
 
 STORES = {
     "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
@@ -188,7 +188,9 @@ def open_with(opener: Callable[[str], Store] | None) -> None:
     global _generation, _opener
     # Set the opener first: otherwise a thread could open a store with the old one for good.
     _opener = opener or _open_store
-    # Other threads may be using their stores, and close them at their next get_store().
+    # Other threads may be using their stores, and close them at their next get_store(). Until then
+    # they see another server, which must not look like a change of the epoch.
+    epochs.clear()
     _generation += 1
     close_stores()
 

@@ -100,11 +100,11 @@ class Epoch:
             raise Forgotten(pause)
 
 
-_epochs: dict[str, Epoch] = {}
+epochs: dict[str, Epoch] = {}
 
 
 def epoch_of(alias: str) -> Epoch:
-    return _epochs.setdefault(alias, Epoch(alias))
+    return epochs.setdefault(alias, Epoch(alias))
 
 
 class ForgetfulStore(Store):
