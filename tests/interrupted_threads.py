@@ -15,7 +15,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 import weakref
 from contextlib import suppress
 

@@ -9,8 +9,8 @@ import threading
 from typing import Any
 from urllib.parse import urlsplit
 
-from celery import Celery
-from celery.signals import task_failure, task_received
+from celery import Celery, states
+from celery.signals import task_failure, task_postrun, task_received
 
 from django_singletask import holder
 from tests import intervals
@@ -43,10 +43,16 @@ def note_failed(task_id: str, **kwargs: object) -> None:
     intervals.note("failed", task_id=task_id)
 
 
+def note_postponed(task_id: str, state: str | None = None, **kwargs: object) -> None:
+    if state == states.IGNORED:
+        intervals.note("postponed", task_id=task_id)
+
+
 if intervals.FOLDER in os.environ:
     intervals.record()
     task_received.connect(note_received)
     task_failure.connect(note_failed)
+    task_postrun.connect(note_postponed)
 
 app = Celery("tests")
 app.conf.update(

@@ -247,18 +247,24 @@ class Trace:
         as not acknowledged. While all processes of a worker are busy, kombu does not even read what
         Redis has given. If worker or broker is killed meanwhile, nobody has the message. It was
         given before those that were sent later, so when each worker has received one of these, the
-        message was lost already.
+        message was lost already. A call that is postponed is sent again.
         """
         sent, result = self.calls[number]
-        if result.id in self.received:
+        lines = [
+            line
+            for event in ("received", "postponed")
+            for line in self.recording.of(event)
+            if line["task_id"] == result.id
+        ]
+        last = max(lines, key=at, default={"event": "sent", "at": sent})
+        if last["event"] == "received":
             # If the worker that received it ends, the broker delivers it again, with the same gap.
-            lines = self.recording.of("received")
-            last = max((line for line in lines if line["task_id"] == result.id), key=at)
             ended = [line["victim"] for line in self.recording.of("worker ended")]
             return WORKER_KILLED if last["pid"] in ended else "RECEIVED AND NOT ANSWERED"
+        sent = last["at"]
         first_later: dict[int, float] = {}  # of each worker
-        for _sent, later in self.calls[number + 1 :]:
-            if len(first_later) < self.workers and later.id in self.received:
+        for sent_at, later in self.calls[number + 1 :]:
+            if sent_at > sent and len(first_later) < self.workers and later.id in self.received:
                 line = self.received[later.id]
                 first_later.setdefault(line["pid"], line["at"])
         until = clock.now()
