@@ -115,7 +115,7 @@ def simulate(load: Workload, warm_up: float, seconds: float, seed: int = 14) -> 
         heapq.heapreplace(free, (until + BETWEEN, process))
     rates = Counter({action: count / seconds for action, count in counts.items()})
     if load.pool:
-        # Of the main processes each looks, and one sweeps the history under a lock.
+        # Of the main processes each looks, and they take turns to sweep the history.
         rates.update({"look": n / load.pool / LEARN, "conflict": n / load.pool / SWEEP})
     return Demand(rates, len(postponed))
 

@@ -1,4 +1,4 @@
-"""The history: one row for each run that had a lock, each skip, duplicate and trouble."""
+"""The history: one row for each run that had a lock, and for the calls that one holder blocked."""
 
 from __future__ import annotations
 
@@ -6,46 +6,42 @@ from datetime import datetime
 
 from django.db import models
 from django.utils.translation import gettext_lazy as _
+from django.utils.translation import pgettext_lazy
 
-from django_singletask.history.queries import TaskLockEventQuerySet, timestamp
+from django_singletask.history.queries import COUNTED, TaskLockEventQuerySet, timestamp
 from django_singletask.holder import Holder
 
 __all__ = ["TaskLockEvent"]
 
 
 class Kind(models.TextChoices):
-    ACQUIRED = "acquired", _("acquired")
-    SKIPPED = "skipped", _("skipped")
+    """What a row is about: a run that had the lock, or calls that one holder blocked."""
+
+    RUN = "run", pgettext_lazy("lock", "run")
+    CONFLICT = "conflict", _("conflict")
     DUPLICATE = "duplicate", _("duplicate")
-    EXPIRED = "expired", _("expired")
-    LOST = "lost", _("lost")
-    RETAKEN = "retaken", _("taken again")
-    CLEARED = "cleared", _("cleared")
-    UNGUARDED = "unguarded", _("ran without a lock")
 
 
-COUNTED = frozenset({"skipped", "duplicate"})
-"""Calls that did not run: repeats against one holder are counted in one row."""
+TROUBLE = frozenset({"dead", "expired", "lost", "cleared", "unguarded"})
+"""Outcomes of a run that can let two runs work at the same time."""
 
-TROUBLE = frozenset({"expired", "lost", "retaken", "cleared", "unguarded"})
-"""What can let two runs work at the same time; also recorded with ``lock_history=False``."""
+RETAKEN = "retaken"
+"""An event that is no outcome, since the run goes on: a row counts how often it happened."""
 
 
 class HoldOutcome(models.TextChoices):
-    """How a hold ended; empty while it lasts.
-
-    What ends it otherwise than its run has a row as well, and that one has the shorter word.
-    """
+    """How a hold ended; empty while it lasts. ``unguarded``: the run had no lock at all."""
 
     RELEASED = "released", _("released")
-    DEAD = "dead", _("process dead")
-    EXPIRED = "expired", _("hold expired")
-    LOST = "lost", _("hold lost")
-    CLEARED = "cleared", _("hold cleared")
+    DEAD = "dead", _("dead")
+    EXPIRED = "expired", _("expired")
+    LOST = "lost", _("lost")
+    CLEARED = "cleared", _("cleared")
+    UNGUARDED = "unguarded", _("unguarded")
 
 
 class Result(models.TextChoices):
-    """How the body of a run ended."""
+    """How the body of a run ended, or what became of a call that found the lock held."""
 
     RETURNED = "returned", _("returned")
     RAISED = "raised", _("raised")
@@ -53,17 +49,22 @@ class Result(models.TextChoices):
     RETRIED = "retried", _("retried")
     IGNORED = "ignored", _("ignored")
     POSTPONED = "postponed", _("postponed")
+    SKIPPED = "skipped", _("skipped")
+    WAITING = "waiting", _("waiting")
+    FAILED = "failed", _("failed")
 
 
 class TaskLockEvent(models.Model):
-    """One thing that happened to a lock.
+    """A run that had a lock, or all the calls with one end that one holder blocked.
 
-    An ``acquired`` row is open (``outcome`` is empty) while the run has the lock, and is closed
-    when the run ends. Repeated skips against one holder increase ``count`` and ``last_at`` of one
-    row. Durations are in seconds.
+    ``ref`` finds the row: the token of a run; token and reason of blocked calls. ``ended_at`` and
+    ``result`` are what the run itself reported. If its hold ended otherwise, ``outcome`` says how,
+    ``noticed_at`` when, ``actor`` who noticed it or cleared the lock, and ``reason`` how that is
+    known. Durations are in seconds.
     """
 
     id = models.BigAutoField(primary_key=True, verbose_name=_("ID"))
+    ref = models.CharField(max_length=64)
     kind = models.CharField(_("kind"), max_length=10, choices=Kind)
     outcome = models.CharField(_("outcome"), max_length=10, choices=HoldOutcome, blank=True)
     result = models.CharField(_("result"), max_length=10, choices=Result, blank=True)
@@ -72,11 +73,12 @@ class TaskLockEvent(models.Model):
     cache = models.CharField(_("cache"), max_length=255, blank=True)
     task = models.CharField(_("task"), max_length=255, blank=True)
     task_id = models.CharField(_("task id"), max_length=255, blank=True)
-    token = models.CharField(_("token"), max_length=32, blank=True)
     host = models.CharField(_("host"), max_length=255, blank=True)
     pid = models.PositiveIntegerField(_("process"), default=0)
     at = models.DateTimeField(_("at"))
     ended_at = models.DateTimeField(_("ended at"), null=True, blank=True)
+    noticed_at = models.DateTimeField(_("noticed at"), null=True, blank=True)
+    retaken = models.PositiveIntegerField(_("retaken"), default=0)
     timeout = models.FloatField(_("lease"), default=0, help_text=_("Seconds."))
     count = models.PositiveIntegerField(_("count"), default=1)
     last_at = models.DateTimeField(_("last at"), null=True, blank=True)
@@ -101,14 +103,7 @@ class TaskLockEvent(models.Model):
         ordering = ("-id",)
         default_permissions = ("view", "delete")
         permissions = (("clear_lock", _("Can clear a lock")),)
-        constraints = (
-            # Repeats are counted in one row, even if many processes meet the holder at once.
-            models.UniqueConstraint(
-                fields=("blocked_by", "kind", "key", "reason"),
-                name="singletask_counted",
-                condition=models.Q(kind__in=("skipped", "duplicate")) & ~models.Q(blocked_by=""),
-            ),
-        )
+        constraints = (models.UniqueConstraint(fields=("ref",), name="singletask_ref"),)
         indexes = (
             models.Index(fields=("task", "-id"), name="singletask_task"),
             # With these classes PostgreSQL also finds the beginning of a name, under any
@@ -120,49 +115,51 @@ class TaskLockEvent(models.Model):
             ),
             models.Index(fields=("at",), name="singletask_at"),
             models.Index(fields=("task_id",), name="singletask_task_id"),
-            # Most rows are runs of tasks that released their lock. The conditions keep them out of
-            # the next indexes; MySQL and MariaDB ignore conditions.
+            # Most rows are runs that released their lock. The conditions keep them out of the next
+            # indexes; MySQL and MariaDB ignore conditions.
             models.Index(
-                fields=("token",),
-                name="singletask_token",
-                condition=models.Q(task_id="") | ~models.Q(outcome="released"),
+                fields=("kind", "outcome", "-id"),
+                name="singletask_state",
+                condition=~models.Q(outcome="released"),
             ),
-            models.Index(
-                fields=("kind", "-id"),
-                name="singletask_kind",
-                condition=~models.Q(kind="acquired"),
-            ),
-            models.Index(
-                fields=("outcome", "-id"),
-                name="singletask_outcome",
-                condition=~models.Q(outcome__in=("", "released")),
-            ),
-            models.Index(
-                fields=("kind", "outcome", "key"),
-                name="singletask_open",
-                condition=models.Q(kind="acquired", outcome=""),
-            ),
-            # For MySQL and MariaDB, which do not support a constraint with a condition. Elsewhere
-            # this index is empty, because the column is never NULL.
             models.Index(
                 fields=("blocked_by",),
                 name="singletask_blocked_by",
-                condition=models.Q(blocked_by__isnull=True),
+                condition=~models.Q(kind="run"),
+            ),
+            models.Index(
+                fields=("retaken", "-id"),
+                name="singletask_retaken",
+                condition=models.Q(retaken__gt=0),
             ),
         )
 
     def __str__(self) -> str:
         return f"{self.name}: {self.get_outcome_display() or self.get_kind_display()}"
 
+    @property
+    def token(self) -> str:
+        """The token of the run; empty if the row counts calls."""
+        return "" if self.is_counted else self.ref
+
     def holder(self) -> Holder:
         """Return the holder of the lock, as far as the row describes it."""
-        facts = {"task": self.task or None, "task_id": self.task_id or None}
+        facts = {"task": self.task or None, "task_id": self.task_id or None, "token": self.token}
         return Holder.from_dict({**vars(self), **facts, "since": timestamp(self.at)})
+
+    @property
+    def hold_ended_at(self) -> datetime | None:
+        """When its hold ended, as far as it had one and its end is known."""
+        known = self.ended_at or self.noticed_at
+        if self.outcome in ("", "unguarded") or known is None:
+            return None
+        # A run goes on without its lock; or its lock was cleared that it kept after its end.
+        return min(known, self.noticed_at or known) if self.outcome == "cleared" else known
 
     @property
     def end(self) -> datetime:
         """When it ended, or happened last, as far as is known."""
-        return self.ended_at or self.last_at or self.at
+        return self.hold_ended_at or self.last_at or self.at
 
     @property
     def is_counted(self) -> bool:
@@ -171,5 +168,12 @@ class TaskLockEvent(models.Model):
     @property
     def is_completed(self) -> bool:
         """Whether this run had the lock and its body returned or raised."""
-        ended = (self.kind, self.outcome) == ("acquired", "released")
-        return ended and self.result in ("returned", "raised")
+        ended = self.outcome == "released"
+        if self.outcome == "cleared" and self.ended_at and self.noticed_at:
+            ended = self.ended_at <= self.noticed_at  # what was cleared is the lock that it kept
+        return self.kind == "run" and ended and self.result in ("returned", "raised")
+
+    @property
+    def troubles(self) -> list[str]:
+        """What could let another run work at the same time."""
+        return [RETAKEN] * bool(self.retaken) + [self.outcome] * (self.outcome in TROUBLE)

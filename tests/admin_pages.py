@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 from django.contrib.auth.models import Permission, User
 from django.db import InterfaceError, connection
@@ -46,9 +47,9 @@ def log_in(*codenames: str, name: str = "ada", **options: Any) -> Client:
 
 
 def event(**facts: Any) -> TaskLockEvent:
-    """Write an event of now."""
-    usual = {"kind": "acquired", "name": f"{TASK}(feed_id=7)", "key": "k", "timeout": 60}
-    usual["at"] = timezone.now()
+    """Write the row of a run that began now, or of a call."""
+    usual = {"kind": "run", "name": f"{TASK}(feed_id=7)", "key": "k", "timeout": 60}
+    usual |= {"ref": uuid4().hex, "at": timezone.now()}
     return TaskLockEvent.objects.create(**{**usual, **facts})
 
 
@@ -66,16 +67,16 @@ def text_of(html: str) -> str:
 
 
 def fill_table() -> None:
-    """Write 30,000 events, one each 10 minutes, as a site does in 7 months."""
+    """Write 30,000 rows, one each 10 minutes, as a site does in 7 months."""
     with connection.cursor() as cursor:
         cursor.execute(
-            f"INSERT INTO {TABLE} (kind, outcome, result, name, key, cache, task, task_id, token, "
-            "host, pid, at, timeout, count, blocked_by, blocked_by_task_id, actor, reason) "
-            "SELECT (CASE WHEN n % 500 = 0 THEN 'cleared' ELSE 'acquired' END), "
-            "(CASE WHEN n % 700 = 0 THEN 'dead' ELSE 'released' END), 'returned', "
+            f"INSERT INTO {TABLE} (kind, outcome, result, name, key, cache, task, task_id, ref, "
+            "host, pid, at, timeout, count, retaken, blocked_by, blocked_by_task_id, actor, reason)"
+            " SELECT (CASE WHEN n % 500 = 0 THEN 'conflict' ELSE 'run' END), (CASE WHEN n % 500 = 0"
+            " THEN '' WHEN n % 700 = 1 THEN 'dead' ELSE 'released' END), 'returned', "
             "'feeds.tasks.import_feed(feed_id=' || n % 1000 || ')', 'k', 'c', "
             "'tests.testapp.tasks.' || (CASE WHEN n % 900 = 0 THEN 'hold' ELSE 'meet' END), "
-            "md5(n::text), md5(n::text), 'h', 1, now() - n * interval '10 minutes', 60, 1, "
+            "md5(n::text), md5(n::text), 'h', 1, now() - n * interval '10 minutes', 60, 1, 0, "
             "'', '', '', '' FROM generate_series(30000, 1, -1) n"
         )
         cursor.execute(f"ANALYZE {TABLE}")

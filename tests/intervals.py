@@ -8,7 +8,7 @@ All times are of the host's boot clock, by which the package counts its leases t
     lost       the process has noticed that the lease is lost
     released   just before the request that gives the lock back
     began, ended, fenced       what the body notes: see `body`
-    conflict, retaken          events of the package
+    conflict, retaken, dead    events of the package
     killed     just before a process is killed: see `kill`
     forgot     a store is back, and has no entry of the time before
 
@@ -131,10 +131,10 @@ def note_lease(lease: Lease, event: str, at: float) -> None:
 
 
 def note_event(event: LockEvent, **kwargs: Any) -> None:
-    if event.kind == "skipped":
+    if event.kind == "conflict":
         note("conflict", lock=event.name, blocked_by=event.blocked_by)
-    elif event.kind == "retaken":
-        note("retaken", lock=event.name, token=event.token)
+    elif event.kind in ("retaken", "dead"):
+        note(event.kind, lock=event.name, token=event.token)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -11,9 +12,15 @@ from django.utils.timezone import get_default_timezone, make_naive
 
 from django_singletask.conf import conf
 from django_singletask.locks.keys import name_key
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import TROUBLE, TaskLockEvent
 
 __all__ = ["before_now", "keep_history_in", "ran", "row", "skipped"]
+
+RESULTS = {
+    **dict.fromkeys(["requeue", "rerun", "redelivery"], "waiting"),
+    **dict.fromkeys(["raise", "wait"], "failed"),
+}
+"""What became of calls with another reason than to be skipped."""
 
 
 def keep_history_in(settings: Any, alias: str) -> None:
@@ -30,22 +37,37 @@ def before_now(seconds: float) -> datetime:
 
 
 def row(kind: str, ago: float = 0, *, name: str = "nightly", **facts: Any) -> TaskLockEvent:
-    """Write what happened ``ago`` seconds before now."""
+    """Write what began ``ago`` seconds before now; of a trouble this is when it was noticed, too.
+
+    ``token`` is that of a run; a run without one gets any.
+    """
     at = before_now(ago)
     key = facts.pop("key", None) or name_key(name).key
+    token = facts.pop("token", "") or uuid.uuid4().hex
     facts = {"kind": kind, "name": name, "key": key, "at": at, "cache": conf.cache, **facts}
-    return TaskLockEvent.objects.create(**facts)
+    if facts.get("outcome") in TROUBLE:
+        facts.setdefault("noticed_at", at)
+    if facts.get("blocked_by"):
+        token = f"{facts['blocked_by']}:{facts.get('reason', '')}:{facts.get('result', '')}"
+    return TaskLockEvent.objects.create(**{"ref": token, **facts})
 
 
 def ran(ago: float, lasted: float = 1, **facts: Any) -> TaskLockEvent:
-    """Write a run that was completed ``ago`` seconds before now."""
-    ended_at = before_now(ago)
-    facts = {"outcome": "released", "result": "returned", "ended_at": ended_at, **facts}
-    return row("acquired", ago + lasted, **facts)
+    """Write a run whose hold ended ``ago`` seconds before now; without a result others noticed."""
+    end = before_now(ago)
+    facts = {"outcome": "released", "result": "returned", **facts}
+    times = {"ended_at": end if facts["result"] else None}
+    if facts["outcome"] in TROUBLE:
+        times["noticed_at"] = end
+    return row("run", ago + lasted, **{**times, **facts})
 
 
 def skipped(first: float, last: float | None = None, count: int = 1, **facts: Any) -> TaskLockEvent:
-    """Write calls that were skipped, from ``first`` to ``last`` seconds before now."""
+    """Write calls that met one holder, from ``first`` to ``last`` seconds before now.
+
+    They were skipped, unless their ``kind`` or ``reason`` says something else.
+    """
     last_at = before_now(first if last is None else last)
-    facts = {"kind": "skipped", "reason": "skip", "last_at": last_at, "count": count, **facts}
-    return row(facts.pop("kind"), first, **facts)
+    facts = {"kind": "conflict", "reason": "skip", "last_at": last_at, "count": count, **facts}
+    result = RESULTS.get(facts["reason"], "skipped") if facts["kind"] == "conflict" else ""
+    return row(facts.pop("kind"), first, **{"result": result, **facts})

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
 
 def plans(alias: str, ask: Callable[[], object]) -> list[Plan]:
-    """Return the statements that ``ask`` sends to a database to read or to change rows.
+    """Return the statements that ``ask`` sends to a database to read rows.
 
     They are explained with their parameters apart, as they are sent: with its values in it SQLite
     would plan a statement differently.
@@ -40,8 +40,8 @@ def plans(alias: str, ask: Callable[[], object]) -> list[Plan]:
     connection, statements = connections[alias], []
 
     def note(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        if sql.startswith(("SELECT", "UPDATE")):
-            statements.append((sql, params[0] if many else params))
+        if sql.startswith("SELECT"):
+            statements.append((sql, params))
         return execute(sql, params, many, context)
 
     with connection.execute_wrapper(note):

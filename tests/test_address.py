@@ -44,7 +44,7 @@ class TestBury:
         lock = take()
         assert lock.address.bury(lock.token, "its process was killed")
         assert not lock.locked()
-        row = TaskLockEvent.objects.get(kind="expired")
+        row = TaskLockEvent.objects.get(outcome="dead")
         assert (row.token, row.reason) == (lock.token, "its process was killed")
 
     def test_the_lock_of_another_token_stays(self, take):
@@ -61,7 +61,7 @@ class TestBury:
         locks = taken_over(lock)
         assert not lock.address.bury(lock.token, "its process was killed")
         assert locks[0].owned()
-        assert not TaskLockEvent.objects.filter(kind="expired").exists()
+        assert not TaskLockEvent.objects.filter(outcome="dead").exists()
 
 
 class TestClear:
@@ -70,4 +70,4 @@ class TestClear:
         locks = taken_over(lock)
         assert not TaskLock("nightly").clear()
         assert locks[0].owned()
-        assert not TaskLockEvent.objects.filter(kind="cleared").exists()
+        assert not TaskLockEvent.objects.filter(outcome="cleared").exists()

@@ -16,9 +16,8 @@ from django.urls import reverse
 from django.utils import timezone
 
 from django_singletask import SingletonTask
-from django_singletask.admin import filters
-from django_singletask.admin.filters import UncountedPaginator
-from django_singletask.admin.history import TaskLockEventAdmin
+from django_singletask.admin import history as filters
+from django_singletask.admin.history import TaskLockEventAdmin, UncountedPaginator
 from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
 from tests.admin_pages import (
@@ -43,6 +42,7 @@ pytestmark = [
 ]
 
 VIEW, DELETE, CLEAR = "view_tasklockevent", "delete_tasklockevent", "clear_lock"
+SKIPPED = {"kind": "conflict", "reason": "skip", "result": "skipped"}
 
 
 @pytest.fixture(autouse=True)
@@ -123,18 +123,24 @@ def test_deleter_deletes_the_selected_events():
         ({"outcome": "released", "result": "returned"}, "returned after 1m 05s"),
         ({"outcome": "released", "result": "raised"}, "raised after 1m 05s"),
         ({"outcome": "released"}, "released after 1m 05s"),
-        ({"outcome": "dead"}, "process dead after 1m 05s"),
-        ({"outcome": "lost", "result": "returned"}, "hold lost after 1m 05s"),
-        ({"kind": "skipped", "reason": "skip", "blocked_by_task_id": "x"}, "skipped blocked by x"),
-        ({"kind": "skipped", "reason": "wait", "count": 31}, "skipped × 31 wait"),
-        ({"kind": "lost", "reason": "gone", "blocked_by": "tok"}, "lost gone blocked by tok"),
-        ({"kind": "cleared", "actor": "ada"}, "cleared by ada"),
+        ({"outcome": "dead", "actor": "web-3:8"}, "dead after 1m 05s noticed by web-3:8"),
+        ({"outcome": "lost", "result": "returned", "reason": "gone"}, "lost after 1m 05s gone"),
+        ({"outcome": "cleared", "actor": "ada"}, "cleared after 1m 05s by ada"),
+        ({"outcome": "unguarded", "reason": "no cache"}, "unguarded no cache"),
+        ({"retaken": 2}, "held retaken × 2"),
+        ({**SKIPPED, "blocked_by_task_id": "x"}, "conflict skipped blocked by x"),
+        ({**SKIPPED, "blocked_by": "tok"}, "conflict skipped blocked by tok"),
+        (
+            {"kind": "conflict", "result": "failed", "reason": "wait", "count": 31},
+            "conflict × 31 failed: wait",
+        ),
+        ({"kind": "duplicate", "reason": "kept"}, "duplicate kept"),
     ],
 )
 def test_list_says_what_happened(admin, facts, text):
     now = timezone.now()
-    ended_at = now + datetime.timedelta(seconds=65) if facts.get("outcome") else None
-    event(at=now, ended_at=ended_at, **facts)
+    end = now + datetime.timedelta(seconds=65) if facts.get("outcome") else None
+    event(at=now, ended_at=end, noticed_at=end, **facts)
     [row] = shown(admin)
     assert f") {text} -" in row
 
@@ -143,7 +149,7 @@ def test_list_says_what_happened(admin, facts, text):
 def test_short_and_negative_holds_are_told_in_parts_of_a_second(admin, seconds, text):
     """A hold is negative if the clock of another host wrote its end."""
     now = timezone.now()
-    event(at=now, outcome="dead", ended_at=now + datetime.timedelta(seconds=seconds))
+    event(at=now, outcome="released", ended_at=now + datetime.timedelta(seconds=seconds))
     assert text in shown(admin)[0]
 
 
@@ -156,9 +162,9 @@ def test_list_shows_time_task_id_and_process(admin, settings):
 
 
 def test_queued_call_that_was_forgotten_has_no_process(admin):
-    event(kind="cleared", task_id="the-id", host="vm")
+    event(outcome="cleared", noticed_at=timezone.now(), task_id="the-id", host="vm")
     [row] = shown(admin)
-    assert row.endswith(" cleared the-id")
+    assert re.search(r" cleared after 0\.\d\ds the-id$", row)
 
 
 def test_list_shows_the_latest_first(admin):
@@ -180,10 +186,10 @@ def test_recorded_texts_are_escaped(admin, field, page):
 
 
 def test_page_of_an_event_shows_every_field(admin):
-    content = admin.get(f"{BASE}{event(kind='skipped').pk}/change/").content.decode()
+    content = admin.get(f"{BASE}{event().pk}/change/").content.decode()
     fields = {field.verbose_name.capitalize() for field in TaskLockEvent._meta.fields}
     labels = {text_of(label).rstrip(":") for label in re.findall(r"<label>.*?</label>", content)}
-    assert labels == fields - {"Id"} | {"Held for"}
+    assert labels == fields - {"Id", "Ref"} | {"Held for", "Token"}
 
 
 def test_times_of_a_project_without_time_zones_are_shown(admin, settings):
@@ -217,7 +223,7 @@ def test_time_filter(admin, since, count):
     assert len(shown(admin, range=since)) == count
 
 
-@pytest.mark.parametrize("kind", ["", "acquired"])
+@pytest.mark.parametrize("kind", ["", "run"])
 def test_time_filter_has_what_was_written_late(admin, kind):
     for minutes in (5, 70, 10, 20, 2, 40):
         event(at=timezone.now() - datetime.timedelta(minutes=minutes))
@@ -250,13 +256,13 @@ def test_recorded_tasks_are_asked_for_once_a_minute_and_bounded(
 @pytest.mark.parametrize(
     ("query", "name"),
     [
-        ({"kind__exact": "skipped"}, "skip"),
+        ({"kind__exact": "conflict"}, "skip"),
         ({"outcome__exact": "dead"}, "dead"),
         ({"task": "tests.testapp.tasks.hold"}, "hold"),
     ],
 )
 def test_kind_outcome_and_task_filters(admin, query, name):
-    event(name="skip", kind="skipped")
+    event(name="skip", **SKIPPED)
     event(name="dead", outcome="dead")
     event(name="hold", task="tests.testapp.tasks.hold")
     [row] = shown(admin, **query)
@@ -339,8 +345,8 @@ def test_every_statement_of_the_list_uses_an_index(admin):
         {"p": "3"},
         {"range": "15m"},
         {"range": "7d"},
-        {"kind__exact": "cleared"},
-        {"kind__exact": "cleared", "range": "24h"},
+        {"kind__exact": "conflict"},
+        {"kind__exact": "conflict", "range": "24h"},
         {"outcome__exact": "dead"},
         {"task": "tests.testapp.tasks.hold"},
         {"q": "feeds.tasks.import_feed(feed_id=7)"},
@@ -386,7 +392,7 @@ def test_list_offers_to_show_all_only_if_something_narrows_it(admin, query, coun
 
 
 @pytest.mark.parametrize(
-    ("query", "count"), [({}, 0), ({"q": TASK}, 1), ({"kind__exact": "acquired"}, 1)]
+    ("query", "count"), [({}, 0), ({"q": TASK}, 1), ({"kind__exact": "run"}, 1)]
 )
 def test_rows_are_counted_up_to_a_limit_and_the_list_says_so(admin, monkeypatch, query, count):
     monkeypatch.setattr(UncountedPaginator, "limit", 3)

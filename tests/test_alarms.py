@@ -33,7 +33,7 @@ def test_lock_that_is_held_for_less_is_no_alarm():
 
 def test_queued_and_expired_are_not_held():
     hold(since=time.time() - 3700, key="singletask:@queued:nightly:0", pid=0)
-    row("acquired", 7200, name="old", timeout=60)
+    row("run", 7200, name="old", timeout=60)
     output = locks("list", "--fail-if-held-over", "1s")
     assert " queued " in output
     assert " expired " in output
@@ -50,7 +50,7 @@ def test_lock_that_starves_is_an_alarm(watched):
     skipped(8000, 60, 40, task="t")
     output, message = alarm("--fail-if-starving", "1h", *watched)
     assert output == ("No matching lock is held.\n" if watched else "No lock is held.\n")
-    assert message == "Starving for 1h or more: nightly (40 calls skipped in 2h 13m)."
+    assert message == "Starving for 1h or more: nightly (40 conflicts in 2h 13m)."
 
 
 @pytest.mark.parametrize("watched", [["other"], ["of the past"], [tasks.unique.name]])
@@ -100,7 +100,7 @@ def test_both_alarms_are_one_message():
 
 def test_alarm_comes_after_the_json():
     hold(since=time.time() - 8000)
-    assert json.loads(alarm("--fail-if-held-over", "1h", "--json")[0])
+    assert json.loads(alarm("--fail-if-held-over", "1h", "--json")[0])["locks"]
 
 
 def test_starving_without_history_is_an_error(settings):
@@ -114,4 +114,4 @@ def test_starving_is_watched_by_task_and_pattern(watched):
     skipped(8000, 60, 40, task="a.t")
     skipped(8000, 60, 40, task="b.u", name="other")
     message = alarm("--fail-if-starving", "1h", *watched)[1]
-    assert message.endswith(" or more: nightly (40 calls skipped in 2h 13m).")
+    assert message.endswith(" or more: nightly (40 conflicts in 2h 13m).")

@@ -1,4 +1,4 @@
-"""Many rows at once: what COPY and executemany() must not lose, double or change."""
+"""Many rows at once: what COPY and the upsert by arrays must not lose, double or change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from django.contrib.auth.models import User
 from django.db import DataError, ProgrammingError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_singletask.history import bulk, recorder
+from django_singletask.history import recorder, writing
 from django_singletask.history.writing import write
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent
@@ -73,7 +73,7 @@ def runs(count, **facts):
     """Return the events of so many runs that end at once."""
     events = []
     for _ in range(count):
-        facts = {"name": "n", "key": "k", "at": NOW, "task_id": "i", **facts}
+        facts = {"name": "n", "key": "k", "at": NOW, "since": NOW, "task_id": "i", **facts}
         begun = LockEvent("acquired", token=uuid.uuid4().hex, **facts)
         ending = {"kind": "released", "outcome": "released", "result": "returned"}
         events += [begun, dataclasses.replace(begun, **ending)]
@@ -87,7 +87,7 @@ def write_in_background(events):
 
 
 def tokens():
-    return sorted(TaskLockEvent.objects.filter(outcome="released").values_list("token", flat=True))
+    return sorted(TaskLockEvent.objects.filter(outcome="released").values_list("ref", flat=True))
 
 
 def is_copied(events):
@@ -127,7 +127,7 @@ def test_commit_whose_reply_is_lost_writes_no_row_twice(background, monkeypatch)
 
 
 def test_row_level_security_is_met_by_inserts(monkeypatch):
-    monkeypatch.setattr(bulk, "no_copy", set())
+    monkeypatch.setattr(writing, "no_copy", set())
     with transaction.atomic():
         execute(f"ALTER TABLE {TABLE} ENABLE ROW LEVEL SECURITY")
         execute(f"CREATE POLICY all_rows ON {TABLE} USING (true)")
@@ -138,11 +138,11 @@ def test_row_level_security_is_met_by_inserts(monkeypatch):
         assert len(tokens()) == 3
         assert not is_copied(runs(3))
         transaction.set_rollback(True)
-    assert bulk.no_copy == {"default"}
+    assert writing.no_copy == {"default"}
 
 
 def test_view_is_met_by_inserts(background, monkeypatch):
-    monkeypatch.setattr(bulk, "no_copy", set())
+    monkeypatch.setattr(writing, "no_copy", set())
     execute(f"CREATE VIEW history AS SELECT * FROM {TABLE}")
     try:
         with monkeypatch.context() as patch:
@@ -152,11 +152,11 @@ def test_view_is_met_by_inserts(background, monkeypatch):
         recorder.stop()
         execute("DROP VIEW history")
     assert len(tokens()) == 3
-    assert bulk.no_copy == {"default"}
+    assert writing.no_copy == {"default"}
 
 
 def test_table_that_is_missing_does_not_end_copying(monkeypatch):
-    monkeypatch.setattr(bulk, "no_copy", set())
+    monkeypatch.setattr(writing, "no_copy", set())
     with monkeypatch.context() as patch:
         patch.setattr(TaskLockEvent._meta, "db_table", "not_migrated")
         with pytest.raises(ProgrammingError):
@@ -208,7 +208,7 @@ def test_odd_texts_and_times_are_stored_as_by_an_insert(settings, alias):
     for part in (runs(1, **odd), runs(3, **odd)):
         write(part)
     fields = [field.name for field in TaskLockEvent._meta.fields]
-    different = [name for name in fields if name not in ("id", "token")]
+    different = [name for name in fields if name not in ("id", "ref")]
     first, *others = TaskLockEvent.objects.order_by("id").values(*different)
     assert others == [first] * 3
     assert first["name"].startswith(r"\t\n\r \N \. \\ ")

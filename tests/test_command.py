@@ -16,12 +16,12 @@ from django.db import connection
 from django_singletask import SingletonTask, TaskLock
 from django_singletask.holder import this_process
 from django_singletask.locks.keys import QUEUED, LockKey, name_key
-from django_singletask.management.listings import to_json
+from django_singletask.management.output import to_json
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
-from django_singletask.operators import past
+from django_singletask.operators import names as past
 from tests.command_line import hold, locks, locks_as_json
-from tests.past_rows import before_now, ran, row, skipped
+from tests.past_rows import ran, row, skipped
 from tests.testapp import tasks
 
 pytestmark = [
@@ -57,8 +57,8 @@ def test_list_has_columns():
     hold(name="feeds.tasks.import_feed(feed_id=7)", since=time.time() - 134, token="a")
     skipped(60, name="feeds.tasks.import_feed(feed_id=7)", count=31, blocked_by="a")
     assert re.fullmatch(
-        "LOCK                                HELD FOR  LEASE  SKIPPED  HOLDER\n"
-        r"feeds\.tasks\.import_feed\(feed_id=7\)    2m 14s    (29|30)s       31  web-3:8121\n",
+        "LOCK                                HELD FOR  LEASE  CONFLICTS  HOLDER\n"
+        r"feeds\.tasks\.import_feed\(feed_id=7\)    2m 14s    (29|30)s         31  web-3:8121\n",
         locks(),
     )
 
@@ -70,7 +70,7 @@ def test_unknown_values_are_dashes(settings, take, empty_cache):
     assert re.match(r"nightly +0s +- +0  ", locks().splitlines()[1])
 
 
-def test_skips_are_a_dash_without_history(settings, take):
+def test_conflicts_are_a_dash_without_history(settings, take):
     settings.SINGLETASK_HISTORY = "off"
     take("nightly")
     assert re.match(r"nightly +0s +(59s|1m 00s) +-  ", locks().splitlines()[1])
@@ -84,9 +84,9 @@ def test_skips_are_a_dash_without_history(settings, take):
         (["list", "other"], "No matching lock is held.\n"),
         (["list", "tests.testapp.*"], "No matching lock is held.\n"),
         (["list", tasks.unique.name], "No matching lock is held.\n"),
-        (["--json"], "[]\n"),
-        (["list", "--json"], "[]\n"),
-        (["--json", "list"], "[]\n"),
+        (["--json"], '{"version": 2, "locks": [\n]}\n'),
+        (["list", "--json"], '{"version": 2, "locks": [\n]}\n'),
+        (["--json", "list"], '{"version": 2, "locks": [\n]}\n'),
     ],
 )
 def test_message_if_nothing_is_held(arguments, output):
@@ -99,8 +99,8 @@ def test_list_takes_names_and_tasks(take):
     take("one")
     take("two")
     hold(name="three", task="t")
-    assert [lock["name"] for lock in locks_as_json("list", "one")] == ["one"]
-    assert [lock["name"] for lock in locks_as_json("list", "t")] == ["three"]
+    assert [lock["name"] for lock in locks_as_json("list", "one")["locks"]] == ["one"]
+    assert [lock["name"] for lock in locks_as_json("list", "t")["locks"]] == ["three"]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ def test_list_takes_tasks_patterns_task_ids_and_tokens(typed, names):
     hold(name=f"{task}(feed_id=7)", task=task, task_id="3f0c", token="b" * 32)
     hold(name="customer:7", task=task, task_id="5d1c", token="c" * 32)
     hold(name="shops.bill()", task="shops.bill", task_id="77aa", token="d" * 32)
-    assert sorted(lock["name"] for lock in locks_as_json("list", *typed)) == names
+    assert sorted(lock["name"] for lock in locks_as_json("list", *typed)["locks"]) == names
 
 
 def test_slow_hold_says_what_is_usual():
     for _ in range(5):
         ran(60, 660, task="reports.tasks.nightly")
-    hold(task="reports.tasks.nightly", name="reports.tasks.nightly()", since=time.time() - 3720)
+    hold(task="reports.tasks.nightly", name="reports.nightly()", since=time.time() - 3720)
     hold(task="reports.tasks.nightly", name="young", since=time.time() - 600, token="2")
     output = locks()
     assert re.search(r"nightly\(\) +1h 02m +.*  web-3:8121 \(slow: usual 11m\)$", output, re.M)
@@ -146,10 +146,10 @@ def ended_process():
 
 def test_dead_and_expired_are_marked_by_a_word(ended_process):
     hold(**{**ended_process, "host": "web-3"})
-    row("acquired", 7200, name="old", timeout=60, host="web-1", pid=7)
-    assert re.search(rf"  process dead web-3:{ended_process['pid']}$", locks(), re.M)
+    row("run", 7200, name="old", timeout=60, host="web-1", pid=7)
+    assert re.search(rf"  dead web-3:{ended_process['pid']}$", locks(), re.M)
     assert re.search(r"^old +2h 00m +- +0  expired web-1:7$", locks(), re.M)
-    assert {lock["state"] for lock in locks_as_json()} == {"dead", "expired"}
+    assert {lock["state"] for lock in locks_as_json()["locks"]} == {"dead", "expired"}
 
 
 def test_json_is_readable_and_steers_no_terminal():
@@ -167,7 +167,7 @@ def test_harmful_characters_are_escaped(evil):
 
 def test_json_of_a_lock(take):
     lock = take("nightly \u3000 ключ", timeout=30)
-    [facts] = locks_as_json()
+    [facts] = locks_as_json()["locks"]
     assert 10 < facts.pop("remaining") <= 30
     assert facts == {
         "name": lock.name,
@@ -177,7 +177,7 @@ def test_json_of_a_lock(take):
         "state": "held",
         "queued": False,
         "held_for": 0.0,
-        "skipped": 0,
+        "conflicts": 0,
         "token": lock.token,
         "task": None,
         "task_id": None,
@@ -195,8 +195,8 @@ def test_json_of_a_slow_hold_says_what_is_usual():
     for _ in range(5):
         ran(60, 5, task="t")
     hold(task="t", since=time.time() - 500)
-    row("acquired", 7200, name="old", timeout=60)
-    old, slow = locks_as_json()
+    row("run", 7200, name="old", timeout=60)
+    old, slow = locks_as_json()["locks"]
     assert slow["usual"] == {"median": 5.0, "longest": 5.0, "runs": 5}
     assert (slow["slow"], old["slow"], old["usual"]) == (True, False, None)
 
@@ -208,7 +208,7 @@ def test_json_names_task_and_id():
         def commanded():
             return locks("--json", "list", "commanded")
 
-        [facts] = json.loads(commanded.apply(task_id="the-id").get())
+        [facts] = json.loads(commanded.apply(task_id="the-id").get())["locks"]
     assert (facts["task"], facts["task_id"]) == ("commanded", "the-id")
 
 
@@ -216,7 +216,7 @@ def test_json_names_task_and_id():
 
 
 def cleared():
-    return list(TaskLockEvent.objects.filter(kind="cleared"))
+    return list(TaskLockEvent.objects.filter(outcome="cleared"))
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_clear_dead_leaves_the_living(take, ended_process):
     lock = take("nightly")
     hold(**ended_process)
     assert "Freed 1 lock." in locks("clear", "--dead", "--yes")
-    assert [facts["name"] for facts in locks_as_json()] == [lock.name]
+    assert [facts["name"] for facts in locks_as_json()["locks"]] == [lock.name]
     assert lock.owned()
 
 
@@ -390,7 +390,7 @@ def test_unknown_name_is_an_error_of_each_action(take, action, arguments, messag
         (["--all"], "No lock is held.\n"),
         (["--dead"], "No lock is held by a dead process.\n"),
         (["--queued"], "No call is queued.\n"),
-        (["--all", "--json"], "[]\n"),
+        (["--all", "--json"], '{"version": 2, "locks": [\n]}\n'),
     ],
 )
 def test_clear_without_names_may_find_nothing(arguments, output):
@@ -399,7 +399,7 @@ def test_clear_without_names_may_find_nothing(arguments, output):
 
 @pytest.mark.parametrize("arguments", [["old"], ["o"]])
 def test_clear_of_an_expired_lock_says_that_there_is_nothing_to_free(arguments):
-    open_row = row("acquired", 7200, name="old", timeout=60, token="o")
+    open_row = row("run", 7200, name="old", timeout=60, token="o")
     message = str(refused("clear", "--yes", *arguments))
     assert message.startswith(f"No matching lock is held: {' '.join(arguments)}. ")
     assert message.endswith("An expired lock is not held: there is nothing to free.")
@@ -408,7 +408,7 @@ def test_clear_of_an_expired_lock_says_that_there_is_nothing_to_free(arguments):
 
 
 def test_clear_all_where_one_is_expired_says_that_there_is_nothing_to_free():
-    row("acquired", 7200, name="old", timeout=60)
+    row("run", 7200, name="old", timeout=60)
     assert locks("clear", "--yes", "--all").startswith("No lock is held. An expired lock is")
 
 
@@ -466,7 +466,6 @@ def test_clear_leaves_a_row_with_who_did_it(take, monkeypatch):
     [row] = cleared()
     assert row.actor == f"ada on {socket.gethostname()} (manage.py locks)"
     assert (row.name, row.token) == ("nightly", lock.token)
-    assert TaskLockEvent.objects.get(kind="acquired").outcome == "cleared"
 
 
 def test_reason_of_a_clearing_is_in_the_history(take):
@@ -499,7 +498,7 @@ def test_clear_works_for_a_user_without_a_name(take, monkeypatch):
 @pytest.mark.parametrize(("option", "is_freed"), [("--yes", True), ("--dry-run", False)])
 def test_json_of_clear_says_what_was_freed(take, option, is_freed):
     lock = take("nightly")
-    [facts] = locks_as_json("clear", "nightly", option)
+    [facts] = locks_as_json("clear", "nightly", option)["locks"]
     assert (facts["token"], facts["freed"]) == (lock.token, is_freed)
     assert lock.locked() is not is_freed
 
@@ -543,8 +542,8 @@ def test_queued_calls_are_listed(queued):
     assert line.split()[1:4] == ["0s", "-", "1"]
     assert line.startswith(NAME[:8])
     assert line.endswith(f"  queued {task_id[:4]}…")
-    [facts] = locks_as_json()
-    assert (facts["queued"], facts["task_id"], facts["skipped"]) == (True, task_id, 1)
+    [facts] = locks_as_json()["locks"]
+    assert (facts["queued"], facts["task_id"], facts["conflicts"]) == (True, task_id, 1)
 
 
 def test_clear_queued_lets_an_equal_call_be_sent(queued, take):
@@ -627,7 +626,7 @@ def test_why_of_a_pattern_says_what_to_type():
 def test_why_of_a_task_as_json():
     ran(90, 5, task="t", name="t(1)")
     facts = locks_as_json("why", "t")
-    assert (facts["task"], facts["free"], facts["held"], facts["skips"]) == ("t", True, [], 0)
+    assert (facts["task"], facts["free"], facts["held"], facts["conflicts"]) == ("t", True, [], 0)
     assert facts["completed"]["result"] == "returned"
 
 
@@ -641,7 +640,7 @@ def test_why_as_json(take):
     assert facts["completed"]["result"] == "returned"
     assert facts["starving"] is None
     skipped(8000, 60, 40, name="hungry")
-    assert locks_as_json("why", "hungry")["starving"]["skipped"] == 40
+    assert locks_as_json("why", "hungry")["starving"]["conflicts"] == 40
 
 
 def test_why_of_a_free_lock_as_json():
@@ -649,7 +648,7 @@ def test_why_of_a_free_lock_as_json():
     facts = locks_as_json("why", "nightly")
     assert (facts["free"], facts["lock"], facts["queued"]) == (True, None, None)
     scripts_read = "name key free run lock beside queued expired alive death usual completed "
-    scripts_read += "skipped troubles starving same_name no_history"
+    scripts_read += "conflict troubles starving same_name no_history version"
     assert sorted(facts) == sorted(scripts_read.split())
 
 
@@ -657,33 +656,35 @@ def test_why_of_a_free_lock_as_json():
 
 
 def test_history_is_a_table_newest_first():
-    ran(3600, 134.5, name="feeds.import_feed(feed_id=7)", host="web-3", pid=8121)
-    skipped(60, 5, 31, name="reports.tasks.nightly()", host="web-1", pid=40)
-    row("cleared", 1, actor="ada")
-    row("cleared", 1, actor="root on a-very-long-host-name.example.org (manage.py locks)")
-    row("cleared", 1, actor="ada on call")
-    row("acquired", 1, name="now", host="web-1", pid=40, timeout=60)
-    row("acquired", 1, name="gone", outcome="dead", ended_at=before_now(0), host="web-1", pid=40)
-    row("acquired", 1, name="off", outcome="released", result="postponed", ended_at=before_now(0))
+    ran(3600, 134.5, name="feeds.import_feed(7)", host="web-3", pid=8121)
+    skipped(60, 5, 31, name="reports.nightly()", host="web-1", pid=40)
+    by_command = "root on a-very-long-host-name.example.org (manage.py locks)"
+    for actor in ("ada", by_command, "ada on call"):
+        ran(1, outcome="cleared", actor=actor)
+    row("run", 1, name="now", host="web-1", pid=40, timeout=60)
+    ran(0, name="gone", outcome="dead", result="", host="web-1", pid=40)
+    ran(0, name="late", outcome="expired", result="")
+    ran(0, name="off", result="postponed", retaken=1)
     lines = [
         re.sub(r"\d\d-\d\d \d\d:\d\d:\d\d", "##-## ##:##:##", line)
         for line in locks("history").splitlines()
     ]
     assert lines[0].split() == ["AT", "(UTC)", "LOCK", "WHAT", "HELD", "BY"]
     assert [re.split(r"  +", line) for line in lines[1:]] == [
-        ["##-## ##:##:##", "off", "postponed", "1.00s", "unknown"],
-        ["##-## ##:##:##", "gone", "process dead", "1.00s", "web-1:40"],
+        ["##-## ##:##:##", "off", "postponed, retaken", "1.00s", "unknown"],
+        ["##-## ##:##:##", "late", "expired", "≤1.00s", "unknown"],
+        ["##-## ##:##:##", "gone", "dead", "1.00s", "web-1:40"],
         ["##-## ##:##:##", "now", "held", "-", "web-1:40"],
-        ["##-## ##:##:##", "nightly", "cleared", "-", "ada on call"],
-        ["##-## ##:##:##", "nightly", "cleared", "-", "root"],
-        ["##-## ##:##:##", "nightly", "cleared", "-", "ada"],
-        ["##-## ##:##:##", "reports.tasks.nightly()", "skipped ×31", "-", "web-1:40"],
+        ["##-## ##:##:##", "nightly", "cleared", "1.00s", "ada on call"],
+        ["##-## ##:##:##", "nightly", "cleared", "1.00s", "root"],
+        ["##-## ##:##:##", "nightly", "cleared", "1.00s", "ada"],
+        ["##-## ##:##:##", "reports.nightly()", "conflict skipped ×31", "-", "web-1:40"],
         ["", "(last ##-## ##:##:##)"],
-        ["##-## ##:##:##", "feeds.import_feed(feed_id=7)", "returned", "2m 14s", "web-3:8121"],
+        ["##-## ##:##:##", "feeds.import_feed(7)", "returned", "2m 14s", "web-3:8121"],
     ]
 
 
-def test_history_shows_the_first_of_counted_skips_and_notes_the_last():
+def test_history_shows_the_first_of_counted_conflicts_and_notes_the_last():
     events = skipped(3600, 5, 31)
     line, note = (f"{at:%m-%d %H:%M:%S}" for at in (events.at, events.last_at))
     output = locks("history")
@@ -691,24 +692,27 @@ def test_history_shows_the_first_of_counted_skips_and_notes_the_last():
     assert f"(last {note})" in output
 
 
-def test_history_says_why_a_run_was_skipped():
-    for reason in ("outage", "superseded", "rerun", "requeue"):
-        row("skipped", 1, reason=reason)
-    assert re.findall(r"skipped.*?(?=  )", locks("history")) == [
-        "skipped: requeue",
-        "skipped: rerun",
-        "skipped: superseded",
-        "skipped: outage",
+def test_history_says_what_became_of_a_call_and_why():
+    for reason in ("skip", "outage", "superseded", "raise", "wait", "rerun", "requeue"):
+        skipped(1, reason=reason)
+    assert re.findall(r"conflict.*?(?=  )", locks("history")) == [
+        "conflict waiting: requeue",
+        "conflict waiting: rerun",
+        "conflict failed: wait",
+        "conflict failed",
+        "conflict skipped: superseded",
+        "conflict skipped: outage",
+        "conflict skipped",
     ]
 
 
 def test_history_says_which_open_holds_are_over(ended_process):
-    gone = row("acquired", 3, name="gone", token="t")
+    gone = row("run", 3, name="gone", token="t")
     hold(name="gone", key=gone.key, token="t", **ended_process)
-    row("acquired", 2, name="over", timeout=1)
-    row("acquired", 1, name="now", timeout=60)
+    row("run", 2, name="over", timeout=1)
+    row("run", 1, name="now", timeout=60)
     lines = [re.split(r"  +", line)[1:3] for line in locks("history").splitlines()]
-    assert lines[1:] == [["now", "held"], ["over", "expired"], ["gone", "process dead"]]
+    assert lines[1:] == [["now", "held"], ["over", "expired"], ["gone", "dead"]]
 
 
 @pytest.mark.parametrize(
@@ -718,7 +722,7 @@ def test_history_says_which_open_holds_are_over(ended_process):
         (["one"], ["one"]),
         ([name_key("one").key], ["one"]),
         (["--since", "1h"], ["5d1c", "two", "two"]),
-        (["--kind", "skipped"], ["two"]),
+        (["--kind", "conflict"], ["two"]),
         (["--limit", "2"], ["lost", "5d1c"]),
         (["--outcome", "released"], ["5d1c", "two", "one"]),
         # A task id, and a lock that is named so.
@@ -731,17 +735,20 @@ def test_history_says_which_open_holds_are_over(ended_process):
         (["--outcome", "raised"], ["two"]),
         (["--outcome", "returned"], ["5d1c", "one"]),
         (["*e", "--outcome", "returned"], ["one"]),
+        (["--outcome", "skipped"], ["two"]),
+        (["--outcome", "retaken"], ["two"]),
+        (["--outcome", "lost"], ["lost"]),
         (["c" * 32], ["5d1c"]),
         (["b" * 32], ["lost"]),
     ],
 )
 def test_history_takes_filters(arguments, names):
     ran(7200, name="one", task="a", task_id="3f0c")
-    ran(60, name="two", task="b", task_id="5d1c", result="raised")
+    ran(60, name="two", task="b", task_id="5d1c", result="raised", retaken=1)
     skipped(30, name="two", task="b")
     ran(10, name="5d1c", token="c" * 32)
-    row("lost", 7300, token="b" * 32, name="lost", task="none")
-    assert [facts["name"] for facts in locks_as_json("history", *arguments)] == names
+    row("run", 7300, outcome="lost", token="b" * 32, name="lost", task="none")
+    assert [facts["name"] for facts in locks_as_json("history", *arguments)["rows"]] == names
 
 
 def test_history_says_that_it_searched_the_newest_rows_only(monkeypatch, capsys):
@@ -771,7 +778,7 @@ def test_history_is_shown_while_the_cache_is_away(settings, dead_redis):
 
 def test_history_as_json_has_unix_times():
     run = ran(60, 5, host="web-1", pid=7)
-    [facts] = locks_as_json("history")
+    [facts] = locks_as_json("history")["rows"]
     assert (facts["at"], facts["ended_at"]) == (time.time() - 65, time.time() - 60)
     assert (facts["id"], facts["host"], facts["outcome"]) == (run.pk, "web-1", "released")
 
@@ -788,7 +795,7 @@ def test_history_of_a_known_name_may_be_empty():
     ran(7200, name="nightly")
     output = locks("history", "nightly", "--since", "1h")
     assert output == "The history has no matching row.\n"
-    assert locks_as_json("history", tasks.unique.name) == []
+    assert locks_as_json("history", tasks.unique.name)["rows"] == []
 
 
 def test_history_that_is_off_still_shows_old_rows(settings, capsys):
@@ -809,7 +816,7 @@ def test_history_that_is_off_still_shows_old_rows(settings, capsys):
 def old():
     for age in (1, 8, 31, 32):
         ran(age * 86_400)
-    row("acquired", 90 * 86_400)
+    row("run", 90 * 86_400)
 
 
 @pytest.mark.parametrize(
@@ -828,7 +835,7 @@ def test_prune_deletes_old_rows(old, arguments, output, left):
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_prune_as_json(old, dry_run):
     arguments = ["--dry-run"] if dry_run else []
-    facts = {"deleted": 2, "older_than": 30 * 86_400, "dry_run": dry_run}
+    facts = {"version": 2, "deleted": 2, "older_than": 30 * 86_400, "dry_run": dry_run}
     assert locks_as_json("prune", *arguments) == facts
 
 
@@ -888,7 +895,7 @@ def test_other_errors_are_not_blamed_on_the_cache(take, monkeypatch):
         raise LookupError("of a table")
 
     take("nightly")
-    monkeypatch.setattr("django_singletask.management.listings.lock_table", broken)
+    monkeypatch.setattr("django_singletask.management.output.lock_table", broken)
     with pytest.raises(LookupError, match="of a table"):
         locks()
 

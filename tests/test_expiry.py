@@ -241,14 +241,14 @@ class TestOperators:
         assert "queued" in locks()
         deliver(sent[0])
         text = " ".join(line.strip() for line in locks().splitlines())
-        until = r"blocks duplicates until \d\d:\d\d:\d\d UTC"
+        until = r"blocking until \d\d:\d\d:\d\d UTC"
         assert re.search(rf" 16m 39s +\d+  - \({until}\)$", text)
 
     def test_why(self, sent):
         first = send()
         deliver(sent[0])
         text = " ".join(locks("why", task.lock("a").name).split())
-        begin = f"Free: {task.lock('a').name}. Blocks duplicates until "
+        begin = f"Free: {task.lock('a').name}. Blocking until "
         assert re.match(rf"{re.escape(begin)}[\d:]+ UTC: task {first.id}, sent ", text)
         assert "for 16m 39s more, although the call has begun." in text
 
@@ -264,7 +264,7 @@ class TestOperators:
         deliver(sent[0])
         client = log_in("view_tasklockevent", "clear_lock")
         (row,) = rows_of(client.get(BASE), "singletask-held")
-        assert "blocks duplicates until" in row
+        assert "blocking until" in row
         query = {"key": entry().key, "token": entry().holder().token}
         page = text_of(client.get(CLEAR, query).content.decode())
         assert "This call has begun. Identical calls are stopped until its time is over." in page

@@ -15,8 +15,7 @@ from django_singletask import TaskLock
 from django_singletask.holder import Holder, start_time
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.parameters import AS_SHOWN
-from django_singletask.management.sentences import explain
-from django_singletask.management.tables import columns
+from django_singletask.management.output import columns, explain
 from django_singletask.operators.explain import why
 from django_singletask.operators.names import UnknownName
 from django_singletask.stores import get_store
@@ -70,8 +69,7 @@ def test_held_lock_is_explained_in_full(monkeypatch):
         rf"\(alive, on this host, started [^)]+ ago\)\.\n"
         r"Lease: 60 s, renewed 3\d s ago, ends in 2\d s unless renewed\. "
         r"Usual hold of its task: 4 s, longest 31 s\.\n"
-        r"31 calls were skipped during this hold, the last [23] s ago\. Last "
-        r"completed: 2h 10m ago\.\n"
+        r"31 conflicts during this hold, the last [23] s ago\. Last completed: 2h 10m ago\.\n"
         r"The lock is released when the task ends or its process dies\. To stop the task:\n"
         r"    celery -A tests\.testapp control terminate SIGTERM 3f0c\n"
         r"To free only the lock \(the task keeps running, and a second copy can start at the same "
@@ -129,19 +127,19 @@ def test_lease_of_memcached_is_only_its_length(settings, empty_cache):
 @pytest.mark.parametrize(
     ("count", "words"),
     [
-        (1, "1 call was skipped during this hold, 5 s ago."),
-        (2, "2 calls were skipped during this hold, the last"),
+        (1, "1 conflict during this hold, 5 s ago."),
+        (2, "2 conflicts during this hold, the last"),
     ],
 )
-def test_one_skip_is_written_in_the_singular(count, words):
+def test_one_conflict_is_written_in_the_singular(count, words):
     hold()
     skipped(9, 5, count, name=NAME, key=KEY, blocked_by="9ab2")
     assert words in explained()
 
 
-def test_no_skip_and_no_completed_run_are_said():
+def test_no_conflict_and_no_completed_run_are_said():
     hold()
-    assert "No call was skipped during this hold. No completed run is in the history." in flat()
+    assert "No conflict during this hold. No completed run is in the history." in flat()
 
 
 def test_last_completed_run_that_raised_says_so():
@@ -161,7 +159,7 @@ def test_lock_in_code_has_no_task_to_stop():
 def test_lock_that_starves_since_before_its_holder_says_so():
     hold()
     skipped(8000, 60, 40, name=NAME, key=KEY, blocked_by="earlier")
-    assert explained().startswith("Starving: 40 calls were skipped in 2h 13m; none completed.\n")
+    assert explained().startswith("Starving: 40 conflicts in 2h 13m; no run completed.\n")
 
 
 def test_lock_whose_calls_stopped_does_not_starve():
@@ -219,25 +217,27 @@ def test_hold_is_slow_beside_enough_runs_of_less_than_half_its_length(runs, last
 # Free
 
 
-def test_free_lock_tells_what_was():
-    row("expired", 300, name=NAME, key=KEY, task_id="x", host="web-2", pid=7, reason="it is gone")
-    facts = {"host": "web-2", "pid": 8, "actor": "ada", "reason": "it hung"}
-    row("cleared", 200, name=NAME, key=KEY, task_id="y", **facts)
+def test_free_lock_tells_what_was(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    facts = {"outcome": "expired", "pid": 7, "actor": "web-1:9", "reason": "gone"}
+    row("run", 300, name=NAME, key=KEY, task_id="x", host="web-2", **facts)
+    facts = {"outcome": "cleared", "retaken": 1, "pid": 8, "actor": "ada", "reason": "hung"}
+    row("run", 200, name=NAME, key=KEY, task_id="y", host="web-2", **facts)
     skipped(150, 100, 2, name=NAME, key=KEY, blocked_by="b", blocked_by_task_id="z")
     ran(90, 5, name=NAME, key=KEY, task=TASK, task_id="w", host="web-1", pid=9)
     assert explained().splitlines() == [
         f"Free: {NAME}.",
         "Last completed: 1m 30s ago, by task w on web-1, process 9 (held for 5 s).",
         "Usual hold of its task: 5 s, longest 5 s.",
-        "Last skipped: 1m 40s ago, because task z had the lock.",
-        "Last cleared: 3m 20s ago, task y on web-2, process 8 (by ada, it hung).",
-        "Last expired: 5m 00s ago, task x on web-2, process 7 (it is gone).",
+        "Last conflict: 1m 40s ago, because task z had the lock.",
+        "Last trouble: retaken and cleared 3m 20s ago, task y on web-2, process 8 (by ada, hung).",
+        "Last trouble: expired 5m 00s ago, task x on web-2, process 7 (noticed by web-1:9, gone).",
     ]
 
 
 def test_free_lock_that_starves_says_so():
     skipped(8000, 60, 40, name=NAME, key=KEY)
-    assert "Starving: 40 calls were skipped in 2h 13m; none completed." in explained()
+    assert "Starving: 40 conflicts in 2h 13m; no run completed." in explained()
 
 
 def test_free_lock_is_found_by_its_key():
@@ -297,7 +297,7 @@ def test_task_that_never_ran_is_free():
 
 
 def test_expired_hold_says_that_there_is_nothing_to_free():
-    row("acquired", 100, name=NAME, key=KEY, timeout=60, host="web-1", pid=7, task_id="x")
+    row("run", 100, name=NAME, key=KEY, timeout=60, host="web-1", pid=7, task_id="x")
     text = flat()
     assert text.startswith(
         f"Free: {NAME}. Stale history entry: task x on web-1, process 7 acquired this lock "
@@ -332,7 +332,7 @@ def test_queued_call_is_explained():
     text = explained()
     assert re.match(
         r"Queued: task 5d1c, sent [34] s ago from web-1\. It stops identical calls until it has "
-        r"run, but at most for 59m 5\ds more\. 2 duplicates were stopped\.",
+        r"run, but at most for 59m 5\ds more\. 2 duplicates\.",
         flat(),
     )
     assert f"\n    manage.py locks clear --queued {key}\n" in text
@@ -372,7 +372,7 @@ def test_task_is_summed_up(empty_cache):
         f"{TASK}: 6 locks held, 0 calls queued. Held: (feed_id=0), (feed_id=1), (feed_id=2), "
         "(feed_id=3), (feed_id=4) and 1 more. The first has been held for 1m 40s, by task 3f0c on "
         "web-3, process 8121. Last completed: 1m 30s ago. Usual hold: 5 s, longest 5 s. Last "
-        "skipped: 2 s ago, because task z had the lock. 31 calls were skipped in the last 1d. "
+        "conflict: 2 s ago, because task z had the lock. 31 conflicts in the last 1d. "
         "To explain one lock:"
     )
     assert f"\n    manage.py locks why '{TASK}(feed_id=0)'" in explained("import_feed")
@@ -389,7 +389,7 @@ def test_sum_of_a_task_says_which_locks_are_held_by_no_running_process(child):
     for _ in range(5):
         ran(7800, 1, name=NAME, key=KEY, task=TASK)
     child.send_signal(signal.SIGSTOP)
-    names = "(feed_id=1) (process dead), (feed_id=2) (stopped), (feed_id=3) (slow), (feed_id=4). "
+    names = "(feed_id=1) (dead), (feed_id=2) (stopped), (feed_id=3) (slow), (feed_id=4). "
     wait_for(lambda: names in flat(TASK), "it is stopped")
 
 
@@ -418,7 +418,7 @@ def test_task_whose_rows_are_many_is_summed_up_for_as_long_as_they_reach(monkeyp
     for ago in (5, 60, 3600):
         skipped(ago, name=NAME, task=TASK)
         skipped(4000, name=NAME, task=TASK)
-    assert "3 calls were skipped in the last 1h" in flat(TASK)
+    assert "3 conflicts in the last 1h" in flat(TASK)
 
 
 def test_only_lock_of_a_task_is_explained_by_the_name_of_the_task():

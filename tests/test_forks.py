@@ -144,7 +144,7 @@ def test_a_fork_waits_for_the_history_the_locks_and_the_pruning(
     else:
         connection = connections["sqlite"]
         keep_history_in(settings, "sqlite")
-        write([event("skipped", at=before_now(3600))])
+        write([event("conflict", at=before_now(3600))])
     threads, waited = [], []
 
     def fork_here(execute: Any, sql: str, *rest: Any) -> Any:

@@ -15,7 +15,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Outcome
 from django_singletask.testing import no_locks
-from tests.command_line import alarm, hold, locks, locks_as_json
+from tests.command_line import alarm, hold, locks
 from tests.deadline import wait_for
 from tests.testapp import tasks
 
@@ -278,15 +278,15 @@ class TestHistory:
     def test_each_hand_has_a_row(self):
         handle = handed_over()
         assert self.rows() == [
-            ("acquired", "released", "", "handed over for 60 s"),
-            ("acquired", "", "", ""),
+            ("run", "released", "", "handed over for 60 s"),
+            ("run", "", "", ""),
         ]
         with TaskLock.receive(handle):
             assert self.rows()[1:] == [
-                ("acquired", "released", "", "received by code outside a task"),
-                ("acquired", "", "", ""),
+                ("run", "released", "", "received by code outside a task"),
+                ("run", "", "", ""),
             ]
-        assert self.rows()[2] == ("acquired", "released", "returned", "")
+        assert self.rows()[2] == ("run", "released", "returned", "")
 
     def test_a_row_is_closed_although_the_cache_did_not_answer(self, monkeypatch):
         def fail(*arguments: Any) -> Outcome:
@@ -297,14 +297,14 @@ class TestHistory:
             with pytest.raises(ConnectionError):
                 lock.hand_over(for_=60)
         why = "not handed over: ConnectionError: down"
-        assert self.rows() == [("acquired", "released", "", why)]
+        assert self.rows() == [("run", "released", "", why)]
 
 
 class TestOperators:
     def test_list_says_that_it_is_handed_over(self):
         handed_over()
         assert "handed over" in locks("list")
-        (lock,) = locks_as_json("list")
+        (lock,) = json.loads(locks("list", "--json"))["locks"]
         assert (lock["state"], lock["pid"]) == ("handed_over", 0)
 
     def test_why_says_who_handed_it_over_and_for_how_long_it_waits(self):

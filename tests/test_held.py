@@ -16,7 +16,7 @@ from django_singletask.conf import conf
 from django_singletask.holder import Holder, this_process
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.locks.run import Run
-from django_singletask.management.listings import lock_table
+from django_singletask.management.output import lock_table
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
 from django_singletask.operators.held import clear, held, with_history
@@ -118,7 +118,7 @@ def test_lock_that_changed_hands_since_it_was_shown_stays(cache_alias, take):
     other = take("nightly")
     assert not clear(shown, actor="ada")
     assert other.owned()
-    assert not TaskLockEvent.objects.filter(kind="cleared").exists()
+    assert not TaskLockEvent.objects.filter(outcome="cleared").exists()
 
 
 @on_each_family
@@ -197,21 +197,21 @@ def test_task_narrows_the_list(on_redis, take):
         assert held([select("other")]) == []
 
 
-def test_skipped_runs_are_counted_by_holder(on_redis, take):
+def test_conflicts_are_counted_by_holder(on_redis, take):
     take("nightly")
     take("other")
     for _ in range(3):
         TaskLock("nightly").acquire()
     locks = with_history(held())
-    assert {lock.name: lock.skipped for lock in locks} == {"nightly": 3, "other": 0}
+    assert {lock.name: lock.conflicts for lock in locks} == {"nightly": 3, "other": 0}
 
 
-def test_skips_of_an_earlier_holder_do_not_count(on_redis, take):
+def test_conflicts_with_an_earlier_holder_do_not_count(on_redis, take):
     first = take("nightly")
     TaskLock("nightly").acquire()
     first.release()
     take("nightly")
-    assert with_history(held())[0].skipped == 0
+    assert with_history(held())[0].conflicts == 0
 
 
 def test_usual_holds_of_many_names_are_bounded(
@@ -221,7 +221,7 @@ def test_usual_holds_of_many_names_are_bounded(
     for name in "abcd":
         take(name)
     locks = held()
-    with django_assert_num_queries(3 * 3):  # two of them and the skips, each in a savepoint
+    with django_assert_num_queries(3 * 3):  # two of them and the conflicts, each in a savepoint
         with_history(locks)
 
 
@@ -248,7 +248,7 @@ def test_trips_and_statements_of_a_long_list_are_few(many, django_assert_num_que
 
     held([select("feeds")])  # the script is loaded
     before = trips()
-    # A savepoint around each question: what is expired, what is usual, six batches of skips.
+    # A savepoint around each question: what is expired, what is usual, six batches of conflicts.
     with django_assert_num_queries(3 + 3 + (2 + 6)):
         assert len(with_history(held())) == 3000
     assert trips() - before <= 5
@@ -273,15 +273,15 @@ def test_locks_are_listed_without_counts_if_the_history_is_off(settings, on_redi
     settings.SINGLETASK_HISTORY = "off"
     take("nightly")
     [lock] = with_history(held())
-    assert lock.skipped is None
+    assert lock.conflicts is None
 
 
 def test_locks_are_listed_without_counts_if_the_table_is_missing(on_redis, take, caplog):
     take("nightly")
     drop_table()
     [lock] = with_history(held())
-    assert lock.skipped is None
-    assert "skipped runs cannot be counted" in caplog.text
+    assert lock.conflicts is None
+    assert "conflicts cannot be counted" in caplog.text
 
 
 def away(*args):
@@ -292,8 +292,8 @@ def test_locks_are_listed_without_counts_if_the_history_is_away(on_redis, take, 
     take("nightly")
     with connection.execute_wrapper(away):
         [lock] = with_history(held())
-    assert lock.skipped is None
-    assert "skipped runs cannot be counted" in caplog.text
+    assert lock.conflicts is None
+    assert "conflicts cannot be counted" in caplog.text
     assert "cannot be read: connection already closed" in caplog.text
 
 
@@ -398,7 +398,7 @@ def test_characters_of_a_foreign_entry_that_no_database_takes_are_escaped(on_red
     for text in texts:
         facts = lock.process if text in vars(lock.process) else lock
         assert getattr(facts, text) == f"{text}{escaped}"
-    assert with_history([lock])[0].skipped == 0
+    assert with_history([lock])[0].conflicts == 0
 
 
 def test_other_entries_of_the_cache_are_not_listed(on_redis, take):
@@ -452,7 +452,7 @@ def test_process_of_another_host_is_not_taken_for_dead(on_redis, ended_process):
 @on_each_family
 def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
     take("held")
-    row("acquired", 100, name="nightly", token="t", task="a", host="web-1", pid=7, timeout=60)
+    row("run", 100, name="nightly", token="t", task="a", host="web-1", pid=7, timeout=60)
     [lock] = held([select("a")])
     assert (lock.name, lock.state, lock.queued) == ("nightly", "expired", False)
     assert lock.remaining is None
@@ -463,18 +463,18 @@ def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
 
 @on_each_family
 def test_clear_of_an_expired_lock_frees_and_closes_nothing(cache_alias, take):
-    open_row = row("acquired", 100, name="nightly", token="t", timeout=60)
+    open_row = row("run", 100, name="nightly", token="t", timeout=60)
     [lock] = held([select("nightly")])
     take("nightly")
     assert not clear(lock, actor="ada")
     assert sorted(lock.state for lock in held()) == ["expired", "held"]
     open_row.refresh_from_db()
     assert open_row.outcome == ""
-    assert not TaskLockEvent.objects.filter(kind="cleared").exists()
+    assert not TaskLockEvent.objects.filter(outcome="cleared").exists()
 
 
 def test_open_row_within_its_lease_is_not_listed(on_redis):
-    row("acquired", 30, timeout=60)
+    row("run", 30, timeout=60)
     assert held() == []
 
 
@@ -486,12 +486,12 @@ def test_renewed_lock_is_not_expired(on_redis, take):
 
 
 def test_open_row_of_another_cache_is_not_listed(on_redis):
-    row("acquired", 100, timeout=60, cache="pymemcache")
+    row("run", 100, timeout=60, cache="pymemcache")
     assert held() == []
 
 
 def test_without_history_nothing_is_expired(on_redis, settings):
-    row("acquired", 100, timeout=60)
+    row("run", 100, timeout=60)
     settings.SINGLETASK_HISTORY = "off"
     assert held() == []
 
@@ -515,5 +515,5 @@ def test_look_finds_a_name_that_hides_its_arguments(on_redis):
 
 def test_look_finds_the_expired_hold_beside_the_held_lock(on_redis, take):
     take("nightly")
-    row("acquired", 100, timeout=60, token="t")
+    row("run", 100, timeout=60, token="t")
     assert {lock.state for lock in registry.look([select("nightly")])} == {"held", "expired"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 import time
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -14,7 +15,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock, only_one
 from django_singletask.exceptions import Dropped, Postponed
-from django_singletask.history.sweep import Sweeper
+from django_singletask.history.sweep import sweep
 from django_singletask.holder import Holder
 from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
@@ -96,7 +97,7 @@ def test_a_lock_that_was_lost_is_not_kept(monkeypatch):
     monkeypatch.setattr(tasks, "body", lambda *args, **facts: current_lock().clear())
     assert run()
     assert not tasks.hold.lock("a").locked()
-    assert TaskLockEvent.objects.get(kind="acquired").reason == "cleared"
+    assert TaskLockEvent.objects.get().outcome == "cleared"
 
 
 def test_each_of_several_slots_is_kept(sent, result):
@@ -118,6 +119,8 @@ def test_to_keep_costs_no_further_trip(monkeypatch):
 
 def test_a_signal_before_the_release_begins_keeps_it_all_the_same(monkeypatch):
     def strike(lease):
+        if threading.current_thread() is not threading.main_thread():
+            return False  # the thread that renews locks asks, too
         monkeypatch.undo()
         raise SoftTimeLimitExceeded
 
@@ -165,13 +168,13 @@ def test_a_lock_that_could_not_be_kept_at_once_is_kept_when_the_cache_answers(mo
     eventually(kept_holder)
 
 
-def test_the_row_of_the_run_is_closed_and_skips_count_against_it():
+def test_the_row_of_the_run_is_closed_and_conflicts_count_against_it():
     run()
     run("second")
-    acquired, skipped = TaskLockEvent.objects.order_by("id")
-    assert (acquired.outcome, acquired.result) == ("released", "returned")
-    assert acquired.reason == "kept for 60 s from its start"
-    assert skipped.blocked_by == acquired.token
+    first, conflict = TaskLockEvent.objects.order_by("id")
+    assert (first.outcome, first.result) == ("released", "returned")
+    assert first.reason == "kept for 60 s from its start"
+    assert conflict.blocked_by == first.token
 
 
 def test_the_row_says_too_that_the_cache_had_forgotten_the_lock(monkeypatch):
@@ -182,8 +185,8 @@ def test_the_row_says_too_that_the_cache_had_forgotten_the_lock(monkeypatch):
 
     monkeypatch.setattr(tasks, "body", forget)
     run()
-    reason = TaskLockEvent.objects.get(kind="acquired").reason
-    assert reason == "kept for 60 s from its start; forgotten by the cache and taken again"
+    row = TaskLockEvent.objects.get()
+    assert (row.retaken, row.reason) == (1, "kept for 60 s from its start")
 
 
 def test_the_conflict_says_that_the_lock_is_kept():
@@ -316,10 +319,9 @@ def test_the_sweep_closes_the_row_of_a_run_that_was_killed_before_it_reported_it
     hour = timedelta(hours=1)
     row = TaskLockEvent.objects.get()
     TaskLockEvent.objects.update(outcome="", result="", ended_at=None, at=row.at - hour)
-    Sweeper().sweep()
-    row.refresh_from_db()
+    sweep()
+    row = TaskLockEvent.objects.get()
     assert (row.outcome, row.result) == ("released", "returned")
-    assert not TaskLockEvent.objects.filter(kind="expired").exists()
     assert kept_holder()
 
 
@@ -349,7 +351,7 @@ class TestOperators:
         run()
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
         assert re.match(
-            r"Kept until [\d:]{8} UTC, for 59 s more, by lock_at_least: task first on \S+ has "
+            r"Kept until [\d:]{8} UTC, for 5\d s more, by lock_at_least: task first on \S+ has "
             r"returned\.",
             text,
         )
@@ -363,18 +365,18 @@ class TestOperators:
         assert get_store("redis").replace(lock.key, entry.value, holder.encode(), 60)
         assert "kept until" in locks("list", "--fail-if-held-over", "1h")
 
-    def test_its_skips_starve_nobody(self):
+    def test_its_conflicts_starve_nobody(self):
         run()
         for _ in range(3):
             run("second")
         rows = TaskLockEvent.objects.order_by("-at")
         assert starvation(rows[0].name, rows) is None
 
-    def test_control_the_skips_of_a_lock_that_is_held_do(self):
+    def test_control_the_conflicts_of_a_lock_that_is_held_do(self):
         with held_by("first"):
             for _ in range(3):
                 run("second")
-        rows = TaskLockEvent.objects.filter(kind="skipped")
+        rows = TaskLockEvent.objects.filter(kind="conflict")
         assert starvation(rows[0].name, rows) is not None
 
     def test_clear_frees_the_lock_and_the_entry_of_its_call(self, sent):

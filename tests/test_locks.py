@@ -616,10 +616,11 @@ class TestLoss:
             lock.extend()
             assert lock.owned()
             lock.check()
+            empty_cache("redis")
+            lock.extend()
         assert "taken again" in caplog.text
-        kinds = [(event.kind, event.reason) for event in events[1:]]
-        why = "forgotten by the cache and taken again"
-        assert kinds == [("retaken", why), ("released", why)]
+        kinds = [(event.kind, event.retaken) for event in events[1:]]
+        assert kinds == [("retaken", 1), ("retaken", 2), ("released", 2)]
 
     def test_a_lock_that_is_gone_after_its_deadline_is_lost(self, reasons, empty_cache, let_pass):
         """Another run may have held it, and ended, in between."""
@@ -880,7 +881,7 @@ class TestOnlyOne:
 
         with TaskLock("import") as held:
             assert work(1, b=2) == ("import", held.token, held.key, 1, 2)
-        assert [event.reason for event in events if event.kind == "skipped"] == ["skip"]
+        assert [event.reason for event in events if event.kind == "conflict"] == ["skip"]
         assert work(1, b=2) == "ran"
 
     @pytest.mark.parametrize(
@@ -1045,11 +1046,12 @@ class TestEvents:
             ("released", token, "returned"),
         ]
 
-    def test_a_skip_names_its_blocker(self, events):
+    def test_a_conflict_names_its_blocker(self, events):
         with TaskLock("nightly") as lock, TaskLock("nightly", on_conflict="skip"):
             token = lock.token
-        skipped = next(event for event in events if event.kind == "skipped")
-        assert (skipped.reason, skipped.blocked_by) == ("skip", token)
+        conflict = next(event for event in events if event.kind == "conflict")
+        facts = conflict.reason, conflict.result, conflict.blocked_by
+        assert facts == ("skip", "skipped", token)
 
     def test_a_loss_is_reported_and_logged_once(self, events, caplog):
         with TaskLock("nightly") as lock:

@@ -10,7 +10,8 @@ from django.core.management import call_command
 from django.db import connections
 from django.utils.functional import Promise
 
-from django_singletask.models import COUNTED, TROUBLE, HoldOutcome, Kind, Result, TaskLockEvent
+from django_singletask.models import TROUBLE, HoldOutcome, Kind, Result, TaskLockEvent
+from tests.past_rows import before_now
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -29,15 +30,15 @@ def test_migrations_are_complete_under_another_default_auto_field(settings):
 def test_fields_are_those_that_are_documented():
     names = {field.name for field in TaskLockEvent._meta.get_fields()}
     documented = """
-        id kind outcome result name key cache task task_id token host pid at ended_at timeout count
-        last_at blocked_by blocked_by_task_id actor reason longest_renewal_gap
+        id ref kind outcome result name key cache task task_id host pid at ended_at noticed_at
+        retaken timeout count last_at blocked_by blocked_by_task_id actor reason longest_renewal_gap
     """
     assert names == set(re.findall(r"\w+", documented))
 
 
 def test_labels_are_translatable():
     for field in TaskLockEvent._meta.fields:
-        assert isinstance(field.verbose_name, Promise)
+        assert isinstance(field.verbose_name, Promise) or field.name == "ref"  # nobody sees it
     assert isinstance(TaskLockEvent._meta.verbose_name, Promise)
     for field in ("kind", "outcome", "result"):
         for _value, label in TaskLockEvent._meta.get_field(field).flatchoices:
@@ -54,13 +55,36 @@ def test_permissions_are_to_view_to_delete_and_to_clear():
 
 
 def test_row_says_its_name_and_what_happened():
-    assert str(TaskLockEvent(name="n", kind="acquired")) == "n: acquired"
-    assert str(TaskLockEvent(name="n", kind="acquired", outcome="released")) == "n: released"
+    assert str(TaskLockEvent(name="n", kind="run")) == "n: run"
+    assert str(TaskLockEvent(name="n", kind="run", outcome="released")) == "n: released"
+    assert str(TaskLockEvent(name="n", kind="conflict", result="skipped")) == "n: conflict"
 
 
-def test_every_kind_but_acquired_is_counted_or_trouble():
-    assert COUNTED | TROUBLE | {"acquired"} == set(Kind.values)
-    assert set() == COUNTED & TROUBLE
+def test_only_a_run_has_a_token():
+    assert TaskLockEvent(kind="run", ref="t").token == "t"
+    assert TaskLockEvent(kind="conflict", ref="t:skip:skipped").token == ""
+    assert TaskLockEvent(kind="duplicate", ref="t:queued:").token == ""
+
+
+def test_every_outcome_but_released_is_trouble_and_so_is_a_lock_that_was_retaken():
+    assert TROUBLE | {"released"} == set(HoldOutcome.values)
+    for outcome in TROUBLE:
+        assert TaskLockEvent(kind="run", outcome=outcome).troubles == [outcome]
+    assert TaskLockEvent(kind="run", outcome="released").troubles == []
+    assert TaskLockEvent(kind="run", outcome="lost", retaken=2).troubles == ["retaken", "lost"]
+
+
+def test_a_hold_ends_when_its_run_says_so_unless_it_was_cleared():
+    ended, noticed = before_now(5), before_now(9)
+
+    def end(outcome, **times):
+        return TaskLockEvent(kind="run", outcome=outcome, **times).hold_ended_at
+
+    assert end("released", ended_at=ended) == ended
+    assert end("lost", ended_at=ended, noticed_at=noticed) == ended
+    assert end("dead", noticed_at=noticed) == noticed
+    assert end("cleared", ended_at=ended, noticed_at=noticed) == noticed
+    assert end("", noticed_at=noticed) is None  # a sweep has missed the token once
 
 
 @pytest.mark.parametrize("kind", Kind.values)
@@ -68,7 +92,7 @@ def test_only_a_run_that_returned_or_raised_is_completed(kind):
     for outcome in ["", *HoldOutcome.values]:
         for result in ["", *Result.values]:
             row = TaskLockEvent(kind=kind, outcome=outcome, result=result)
-            completed = kind == "acquired" and outcome == "released"
+            completed = kind == "run" and outcome == "released"
             assert row.is_completed == (completed and result in ("returned", "raised"))
 
 

@@ -138,13 +138,14 @@ def test_by_default_each_policy_raises(app: Celery, sent: list[Any], policy: str
 
 @pytest.mark.usefixtures("down")
 @pytest.mark.parametrize(
-    ("on_outage", "row"), [("run", ("unguarded", "mine", 1)), ("skip", ("skipped", "mine", 1))]
+    ("on_outage", "row"),
+    [("run", ("run", "unguarded", "", "mine")), ("skip", ("conflict", "", "skipped", "mine"))],
 )
 def test_the_history_shows_it(app: Celery, on_outage: str, row: Any) -> None:
     deliver(task_of(app, on_outage), "a")
     flush()
     event = TaskLockEvent.objects.get()
-    assert (event.kind, event.task_id, event.count) == row
+    assert (event.kind, event.outcome, event.result, event.task_id) == row
     reason = "The cache 'dead' cannot be used: ConnectionError" if on_outage == "run" else "outage"
     assert reason in event.reason
 

@@ -182,7 +182,7 @@ class TestMessages:
         on_skip(tasks.hold, lambda conflict, key: "noted")
         with held_by("another"):
             assert receive(tasks.hold, "a") == "noted"
-        assert TaskLockEvent.objects.get(kind="skipped").reason == "skip"
+        assert TaskLockEvent.objects.get(kind="conflict").reason == "skip"
 
     def test_the_entry_of_a_call_that_is_skipped_is_freed(self, on_skip, queued):
         on_skip(tasks.unique, lambda conflict, key: "noted")

@@ -8,6 +8,7 @@ import pytest
 from django.core.management import CommandError
 
 from django_singletask import TaskLock
+from django_singletask.history.sweep import takes_turn
 from django_singletask.locks.keys import LATEST, name_key
 from django_singletask.operators import held
 from django_singletask.stores import get_store
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("on_redis", "empty_history"),
 ]
 
-KINDS = ("epoch", "fence", "tickets", "marker", "marker of a slot")
+KINDS = ("epoch", "fence", "tickets", "marker", "marker of a slot", "turn to sweep")
 
 
 @pytest.fixture
@@ -32,6 +33,8 @@ def entries() -> dict[str, str]:
     lock.fencing_token()
     take_ticket(lock.address, TASK)
     store = get_store("redis")
+    assert takes_turn()
+    [turn] = store.client.keys("*@sweep:*")
     first, second = name_key("weekly").slots(2)
     for key in (first, second):
         assert store.add(key, lock.lease.value, 60) is None
@@ -42,6 +45,7 @@ def entries() -> dict[str, str]:
         "tickets": lock.lock_key.beside(LATEST, TASK).key,
         "marker": marker_key(first, lock.lease.value),
         "marker of a slot": marker_key(second, lock.lease.value),
+        "turn to sweep": turn.decode().removeprefix(store.make_key("")),
     }
 
 

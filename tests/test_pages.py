@@ -22,16 +22,16 @@ from django.urls import path, reverse
 from django.utils import timezone, translation
 
 from django_singletask import TaskLock
-from django_singletask.admin import held as held_page
+from django_singletask.admin import pages as held_page
 from django_singletask.admin.history import TaskLockEventAdmin
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as held_locks
 from django_singletask.operators import timeline
-from django_singletask.operators.marks import SIGNS
 from django_singletask.operators.rows import ENOUGH
 from django_singletask.operators.starving import Starving
+from django_singletask.operators.timeline import SIGNS
 from django_singletask.stores import get_store
 from tests.admin_pages import (
     BASE,
@@ -125,7 +125,7 @@ def test_held_lock_is_shown(operator, take):
     assert f"{lock.holder().host}:{os.getpid()}" in row
 
 
-def test_skips_and_the_usual_hold_are_shown(operator, take):
+def test_conflicts_and_the_usual_hold_are_shown(operator, take):
     start = timezone.now() - timedelta(hours=1)
     for seconds in (4, 8, 90):
         ended_at = start + timedelta(seconds=seconds)
@@ -158,13 +158,13 @@ def test_dead_holder_is_called_dead_and_not_slow(operator):
     hold_often()
     put(since=time.time() - 3600, pid=end_process())
     [row] = rows(operator)
-    assert row.startswith("nightly process dead ")
+    assert row.startswith("nightly dead ")
     assert "slow" not in row
 
 
 def test_expired_hold_is_shown_without_a_button(operator):
     at = timezone.now() - timedelta(hours=1)
-    event(name="old", key="singletask:old:0", token="t", cache="redis", timeout=60, at=at)
+    event(name="old", key="singletask:old:0", ref="t", cache="redis", timeout=60, at=at)
     [row] = rows(operator)
     assert row.startswith("old expired ")
     assert "Clear" not in row
@@ -191,9 +191,9 @@ def test_queued_call_is_shown_without_a_process(operator):
 def test_hold_that_is_recorded_is_linked_with_its_rows(operator):
     put("recorded", token="t", task_id="3f0c")
     put("unknown", task_id="4e1d")
-    event(name="recorded", token="t", task_id="3f0c")
+    event(name="recorded", ref="t", task_id="3f0c")
     put("a lock", token="u")
-    event(name="a lock", token="u")
+    event(name="a lock", ref="u")
     content = content_of(operator)
     assert f'<a href="{LIST}?q=3f0c">since ' in content
     assert "?q=4e1d" not in content
@@ -283,13 +283,13 @@ def test_search_that_finds_nothing_says_so_and_is_escaped(operator):
 
 @pytest.mark.parametrize(
     ("order", "names"),
-    [("name", "abc"), ("-name", "cba"), ("held", "bca"), ("-skipped", "cab"), ("odd", "acb")],
+    [("name", "abc"), ("-name", "cba"), ("held", "bca"), ("-conflicts", "cab"), ("odd", "acb")],
 )
 def test_locks_are_sorted_by_a_column(operator, order, names):
-    for name, minutes, skips in (("a", 3, 2), ("b", 1, 0), ("c", 2, 7)):
+    for name, minutes, conflicts in (("a", 3, 2), ("b", 1, 0), ("c", 2, 7)):
         holder = put(name, since=time.time() - 60 * minutes)
-        if skips:
-            event(name=name, kind="skipped", count=skips, blocked_by=holder.token)
+        if conflicts:
+            event(name=name, kind="conflict", count=conflicts, blocked_by=holder.token)
     assert "".join(row[0] for row in rows(operator, {"o": order})) == names
 
 
@@ -298,7 +298,7 @@ def test_column_that_sorts_says_so_and_turns(operator):
     content = content_of(operator, query={"o": "-lease", "q": "night", "p": "1"})
     link = f'href="{BASE}?o=lease&amp;q=night">Lease left'
     assert f'<th scope="col" aria-sort="descending"><a {link}' in content
-    assert f'<th scope="col"><a href="{BASE}?o=-skipped&amp;q=night">Skipped' in content
+    assert f'<th scope="col"><a href="{BASE}?o=-conflicts&amp;q=night">Conflicts' in content
 
 
 def test_page_asks_again_by_itself_without_a_script(operator):
@@ -320,18 +320,16 @@ def test_odd_refresh_is_a_warning(operator, seconds):
 
 def test_starving_locks_stand_above(operator):
     at = timezone.now() - timedelta(hours=3)
-    event(name="nightly", kind="skipped", count=7, at=at, last_at=timezone.now())
+    event(name="nightly", kind="conflict", count=7, at=at, last_at=timezone.now())
     content = content_of(operator)
     assert "Starving" in content
-    assert "7 calls were skipped in 3h 00m" in content
+    assert "7 conflicts in 3h 00m" in content
 
 
 def test_starving_locks_say_when_they_were_last_completed_and_are_cut(operator, monkeypatch):
     state = Starving("a", "", 1, 7200.0, 3700.0, 2.0)
     monkeypatch.setattr(held_page, "starving", lambda longer_than: [state] * 30)
-    text = (
-        "1 call was skipped in 1h 01m, the last 2s ago; none completed. Last completed 2h 00m ago."
-    )
+    text = "1 conflict in 1h 01m, the last 2s ago; no run completed. Last completed 2h 00m ago."
     content = content_of(operator)
     assert content.count(text) == 20
     assert "And 10 more" in content
@@ -341,8 +339,8 @@ def test_starving_locks_say_when_they_were_last_completed_and_are_cut(operator, 
 def test_names_and_ids_are_escaped(operator, page):
     holder = put(SCRIPT, task_id=SCRIPT, host=SCRIPT)
     event(name=SCRIPT, task=SCRIPT, task_id=SCRIPT, host=SCRIPT)
-    event(name=SCRIPT, kind="lost", reason=SCRIPT, actor=SCRIPT)
-    event(name=SCRIPT, kind="skipped", blocked_by_task_id=SCRIPT)
+    event(name=SCRIPT, outcome="cleared", reason=SCRIPT, actor=SCRIPT)
+    event(name=SCRIPT, kind="conflict", blocked_by_task_id=SCRIPT)
     query = {"key": name_key(SCRIPT).key, "token": holder.token} if page == "clear/" else {}
     content = content_of(operator, BASE + page, query)
     assert "alert(1)" in content
@@ -363,8 +361,8 @@ def test_hidden_arguments_are_on_no_page(operator, settings):
 
 
 def test_links_to_filters_of_the_list_lead_to_the_history(operator):
-    response = operator.get(BASE, {"q": "nightly", "kind__exact": "lost"})
-    assert (response.status_code, response.url) == (302, f"{LIST}?q=nightly&kind__exact=lost")
+    response = operator.get(BASE, {"q": "nightly", "outcome__exact": "lost"})
+    assert (response.status_code, response.url) == (302, f"{LIST}?q=nightly&outcome__exact=lost")
 
 
 def test_number_of_statements_does_not_grow_with_the_locks(operator):
@@ -551,7 +549,7 @@ def test_clear_frees_the_lock_and_is_recorded(operator, take):
     assert response.redirect_chain == [(BASE, 302)]
     assert "The lock nightly was freed." in response.content.decode()
     assert not lock.locked()
-    row = TaskLockEvent.objects.get(kind="cleared")
+    row = TaskLockEvent.objects.get(outcome="cleared")
     assert (row.actor, row.token, row.name) == ("ada", lock.token, "nightly")
 
 
@@ -561,14 +559,14 @@ def test_clear_is_in_the_admins_own_log(operator, take):
     entry = LogEntry.objects.get()
     assert (entry.user.username, entry.object_repr) == ("ada", "nightly: cleared")
     assert lock.token in entry.get_change_message()
-    assert TaskLockEvent.objects.get(pk=entry.object_id).kind == "acquired"
+    assert TaskLockEvent.objects.get(pk=entry.object_id).token == lock.token
     assert operator.get("/admin/").status_code == 200  # it lists recent actions
 
 
 def test_reason_of_a_clearing_is_kept_and_escaped(operator, take):
     reason = f"hangs since the deploy\n{SCRIPT}"
     operator.post(CLEAR, {**query_of(take()), "reason": f" {reason} "})
-    kept = TaskLockEvent.objects.get(kind="cleared").reason
+    kept = TaskLockEvent.objects.get(outcome="cleared").reason
     assert kept == reason.replace("\n", "\\n")
     assert LogEntry.objects.get().get_change_message().endswith(f" Reason: {kept}")
     for page in (LIST, TIMELINE, "/admin/"):
@@ -579,7 +577,7 @@ def test_reason_of_a_clearing_is_kept_and_escaped(operator, take):
 
 def test_reason_that_is_too_long_is_cut(operator, take):
     operator.post(CLEAR, {**query_of(take()), "reason": "x" * 300})
-    assert TaskLockEvent.objects.get(kind="cleared").reason == "x" * 255
+    assert TaskLockEvent.objects.get(outcome="cleared").reason == "x" * 255
 
 
 def test_clear_of_a_holder_without_a_row_is_logged_without_an_event(operator):
@@ -615,7 +613,7 @@ def test_of_two_who_clear_at_once_the_second_is_told(operator, take, monkeypatch
     first, second = (response.content.decode() for response in responses)
     assert "was freed" in first
     assert "Nothing was freed" in second
-    assert TaskLockEvent.objects.get(kind="cleared").actor == "grace"
+    assert TaskLockEvent.objects.get(outcome="cleared").actor == "grace"
     assert LogEntry.objects.get().user.username == "grace"
 
 
@@ -705,7 +703,8 @@ def test_other_time_spans_keep_the_lock_or_the_task(operator):
 
 def test_places_of_marks_are_written_for_the_browser_in_every_language(operator, settings):
     now = timezone.now()
-    event(name="nightly", at=now - timedelta(minutes=30), ended_at=now - timedelta(minutes=15))
+    at, ended_at = now - timedelta(minutes=30), now - timedelta(minutes=15)
+    event(name="nightly", at=at, ended_at=ended_at, outcome="released")
     settings.LANGUAGE_CODE = "de"
     content = content_of(operator, TIMELINE)
     assert 'lang="de"' in content
@@ -728,7 +727,7 @@ def test_timeline_says_that_it_draws_sums(operator, monkeypatch):
     monkeypatch.setattr(timeline, "ROWS", 1)
     content = content_of(operator, TIMELINE)
     assert "Sums of 1m each, because there are more than 1 events." in content
-    assert f'<a href="{LIST}?q=a&amp;kind__exact=acquired&amp;from=' in content
+    assert f'<a href="{LIST}?q=a&amp;kind__exact=run&amp;from=' in content
     assert "Trouble and open holds" in content
 
 
@@ -775,28 +774,28 @@ def test_window_is_shown_and_kept_in_the_link_to_the_other_page(operator, page, 
 
 
 def test_legend_shows_the_marks(operator):
-    event(name="nightly", kind="lost")
-    event(name="nightly", kind="skipped")
     event(name="nightly", outcome="lost", ended_at=timezone.now())
+    event(name="nightly", kind="conflict", result="skipped")
     content = content_of(operator, TIMELINE)
     legend = content.partition("<figcaption")[2].partition("</figcaption>")[0]
-    assert text_of(legend.partition(">")[2]) == "hold lost lost skipped"
-    hold, lost, skipped = legend.split('class="singletask-state')[1:]
-    assert hold.count("<rect") == lost.count(f'<path d="{SIGNS["lost"]}"') == 1
-    assert (skipped.count("<rect"), skipped.count("<path")) == (1, 0)
+    assert text_of(legend.partition(">")[2]) == "conflict lost"
+    conflict, lost = legend.split('class="singletask-state')[1:]
+    assert lost.count("<rect") == lost.count(f'<path d="{SIGNS["lost"]}"') == 1
+    assert (conflict.count("<rect"), conflict.count("<path")) == (1, 0)
 
 
 @pytest.mark.parametrize("page", ["", "timeline/", "per-task/", "history/"])
 def test_pages_have_no_inline_script_or_style(operator, page):
-    for kind in ("acquired", "lost", "skipped"):
-        event(name="nightly", kind=kind)
+    for facts in ({}, {"outcome": "lost"}, {"kind": "conflict"}):
+        event(name="nightly", **facts)
     content = content_of(operator, BASE + page)
     for text in (" style=", "<style", "<script>", " onclick="):
         assert text not in content
 
 
 def test_facts_of_a_mark_are_there_for_screen_reader_pointer_and_table(operator):
-    event(name="nightly", kind="cleared", actor="grace", task_id="3f0c", host="web-1", pid=40)
+    facts = {"outcome": "cleared", "noticed_at": timezone.now(), "actor": "grace"}
+    event(name="nightly", task_id="3f0c", host="web-1", pid=40, **facts)
     content = content_of(operator, TIMELINE)
     assert content.count("cleared, by grace, task 3f0c, web-1:40") == 3
     assert 'href="#event-1"' in content
@@ -806,7 +805,7 @@ def test_facts_of_a_mark_are_there_for_screen_reader_pointer_and_table(operator)
 def test_timeline_reads_a_bounded_number_of_rows_by_indexes(operator):
     fill_table()
     name = "feeds.tasks.import_feed(feed_id=1)"
-    event(name=name, kind="skipped", blocked_by="b" * 32)
+    event(name=name, kind="conflict", blocked_by="b" * 32)
     addresses = [
         {"range": "7d"},
         {"range": "1h", "name": name},
@@ -835,7 +834,7 @@ PREFIX = "/here/it/is/django_singletask/tasklockevent/"
 def test_all_pages_work_on_another_admin_site(operator, take, page):
     assert reverse("operations:django_singletask_tasklockevent_changelist") == PREFIX
     lock = take()
-    row = event(kind="skipped", blocked_by=lock.token)
+    row = event(kind="conflict", blocked_by=lock.token)
     query = f"key={lock.key}&token={lock.token}"
     response = operator.get(PREFIX + page.format(query if "clear" in page else row.pk))
     assert response.status_code == 200
@@ -853,16 +852,16 @@ def test_clear_on_another_admin_site_leads_back_to_its_page(operator, take):
 
 def test_event_links_to_the_run_that_blocked_it(operator, take):
     lock = take()
-    run = TaskLockEvent.objects.get(token=lock.token)
-    skip = event(kind="skipped", blocked_by=lock.token)
+    run = TaskLockEvent.objects.get(ref=lock.token)
+    conflict = event(kind="conflict", blocked_by=lock.token)
     link = f'<a href="{BASE}{run.pk}/change/">'
-    assert link in content_of(operator, f"{BASE}{skip.pk}/change/")
+    assert link in content_of(operator, f"{BASE}{conflict.pk}/change/")
     assert link in content_of(operator, LIST)
 
 
 def test_blocker_whose_row_was_pruned_is_named_without_a_link(operator):
-    skip = event(kind="skipped", blocked_by="f" * 32)
-    for address in (LIST, f"{BASE}{skip.pk}/change/"):
+    conflict = event(kind="conflict", blocked_by="f" * 32)
+    for address in (LIST, f"{BASE}{conflict.pk}/change/"):
         content = content_of(operator, address)
         assert "f" * 32 in content
         assert f"{'f' * 32}</a>" not in content

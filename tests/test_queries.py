@@ -10,7 +10,7 @@ from django_singletask.history import queries
 from django_singletask.history.queries import NoHistory, UsualHold, reading
 from django_singletask.history.sums import lane_sums
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.past import find
+from django_singletask.operators.names import find
 from tests.past_rows import before_now, keep_history_in, ran, row, skipped
 from tests.plans import plans
 
@@ -39,9 +39,9 @@ def test_every_database_gives_the_same_rows(settings, alias):
     at = before_now(60)
     run = ran(60, name="a(1)", task="a", key="singletask:a:1", token="t1", task_id="5d1c")
     other = ran(50, name="a(10)", task="a%", key="singletask:a%:1", token="t2")
-    held = row("acquired", 40, name="b", task="b", key="singletask:b:1", token="t3")
+    held = row("run", 40, name="b", task="b", key="singletask:b:1", token="t3")
     skip = skipped(30, name="a(1)", task="a", blocked_by="t3")
-    lost = row("lost", 20, name="c", blocked_by="t3", token="t1")
+    lost = ran(20, name="c", token="t4", outcome="lost", retaken=1)
 
     def ids(rows):
         return [row.pk for row in rows]
@@ -55,19 +55,20 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert ids(history.newest().named_like("a(1)")) == [skip.pk, run.pk]
     assert ids(history.newest().named_like("a(1")) == [skip.pk, other.pk, run.pk]
     assert ids(history.newest().named_like("%")) == []
-    assert ids(history.of_kind("acquired")) == [held.pk, other.pk, run.pk]
-    assert ids(history.of_kind("lost")) == [lost.pk]
-    assert ids(history.newest().of_state("acquired", "")) == [held.pk]
+    assert ids(history.newest().of_state("run", None)) == [lost.pk, held.pk, other.pk, run.pk]
+    assert ids(history.newest().of_state(None, "lost")) == [lost.pk]
+    assert ids(history.newest().of_state("run", "")) == [held.pk]
     assert ids(history.newest().of_state(None, "released")) == [other.pk, run.pk]
-    assert ids(history.newest().of_state(None, "")) == [lost.pk, skip.pk, held.pk]
-    assert ids(history.newest().of_state("skipped", None)) == [skip.pk]
-    assert ids(history.newest().of_state("skipped", "released")) == []
+    assert ids(history.newest().of_state(None, "")) == [held.pk]
+    assert ids(history.newest().of_state("conflict", None)) == [skip.pk]
+    assert ids(history.newest().of_state("conflict", "released")) == []
+    assert ids(history.of_trouble("lost")) == [lost.pk]
+    assert ids(history.of_trouble("retaken")) == [lost.pk]
+    assert ids(history.of_trouble("dead")) == []
     assert ids(history.newest().since(at)) == [lost.pk, skip.pk, held.pk, other.pk]
-    assert sorted(ids(history.of_tokens(["t1", "t2", ""]))) == [other.pk, lost.pk]
-    assert ids(history.runs(["t1", "t2", ""])) == [other.pk]
-    assert sorted(ids(history.runs(["t1", "t2", ""], ["5d1c", ""]))) == [run.pk, other.pk]
-    assert ids(history.runs(["t3"], ["5d1c"])) == [held.pk]
+    assert sorted(ids(history.runs(["t1", "t2", ""]))) == [run.pk, other.pk]
     assert ids(history.blocked_by(["t3", "t1"])) == [skip.pk]
+    assert history.counts_behind(["t3", "t1"]) == [("t3", 1)]
     assert ids(history.search(["a(1)"]).newest()) == [skip.pk, run.pk]
     assert ids(history.search(["x"], ["b", "a(10)"]).newest()) == [held.pk, other.pk]
     assert ids(history.search(["5d1c"])) == [run.pk]
@@ -77,10 +78,23 @@ def test_every_database_gives_the_same_rows(settings, alias):
 
 
 def questions():
-    """Return what the history is asked, under the index that must serve it."""
+    """Return what the history is asked, under the index that must serve it.
+
+    SQLite names the one of a constraint itself, with the column behind it.
+    """
     tokens = [f"t{number}" for number in range(10)]
     return {
-        "singletask_open": [lambda: list(history.open()[:100])],
+        "singletask_state": [
+            lambda: list(history.open()[:100]),
+            lambda: list(history.of_state("duplicate", None).newest()[:1000]),
+            lambda: list(history.of_trouble("lost")[:1000]),
+            lambda: find(outcome="cleared"),
+            lambda: find(kind="run", outcome=""),
+        ],
+        "singletask_retaken": [
+            lambda: list(history.of_trouble("retaken")[:1000]),
+            lambda: find(outcome="retaken"),
+        ],
         "singletask_task": [
             lambda: list(history.of_task("t5")[:1000]),
             lambda: list(history.of_task("none")[:1000]),
@@ -94,29 +108,20 @@ def questions():
             lambda: history.usual_hold("t5(5)"),
             lambda: find(name="t5(5)"),
         ],
-        "singletask_kind": [
-            lambda: list(history.of_kind("duplicate")[:1000]),
-            lambda: list(history.of_kind("lost")[:1000]),
-            lambda: find(kind="cleared"),
-        ],
-        "singletask_outcome": [lambda: find(outcome="dead")],
         "singletask_at": [lambda: list(history.older_than(5500).order_by("at")[:100])],
-        "singletask_task_id": [
-            lambda: find(task_id="id 7"),
-            lambda: history.runs([], ["id 7", "id 9"]),
-        ],
-        "singletask_token": [lambda: history.of_tokens(tokens), lambda: find(token="t5")],
-        "singletask_counted": [
+        "singletask_task_id": [lambda: find(task_id="id 7")],
+        "ref": [lambda: history.runs(tokens), lambda: find(ref="t5")],
+        "singletask_blocked_by": [
             lambda: history.blocked_by(tokens),
             lambda: history.counts_behind(tokens),
         ],
         "": [
-            lambda: list(history.of_kind("skipped")[:1000]),
-            lambda: list(history.of_kind("lost").since(before_now(60))[:1000]),
+            lambda: list(history.of_state("conflict", None).newest()[:100]),
+            lambda: list(history.of_trouble("lost").since(before_now(60))[:1000]),
             lambda: list(history.newest().since(before_now(60))[:1000]),
             lambda: list(history.newest().search(["t5("], ["t6(1)"])[:50]),
             lambda: history.name_of_key("singletask:t5:305"),
-            lambda: find(task="t5", kind="lost"),
+            lambda: find(task="t5", kind="conflict"),
             lambda: find(task="t5", result="raised"),
             lambda: find(like="t5(*"),
             lambda: find(outcome="dead", since=60),
@@ -159,17 +164,17 @@ def fill(alias):
     """Write so many rows that it pays to use an index, half of them of runs that have ended."""
     count = 6000
     rows = [
-        TaskLockEvent(kind="acquired", name="open", key=f"o{number}", at=before_now(0))
+        TaskLockEvent(kind="run", ref=f"o{number}", name="open", key="o", at=before_now(0))
         for number in range(20)
     ]
     for number in range(0, count, 2):
         task, at = f"t{number % 300}", before_now(count - number)
         facts = {"task": task, "name": f"{task}({number % 7})", "key": f"singletask:{task}:1"}
-        run = {"kind": "acquired", "outcome": "released", "result": "returned", "ended_at": at}
-        rows.append(
-            TaskLockEvent(at=at, token=f"t{number}", task_id=f"id {number}", **run, **facts)
-        )
-        rows.append(TaskLockEvent(kind="skipped", at=at, blocked_by=f"t{number}", **facts))
+        run = {"kind": "run", "outcome": "released", "result": "returned", "ended_at": at}
+        token = f"t{number}"
+        rows.append(TaskLockEvent(at=at, ref=token, task_id=f"id {number}", **run, **facts))
+        met = {"kind": "conflict", "result": "skipped", "ref": f"{token}:skip:skipped"}
+        rows.append(TaskLockEvent(at=at, blocked_by=token, **met, **facts))
     history.bulk_create(rows, batch_size=500)
     with connections[alias].cursor() as cursor:
         cursor.execute(f"ANALYZE {'TABLE ' if alias == 'mariadb' else ''}{TABLE}")
@@ -184,7 +189,7 @@ def test_control_a_question_that_reads_the_table_is_noticed(settings):
 def test_sqlite_reads_open_rows_by_their_own_index_without_statistics(settings):
     keep_history_in(settings, "sqlite")
     [statement] = plans("sqlite", lambda: list(history.open()[:100]))
-    assert "singletask_open" in statement.text
+    assert "singletask_state" in statement.text
 
 
 def test_rows_of_a_task_are_read_in_the_order_of_their_index():
@@ -211,7 +216,7 @@ def test_many_tokens_are_looked_up_in_batches(monkeypatch, django_assert_num_que
 def test_time_window_has_what_was_written_late(monkeypatch, first):
     monkeypatch.setattr(queries, "NEWEST", first)
     for minutes in (90, 70, 5, 80, 10):
-        row("acquired", minutes * 60, name=str(minutes))
+        row("run", minutes * 60, name=str(minutes))
     assert {row.name for row in history.since(before_now(900))} == {"5", "10"}
 
 
@@ -247,7 +252,7 @@ def test_usual_hold_of_a_lock_without_a_task_is_that_of_its_name():
 
 def test_runs_that_did_not_release_the_lock_are_not_usual():
     ran(60, 100, outcome="dead", result="")
-    row("acquired", 5000)
+    row("run", 5000)
     skipped(30)
     assert history.usual_hold("nightly") is None
 
@@ -318,13 +323,14 @@ def test_rows_are_found_by_every_filter():
     def kinds(**facts):
         return [row.kind for row in find(**facts).rows]
 
-    assert kinds() == ["skipped", "acquired", "acquired"]
-    assert kinds(limit=1) == ["skipped"]
-    assert kinds(name="one") == ["acquired"]
-    assert kinds(task_id="5d1c") == ["acquired"]
-    assert kinds(task="b") == ["skipped", "acquired"]
-    assert kinds(kind="skipped") == ["skipped"]
-    assert kinds(outcome="released", since=3600) == ["acquired"]
+    assert kinds() == ["conflict", "run", "run"]
+    assert kinds(limit=1) == ["conflict"]
+    assert kinds(name="one") == ["run"]
+    assert kinds(task_id="5d1c") == ["run"]
+    assert kinds(task="b") == ["conflict", "run"]
+    assert kinds(kind="conflict") == ["conflict"]
+    assert kinds(result="skipped") == ["conflict"]
+    assert kinds(outcome="released", since=3600) == ["run"]
 
 
 def test_no_condition_has_no_rows():

@@ -579,7 +579,7 @@ def test_the_longest_gap_between_renewals_is_recorded(settings, monkeypatch, wai
         began = lock.lease.renewed_at
         wait_for(lambda: lock.lease.renewed_at > began, "a renewal")
         token = lock.token
-    gap = TaskLockEvent.objects.get(token=token).longest_renewal_gap
+    gap = TaskLockEvent.objects.get(ref=token).longest_renewal_gap
     assert 0.2 <= gap < 0.9
 
 

@@ -372,13 +372,13 @@ def test_the_history_says_which_calls_came_to_nothing(sent):
     calls = [send(value) for value in range(3)]
     for message in sent[:2]:
         deliver(message)
-    rows = TaskLockEvent.objects.filter(kind="skipped")
+    rows = TaskLockEvent.objects.filter(kind="conflict")
     assert {(row.reason, row.task_id) for row in rows} == {
         ("superseded", call.id) for call in calls[:2]
     }
     starving = starvation(rows[0].name, rows)
     assert starving is not None
-    assert starving.skipped == 2
+    assert starving.conflicts == 2
 
 
 def test_without_replace_no_number_is_taken(sent):

@@ -227,7 +227,7 @@ class TestTasks:
         assert receive(hold, "a") == "ran"
         hold_slot(3)
         assert receive(hold, "a") == "skipped"
-        event = TaskLockEvent.objects.get(kind="skipped")
+        event = TaskLockEvent.objects.get(kind="conflict")
         assert (event.name, event.key) == tuple(hold.lock("a").lock_key)
 
     def test_a_redelivery_waits_for_its_first_run_though_a_slot_is_free(self, hold, sent):
@@ -342,7 +342,7 @@ class TestOperators:
         lines = [line for line in locks("list", "api").splitlines() if line.startswith("api")]
         assert len(lines) == 2
         assert all(line.endswith(" (2 of 3)") for line in lines)
-        facts = json.loads(locks("list", "--json"))
+        facts = json.loads(locks("list", "--json"))["locks"]
         assert [(each["slots"], each["slots_held"]) for each in facts] == [(3, 2), (3, 2)]
         assert {each["key"] for each in facts} == {lock.key for lock in three[:2]}
 
@@ -353,9 +353,8 @@ class TestOperators:
         assert all(lock.acquire() for lock in taken)
         taken[0].release()
         settings.SINGLETASK_HISTORY = "off"
-        assert [each["key"] for each in json.loads(locks("list", "api", "--json"))] == [
-            taken[1].key
-        ]
+        (lock,) = json.loads(locks("list", "api", "--json"))["locks"]
+        assert lock["key"] == taken[1].key
 
     def test_why_tells_of_each_holder(self, three):
         text = locks("why", "api")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from django.db import connection
 
-from django_singletask.history.queries import SWEEPER, NoHistory
+from django_singletask.history.queries import NoHistory
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.starving import starving
 from tests.past_rows import keep_history_in, ran, row, skipped
@@ -22,13 +22,13 @@ def names(longer_than=3600.0, **options):
 # The rule
 
 
-def test_lock_whose_calls_are_skipped_for_long_starves():
+def test_lock_whose_calls_meet_it_for_long_starves():
     ran(9000, task="t")
     skipped(8000, 60, 30, task="t")
     skipped(50, 40, 2, task="t")
     [state] = starving(3600)
-    assert (state.name, state.task, state.skipped) == ("nightly", "t", 32)
-    assert (state.since_completed, state.unmet, state.last_skip) == (9000, 8000, 40)
+    assert (state.name, state.task, state.conflicts) == ("nightly", "t", 32)
+    assert (state.since_completed, state.unmet, state.last_conflict) == (9000, 8000, 40)
 
 
 def test_lock_that_completed_since_does_not_starve():
@@ -48,10 +48,10 @@ def test_lock_that_was_never_completed_starves():
     assert starving(3600)[0].since_completed is None
 
 
-@pytest.mark.parametrize("kind", ["skipped", "duplicate"])
-def test_lock_that_was_skipped_once_does_not_starve(kind):
+@pytest.mark.parametrize("kind", ["conflict", "duplicate"])
+def test_lock_that_was_met_once_does_not_starve(kind):
     skipped(8000, kind=kind)
-    row("cleared", 7000)
+    row("run", 7000, outcome="cleared")
     assert starving(3600, names=["nightly"]) == []
 
 
@@ -66,7 +66,7 @@ def test_lock_that_was_skipped_once_does_not_starve(kind):
     ],
 )
 def test_lock_that_is_no_longer_called_does_not_starve(first, last, count, starves):
-    row("acquired", 300_000, token="t")
+    row("run", 300_000, token="t")
     skipped(first, last, count, blocked_by="t")
     assert names() == ["nightly"] * starves
     assert names(names=["nightly"]) == ["nightly"] * starves
@@ -95,14 +95,14 @@ def test_run_that_is_to_come_again_has_not_completed(result):
     assert names() == ["nightly"]
 
 
-@pytest.mark.parametrize("kind", ["skipped", "duplicate"])
+@pytest.mark.parametrize("kind", ["conflict", "duplicate"])
 def test_call_that_met_a_completed_run_does_not_starve_by_a_clock_that_is_ahead(kind):
     ran(7200, 60, token="t")
     skipped(7200 - 2, kind=kind, blocked_by="t")
     assert starving(3600) == []
     skipped(7000, 60, kind=kind, blocked_by="u")
     [state] = starving(3600)
-    assert (state.skipped, state.unmet) == (1, 7000)
+    assert (state.conflicts, state.unmet) == (1, 7000)
 
 
 def test_call_that_met_a_run_that_died_is_unmet():
@@ -137,30 +137,25 @@ def test_those_whose_calls_have_come_to_nothing_for_longest_are_first():
 
 
 @pytest.mark.parametrize("last", [3500, 7100])
-def test_name_that_was_skipped_within_an_hour_and_the_limit_is_looked_at(last):
+def test_name_that_was_met_within_an_hour_and_the_limit_is_looked_at(last):
     skipped(50_000, last, 50)
     assert names(3600) == ["nightly"] * (last < 3600)
     assert names(7200) == ["nightly"]
 
 
-def test_hold_of_days_is_found_below_newer_skips(monkeypatch):
+def test_hold_of_days_is_found_below_newer_conflicts(monkeypatch):
     monkeypatch.setattr("django_singletask.operators.starving.NEWEST", 5)
-    row("acquired", 300_000, token="old")
+    row("run", 300_000, token="old")
     skipped(299_000, 30, 500, blocked_by="old")
     for number in range(10):
         skipped(20, name=f"other {number}")
     assert names() == ["nightly"]
 
 
-def test_sweep_does_not_starve():
-    skipped(8000, 60, name=SWEEPER)
-    assert starving(3600) == []
-
-
 def test_starving_takes_a_query_a_name_and_few_more(django_assert_num_queries):
     for number in range(10):
         skipped(8000, 60, name=f"lock {number}")
-    row("acquired", 100, name="held", token="h")
+    row("run", 100, name="held", token="h")
     with django_assert_num_queries(2 + 4 + 10):  # the savepoint first
         assert len(starving(3600)) == 10
 
@@ -190,16 +185,16 @@ def test_names_of_a_task_are_found_below_those_of_others(monkeypatch):
     assert names(task="t") == ["nightly"]
 
 
-def test_skips_against_open_holds_are_read_by_the_index_of_their_holders(settings):
+def test_conflicts_with_open_holds_are_read_by_the_index_of_their_holders(settings):
     keep_history_in(settings, "sqlite")
     rows = [
-        TaskLockEvent(kind="acquired", name="n", key="k", token=f"t{n}", at="2026-01-01T00:00Z")
+        TaskLockEvent(kind="run", name="n", key="k", ref=f"t{n}", at="2026-01-01T00:00Z")
         for n in range(100)
     ]
     TaskLockEvent.objects.bulk_create(rows)
     statements = plans("sqlite", lambda: starving(3600))
     [statement] = [each for each in statements if '"blocked_by" IN' in each.sql]
-    assert "singletask_counted" in statement.text
+    assert "singletask_blocked_by" in statement.text
 
 
 # Without a history

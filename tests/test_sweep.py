@@ -1,21 +1,24 @@
 from __future__ import annotations
 
-import time
+import os
+import socket
 from datetime import timedelta
 
 import pytest
-from django.db import OperationalError, connections
+from django.db import OperationalError, connection, connections
 from django.db.migrations.recorder import MigrationRecorder
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_singletask.conf import conf
-from django_singletask.history import sweep
-from django_singletask.history.sweep import Sweeper, prune
+from django_singletask.history import sweep as history
+from django_singletask.history.sweep import prune, sweep, takes_turn
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import held
 from django_singletask.stores import get_store
 from django_singletask.worker import watcher
-from tests.past_rows import keep_history_in, ran, row, skipped
+from tests.deadline import wait_for
+from tests.past_rows import before_now, keep_history_in, ran, row, skipped
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -23,29 +26,12 @@ pytestmark = [
 ]
 
 
-class Clock:
-    """The clock of a sweeper, on which the time since the rows were written passes as well."""
-
-    def __init__(self):
-        self.now = time.monotonic()
-
-    def __call__(self):
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds
-        for run in TaskLockEvent.objects.filter(kind="acquired"):
-            TaskLockEvent.objects.filter(pk=run.pk).update(at=run.at - timedelta(seconds=seconds))
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def sweeper(clock):
-    return Sweeper(clock)
+def advance(seconds):
+    """Let time pass since the rows were written."""
+    for run in TaskLockEvent.objects.filter(kind="run"):
+        run.at -= timedelta(seconds=seconds)
+        run.noticed_at = run.noticed_at and run.noticed_at - timedelta(seconds=seconds)
+        run.save()
 
 
 def lose_host(lock):
@@ -56,130 +42,146 @@ def lose_host(lock):
     return lock.token, value
 
 
+def row_of(token):
+    return TaskLockEvent.objects.get(ref=token)
+
+
 def outcome(token):
-    return TaskLockEvent.objects.get(kind="acquired", token=token).outcome
+    return row_of(token).outcome
 
 
 # Open rows
 
 
-def test_row_whose_token_is_gone_at_two_looks_is_expired(take, clock, sweeper):
+def test_row_whose_token_is_gone_at_two_looks_is_expired(take):
     token, _value = lose_host(take("nightly", timeout=10))
-    clock.advance(11)
-    sweeper.sweep()
-    assert outcome(token) == ""
-    clock.advance(11)
-    sweeper.sweep()
-    assert outcome(token) == "expired"
-    expired = TaskLockEvent.objects.get(kind="expired")
-    assert (expired.token, expired.reason) == (token, "its lease ended without a release")
+    advance(11)
+    sweep()
+    noticed = row_of(token)
+    assert (noticed.outcome, noticed.noticed_at is not None) == ("", True)
+    advance(11)
+    sweep()
+    expired = row_of(token)
+    assert (expired.outcome, expired.result, expired.ended_at) == ("expired", "", None)
+    assert expired.reason == "its lease ended without a release"
+    assert expired.noticed_at > noticed.noticed_at
+    assert expired.actor == f"{socket.gethostname()}:{os.getpid()}"
 
 
-def test_looks_that_are_less_than_a_lease_apart_are_not_enough(take, clock, sweeper):
+def test_looks_that_are_less_than_a_lease_apart_are_not_enough(take):
     token, _value = lose_host(take("nightly", timeout=10))
-    clock.advance(11)
-    sweeper.sweep()
-    clock.advance(9)
-    sweeper.sweep()
+    advance(11)
+    sweep()
+    advance(9)
+    sweep()
     assert outcome(token) == ""
 
 
-def test_row_within_its_lease_is_not_looked_at(take, clock, sweeper):
+def test_row_within_its_lease_is_not_looked_at(take):
     token, _value = lose_host(take("nightly", timeout=1000))
-    clock.advance(900)
-    sweeper.sweep()
-    clock.advance(150)
-    sweeper.sweep()  # the first look
-    clock.advance(900)
-    sweeper.sweep()
+    advance(900)
+    sweep()
+    advance(150)
+    sweep()  # the first look
+    advance(900)
+    sweep()
     assert outcome(token) == ""
 
 
-def test_row_whose_token_is_found_again_must_be_missed_twice_anew(take, clock, sweeper):
+def test_row_whose_token_is_found_again_must_be_missed_twice_anew(take):
     lock = take("nightly", timeout=10)
     token, value = lose_host(lock)
-    clock.advance(11)
-    sweeper.sweep()
+    advance(11)
+    sweep()
     get_store("redis").add(lock.key, value, 60)
-    clock.advance(11)
-    sweeper.sweep()
+    advance(11)
+    sweep()
     lose_host(lock)
-    clock.advance(11)
-    sweeper.sweep()
+    advance(11)
+    sweep()
     assert outcome(token) == ""
-
-
-def test_row_that_its_run_has_closed_is_no_longer_missed(take, clock, sweeper):
-    lock = take("nightly", timeout=10)
-    lose_host(lock)
-    clock.advance(11)
-    sweeper.sweep()
-    assert len(sweeper.missed) == 1
-    lock.release()
-    sweeper.sweep()
-    assert sweeper.missed == {}
 
 
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
-def test_held_lock_is_left_alone_however_old(take, clock, sweeper, empty_cache, alias):
+def test_held_lock_is_left_alone_however_old(take, empty_cache, alias):
     empty_cache(alias)
     lock = take("nightly", timeout=10, cache=alias)
     for _ in range(3):
-        clock.advance(100)
-        sweeper.sweep()
+        advance(100)
+        sweep()
     assert outcome(lock.token) == ""
 
 
-def test_run_has_the_last_word_about_its_row(take, clock, sweeper):
+def test_run_has_the_last_word_about_its_row(take):
     lock = take("nightly", timeout=10)
     token, value = lose_host(lock)
     for _ in range(2):
-        clock.advance(11)
-        sweeper.sweep()
+        advance(11)
+        sweep()
     get_store("redis").add(lock.key, value, 10)
     lock.release()
     assert outcome(token) == "released"
-    assert not TaskLockEvent.objects.filter(kind="expired").exists()
+    assert row_of(token).reason == ""
 
 
-def test_lock_of_a_dead_process_is_freed(take, clock, sweeper, monkeypatch):
+def test_lock_of_a_dead_process_is_freed(take, monkeypatch):
     lock = take("nightly", timeout=10)
-    monkeypatch.setattr(sweep, "proof_of_death", lambda holder: "the test killed it")
-    clock.advance(11)
-    sweeper.sweep()
+    monkeypatch.setattr(history, "proof_of_death", lambda holder: "the test killed it")
+    advance(11)
+    sweep()
     assert not lock.locked()
-    assert outcome(lock.token) == "dead"
-    assert TaskLockEvent.objects.get(kind="expired").reason == "the test killed it"
+    dead = row_of(lock.token)
+    assert (dead.outcome, dead.reason) == ("dead", "the test killed it")
 
 
 def test_cache_that_is_down_does_not_keep_the_rows_of_others_from_being_swept(
-    take, clock, sweeper, dead_redis, caplog
+    take, dead_redis, caplog
 ):
     for number in range(2):
-        row("acquired", 100, key=f"a{number}", cache=dead_redis, timeout=10, token=f"d{number}")
+        row("run", 100, key=f"a{number}", cache=dead_redis, timeout=10, token=f"d{number}")
     token, _value = lose_host(take("nightly", timeout=10))
     for _ in range(2):
-        clock.advance(11)
-        sweeper.sweep()
+        advance(11)
+        sweep()
     assert outcome(token) == "expired"
     assert outcome("d0") == outcome("d1") == ""
     assert caplog.text.count("Open history rows of the cache 'dead' cannot be checked") == 2
 
 
-def test_cache_that_is_no_longer_in_the_settings_is_not_asked(clock, sweeper, caplog):
-    row("acquired", 100, cache="removed", timeout=10, token="t")
+def test_cache_that_is_no_longer_in_the_settings_is_not_asked(caplog):
+    row("run", 100, cache="removed", timeout=10, token="t")
     for _ in range(2):
-        clock.advance(11)
-        sweeper.sweep()
+        advance(11)
+        sweep()
     assert (outcome("t"), caplog.text) == ("", "")
+
+
+def test_entries_are_read_in_batches(monkeypatch):
+    store, batches = get_store("redis"), []
+    read_many = store.read_many
+
+    def note(keys):
+        batches.append(len(keys))
+        return read_many(keys)
+
+    monkeypatch.setattr(store, "read_many", note)
+    monkeypatch.setattr(store, "read", None)  # one by one
+    facts = {"kind": "run", "at": before_now(100), "cache": "redis", "timeout": 10}
+    runs = [TaskLockEvent(ref=f"t{n}", name="n", key=f"k{n}", **facts) for n in range(1000)]
+    TaskLockEvent.objects.bulk_create(runs)
+    with CaptureQueriesContext(connection) as queries:
+        sweep()
+    assert batches == [500, 500]
+    assert len(queries) < 10
+    assert TaskLockEvent.objects.filter(noticed_at=None).count() == 0
 
 
 # Old rows
 
 
-def test_sweep_prunes(sweeper):
+def test_sweep_prunes():
     ran(31 * 86_400)
-    sweeper.sweep()
+    sweep()
     assert not TaskLockEvent.objects.exists()
 
 
@@ -187,10 +189,10 @@ def test_prune_deletes_what_is_too_old_in_batches(settings):
     settings.SINGLETASK_HISTORY_DAYS = 7
     old = timezone.now() - timedelta(days=8)
     event = {"name": "n", "key": "k", "at": old}
-    rows = [TaskLockEvent(kind="skipped", **event) for _ in range(25)]
+    rows = [TaskLockEvent(kind="conflict", ref=f"c{n}", **event) for n in range(25)]
     TaskLockEvent.objects.bulk_create(rows)
-    TaskLockEvent.objects.create(kind="skipped", **{**event, "at": timezone.now()})
-    TaskLockEvent.objects.create(kind="acquired", **event)
+    TaskLockEvent.objects.create(kind="conflict", ref="new", **{**event, "at": timezone.now()})
+    TaskLockEvent.objects.create(kind="run", ref="t", **event)
     assert [*prune(batch=10)] == [10, 10, 5]
     assert TaskLockEvent.objects.count() == 2
 
@@ -201,68 +203,73 @@ def test_prune_keeps_what_went_on_until_lately():
     assert sum(prune(older_than=500)) == 0
 
 
-def test_prune_deletes_skips_before_the_runs_that_they_met():
+def test_prune_deletes_conflicts_before_the_runs_that_they_met():
     ran(9000, lasted=60, token="t")
     skipped(9050, 9040, 3, blocked_by="t")
     assert sum(prune(older_than=600, limit=1)) == 1
-    assert [row.kind for row in TaskLockEvent.objects.all()] == ["acquired"]
+    assert [row.kind for row in TaskLockEvent.objects.all()] == ["run"]
 
 
 # The worker
 
 
-def test_one_worker_sweeps(monkeypatch):
+def test_of_two_workers_one_takes_each_turn(monkeypatch):
+    assert history.TURN < watcher.SWEEP
+    monkeypatch.setattr(history, "TURN", 1)
+    assert takes_turn()
+    assert not takes_turn()
+    wait_for(takes_turn, "the turn is over")
+
+
+@pytest.fixture
+def sweeps(monkeypatch):
+    """Give the list of the sweeps, which do nothing else."""
     sweeps = []
-    monkeypatch.setattr(Sweeper, "sweep", lambda self: sweeps.append(1))
+    monkeypatch.setattr(history, "sweep", lambda: sweeps.append(conf.history))
     monkeypatch.setattr(connections, "close_all", lambda: None)
+    return sweeps
+
+
+def test_one_worker_sweeps(sweeps):
     one, two = watcher.Watcher(), watcher.Watcher()
     watcher.sweep(one)
     watcher.sweep(two)
     watcher.sweep(one)
-    assert len(sweeps) == 2
-    assert [lock.name for lock in held()] == []
+    assert len(sweeps) == 1
+    assert held() == []
     assert not TaskLockEvent.objects.exists()
-    one.leader.release()
-    watcher.sweep(two)
-    assert len(sweeps) == 3
-    two.leader.release()
 
 
 @pytest.mark.parametrize("difference", ["alias", "migration", "history"])
-def test_two_projects_on_one_cache_both_sweep(settings, monkeypatch, difference):
+def test_two_projects_on_one_cache_both_sweep(settings, difference):
     """They have histories of their own; the second one may be at the same address elsewhere."""
-    sweeps = []
-    monkeypatch.setattr(Sweeper, "sweep", lambda self: sweeps.append(conf.history))
-    monkeypatch.setattr(connections, "close_all", lambda: None)
-    one, two = watcher.Watcher(), watcher.Watcher()
-    watcher.sweep(one)
+    assert takes_turn()
     if difference == "alias":
         keep_history_in(settings, "sqlite")
     elif difference == "migration":
         MigrationRecorder.Migration.objects.update(applied=timezone.now())
     else:
         settings.SINGLETASK_HISTORY = "off"
-    watcher.sweep(two)
-    assert one.leader
-    assert two.leader
-    assert one.leader.name == two.leader.name
-    assert len(sweeps) == (1 if difference == "history" else 2)
-    one.leader.release()
-    two.leader.release()
+    assert takes_turn()
 
 
-def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, caplog):
+def test_without_a_history_only_the_lock_table_is_cleaned(settings, sweeps):
+    settings.SINGLETASK_HISTORY = "off"
+    watcher.sweep(watcher.Watcher())
+    assert sweeps == []
 
-    def fail(sweeper):
+
+def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, sweeps, caplog):
+
+    def fail():
         if next(failures):
             raise OperationalError("the server is away.\nmore")
 
     failures = iter([True, True, False, True])
-    monkeypatch.setattr(Sweeper, "sweep", fail)
-    monkeypatch.setattr(connections, "close_all", lambda: None)
+    monkeypatch.setattr(history, "sweep", fail)
+    monkeypatch.setattr(history, "takes_turn", lambda: True)
     pool = watcher.Watcher()
     for _ in range(4):
         watcher.sweep(pool)
     assert caplog.text.count("cannot be cleaned up (OperationalError: the server is away);") == 2
     assert "Traceback" not in caplog.text
-    pool.leader.release()

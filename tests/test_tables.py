@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from django_singletask.management.tables import columns, printable
+from django_singletask.management.output import columns, printable
 from tests.command_line import hold, locks
-from tests.past_rows import ran, row
+from tests.past_rows import ran, row, skipped
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -43,15 +43,15 @@ def test_list_fits_eighty_columns(char):
 
 @pytest.mark.parametrize("char", ["x", "字", "\x1b"])
 def test_history_fits_eighty_columns(char):
-    row("cleared", 1, key="singletask:x", name=char * 200, actor=char * 200)
+    row("run", 1, outcome="cleared", key="singletask:x", name=char * 200, actor=char * 200)
     ran(60, name="nightly")
-    row("skipped", 1, name="nightly", reason="superseded", count=1234, host="web-1", pid=40)
+    skipped(1, reason="superseded", count=1234, host="web-1", pid=40)
     assert 78 <= max(map(columns, locks("history").splitlines())) <= 80
 
 
 def test_long_actor_and_reason_leave_room_for_names_and_processes():
     ran(60, name="feeds.import_feed('https://example.org')", host="web-3", pid=8121)
-    row("cleared", 1, name="nightly", actor="ada" * 50, reason="it hangs " * 28)
+    row("run", 1, outcome="cleared", actor="ada" * 50, reason="it hangs " * 28)
     lines = locks("history").splitlines()
     assert re.fullmatch(r"    \((it hangs )+.*….* hangs \)", lines[2])
     assert re.search(r"  …import_feed\(…://example.org'\)  returned .*  web-3:8121$", lines[3])
@@ -80,7 +80,7 @@ def test_function_and_end_of_a_long_name_are_shown():
 def test_modules_of_a_long_name_are_cut_first():
     hold(name="a.package.of.a.project.tasks.import_feed(number=7)")
     line = locks().splitlines()[1]
-    assert line.startswith("….of.a.project.tasks.import_feed(number=7)  ")
+    assert line.startswith("…f.a.project.tasks.import_feed(number=7)  ")
     assert len(line) == 80
 
 

@@ -144,7 +144,8 @@ class TestRunning:
         with pytest.raises(LockConflict):
             work()
         assert 0.2 <= time.monotonic() - began < 5
-        assert TaskLockEvent.objects.get().reason == "wait"
+        row = TaskLockEvent.objects.get()
+        assert (row.reason, row.result) == ("wait", "failed")
         lock.clear()
         assert work() == "ran"
 

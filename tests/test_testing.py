@@ -495,7 +495,7 @@ def test_the_signal_is_sent(dead, events):
         add(1)
     with no_locks():
         add(2)
-    assert [event.kind for event in events] == ["skipped", "acquired", "released"]
+    assert [event.kind for event in events] == ["conflict", "acquired", "released"]
     assert events[0].blocked_by == holder.token
     assert events[0].blocked_by_task_id == holder.task_id
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import uuid
 from types import SimpleNamespace
 
 import pytest
 from django.utils import timezone
 
 from django_singletask.history import sums as history_sums
-from django_singletask.history.queries import SWEEPER
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import timeline
-from django_singletask.operators.marks import Lane
-from django_singletask.operators.timeline import draw
+from django_singletask.operators.timeline import Lane, draw
 from django_singletask.operators.windows import Window
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -37,12 +36,20 @@ def hold(begin, end=None, **facts):
     """Write a hold that lasted from ``begin`` to ``end`` minutes ago, or goes on."""
     ending = {"outcome": "released", "result": "returned", "ended_at": ago(end or 0)}
     lasting = {"timeout": 1e9} if end is None else ending
-    return event(begin, kind="acquired", **{**lasting, **facts})
+    return event(begin, kind="run", **{**lasting, **facts})
 
 
-def event(minutes, kind="skipped", **facts):
-    """Write an event that happened so many minutes ago."""
+def trouble(minutes, outcome="lost", begin=None, **facts):
+    """Write a run whose lease ended so many minutes ago, when it had begun or ``begin`` ago."""
+    facts = {"outcome": outcome, "noticed_at": ago(minutes), **facts}
+    return event(begin or minutes, kind="run", **facts)
+
+
+def event(minutes, kind="conflict", **facts):
+    """Write what began so many minutes ago."""
     usual = {"name": "nightly", "key": "k", "timeout": 60, "at": ago(minutes), "kind": kind}
+    usual["ref"] = uuid.uuid4().hex
+    usual |= {"result": "skipped", "reason": "skip"} if kind == "conflict" else {}
     return TaskLockEvent.objects.create(**{**usual, **facts})
 
 
@@ -108,36 +115,50 @@ def test_hold_whose_end_another_clock_wrote_is_drawn(begin, end, x, width):
 
 
 @pytest.mark.parametrize("outcome", ["dead", "expired", "lost", "cleared"])
-def test_bar_has_the_colour_of_its_outcome(outcome):
-    hold(30, 15, outcome=outcome)
-    assert marks()[0][:2] == ("bar", outcome)
+def test_trouble_is_a_bar_of_its_colour_and_a_sign_where_it_was_noticed(outcome):
+    trouble(15, outcome, begin=30)
+    assert marks() == [("bar", outcome, "50.00%", "25.00%"), ("sign", outcome, "75.00%", "0.30%")]
+    assert drawn().marks[1].path
 
 
-@pytest.mark.parametrize("kind", ["expired", "lost", "cleared"])
-def test_trouble_is_a_sign(kind):
-    event(15, kind=kind)
-    [mark] = drawn().marks
-    assert (mark.shape, mark.state, mark.x) == ("sign", kind, 75)
-    assert mark.path
+def test_cleared_hold_ends_there_though_its_run_goes_on():
+    trouble(15, "cleared", begin=30, ended_at=ago(5), result="returned")
+    assert marks() == [
+        ("bar", "cleared", "50.00%", "25.00%"),
+        ("sign", "cleared", "75.00%", "0.30%"),
+    ]
+
+
+def test_run_without_a_lock_is_a_sign_alone():
+    trouble(15, "unguarded")
+    assert marks() == [("sign", "unguarded", "75.00%", "0.30%")]
+
+
+def test_retaken_is_a_sign_on_a_bar_of_any_colour():
+    hold(30, 15, retaken=2)
+    trouble(15, begin=30, retaken=1, name="other")
+    looks = {(mark.events[0].name, mark.shape, mark.state, mark.text) for mark in drawn().marks}
+    assert looks == {
+        ("nightly", "bar", "returned", "returned after 15m 00s"),
+        ("nightly", "sign", "retaken", "retaken × 2"),
+        ("other", "bar", "lost", "lost after 15m 00s"),
+        ("other", "sign", "retaken", "retaken"),
+        ("other", "sign", "lost", "lost"),
+    }
 
 
 @pytest.mark.parametrize(
     ("count", "size"), [(1, 4), (2, 6), (8, 9), (32, 12), (1000, 12), (10**9, 12)]
 )
-def test_height_of_a_tick_grows_with_the_number_of_skips(count, size):
+def test_height_of_a_tick_grows_with_the_number_of_conflicts(count, size):
     event(15, count=count)
     [mark] = drawn().marks
-    assert (mark.shape, mark.state, mark.height) == ("tick", "skipped", size)
+    assert (mark.shape, mark.state, mark.height) == ("tick", "conflict", size)
 
 
-def test_counted_skips_are_drawn_where_the_last_of_them_was():
+def test_counted_conflicts_are_drawn_where_the_last_of_them_was():
     event(120, count=3, last_at=ago(15))
-    assert marks() == [("tick", "skipped", "75.00%", "0.30%")]
-
-
-def test_lock_of_the_sweep_is_not_drawn():
-    hold(30, 15, name=SWEEPER)
-    assert drawn().lanes == {}
+    assert marks() == [("tick", "conflict", "75.00%", "0.30%")]
 
 
 def test_lanes_are_ordered_by_name():
@@ -156,9 +177,10 @@ def test_one_lock_or_one_task_can_be_drawn_alone():
 
 @pytest.mark.parametrize("alias", ["default", "sqlite", "mariadb"])
 def test_every_database_finds_the_open_holds(alias):
-    facts = {"name": "nightly", "key": "k", "at": ago(500), "kind": "acquired", "timeout": 1e9}
-    TaskLockEvent.objects.using(alias).create(**facts)
-    TaskLockEvent.objects.using(alias).create(**{**facts, "outcome": "released"}, ended_at=ago(400))
+    facts = {"name": "nightly", "key": "k", "at": ago(500), "kind": "run", "timeout": 1e9}
+    TaskLockEvent.objects.using(alias).create(**facts, ref="open")
+    ended = {"outcome": "released", "ended_at": ago(400), "ref": "ended"}
+    TaskLockEvent.objects.using(alias).create(**facts, **ended)
     rows = TaskLockEvent.objects.using(alias).all()
     assert [mark.state for mark in drawn("15m", rows=rows).marks] == ["held"]
 
@@ -166,7 +188,7 @@ def test_every_database_finds_the_open_holds(alias):
 def test_project_without_time_zones_has_a_timeline(settings):
     settings.USE_TZ = False
     now = timezone.now()
-    facts = {"name": "nightly", "key": "k", "kind": "skipped"}
+    facts = {"name": "nightly", "key": "k", "kind": "conflict"}
     TaskLockEvent.objects.using("sqlite").create(at=now, **facts)
     drawing = drawn("7d", rows=TaskLockEvent.objects.using("sqlite").all(), now=now)
     assert len(drawing.marks) == 1
@@ -185,25 +207,25 @@ def test_holds_that_would_hide_each_other_are_one_mark():
     assert mark.when == "11:30:00 – 11:30:09"
 
 
-def test_skips_at_one_place_are_added_up():
+def test_conflicts_at_one_place_are_added_up():
     for second in range(10):
         event(30 - second / 60, count=3, blocked_by_task_id="x")
-    assert [mark.text for mark in drawn().marks] == ["skipped × 30, blocked by x"]
+    assert [mark.text for mark in drawn().marks] == ["conflict × 30, skipped, blocked by x"]
 
 
 def test_trouble_other_outcomes_and_long_holds_have_marks_of_their_own():
-    for kind in ("expired", "lost", "cleared", "cleared"):
-        event(30, kind=kind)
+    for outcome in ("expired", "lost", "cleared", "cleared"):
+        trouble(30, outcome, begin=31)
     hold(30, 30)
     hold(30, 30, result="raised")
     hold(30)
     hold(30, 10)
-    assert len(drawn().marks) == 8
+    assert len(drawn().marks) == 2 * 4 + 4
 
 
 def test_only_the_most_important_locks_are_drawn(monkeypatch):
     monkeypatch.setattr(timeline, "LANES", 3)
-    event(50, kind="lost", name="trouble")
+    hold(50, 49, name="trouble", retaken=1)
     hold(50, name="open")
     for number in range(5):
         hold(40 - number, 35 - number, name=f"old-{number}")
@@ -236,22 +258,23 @@ def test_as_many_events_as_can_be_drawn_are_not_summed_up(monkeypatch):
 
 @pytest.mark.parametrize("alias", ["default", "sqlite", "mariadb"])
 def test_every_database_sums_up_lanes_and_buckets(summed, alias):
-    base = {"key": "k", "kind": "acquired", "outcome": "released", "task": "t", "host": "h"}
+    base = {"key": "k", "kind": "run", "outcome": "released", "task": "t", "host": "h"}
+    met = {"kind": "conflict", "outcome": "", "result": "waiting", "count": 9}
     rows = [
         {"at": ago(30), "ended_at": ago(29.8), "result": "returned"},
         {"at": ago(29.5), "ended_at": ago(29.4), "result": "returned"},
         {"at": ago(29.6), "ended_at": ago(27.5), "result": "raised"},
-        {"at": ago(200), "last_at": ago(2), "kind": "skipped", "outcome": "", "count": 9},
-        {"at": ago(29.6), "kind": "skipped", "outcome": "", "count": 9},
+        {"at": ago(200), "last_at": ago(2), **met},
+        {"at": ago(29.6), **met},
         {"at": ago(20), "ended_at": ago(19.75), "task": "", "name": "alone"},
     ]
-    for row in rows:
-        TaskLockEvent.objects.using(alias).create(**{**base, "name": "t(1)", **row})
+    for number, row in enumerate(rows):
+        TaskLockEvent.objects.using(alias).create(**{**base, "name": "t(1)", "ref": number, **row})
     assert sorted(sums(rows=TaskLockEvent.objects.using(alias).all())) == [
         ("alone", "11:40:00 – 11:41:00", "1 run: released, held for 15s in all"),
         ("t", "11:30:00 – 11:31:00", "1 run: raised, held for 36s in all"),
         ("t", "11:30:00 – 11:31:00", "2 runs: returned, held for 18s in all"),
-        ("t", "11:30:00 – 11:31:00", "skipped × 9"),
+        ("t", "11:30:00 – 11:31:00", "conflict × 9"),
         ("t", "11:31:00 – 11:32:00", "1 run: raised, held for 1m 00s in all"),
         ("t", "11:32:00 – 11:33:00", "1 run: raised, held for 30s in all"),
     ]
@@ -300,7 +323,7 @@ def test_only_the_lanes_that_are_drawn_are_summed_up(summed, monkeypatch, only):
         lambda *of, names, **by: asked.append(names) or sum_up(*of, names=names, **by),
     )
     hold(50, 49, name="trouble", **only)
-    event(49, kind="lost", name="trouble", **only)
+    trouble(49, name="trouble", **only)
     for number in range(9):
         hold(40 - number, 40 - number, name=f"old-{number}", **only)
     drawing = drawn(**only)
@@ -323,18 +346,18 @@ def test_sums_end_with_their_window(summed):
 def test_sum_leads_to_its_events(summed):
     for _ in range(2):
         hold(30, 29.9, task="t", name="t(1)")
-    query = "{}=t&kind__exact=acquired&from=2026-01-02T11%3A30%3A00%2B00%3A00"
+    query = "{}=t&kind__exact=run&from=2026-01-02T11%3A30%3A00%2B00%3A00"
     [mark] = next(iter(drawn().lanes.values()))
     assert mark.query.startswith(query.format("task"))
 
 
 def test_trouble_and_open_holds_are_drawn_one_by_one_together_with_sums(summed):
     hold(56, name="open")
-    for kind in ("lost", "lost", "expired"):
-        event(55, kind=kind, name="trouble")
+    for outcome in ("lost", "lost", "expired"):
+        trouble(55, outcome, name="trouble")
     hold(2, 1, name="quiet")
     shapes = {lane.label: [m.shape for m in marks] for lane, marks in drawn().lanes.items()}
-    assert shapes == {"open": ["bar"], "quiet": ["bar"], "trouble": ["sign", "sign", "sign"]}
+    assert shapes == {"open": ["bar"], "quiet": ["bar"], "trouble": [*["bar"] * 2, *["sign"] * 3]}
 
 
 def test_drawing_says_how_far_back_its_sums_go(summed, monkeypatch):
@@ -362,9 +385,9 @@ def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only
     monkeypatch.setattr(timeline, "ROWS", 2)
     monkeypatch.setattr(timeline, "TROUBLES", 2)
     for minutes in (40, 39, 38):
-        event(minutes, kind="lost", name="old", task="t")
+        trouble(minutes, name="old", task="t")
     for minutes in (30, 29, 28):
-        event(minutes, kind="lost", name="other")
+        trouble(minutes, name="other")
     for minutes in (3, 2, 1):
         hold(minutes, minutes, name="old", task="t")
     assert [mark.state for mark in drawn(**only).marks].count("lost") == 2
@@ -376,27 +399,37 @@ def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"kind": "acquired", "ended_at": ago(29)}, "released after 1m 00s, task x, web-1:40"),
-        ({"kind": "acquired", "timeout": 1e9}, "held for 30m 00s, task x, web-1:40"),
-        ({"reason": "requeue", "count": 2}, "skipped × 2, requeue"),
-        ({"reason": "skip", "blocked_by": "t"}, "skipped, blocked by t"),
-        ({"kind": "cleared", "actor": "ada"}, "cleared, by ada, task x, web-1:40"),
-        ({"kind": "expired", "reason": "gone"}, "expired, gone, task x, web-1:40"),
-        ({"kind": "cleared", "pid": 0}, "cleared, task x"),
+        ({"outcome": "released", "ended_at": ago(29)}, "released after 1m 00s, task x, web-1:40"),
+        ({"timeout": 1e9}, "held for 30m 00s, task x, web-1:40"),
+        (
+            {"kind": "conflict", "result": "waiting", "reason": "requeue", "count": 2},
+            "conflict × 2, waiting: requeue",
+        ),
+        ({"kind": "conflict", "blocked_by": "t"}, "conflict, skipped, blocked by t"),
+        (
+            {"outcome": "cleared", "noticed_at": ago(29), "actor": "ada"},
+            "cleared, by ada, task x, web-1:40",
+        ),
+        (
+            {"outcome": "expired", "noticed_at": ago(29), "reason": "gone"},
+            "expired, gone, task x, web-1:40",
+        ),
+        (
+            {"outcome": "dead", "noticed_at": ago(29), "actor": "web-1:9"},
+            "dead, noticed by web-1:9, task x, web-1:40",
+        ),
+        ({"outcome": "cleared", "noticed_at": ago(29), "pid": 0}, "cleared, task x"),
     ],
 )
 def test_text_of_a_mark(facts, text):
-    run = {"task_id": "x", "host": "web-1", "pid": 40}
-    if facts.get("ended_at"):
-        facts = {**facts, "outcome": "released"}
-    event(30, **{**run, **facts})
-    assert [mark.text for mark in drawn().marks] == [text]
+    event(30, **{"kind": "run", "task_id": "x", "host": "web-1", "pid": 40, **facts})
+    assert [mark.text for mark in drawn().marks][-1] == text
 
 
-def test_text_of_skips_that_several_runs_caused_has_dots():
+def test_text_of_conflicts_that_several_runs_caused_has_dots():
     for number in range(3):
-        event(30, blocked_by_task_id=f"x{number}", reason="wait")
-    assert [mark.text for mark in drawn().marks] == ["skipped × 3, wait, blocked by x0 …"]
+        event(30, blocked_by_task_id=f"x{number}", reason="wait", result="failed")
+    assert [mark.text for mark in drawn().marks] == ["conflict × 3, failed: wait, blocked by x0 …"]
 
 
 @pytest.mark.parametrize(

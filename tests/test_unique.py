@@ -536,7 +536,7 @@ class TestFinish:
             "the cache lost this entry, so duplicates of the running call are possible"
             in caplog.text
         )
-        assert not TaskLockEvent.objects.filter(kind="lost").exists()
+        assert not TaskLockEvent.objects.filter(outcome="lost").exists()
 
     def test_a_cache_that_goes_down_at_the_start_does_not_fail_the_run(
         self, sent, monkeypatch, caplog

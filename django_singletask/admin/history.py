@@ -2,36 +2,131 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import urlencode
 
+from django.conf import settings
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
+from django.core.paginator import Paginator
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils import timezone
+from django.utils.formats import number_format
+from django.utils.functional import cached_property
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
-from django_singletask.admin.filters import (
-    TaskFilter,
-    UncountedPaginator,
-    WindowFilter,
-    known_tasks,
+from django_singletask.admin.pages import (
+    WINDOW,
+    HeldPages,
+    OperatorPages,
+    PerTaskPage,
+    TimelinePage,
+    View,
+    or_unreadable,
+    unbroken,
     window_form,
 )
-from django_singletask.admin.held import HeldPages
-from django_singletask.admin.pages import OperatorPages, View, or_unreadable, unbroken
-from django_singletask.admin.per_task import PerTaskPage
-from django_singletask.admin.timeline import TimelinePage
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import judge
 from django_singletask.operators.names import locks_of
-from django_singletask.operators.words import clock_time, hold_seconds, process, status
+from django_singletask.operators.windows import SPANS, window_of
+from django_singletask.operators.words import (
+    clock_time,
+    hold_seconds,
+    process,
+    reason,
+    status,
+    witness,
+)
+from django_singletask.task.base import import_tasks, singleton_tasks
 from django_singletask.templatetags.singletask import long_id, task_id
+
+TASKS = 100
+"""Tasks of the history that the filter offers; each costs a query."""
+
+
+class WindowFilter(admin.SimpleListFilter):
+    """Offer the time spans of the timeline; a form above the list offers any other window."""
+
+    title = _("time")
+    parameter_name = "range"
+
+    def __init__(self, request: HttpRequest, params: Any, *args: Any) -> None:
+        self.window, _problem = window_of(request.GET, timezone.now())
+        super().__init__(request, params, *args)
+        for name in WINDOW:
+            params.pop(name, None)
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [(value, _("Past {}").format(span.label)) for value, span in SPANS.items()]
+
+    def choices(self, changelist: Any) -> Any:
+        """Leave out the window of the form from the links to other windows."""
+        for choice, span in zip(super().choices(changelist), ("", *SPANS), strict=True):
+            query = changelist.get_query_string({"range": span} if span else {}, WINDOW)
+            chosen = span == (self.window.span if self.window else "")
+            yield {**choice, "query_string": query, "selected": chosen}
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        window = self.window
+        return queryset.since(window.start, window.until) if window else queryset
+
+
+class TaskFilter(admin.SimpleListFilter):
+    """Offer the tasks of the project and of the history."""
+
+    title = _("task")
+    parameter_name = "task"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [(name, name) for name in known_tasks()]
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.of_task(str(self.value())) if self.value() else queryset
+
+
+def known_tasks() -> list[str]:
+    """Return the tasks that take locks, and those that did according to the history."""
+    import_tasks()
+    return sorted({*singleton_tasks(), *recorded_tasks(int(time.monotonic() // 60))})
+
+
+@lru_cache(maxsize=1)
+def recorded_tasks(minute: int) -> list[str]:
+    """Return the first tasks of the history; ``minute`` makes the cache ask once a minute."""
+    tasks: list[str] = TaskLockEvent.objects.task_names(TASKS)
+    return tasks
+
+
+class AtLeast(int):
+    """A number that says that there are more."""
+
+    def __str__(self) -> str:
+        return f"{number_format(int(self), force_grouping=True)}+"
+
+
+class UncountedPaginator(Paginator):  # type: ignore[type-arg]
+    """Count the rows up to a limit only: to count millions of rows takes seconds."""
+
+    limit = 5000
+    has_more = False
+
+    @cached_property
+    def count(self) -> int:
+        """Return the number of rows, at most ``limit``; ``has_more`` says if there are more."""
+        rows: Any = self.object_list
+        number: int = rows[: self.limit + 1].count()
+        self.has_more = number > self.limit
+        if not self.has_more:
+            return number
+        # With this setting Django itself would group the digits, and the sign with them.
+        return self.limit if settings.USE_THOUSAND_SEPARATOR else AtLeast(self.limit)
 
 
 def moment(field: str, label: Any) -> Callable[[Any, TaskLockEvent], SafeString]:
@@ -66,8 +161,7 @@ class EventList(ChangeList):
         events = self.result_list = list(self.result_list)
         judge(events)
         rows: Any = self.root_queryset
-        task_ids = {event.blocked_by_task_id for event in events}
-        runs = rows.runs({event.blocked_by for event in events}, task_ids)
+        runs = rows.runs({event.blocked_by for event in events})
         pks = {run.token: run.pk for run in runs}
         for event in events:
             event.blocker_pk = pks.get(event.blocked_by)
@@ -91,11 +185,12 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
     ordering = ("-id",)
     sortable_by = ()
     fieldsets = (
-        (None, {"fields": ("name", "kind", "outcome", "result", "reason")}),
+        (None, {"fields": ("name", "kind", "outcome", "result", "reason", "retaken")}),
         (pgettext_lazy("lock", "Run"), {"fields": ("task", "task_id", "host", "pid")}),
         (_("Time"), {"fields": ("when", "ended", "held_for", "timeout", "longest_renewal_gap")}),
+        (_("Noticed"), {"fields": ("noticed", "actor")}),
         (_("Conflict"), {"fields": ("blocked_by_task_id", "holder", "count", "last")}),
-        (_("Lock"), {"fields": ("cache", "key", "token", "actor")}),
+        (_("Lock"), {"fields": ("cache", "key", "token")}),
     )
 
     class Media:
@@ -165,6 +260,7 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
 
     when = moment("at", _("at"))
     ended = moment("ended_at", _("ended at"))
+    noticed = moment("noticed_at", _("noticed at"))
     last = moment("last_at", _("last at"))
 
     @admin.display(description=_("lock"))
@@ -173,25 +269,30 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
 
     @admin.display(description=_("what happened"))
     def what(self, event: TaskLockEvent) -> SafeString:
-        """Say how the hold ended, or what else happened, how often, why and by whom."""
+        """Say how the hold ended, or what became of calls, how often, why, and who noticed it."""
         state, word = status(event)
         if event.count > 1:
             word = f"{word} × {event.count}"
-        if event.kind == "acquired" and event.ended_at is not None:
+        if event.hold_ended_at is not None:
             word = _("{} after {}").format(word, self.held_for(event))
-        reason = "" if event.reason == "skip" else event.reason  # "skipped" says as much
+        retaken = _("retaken × {}").format(event.retaken) if event.retaken else ""
         blocker = event.blocked_by_task_id or event.blocked_by
         if blocker:
             link = self.link(blocker, getattr(event, "blocker_pk", None))
             blocker = format_html(str(_("blocked by {}")), link)
-        actor = event.actor and _("by {}").format(event.actor)
         badge = '<span class="singletask-state singletask-{}">{}</span>{}'
-        return format_html(badge, state, word, lines(reason, blocker, actor))
+        return format_html(
+            badge, state, word, lines(reason(event), blocker, witness(event), retaken)
+        )
+
+    @admin.display(description=_("token"))
+    def token(self, event: TaskLockEvent) -> str:
+        return event.token or "-"
 
     @admin.display(description=_("blocked by"))
     def holder(self, event: TaskLockEvent) -> str:
         """Write the token of the run that blocked the event, with a link to its row."""
-        runs = TaskLockEvent.objects.runs([event.blocked_by], [event.blocked_by_task_id])
+        runs = TaskLockEvent.objects.runs([event.blocked_by])
         return self.link(event.blocked_by or "-", runs[0].pk if runs else None)
 
     def link(self, text: str, pk: int | None) -> str:
@@ -201,9 +302,7 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
 
     @admin.display(description=_("held for"))
     def held_for(self, event: TaskLockEvent) -> str:
-        if event.kind != "acquired" or event.ended_at is None:
-            return "-"
-        return unbroken(hold_seconds(event))
+        return "-" if event.hold_ended_at is None else unbroken(hold_seconds(event))
 
     @admin.display(description=_("run"))
     def run(self, event: TaskLockEvent) -> SafeString:

@@ -22,10 +22,7 @@ from django.utils.timezone import now as django_now
 from django_singletask.conf import conf
 from django_singletask.locks.keys import QUEUED
 from django_singletask.stores.base import PREFIX
-from django_singletask.stores.database import is_busy, is_missing
-
-SWEEPER = "django_singletask.sweep"
-"""Name of the lock of the worker that sweeps; it is not a lock of the project."""
+from django_singletask.stores.database import is_busy, is_missing, lacks_column
 
 NEWEST = 1000
 """The maximum number of rows that are read: of a task, of a name, or of a window's beginning."""
@@ -38,8 +35,11 @@ FREQUENT = 5000
 LATE = timedelta(hours=1)
 """How late a row may be written, because a process keeps its events while the database is down."""
 # Conditions of indexes, which SQLite must find in a statement without parameters.
-TOKENS = "(task_id = '' OR NOT (outcome = 'released'))"
-COUNTED = "kind IN ('skipped', 'duplicate') AND NOT (blocked_by = '')"
+STATE = "NOT (outcome = 'released')"
+BLOCKED = "NOT (kind = 'run')"
+RETAKEN = "retaken > 0"
+COUNTED = frozenset({"conflict", "duplicate"})
+"""Kinds of calls that found a holder or an equal call: those against one holder are one row."""
 BATCH = 500
 """Values in one condition; older versions of SQLite allow 999."""
 
@@ -69,6 +69,11 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
 
 def remedy(error: Exception) -> str:
     """Return what to do about a failed statement of the history, if the error shows it."""
+    if lacks_column(error):
+        return (
+            " The table is that of an earlier version: run 'manage.py migrate django_singletask "
+            "zero' with that version first, then 'manage.py migrate' with this one."
+        )
     if is_missing(error):
         return " Run 'manage.py migrate'."
     cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL"
@@ -96,32 +101,37 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return self.order_by("-id")
 
     def open(self) -> TaskLockEventQuerySet:
-        """Keep the rows of holds whose end is not reported.
+        """Keep the rows of holds whose end is not reported, in the order of their index.
 
-        They are in the order of their index. With another order PostgreSQL may read the whole
-        table, since it treats the two conditions as independent.
+        PostgreSQL expects many such rows, since it treats the two conditions as independent. So for
+        ``outcome = ''`` it may read the whole table, from the newest id.
         """
-        rows = self.filter(kind="acquired", outcome="")
-        if connections[self.db].vendor == "sqlite":
-            # Otherwise SQLite may prefer the index of one column.
-            rows = self.extra(where=["likely(kind = 'acquired') AND likely(outcome = '')"])
-        return rows.order_by("key")
-
-    def of_kind(self, kind: str) -> TaskLockEventQuerySet:
-        return self.of_state(kind, None).newest()
+        rows = self.filter(kind="run", outcome__lte="").extra(where=[STATE])
+        return rows.order_by("outcome", "-id")
 
     def of_state(self, kind: str | None, outcome: str | None) -> TaskLockEventQuerySet:
         """Keep the rows of a kind and with an outcome; None means any.
 
-        The newest open and released runs are found without an index, since there are so many.
+        The newest released runs are found without an index, since there are so many.
         """
+        if kind in COUNTED:
+            outcome = outcome or ""
+        elif outcome is not None:
+            kind = kind or "run"
+        if (kind, outcome) == ("run", ""):
+            return self.open()
         state = {"kind": kind, "outcome": outcome}
         rows = self.filter(**{field: each for field, each in state.items() if each is not None})
-        where = ["NOT (kind = 'acquired')"] if kind not in (None, "acquired") else []
-        where += (
-            ["NOT (outcome IN ('', 'released'))"] if outcome not in (None, "", "released") else []
-        )
-        return rows.extra(where=where) if connections[self.db].vendor == "sqlite" else rows
+        if outcome not in (None, "released"):
+            rows = rows.extra(where=[STATE])
+        return rows
+
+    def of_trouble(self, trouble: str) -> TaskLockEventQuerySet:
+        """Keep the runs with an outcome, or those that took their lock again, the newest first."""
+        if trouble == "retaken":
+            # In the order of the ids, SQLite would read the whole table.
+            return self.extra(where=[RETAKEN]).order_by((models.F("id") + 0).desc())
+        return self.of_state("run", trouble).newest()
 
     def of_task(self, task: str) -> TaskLockEventQuerySet:
         """Keep the rows of a task, the newest first.
@@ -165,8 +175,10 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""
         seconds = conf.history_days * 86_400 if seconds is None else seconds
         since = django_now() - timedelta(seconds=seconds)
-        old = self.filter(at__lt=since).exclude(kind="acquired", outcome="")
-        return old.exclude(ended_at__gte=since).exclude(last_at__gte=since)
+        old = self.filter(at__lt=since).exclude(kind="run", outcome="")
+        for end in ("ended_at", "noticed_at", "last_at"):
+            old = old.exclude(**{f"{end}__gte": since})
+        return old
 
     def search(
         self, texts: Sequence[str], names: Collection[str] = (), tasks: Collection[str] = ()
@@ -189,31 +201,17 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         ids += rows.filter(task_id=texts[0]).values_list("pk", flat=True)[:FREQUENT]
         return self.filter(pk__in=ids)
 
-    def of_tokens(self, tokens: Iterable[str]) -> list[Any]:
-        """Return the rows of these tokens, except runs of tasks that released their lock.
-
-        Python filters by the other columns: with two conditions SQLite and MySQL may use the wrong
-        index.
-        """
-        return self._among("token", tokens, where=[TOKENS])
-
-    def runs(self, tokens: Iterable[str], task_ids: Iterable[str] = ()) -> list[Any]:
-        """Return the rows of the runs with these tokens.
-
-        Tasks that released their lock are found only by ``task_ids``, because an index of all
-        tokens would be too large.
-        """
-        rows = self.of_tokens(tokens := set(tokens))
-        rows += [row for row in self._among("task_id", task_ids) if row.token in tokens]
-        return [row for row in dict.fromkeys(rows) if row.kind == "acquired"]
+    def runs(self, tokens: Iterable[str]) -> list[Any]:
+        """Return the rows of the runs with these tokens."""
+        return self._among("ref", tokens)
 
     def blocked_by(self, tokens: Iterable[str]) -> list[Any]:
-        """Return the skips and duplicates that holders with these tokens caused."""
-        return self._among("blocked_by", tokens, where=[COUNTED])
+        """Return the rows of the calls that holders with these tokens blocked."""
+        return self._among("blocked_by", tokens, where=[BLOCKED])
 
-    def counts_behind(self, tokens: Iterable[str]) -> list[tuple[str, str, int]]:
-        """Return the kind, token and count of the rows of :meth:`blocked_by`."""
-        return self._among("blocked_by", tokens, "kind", "blocked_by", "count", where=[COUNTED])
+    def counts_behind(self, tokens: Iterable[str]) -> list[tuple[str, int]]:
+        """Return the token and count of the rows of :meth:`blocked_by`."""
+        return self._among("blocked_by", tokens, "blocked_by", "count", where=[BLOCKED])
 
     def _among(self, field: str, values: Iterable[Any], *columns: str, where: Any = ()) -> Any:
         wanted = [value for value in dict.fromkeys(values) if value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import dataclasses
 import logging
 import os
 import threading
@@ -13,13 +14,13 @@ from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.core.signals import setting_changed
-from django.db import Error, connections
+from django.db import Error, connections, transaction
 
 from django_singletask.conf import conf
 from django_singletask.forks import close_before_forks, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
-from django_singletask.models import TROUBLE
+from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import asks_again
 from django_singletask.threads import Background, has_threads
@@ -37,7 +38,7 @@ RETRY = 1.0
 """Seconds between two attempts to write while the database is down."""
 PATIENCE = 10.0
 """Seconds without a log line while a database is busy, or asks to try again."""
-GATHER = 0.1
+GATHER = 1.0
 """Seconds for which events are collected, unless there are enough or flush() waits."""
 FLUSH = "flush() waits"
 """A reason to write all events now."""
@@ -59,19 +60,38 @@ setting_changed.connect(connect)
 def receive(*, event: LockEvent, **kwargs: Any) -> None:
     """Record an event; a failure is logged and does not affect the task."""
     mode = conf.history
-    if mode == "off" or (event.quiet and event.kind not in TROUBLE):
+    if mode == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
         return
     if mode == "background" and has_threads():
         writer.put(event)
         return
     try:
-        write([event])
+        write_at_once(event)
     except SoftTimeLimitExceeded:
         raise  # it is meant for the task
     except Exception as error:
         writer.lose(error)
     else:
         writer.succeed()
+
+
+def write_at_once(event: LockEvent) -> None:
+    """Write an event in the caller's own transaction; one about a run waits for no other one.
+
+    Another thread may have the row of this run in a transaction that has not ended:
+
+      thread:  BEGIN, takes the lock ................ waits for the other thread
+      other:                          releases it: waits for the row, without end
+    """
+    rows = TaskLockEvent.objects.primary().filter(ref=event.token)
+    if event.token and event.kind not in ("acquired", "unguarded") and not event.quiet:
+        with transaction.atomic(using=rows.db):
+            is_visible = rows.exists()
+        if not is_visible and event.kind in ("released", RETAKEN):
+            return
+        if not is_visible:
+            event = dataclasses.replace(event, token="")  # it gets a row of its own
+    write([event])
 
 
 def flush(timeout: float = 5.0) -> bool:
@@ -97,16 +117,11 @@ def warn(error: Exception, consequence: str) -> None:
 
 # Group commit
 #
-# The thread collects events for a tenth of a second and writes them in one transaction. A run that
-# has not ended in that time is left to the next write, but only once. So a run of up to a tenth of
-# a second is always one inserted row, without a change. No task waits.
+# The thread collects events for a second and writes them together. So most short runs are one
+# inserted row, without a change. No task waits.
 #
-#   tasks:    a begins . a ends . b begins ............................... b ends ......
-#   thread:   gathers ......................... writes a, leaves b, gathers .......... writes b
-#
-# SIGKILL loses unwritten events: those of the last tenth of a second, or of two for the beginning
-# of a run. The process that frees the lock of a killed run writes a row about it in any case. An
-# outage of the database loses no event up to BOUND.
+# SIGKILL loses unwritten events: those of the last second. The process that frees the lock of a
+# killed run writes its row in any case. An outage of the database loses no event up to BOUND.
 
 
 class Writer(Background):
@@ -118,7 +133,6 @@ class Writer(Background):
         self.events: deque[LockEvent] = deque()
         self.dropped = self.lost = 0
         self.unwritten = 0  # events that the thread has taken, but not written yet
-        self.left = 0  # how many of the first events were already left once
         self.sleeps = True  # and must be woken for an event
         self.stopping = False
         self.open_connections: list[Any] = []  # those of the thread
@@ -161,16 +175,15 @@ class Writer(Background):
             #
             #   thread: no event                                      sleeps = True
             #   put():             adds an event   sleeps? no: no wake
-            self.sleeps, reasons = True, []
-            if not self.events:
-                reasons = self.sleep(IDLE if self.open_connections else None)
-                if not reasons:
-                    self.close()
-                    continue
+            self.sleeps = True
+            reasons = self.sleep(0 if self.events else IDLE if self.open_connections else None)
+            if not (reasons or self.events):
+                self.close()
+                continue
             self.sleeps = False
             while self.events and not self.stopping:
-                if len(self.events) < AT_ONCE and FLUSH in (reasons or self.sleep(GATHER)):
-                    self.left = len(self.events)
+                if len(self.events) < AT_ONCE and FLUSH not in reasons:
+                    self.sleep(GATHER)
                 reasons = []
                 self.write_some()
         self.close()
@@ -179,8 +192,6 @@ class Writer(Background):
         # Set this before taking events, so that flush() never sees both empty.
         self.unwritten = at_once = min(len(self.events), AT_ONCE)
         events = [self.events.popleft() for _ in range(at_once)]
-        young = still_young(events[self.left :])
-        events = [event for event in events if young.get(event.token) is not event]
         again = False
         while events and not self.stopping:
             try:
@@ -204,8 +215,7 @@ class Writer(Background):
                     if self.thread == threading.get_ident():
                         close_before_forks(connection)
             del events[:at_once]
-        self.left = len(young)
-        self.events.extendleft(reversed([*events, *young.values()]))
+        self.events.extendleft(reversed(events))
         self.unwritten = 0
 
     def lose(self, error: Exception) -> None:
@@ -245,17 +255,6 @@ class Writer(Background):
             except Error:
                 connection.connection = None
         self.open_connections = []
-
-
-def still_young(events: list[LockEvent]) -> dict[str, LockEvent]:
-    """Return, by token, the first events of runs that have no other event yet."""
-    young: dict[str, LockEvent] = {}
-    for event in events:
-        if event.kind == "acquired":
-            young[event.token] = event
-        else:
-            young.pop(event.token, None)
-    return young
 
 
 writer = Writer()

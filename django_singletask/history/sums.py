@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import Case, Count, F, FloatField, Func, Max, Q, Sum, Value, When
-from django.db.models.functions import Coalesce, Floor, Greatest, Least, Ln
+from django.db.models.functions import Coalesce, Floor, Least
 
-from django_singletask.history.queries import SWEEPER, TaskLockEventQuerySet
+from django_singletask.history.queries import TaskLockEventQuerySet
+from django_singletask.locks.keys import QUEUED
 
 MOST = 200_000
 """The maximum number of rows in a sum: the newest, by their ids."""
-WIDTH = 1.1
-"""The ratio of the longest to the shortest hold of a bucket."""
-SHORTEST = 0.001
 TINY = 0.001
 """Seconds: SQLite is not exact, and a round time must not fall into the step before."""
+KNOWN = Coalesce("ended_at", "noticed_at")
+END = Case(
+    When(outcome__in=("", "unguarded"), then=None),
+    When(outcome="cleared", then=Least(KNOWN, "noticed_at")),
+    default=KNOWN,
+)
+"""When a hold ended, as :attr:`TaskLockEvent.hold_ended_at` has it."""
 SECONDS = {
     "postgresql": {
         "template": "EXTRACT(EPOCH FROM (%(expressions)s))::float8",
@@ -55,22 +59,19 @@ def task_sums(
 ) -> tuple[Iterable[dict[str, Any]], datetime | None]:
     """Return sums of the events since ``start``, and the first time if that is later.
 
-    Each sum has the ``number`` of a task's events with the same kind, outcome, result, ``slot``
-    (steps since the start) and ``bucket`` (how long the lock was held), and their ``longest`` hold
-    and ``lease``.
+    Each sum has the ``number`` of a task's events with the same kind, outcome, result and ``slot``
+    (steps since the start), and their ``longest`` hold and ``lease``.
     """
     rows, cut = _newest(rows)
-    held = Seconds("ended_at", "at")
     sums = (
         rows.since(start)
-        .exclude(name=SWEEPER)
+        .exclude(kind="run", key__startswith=QUEUED)  # a queued call that was cleared
         .order_by()
         .values("task", "kind", "outcome", "result")
         .annotate(
             slot=_slot(Seconds("at", Value(start)), step),
-            bucket=Whole(Ln(Greatest(held, Value(SHORTEST)) / SHORTEST) / math.log(WIDTH)),
             number=Sum("count"),
-            longest=Max(held),
+            longest=Max(Seconds(END, "at")),
             lease=Max("timeout"),
         )
     )
@@ -97,10 +98,11 @@ def lane_sums(
     rows, cut = _newest(rows.filter(named | ~Q(task="") if by_task else named))
     lane = Case(When(task="", then=F("name")), default=Value("")) if by_task else F("name")
     began = Seconds("at", Value(start))
-    last = Seconds(Coalesce("ended_at", "last_at", "at"), Value(start))
+    last = Seconds(Coalesce(END, "last_at", "at"), Value(start))
     ended = Least(last, Value((end - start).total_seconds()))
     sums = (
-        rows.exclude(kind="acquired", outcome="")
+        rows.exclude(kind="run", outcome="")
+        .exclude(kind="run", key__startswith=QUEUED)
         .order_by()
         .values("task", "kind", "outcome", "result", lane=lane)
         .annotate(
@@ -127,8 +129,3 @@ def _newest(rows: TaskLockEventQuerySet) -> tuple[TaskLockEventQuerySet, datetim
 
 def _slot(seconds: Any, step: timedelta) -> Whole:
     return Whole((seconds + TINY) / step.total_seconds())
-
-
-def middle(bucket: float) -> float:
-    """Return the length of the holds in a bucket, which differ from it by at most 5 %."""
-    return float(SHORTEST * WIDTH ** (bucket + 0.5))

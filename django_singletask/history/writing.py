@@ -1,34 +1,75 @@
-"""Write lock events into rows: insert, count and close rows."""
+"""Write lock events into rows.
+
+Each event is what it knows of one row, and the row is found by ``ref``. So events can be written
+in any order, and again after a failure: only counts may then count twice.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable
+from hashlib import md5
+from operator import itemgetter
 from typing import Any
 
 from django import db
 from django.conf import settings
-from django.db import models, router, transaction
-from django.db.models import F
+from django.db import connections, models, router, transaction
 from django.utils.timezone import get_default_timezone, make_naive
 
 from django_singletask.forks import undivided
-from django_singletask.history import bulk
-from django_singletask.history.queries import TaskLockEventQuerySet
-from django_singletask.holder import clean
-from django_singletask.models import TROUBLE, TaskLockEvent
+from django_singletask.history.queries import COUNTED
+from django_singletask.holder import clean, this_process
+from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent
 from django_singletask.signals import LockEvent
 
 INCORRECT_STRING = 1366
 """MySQL's code for an invalid text, which Django reports as an operational error."""
 
-LENGTHS = {
-    field.name: field.max_length
-    for field in TaskLockEvent._meta.concrete_fields
-    if isinstance(field, models.CharField) and field.max_length
-}
+fields = [field for field in TaskLockEvent._meta.concrete_fields if not field.primary_key]
+TIMES = [field.name for field in fields if isinstance(field, models.DateTimeField)]
+LENGTHS = {field.name: field.max_length for field in fields if field.max_length}
 """The maximum number of characters in each text column."""
+DEFAULTS = {field.name: field.get_default() for field in fields}
+values = itemgetter(*DEFAULTS)
+Row = dict[str, Any]
+
+no_copy: set[str] = set()
+"""Aliases of databases that refused COPY."""
+
+# What a row keeps of two writes
+#
+# The holder's record is the same in both. The end is what the run itself reported. Of two outcomes
+# the stronger one stays, with who noticed it, when, and why: an operator knows why the lock was
+# cleared, a run that ended knows more than another process that found it dead, and a sweep only
+# knows that the lease is over.
+#
+#   run:       ends .............................. writes "released"
+#   sweep:            finds no token, writes "expired"
+
+STRENGTH = ["", "expired", "dead", "released", "unguarded", "lost", "cleared"]
+RANK = "CASE {} " + "".join(f"WHEN '{o}' THEN {i} " for i, o in enumerate(STRENGTH)) + "END"
+LEAST, GREATEST = "LEAST({old}, {new})", "GREATEST({old}, {new})"
+KNOWN = "COALESCE({new}, {old})"
+EARLIER = "LEAST(COALESCE({new}, {old}), COALESCE({old}, {new}))"
+ADDED = "CASE WHEN {old_kind} = 'run' THEN 1 ELSE {old} + {new} END"
+STRONGER = (
+    "CASE WHEN {new_rank} > {old_rank} THEN {new} "
+    "WHEN {new_rank} = {old_rank} THEN COALESCE(NULLIF({old}, ''), {new}) ELSE {old} END"
+)
+RULES = {
+    "at": LEAST,
+    "last_at": GREATEST,
+    "count": ADDED,
+    "pid": "COALESCE(NULLIF({old}, 0), {new})",
+    "ended_at": EARLIER,
+    "result": "COALESCE(NULLIF({new}, ''), {old})",
+    "longest_renewal_gap": KNOWN,
+    "retaken": GREATEST,
+    "noticed_at": STRONGER.replace("NULLIF({old}, '')", "{old}"),
+    **dict.fromkeys(["reason", "actor", "blocked_by", "blocked_by_task_id"], STRONGER),
+    "outcome": STRONGER,  # the last one: on MySQL the others would see the new outcome
+}
+"""How a column is changed if the row is there; the other columns stay."""
 
 
 def is_outage(error: Exception) -> bool:
@@ -38,184 +79,154 @@ def is_outage(error: Exception) -> bool:
 
 
 def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
-    """Write events in one transaction, or in a savepoint if the caller is in a transaction.
+    """Write events in transactions, or in savepoints if the caller is in a transaction.
 
-    ``again``: an earlier attempt failed, but may have been committed. If this raises an error of
-    the database, nothing is written.
+    ``again``: an earlier attempt failed, but may have been committed.
     """
-    events = [_fitted(event) for event in events]
-    try:
-        _write(events, again)
-    except (db.NotSupportedError, db.ProgrammingError):
-        # Row-level security and views refuse COPY. Nothing is written yet.
-        alias = _alias()
-        if alias in bulk.no_copy:
-            raise
-        bulk.no_copy.add(alias)
+    alias, rows = router.db_for_write(TaskLockEvent), [_row(event) for event in events]
+    with undivided(connections[alias]):
+        if again or alias in no_copy:
+            return _write(alias, rows, copies=False)
         try:
-            _write(events, again)
-        except db.Error:
-            bulk.no_copy.discard(alias)  # COPY was not the reason: the table may be missing
-            raise
+            return _write(alias, rows, copies=True)
+        except db.IntegrityError:  # another process has written of such a run already
+            refused = set()
+        except (db.NotSupportedError, db.ProgrammingError):  # row-level security, or a view
+            refused = {alias}
+        _write(alias, rows, copies=False)
+        no_copy.update(refused)
 
 
-def _write(events: Iterable[LockEvent], again: bool) -> None:
-    with undivided(db.connections[_alias()]), transaction.atomic(using=_alias()):
-        batch = Batch(again)
-        for event in events:
-            if event.kind in TROUBLE:
-                # This closes the row of a run, so write that row first.
-                batch.save()
-                batch = Batch(again)
-                _insert(event, again)
-            else:
-                batch.add(event)
-        batch.save()
+def _write(alias: str, rows: list[Row], copies: bool) -> None:
+    """Write each row at most once a statement: first the runs that have begun and ended."""
+    batch: dict[str, Row] = {}
+    whole: dict[str, Row] = {}
+    batches = []
+    for row in rows:
+        ref, before = row["ref"], batch.get(row["ref"])
+        if before is None:
+            batch[ref] = row
+        elif row["kind"] in COUNTED:
+            at, last_at = min(before["at"], row["at"]), max(before["last_at"], row["last_at"])
+            batch[ref] = {**before, "count": before["count"] + 1, "at": at, "last_at": last_at}
+        elif _has_only_begun(before):  # the later event says all that this one says
+            # An entry that a returned run keeps has no process, and another lease.
+            facts = {"pid": row["pid"] or before["pid"], "timeout": before["timeout"]}
+            batch[ref] = {**row, **facts}
+            if row["ended_at"]:
+                whole[ref] = batch[ref]
+        elif not _has_only_begun(row):
+            whole.pop(ref, None)
+            batches.append(batch)
+            batch = {ref: row}
+    batches.append(batch)
+    connection = connections[alias]
+    # One row as well: rows are written one by one after a failure, and COPY may be its reason.
+    if copies and connection.vendor == "postgresql" and len(whole) > 1:
+        with transaction.atomic(using=alias), connection.cursor() as cursor:
+            if hasattr(cursor, "copy"):  # psycopg 2 has none
+                _copy(connection, cursor, sorted(whole.values(), key=_place))
+                batches = [{r: row for r, row in b.items() if r not in whole} for b in batches]
+    with transaction.atomic(using=alias), connection.cursor() as cursor:
+        for batch in filter(None, batches):
+            # All processes use the same order. With different orders, two could wait for each
+            # other:
+            #
+            #   one:    changes a ...... waits for b
+            #   other:         changes b ...... waits for a
+            _upsert(connection, cursor, sorted(batch.values(), key=_place))
 
 
-class Batch:
-    """Collect events that few statements can write.
+def _place(row: Row) -> tuple[Any, ...]:
+    """Put the runs in the order of their begin, as the ids of their rows will be."""
+    return (1, row["ref"]) if row["kind"] in COUNTED else (0, row["at"], row["ref"])
 
-    A run that begins and ends in one batch is one inserted row, and all skips against one holder
-    are one changed row.
-    """
 
-    def __init__(self, again: bool) -> None:
-        self.again = again
-        self.acquired: dict[str, dict[str, Any]] = {}
-        self.released: dict[str, LockEvent] = {}
-        self.counted: dict[tuple[Any, ...], list[LockEvent]] = defaultdict(list)
+def _has_only_begun(row: Row) -> bool:
+    return not (row["outcome"] or row["retaken"])
 
-    def add(self, event: LockEvent) -> None:
-        if event.kind == "acquired":
-            self.acquired[event.token] = vars(event)
-        elif event.kind == "released" and event.token in self.acquired and not self.again:
-            self.acquired[event.token] = {**self.acquired[event.token], **_ending(event)}
-        elif event.kind == "released":
-            self.released[event.token] = event
+
+def _row(event: LockEvent) -> Row:
+    """Return what an event knows of a row, in texts that fit."""
+    known, kind, at = vars(event), event.kind, event.at
+    facts = {name: known.get(name, default) for name, default in DEFAULTS.items()}
+    facts["timeout"] = float(event.timeout)
+    if kind in COUNTED:
+        facts.update(last_at=at, outcome="")
+        ref = event.blocked_by and f"{event.blocked_by}:{event.reason}:{event.result}"
+    else:
+        facts.update(kind="run", at=event.since or at)
+        ref = event.token
+        if kind == "released":
+            facts["ended_at"] = at
         else:
-            # A skip without a known holder gets a separate row.
-            holder = event.blocked_by or id(event)
-            self.counted[event.kind, event.key, holder, event.reason].append(event)
-
-    def save(self) -> None:
-        if self.again:
-            task_ids = {row["task_id"] for row in self.acquired.values()}
-            for run in _rows().runs(self.acquired, task_ids):
-                self.acquired.pop(run.token, None)
-        if self.acquired:
-            bulk.insert(_alias(), self.acquired.values())
-        if self.released:
-            _close(self.released)
-        # All processes use the same order. With different orders, two of them could wait for each
-        # other:
-        #
-        #   one:    changes a ...... waits for b
-        #   other:         changes b ...... waits for a
-        for _key, repeats in sorted(self.counted.items(), key=lambda item: str(item[0])):
-            _count(repeats, self.again)
-
-
-def _alias() -> str:
-    return router.db_for_write(TaskLockEvent)
-
-
-def _rows() -> TaskLockEventQuerySet:
-    return TaskLockEvent.objects.primary()
-
-
-def _fitted(event: LockEvent) -> LockEvent:
-    changes: dict[str, Any] = {}
+            facts.update(result="", longest_renewal_gap=None)
+        if kind in TROUBLE:
+            here = this_process()
+            noticed_by = f"{here.host}:{here.pid}" if kind in ("dead", "expired") else event.actor
+            facts.update(outcome=kind, noticed_at=at, actor=noticed_by)
+        elif kind in ("acquired", RETAKEN):
+            facts.update(reason="", outcome="")
+    if not ref:  # nobody knows the holder, so the event has a row of its own
+        ref = md5(repr(event).encode(errors="replace"), usedforsecurity=False).hexdigest()
+    facts["ref"] = ref
     for name, length in LENGTHS.items():
-        text = getattr(event, name)
+        text = facts[name]
         if len(text) > length or not text.isprintable():
-            changes[name] = clean(text, length)
+            facts[name] = clean(text, length)
     if not settings.USE_TZ:
-        changes["at"] = make_naive(event.at, get_default_timezone())
-    return dataclasses.replace(event, **changes) if changes else event
+        for name in TIMES:
+            facts[name] = facts[name] and make_naive(facts[name], get_default_timezone())
+    return facts
 
 
-def _row(event: LockEvent, **facts: Any) -> TaskLockEvent:
-    facts = {**vars(event), **facts}
-    facts = {name: fact for name, fact in facts.items() if name not in ("quiet", "held_for")}
-    return TaskLockEvent(**facts)
+def _copy(connection: Any, cursor: Any, rows: Iterable[Row]) -> None:
+    columns = ", ".join(map(connection.ops.quote_name, DEFAULTS))
+    table = connection.ops.quote_name(TaskLockEvent._meta.db_table)
+    # Django does not translate the errors of COPY.
+    with (
+        connection.wrap_database_errors,
+        cursor.copy(f"COPY {table} ({columns}) FROM STDIN") as copy,
+    ):
+        copy.write("".join(["\t".join(map(_copied, values(row))) + "\n" for row in rows]))
 
 
-def _insert(event: LockEvent, again: bool) -> None:
-    rows = _rows().of_tokens([event.token])
-    if again and any((row.kind, row.at) == (event.kind, event.at) for row in rows):
-        return
-    _row(event, outcome="").save(force_insert=True)
-    # Do not change a row that the run itself has closed.
-    open_rows = [row.pk for row in rows if row.kind == "acquired" and not row.outcome]
-    if not open_rows:
-        return
-    changes: dict[str, Any] = {"outcome": event.outcome or event.kind, "ended_at": event.at}
-    if event.kind == "retaken":  # the run keeps running
-        changes = {"reason": event.reason}
-    _rows().filter(pk__in=open_rows, outcome="").update(**changes)
+def _copied(value: Any) -> str:
+    # The texts of an event contain no tab or newline.
+    return r"\N" if value is None else str(value).replace("\\", "\\\\")
 
 
-def _close(released: dict[str, LockEvent]) -> None:
-    endings = {token: _ending(event) for token, event in released.items()}
-    if bulk.close(_alias(), endings) == len(released):
-        return
-    rows = _rows().only("token", "kind", "outcome", "ended_at")
-    for run in rows.runs(released, {event.task_id for event in released.values()}):
-        event = released[run.token]
-        # The sweep may have closed the row of a run that keeps its lock, with a later time.
-        if run.outcome != "released" or run.ended_at > event.at:
-            _close_again(run, event)
+def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
+    adapt = connection.ops.adapt_datetimefield_value
+    lines = [values({**row, **{name: adapt(row[name]) for name in TIMES}}) for row in rows]
+    statement = _statement(connection)
+    if connection.vendor == "postgresql":  # an array for each column
+        cursor.execute(statement, [list(column) for column in zip(*lines, strict=True)])
+    else:
+        cursor.executemany(statement, lines)
 
 
-def _ending(event: LockEvent) -> dict[str, Any]:
-    fields = ("outcome", "result", "reason", "longest_renewal_gap")
-    return {"ended_at": event.at, **{field: getattr(event, field) for field in fields}}
-
-
-def _close_again(run: TaskLockEvent, event: LockEvent) -> None:
-    """Close a row again that another process, or an earlier attempt, has closed."""
-    ending = _ending(event)
-    if event.outcome == "lost":
-        # Keep the outcome, since the process that cleared the lock knew the reason.
-        del ending["outcome"]
-        if run.outcome == "cleared":
-            del ending["ended_at"]  # its hold ended when it was cleared
-        _rows().filter(pk=run.pk).update(**ending)
-        return
-    _rows().filter(pk=run.pk).update(**ending)
-    # If the sweep has reported the run as expired, it was wrong.
-    wrong = [row.pk for row in _rows().of_tokens([run.token]) if row.kind == "expired"]
-    if wrong:
-        _rows().filter(pk__in=wrong).delete()
-
-
-def _count(repeats: list[LockEvent], again: bool) -> None:
-    """Count the calls that met one holder in one row, also from several processes."""
-    first, last = repeats[0], repeats[-1]
-    if not first.blocked_by:
-        same = _rows().filter(at=first.at).values_list("kind", "key", "task_id")
-        if not again or (first.kind, first.key, first.task_id) not in set(same):
-            _row(first, last_at=last.at, outcome="").save(force_insert=True)
-        return
-    row = _counted(first)
-    if row is None:
-        try:
-            with transaction.atomic(using=_alias()):
-                _row(first, count=len(repeats), last_at=last.at, outcome="").save(force_insert=True)
-                return
-        except db.IntegrityError:
-            row = _counted(first)  # another process has inserted it since
-    if row is not None and not (again and row.last_at == last.at):
-        _rows().filter(pk=row.pk).update(count=F("count") + len(repeats), last_at=last.at)
-
-
-def _counted(event: LockEvent) -> TaskLockEvent | None:
-    """Return the row that counts such calls against one holder.
-
-    MySQL has no constraint and may have several rows: all processes use the first.
-    """
-    alike = (event.kind, event.key, event.reason)
-    rows = _rows().blocked_by([event.blocked_by])
-    rows = [row for row in rows if (row.kind, row.key, row.reason) == alike]
-    return min(rows, key=lambda row: row.pk, default=None)
+def _statement(connection: Any) -> str:
+    quote, vendor = connection.ops.quote_name, connection.vendor
+    table, columns = quote(TaskLockEvent._meta.db_table), ", ".join(map(quote, DEFAULTS))
+    old, new = ("{}", "VALUES({})") if vendor == "mysql" else ("o.{}", "excluded.{}")
+    changes = []
+    for name, rule in RULES.items():
+        names = {"old": old.format(quote(name)), "new": new.format(quote(name))}
+        names["old_kind"] = old.format(quote("kind"))
+        names["old_rank"] = RANK.format(old.format(quote("outcome")))
+        names["new_rank"] = RANK.format(new.format(quote("outcome")))
+        changes.append(f"{quote(name)} = {rule.format(**names)}")
+    assignments = ", ".join(changes)
+    marks = ", ".join(["%s"] * len(DEFAULTS))
+    if vendor == "mysql":
+        into = f"INSERT INTO {table} ({columns}) VALUES ({marks})"
+        return f"{into} ON DUPLICATE KEY UPDATE {assignments}"
+    source = f"VALUES ({marks})"
+    if vendor == "postgresql":
+        arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
+        source = f"SELECT * FROM unnest({arrays})"
+    else:
+        assignments = assignments.replace("LEAST(", "MIN(").replace("GREATEST(", "MAX(")
+    into = f"INSERT INTO {table} AS o ({columns}) {source}"
+    return f"{into} ON CONFLICT ({quote('ref')}) DO UPDATE SET {assignments}"

@@ -70,10 +70,15 @@ class Address(NamedTuple):
                 raise error
 
     def tell_of_conflict(
-        self, kind: str, reason: str, run: Run | Holder, blocker: Holder | None
+        self, reason: str, result: str, run: Run | Holder, blocker: Holder | None
     ) -> None:
+        """Send an event about a call that found the lock held; ``result`` says what became of it.
+
+        Without a result the call is the duplicate of a queued one.
+        """
         facts = {"task": run.task or "", "task_id": run.task_id or "", **blocker_facts(blocker)}
-        self.tell(kind, None, reason=reason, **facts)
+        kind = "conflict" if result else "duplicate"
+        self.tell(kind, None, reason=reason, result=result, **facts)
 
     def free_dead(self, entry: Entry, holder: Holder, how: str) -> bool:
         """Free the entry of a dead holder; return whether it was freed.
@@ -91,7 +96,7 @@ class Address(NamedTuple):
             return False
         logger.warning("%s was held by %s: freed, because %s.", self, holder, how)
         held_for = max(0.0, time.time() - holder.since)  # by one clock: it was on this host
-        self.tell("expired", holder, outcome="dead", reason=how, held_for=held_for)
+        self.tell("dead", holder, reason=how, held_for=held_for)
         return True
 
     def bury(self, token: str, how: str) -> bool:

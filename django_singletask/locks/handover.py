@@ -110,7 +110,7 @@ def receive(lease: Lease, token: str) -> None:
     if how:
         text = "%s was received by %s, but %s: this process receives the lock again."
         logger.warning(text, address, holder, how)
-        address.tell("expired", holder, outcome="dead", reason=how)
+        address.tell("dead", holder, reason=how)
     elif entry is not None:
         reason = f"received by {lease.holder}"
         address.tell("released", holder, outcome="released", reason=reason)

@@ -288,8 +288,7 @@ class Lease:
                 self.kept = False
                 self.lose()
             elif self.kept:
-                kept_for = f"{KEPT} {self.at_least:g} s from its start"
-                self.reason = f"{kept_for}; {self.reason}" if self.reason else kept_for
+                self.reason = f"{KEPT} {self.at_least:g} s from its start"
         except BaseException as error:
             self.abandon(kept)
             self.tell_released(result, f"not released at once: {type(error).__name__}: {error}")
@@ -300,7 +299,7 @@ class Lease:
     # A run that returned keeps its lock
     #
     # The run's bytes are replaced by bytes without a process, so that the holder never counts as
-    # dead. They have the run's token, so that the history counts skips against that run. If the
+    # dead. They have the run's token, so that the history counts conflicts against that run. If the
     # reply is lost, the replacement is made again, and the end stays the same:
     #
     #   run:    returns   replace -> (no reply)            replace -> is there already: OK
@@ -325,6 +324,7 @@ class Lease:
             result=result,
             reason=reason,
             longest_renewal_gap=self.longest_gap or None,
+            retaken=self.retaken,
             held_for=clock.now() - self.taken_at,
         )
 
@@ -468,15 +468,12 @@ class Lease:
 
     def _tell_retaken(self) -> None:
         self.retaken += 1
-        self.reason = "forgotten by the cache and taken again"
-        if self.retaken > 1:
-            self.reason += f", {self.retaken} times"
         logger.warning(
             "%s was missing from the cache (evicted, flushed or restarted empty), and was taken "
             "again; another run may have started meanwhile.",
             self.address,
         )
-        self.address.tell("retaken", self.holder, reason=self.reason)
+        self.address.tell("retaken", self.holder, retaken=self.retaken)
 
     def lose(self) -> None:
         """Note for good that the entry is lost: report it once, and stop renewing it."""

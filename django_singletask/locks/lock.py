@@ -75,7 +75,7 @@ class Acquisition:
             if self.in_block:
                 lock.meet_conflict()
             else:
-                lock.report_conflict("skip")
+                lock.report_conflict("skip", "skipped")
         return pause
 
     def attempt(self, lock: TaskLock) -> float | None:
@@ -351,7 +351,7 @@ class TaskLock:
     def meet_conflict(self) -> None:
         if self.on_conflict == "raise":
             self.refuse("wait" if self.wait else "raise")
-        self.report_conflict("skip")
+        self.report_conflict("skip", "skipped")
 
     def say_gave_up(self, wait: float) -> None:
         """Note for the log and the error how long the call waited."""
@@ -359,15 +359,15 @@ class TaskLock:
         self.note = f"{self.note}; {note}" if self.note else note
 
     def refuse(self, reason: str) -> NoReturn:
-        self.report_conflict(reason)
+        self.report_conflict(reason, "failed")
         raise LockConflict.of(self)
 
-    def report_conflict(self, reason: str) -> None:
+    def report_conflict(self, reason: str, result: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
         assert self.lease is not None  # the refused one
         why = f"{reason}; {self.note}" if self.note else reason
         logger.info("%s is held by %s; policy: %s.", self.lease.address, self.blocker, why)
-        self.lease.address.tell_of_conflict("skipped", reason, self.lease.holder, self.blocker)
+        self.lease.address.tell_of_conflict(reason, result, self.lease.holder, self.blocker)
 
     # For any process
 

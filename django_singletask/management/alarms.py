@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from django.core.management.base import CommandError
 
 from django_singletask.history.queries import NoHistory
-from django_singletask.management.tables import few
+from django_singletask.management.output import few
 from django_singletask.operators.explain import HOLDING
 from django_singletask.operators.names import Selector
 from django_singletask.operators.rows import HeldLock
@@ -41,7 +41,7 @@ def watch(
     if starving_for is not None:
         try:
             hungry = [
-                f"{state.name} ({plural(state.skipped, 'call')} skipped in {in_words(state.unmet)})"
+                f"{state.name} ({plural(state.conflicts, 'conflict')} in {in_words(state.unmet)})"
                 for state in _starving(selectors, starving_for)
             ]
         except NoHistory as error:

@@ -8,8 +8,8 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from django_singletask.management.tables import printable
-from django_singletask.models import HoldOutcome, Kind, Result
+from django_singletask.management.output import printable
+from django_singletask.models import RETAKEN, HoldOutcome, Kind, Result
 from django_singletask.operators.words import parse_duration
 
 ACTIONS = ("list", "why", "clear", "history", "probe", "prune")
@@ -72,7 +72,7 @@ def _add_list(action: CommandParser) -> None:
     add = action.add_argument
     longer = "exit with 2 if a lock is held for longer than this"
     add("--fail-if-held-over", type=span, metavar="1h", help=longer)
-    hungry = "exit with 2 if the calls of a lock have been skipped for this long, none completed, "
+    hungry = "exit with 2 if the calls of a lock have found it held for this long, none completed, "
     hungry += "and calls still come"
     add("--fail-if-starving", type=span, metavar="1h", help=hungry)
 
@@ -93,8 +93,8 @@ def _add_history(action: CommandParser) -> None:
     _add_names(action)
     add = action.add_argument
     add("--kind", choices=Kind.values, help="only rows of this kind")
-    ends = [*HoldOutcome.values, *Result.values]
-    add("--outcome", choices=ends, help="only runs that ended like this")
+    ends = [*HoldOutcome.values, RETAKEN, *Result.values]
+    add("--outcome", choices=ends, help="only runs and calls that ended like this")
     add("--since", type=span, metavar="2h", help="only rows that began at most this long ago")
     add("--limit", type=count, default=50, metavar="50", help="print at most this many rows (50)")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from operator import attrgetter
 
 from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, proof_of_death
-from django_singletask.models import TROUBLE, TaskLockEvent
+from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import held, look, must_be_known, with_history
-from django_singletask.operators.names import Selector, select
-from django_singletask.operators.past import find
+from django_singletask.operators.names import Selector, find, select
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.starving import HOUR, Starving, starvation
 from django_singletask.stores.base import is_key
@@ -47,7 +47,7 @@ class Why:
     death: str | None
     usual: UsualHold | None
     completed: TaskLockEvent | None
-    skipped: TaskLockEvent | None
+    conflict: TaskLockEvent | None
     troubles: list[TaskLockEvent]
     starving: Starving | None
     same_name: list[str]
@@ -59,7 +59,7 @@ class TaskFacts:
     """What is known of all locks of a task now.
 
     ``held`` are its locks that somebody holds, ``queued`` its calls that stop duplicates. In the
-    last ``within`` seconds ``skips`` of its calls were skipped or stopped, ``skipped`` the last.
+    last ``within`` seconds ``conflicts`` of its calls found a lock held, ``conflict`` is the last.
     """
 
     task: str
@@ -68,8 +68,8 @@ class TaskFacts:
     queued: list[HeldLock]
     usual: UsualHold | None
     completed: TaskLockEvent | None
-    skipped: TaskLockEvent | None
-    skips: int
+    conflict: TaskLockEvent | None
+    conflicts: int
     within: float
     no_history: str
 
@@ -109,10 +109,14 @@ def _run_of(selector: Selector) -> TaskLockEvent | None:
     return None
 
 
+def _last(row: TaskLockEvent) -> datetime:
+    return row.last_at or row.at
+
+
 def _of_task(selector: Selector, locks: list[HeldLock]) -> TaskFacts:
     rows, no_history = _newest_rows(selector, locks)
     within = DAY if len(rows) < NEWEST else min(DAY, ago(rows[-1].last_at or rows[-1].at))
-    skips = [row for row in rows if row.is_counted and ago(row.last_at or row.at) <= within]
+    met = [row for row in rows if row.is_counted and ago(row.last_at or row.at) <= within]
     holding = [lock for lock in locks if lock.state in HOLDING]
     return TaskFacts(
         task=selector.task,
@@ -121,8 +125,8 @@ def _of_task(selector: Selector, locks: list[HeldLock]) -> TaskFacts:
         queued=[lock for lock in locks if lock.queued],
         usual=TaskLockEvent.objects.usual_hold("", selector.task),
         completed=next((row for row in rows if row.is_completed), None),
-        skipped=next(iter(skips), None),
-        skips=sum(row.count for row in skips),
+        conflict=max(met, key=_last, default=None),
+        conflicts=sum(row.count for row in met),
         within=within,
         no_history=no_history,
     )
@@ -145,7 +149,7 @@ def _of_lock(
     if known:
         shown, key, task = known[0].name, lock_of_slot(known[0].key), known[0].task or ""
     lock, starved = next(iter(holding), None), starvation(shown, rows)
-    newest = {row.kind: row for row in reversed(rows) if row.kind in TROUBLE}
+    newest = {trouble: row for row in reversed(rows) for trouble in row.troubles}
     return Why(
         name=shown,
         key=key,
@@ -159,8 +163,8 @@ def _of_lock(
         death=proof_of_death(lock.process) if lock else None,
         usual=TaskLockEvent.objects.usual_hold(shown, task),
         completed=next((row for row in rows if row.is_completed), None),
-        skipped=next((row for row in rows if row.is_counted), None),
-        troubles=sorted(newest.values(), key=attrgetter("pk"), reverse=True),
+        conflict=max((row for row in rows if row.is_counted), key=_last, default=None),
+        troubles=sorted({*newest.values()}, key=attrgetter("pk"), reverse=True),
         starving=starved if starved and starved.lasts(HOUR) else None,
         same_name=same_name,
         no_history=no_history,

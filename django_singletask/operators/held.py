@@ -13,7 +13,6 @@ from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import (
     NEWEST,
     OPEN,
-    SWEEPER,
     NoHistory,
     UsualHold,
     reading,
@@ -22,7 +21,7 @@ from django_singletask.history.queries import (
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.lease import KEPT
-from django_singletask.models import COUNTED, TaskLockEvent
+from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import (
     Selector,
     UnknownName,
@@ -58,9 +57,8 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     locks = [
         lock
         for lock in locks
-        if lock.name != SWEEPER
         # A call that is unique until it has finished has its lock as well while it runs.
-        and not (lock.queued and lock.pid)
+        if not (lock.queued and lock.pid)
         and (not selectors or any(selector.matches(lock) for selector in selectors))
     ]
     return sorted(locks, key=lambda lock: (-lock.held_for, lock.name))
@@ -68,7 +66,7 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
 
 def judge(rows: Iterable[TaskLockEvent]) -> None:
     """Set the state of open holds of the history, which the store knows: as :func:`held` has it."""
-    rows = [row for row in rows if row.kind == "acquired" and not row.outcome]
+    rows = [row for row in rows if row.kind == "run" and not row.outcome]
     try:
         locks = _read({row.key for row in rows if row.cache in ("", conf.cache)})
     except Exception as error:  # each cache client has errors of its own
@@ -108,25 +106,25 @@ def still_held(key: str, token: str) -> HeldLock | None:
 
 
 def with_history(locks: list[HeldLock]) -> list[HeldLock]:
-    """Set how many runs each lock was in the way of, and how long it usually is held.
+    """Set how many calls met each lock, and how long it usually is held.
 
     What is usual for a task, or a name without one, costs a query, so only the longest held, which
     come first, are looked up: a hold that has only begun cannot be an unusually long one.
     """
     if conf.history == "off":
         return locks
-    skipped: Counter[str] = Counter()
+    conflicts: Counter[str] = Counter()
     try:
         with reading():
             tokens = (lock.token for lock in locks)
-            for kind, token, count in TaskLockEvent.objects.counts_behind(tokens):
-                skipped[token] += count if kind in COUNTED else 0
+            for token, count in TaskLockEvent.objects.counts_behind(tokens):
+                conflicts[token] += count
     except NoHistory as error:
-        logger.warning("The skipped runs cannot be counted. %s", error)
+        logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     holds: dict[str, UsualHold | None] = {}
     for lock in locks:
-        lock.skipped = skipped[lock.token]
+        lock.conflicts = conflicts[lock.token]
         if lock.state == "held":
             owner = lock.task or lock.name
             if owner not in holds and len(holds) < USUAL:
@@ -181,8 +179,8 @@ def _open_keys() -> list[str]:
     try:
         with reading():
             keys = list(TaskLockEvent.objects.open().values_list("key", flat=True)[:OPEN])
-            ended = TaskLockEvent.objects.of_kind("acquired").values_list("key", "reason")[:NEWEST]
-            return keys + [key for key, reason in ended if reason.startswith(KEPT)]
+            ended = TaskLockEvent.objects.of_state("run", None).newest()[:NEWEST]
+            return keys + [row.key for row in ended if row.reason.startswith(KEPT)]
     except NoHistory as error:
         raise CannotList(
             f"The cache {conf.cache!r} cannot list its entries, and without the history nothing "

@@ -1,27 +1,90 @@
-"""Read what an operator types: the name of a lock or a task, a call, a pattern, an id."""
+"""Read what an operator types, and find the rows of the history that it means."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import current_app
+from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
-from django_singletask.history.queries import NoHistory, reading
+from django_singletask.history.queries import FREQUENT, NoHistory, reading
 from django_singletask.holder import clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, name_key
 from django_singletask.locks.parameters import AS_SHOWN
-from django_singletask.models import TaskLockEvent
-from django_singletask.operators.past import find, fits
+from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.stores.base import is_key
 from django_singletask.task.base import import_tasks
+
+SCANNED = 20_000
+"""Newest rows, at most, among which those are looked for that no index serves."""
+
+
+class Found(NamedTuple):
+    """Rows, the newest first; ``complete`` is False if older rows may fit that nobody looked at."""
+
+    rows: list[TaskLockEvent]
+    complete: bool
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Say whether a name fits a pattern, in which ``*`` stands for any text."""
+    if "*" not in pattern:
+        return name == pattern
+    return fnmatchcase(name, re.sub(r"[\[?]", r"[\g<0>]", pattern))
+
+
+def find(
+    conditions: Iterable[Mapping[str, Any]] = ({},), *, limit: int = 50, **facts: Any
+) -> Found:
+    """Return the newest rows that meet one of the conditions, and have all the facts.
+
+    Conditions and facts are columns of the history and their values (None leaves a fact out),
+    ``like`` (a pattern for the name) and ``since`` (seconds before now). Old rows are found with
+    the history off, too. Raises :class:`NoHistory`.
+    """
+    facts = {name: fact for name, fact in facts.items() if fact is not None}
+    with reading(even_if_off=True):
+        parts = [_find(limit, **{**facts, **condition}) for condition in conditions]
+    rows = {row.pk: row for part in parts for row in part.rows}
+    newest = sorted(rows, reverse=True)[:limit]
+    return Found([rows[pk] for pk in newest], all(part.complete for part in parts))
+
+
+def _find(limit: int, **facts: Any) -> Found:
+    history, task, since = TaskLockEvent.objects.all(), facts.pop("task", ""), facts.pop("since", 0)
+    like, result = facts.pop("like", "*"), facts.pop("result", "")
+    rows = history.of_task(task) if task else history.newest()
+    kind, outcome = facts.pop("kind", None), facts.pop("outcome", None)
+    if result in ("skipped", "waiting", "failed"):
+        kind = kind or "conflict"
+    if outcome == RETAKEN:
+        rows = rows.of_trouble(RETAKEN).filter(kind=kind or "run")
+    else:
+        rows = rows.of_state(kind, outcome)
+    rows = rows.filter(**facts)
+    if since:
+        rows = rows.since(django_now() - timedelta(seconds=since))
+    if not result and like == "*":
+        return Found(list(rows[:limit]), True)
+    if start := like.partition("*")[0]:
+        named = history.order_by().named_like(start).values_list("pk", flat=True)
+        ids = list(named[: FREQUENT + 1])
+        rows = rows.filter(pk__in=ids) if len(ids) <= FREQUENT else rows
+    seen = list(rows.values_list("pk", "name", "result")[:SCANNED])
+    meant = [pk for pk, name, ended in seen if fits(name, like) and result in ("", ended)][:limit]
+    complete = len(seen) < SCANNED or len(meant) == limit
+    return Found(list(history.newest().filter(pk__in=meant)), complete)
+
 
 if TYPE_CHECKING:
     from django_singletask.operators.rows import HeldLock
@@ -92,7 +155,7 @@ class Selector:
         meant += [{"name": name} for name in self.names]
         # The id of a lock that is not a task's is empty in its rows.
         if self.name and self.names and self.text.isprintable():
-            meant += [{"task_id": self.text}, {"token": self.text}]
+            meant += [{"task_id": self.text}, {"ref": self.text}]
         return meant
 
     def is_known(self) -> bool:

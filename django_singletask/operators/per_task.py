@@ -1,19 +1,23 @@
-"""What the runs of each task have in common: ends, skips, and how long the lock was held."""
+"""What the runs of each task have in common: ends, conflicts, and how long the lock was held."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from datetime import datetime, timedelta
+from math import ceil
 from typing import Any
 
 from django_singletask.history.queries import TaskLockEventQuerySet
-from django_singletask.history.sums import middle, task_sums
+from django_singletask.history.sums import task_sums
+from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.windows import SPANS, Window, to_utc
-from django_singletask.operators.words import clock_time, status
+from django_singletask.operators.words import clock_time, hold_seconds, status
 
 RANGES = {span: SPANS[span].label for span in ("24h", "7d")}
 """The spans of the timeline that can be summed up."""
+NEWEST = 5000
+"""Newest rows of a task, at most, of whose runs p50 and p95 are told."""
 BARS = 42
 """Bars of a chart at most; then a bar is an hour, or four."""
 
@@ -35,12 +39,17 @@ def per_task(
     without a task are one task, "".
     """
     sums, cut = task_sums(rows, window.start, step)
+    recent = rows.since(window.start)
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for total in sums:
-        if total["kind"] in ("acquired", "skipped", "duplicate"):
-            tasks[total["task"]].append(total)
+        tasks[total["task"]].append(total)
     facts = [
-        {"task": task, "bars": _bars(totals, window, step), **_facts(totals)}
+        {
+            "task": task,
+            "bars": _bars(totals, window, step),
+            **_facts(totals),
+            **_percentiles(recent.of_task(task)),
+        }
         for task, totals in tasks.items()
     ]
     return facts, cut
@@ -49,64 +58,62 @@ def per_task(
 def _facts(totals: list[dict[str, Any]]) -> dict[str, Any]:
     kinds: Counter[str] = Counter()
     ends: Counter[tuple[str, str]] = Counter()
-    holds: Counter[float] = Counter()
     longest = None
     for total in totals:
         kinds[total["kind"]] += total["number"]
-        if total["kind"] == "acquired":
+        if total["kind"] == "run":
             ends[total["outcome"], total["result"]] += total["number"]
             if total["longest"] is not None:
-                holds[total["bucket"]] += total["number"]
                 longest = max(longest or 0.0, total["longest"])
     numbers = {"returned": 0, "raised": 0}
     others: Counter[str] = Counter()
     for (outcome, result), number in ends.items():
-        state, word = status(TaskLockEvent(kind="acquired", outcome=outcome, result=result))
+        state, word = status(TaskLockEvent(kind="run", outcome=outcome, result=result))
         of = numbers if state in numbers else others
         of[state if of is numbers else word] += number
     return {
-        "runs": kinds["acquired"],
+        "runs": kinds["run"],
         **numbers,
         "other": others.total(),
         "others": sorted(others.items()),
-        "skipped": kinds["skipped"],
+        "conflicts": kinds["conflict"],
         "duplicates": kinds["duplicate"],
-        "p50": _percentile(holds, 0.5, longest),
-        "p95": _percentile(holds, 0.95, longest),
         "longest": longest,
-        "lease": max((t["lease"] for t in totals if t["kind"] == "acquired"), default=None),
+        "lease": max((t["lease"] for t in totals if t["kind"] == "run"), default=None),
     }
 
 
-def _percentile(holds: Counter[float], share: float, longest: float | None) -> float | None:
-    """Return the hold that this share of the holds do not exceed."""
-    left = share * holds.total()
-    for bucket in sorted(holds):
-        left -= holds[bucket]
-        if left <= 0:
-            return min(middle(bucket), longest or 0.0)
-    return None
+def _percentiles(rows: TaskLockEventQuerySet) -> dict[str, float | None]:
+    """Return the holds that half, and 95 %, of the newest holds do not exceed."""
+    newest = rows.only("outcome", "key", "at", "ended_at", "noticed_at")[:NEWEST]
+    holds = sorted(
+        hold_seconds(row) for row in newest if row.hold_ended_at and not row.key.startswith(QUEUED)
+    )
+    shares = {"p50": 0.5, "p95": 0.95}
+    if not holds:
+        return dict.fromkeys(shares)
+    return {name: holds[ceil(share * len(holds)) - 1] for name, share in shares.items()}
 
 
 def _bars(totals: list[dict[str, Any]], window: Window, step: timedelta) -> list[dict[str, Any]]:
-    """Return bars of runs, and of skips on top of them: places and heights are in percent."""
+    """Return bars of runs, and of conflicts on top of them: places and heights are in percent."""
     runs: Counter[int] = Counter()
-    skips: Counter[int] = Counter()
+    conflicts: Counter[int] = Counter()
     for total in totals:
         if total["kind"] != "duplicate":
-            counter = runs if total["kind"] == "acquired" else skips
+            counter = runs if total["kind"] == "run" else conflicts
             counter[int(total["slot"])] += total["number"]
-    scale = 100 / max((runs + skips).values(), default=1)
+    scale = 100 / max((runs + conflicts).values(), default=1)
     return [
         {
             "at": clock_time(window.start + slot * step, dated=True),
             "runs": runs[slot],
-            "skips": skips[slot],
+            "conflicts": conflicts[slot],
             "x": window.percent(window.start + slot * step),
             "parts": [
                 ("returned", 100 - scale * runs[slot], scale * runs[slot]),
-                ("skipped", 100 - scale * (runs + skips)[slot], scale * skips[slot]),
+                ("conflict", 100 - scale * (runs + conflicts)[slot], scale * conflicts[slot]),
             ],
         }
-        for slot in sorted(runs | skips)
+        for slot in sorted(runs | conflicts)
     ]

@@ -41,9 +41,9 @@ class HeldLock:
 
     ``held_for`` and ``remaining`` are seconds, ``remaining`` None where the store cannot tell.
     ``stopped`` says that the process of the holder is seen to stand still. Each holder of a lock
-    with several slots is a lock here, and ``slots_held`` counts them. ``skipped`` counts the runs
-    that this holder was in the way of (of a queued call: its duplicates); :func:`with_history` sets
-    it and ``usual``, and they are None without a history.
+    with several slots is a lock here, and ``slots_held`` counts them. ``conflicts`` counts the
+    calls that met this holder (of a queued call: its duplicates); :func:`with_history` sets it and
+    ``usual``, and they are None without a history.
     """
 
     name: str
@@ -60,7 +60,7 @@ class HeldLock:
     slots: int
     stopped: bool = False
     slots_held: int = 1
-    skipped: int | None = None
+    conflicts: int | None = None
     usual: UsualHold | None = None
 
     @property

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 from django.utils.timezone import now as django_now
 
-from django_singletask.history.queries import NEWEST, OPEN, SWEEPER, ago, reading
-from django_singletask.models import COUNTED, TaskLockEvent
+from django_singletask.history.queries import COUNTED, NEWEST, OPEN, ago, reading
+from django_singletask.models import TaskLockEvent
 
 HOUR = 3600.0
 FEW = 20
@@ -18,54 +18,54 @@ FEW = 20
 
 @dataclasses.dataclass(frozen=True)
 class Starving:
-    """A lock whose calls are skipped, or stopped as duplicates, while none completes.
+    """A lock whose calls find it held, or are stopped as duplicates, while none completes.
 
-    ``skipped`` counts these calls. Seconds before now: ``since_completed`` is the end of the last
+    ``conflicts`` counts these calls. Seconds before now: ``since_completed`` is the end of the last
     completed run (None: not within the newest rows of the name), ``unmet`` the first of these
-    calls, ``last_skip`` the last.
+    calls, ``last_conflict`` the last.
     """
 
     name: str
     task: str
-    skipped: int
+    conflicts: int
     since_completed: float | None
     unmet: float
-    last_skip: float
+    last_conflict: float
 
     def lasts(self, longer_than: float) -> bool:
         """Say whether it has gone on for so long, and the lock is still called."""
-        lasted = self.unmet - self.last_skip
-        between = lasted / max(1, self.skipped - 1)
-        return lasted >= longer_than and self.last_skip <= max(longer_than, 2 * between)
+        lasted = self.unmet - self.last_conflict
+        between = lasted / max(1, self.conflicts - 1)
+        return lasted >= longer_than and self.last_conflict <= max(longer_than, 2 * between)
 
 
 # Who starves?
 #
-# A lock starves from the first call that was skipped after its last completed run to the last such
-# call, as long as no run completes and the calls go on. So a nightly task that meets itself once
-# has not starved since yesterday. Nor does a task starve that was skipped once, or for hours, and
-# is no longer called:
+# A lock starves from the first call that found it held after its last completed run to the last
+# such call, as long as no run completes and the calls go on. So a nightly task that meets itself
+# once has not starved since yesterday. Nor does a task starve that met its lock once, or for hours,
+# and is no longer called:
 #
-#   completed                    skipped skipped          skipped   now
+#   completed                    conflict conflict        conflict  now
 #   ----|---------(no calls)--------|-------|----------------|-------|
 #       since_completed ............................................
 #                                   unmet ..........................
 #                                   at least the limit ......|       |
-#                                            last_skip ..............: at most the limit, or twice
-#                                                            the usual time between two calls
+#                                            last_conflict ..: at most the limit, or twice
+#                                                              the usual time between two calls
 #
-# Looked at are the names of which a call was skipped within the last hour and the limit, and those
-# of which one was skipped behind a hold that is still open: a hold that lasts for days has one row
-# of skips, which is as old as the hold. If the holder has completed since, the name is left out.
+# Looked at are the names with a conflict within the last hour and the limit, and those with one
+# behind a hold that is still open: a hold that lasts for days has one row of conflicts, which is as
+# old as the hold. If the holder has completed since, the name is left out.
 
 
 def starving(
     longer_than: float, *, names: Collection[str] = (), task: str | None = None
 ) -> list[Starving]:
-    """List the locks that starve, those first whose calls have been skipped for longest.
+    """List the locks that starve, those first that have starved for longest.
 
-    Their calls were skipped for ``longer_than`` seconds. ``names`` are looked at whenever they
-    were skipped; ``task`` leaves out other tasks. Raises :class:`NoHistory`.
+    They have starved for ``longer_than`` seconds. ``names`` are looked at whenever they were
+    called; ``task`` leaves out other tasks. Raises :class:`NoHistory`.
     """
     with reading():
         suspects = names or _suspects(longer_than, task)
@@ -76,7 +76,7 @@ def starving(
 
 
 def starvation(name: str, newest: Sequence[TaskLockEvent]) -> Starving | None:
-    """Say how a lock has fared since its last completed run; None if no call was skipped since.
+    """Say how a lock has fared since its last completed run; None without a conflict since then.
 
     ``newest`` are its rows, the newest first.
     """
@@ -84,7 +84,7 @@ def starvation(name: str, newest: Sequence[TaskLockEvent]) -> Starving | None:
     # A call that met a completed run came before the end of that run, whatever the clock of the
     # caller's host says.
     tokens = {row.token for row in newest if row.token and row.is_completed}
-    skips = [
+    met = [
         row
         for row in newest
         if row.is_counted
@@ -94,16 +94,16 @@ def starvation(name: str, newest: Sequence[TaskLockEvent]) -> Starving | None:
         and row.blocked_by not in tokens
         and (ended_at is None or (row.last_at or row.at) > ended_at)
     ]
-    if not skips:
+    if not met:
         return None
-    first = min(max(row.at, ended_at) if ended_at else row.at for row in skips)
+    first = min(max(row.at, ended_at) if ended_at else row.at for row in met)
     return Starving(
         name=name,
-        task=next((row.task for row in skips if row.task), ""),
-        skipped=sum(row.count for row in skips),
+        task=next((row.task for row in met if row.task), ""),
+        conflicts=sum(row.count for row in met),
         since_completed=None if ended_at is None else ago(ended_at),
         unmet=ago(first),
-        last_skip=ago(max(row.last_at or row.at for row in skips)),
+        last_conflict=ago(max(row.last_at or row.at for row in met)),
     )
 
 
@@ -120,16 +120,13 @@ def _suspects(longer_than: float, task: str | None) -> Collection[str]:
     """Return the names that may starve, without a query for each name."""
     rows = TaskLockEvent.objects.all()
     since = django_now() - timedelta(seconds=HOUR + longer_than)
-    newest = [row for kind in sorted(COUNTED) for row in rows.of_kind(kind)[:NEWEST]]
+    newest = [r for kind in sorted(COUNTED) for r in rows.of_state(kind, None).newest()[:NEWEST]]
     if task is not None:
         newest += [row for row in rows.of_task(task)[:NEWEST] if row.is_counted]
-    skips = rows.blocked_by(rows.open().values_list("token", flat=True)[:OPEN])
-    skips += [row for row in newest if (row.last_at or row.at) >= since]
-    task_ids = {row.blocked_by_task_id for row in skips}
-    runs = rows.runs({row.blocked_by for row in skips}, task_ids)
+    met = rows.blocked_by(rows.open().values_list("ref", flat=True)[:OPEN])
+    met += [row for row in newest if (row.last_at or row.at) >= since]
+    runs = rows.runs({row.blocked_by for row in met})
     completed = {row.token for row in runs if row.is_completed}
     return dict.fromkeys(
-        row.name
-        for row in skips
-        if row.name != SWEEPER and task in (None, row.task) and row.blocked_by not in completed
+        row.name for row in met if task in (None, row.task) and row.blocked_by not in completed
     )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime
+from functools import cached_property
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from django_singletask.history.queries import OPEN, SWEEPER, TaskLockEventQuerySet
+from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
+
+from django_singletask.history.queries import OPEN, TaskLockEventQuerySet
 from django_singletask.history.sums import lane_sums
-from django_singletask.models import TROUBLE, TaskLockEvent
+from django_singletask.locks.keys import QUEUED
+from django_singletask.models import RETAKEN, HoldOutcome, TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import judge
-from django_singletask.operators.marks import NEAR, Lane, Mark
 from django_singletask.operators.windows import BUCKETS, DAY, Window, to_utc
 
 ROWS = 1000
@@ -22,6 +28,111 @@ ROWS = 1000
 LANES = 30
 TROUBLES = 200
 """Newest events of each kind of trouble that are drawn, one by one, together with sums."""
+SIGNS = {
+    "dead": "M0-6 6 5H-6Z",
+    "expired": "M0 6 6-5H-6Z",
+    "lost": "M0-7 6 0 0 7-6 0Z",
+    "retaken": "M-5-5H5V5H-5Z",
+    "cleared": "M-5-5 5 5M5-5-5 5",
+    "unguarded": "M-5 0A5 5 0 1 0 5 0 5 5 0 1 0-5 0Z",
+}
+"""Paths around (0, 0): triangles, diamond, square, cross and circle differ not only in colour."""
+NEAR = 0.3
+"""Percent of the width: marks of one kind that are nearer to each other become one mark."""
+
+
+class Lane(NamedTuple):
+    """What a line of the drawing is about; ``field`` is ``"name"``, of a lock, or ``"task"``."""
+
+    label: str
+    field: str
+
+    @classmethod
+    def of(cls, event: TaskLockEvent, by_task: bool) -> Lane:
+        return cls(event.task, "task") if by_task and event.task else cls(event.name, "name")
+
+
+@dataclasses.dataclass
+class Mark:
+    """One event in a lane, several of one shape and state at nearly the same place, or a sum.
+
+    ``shape`` is ``"bar"`` for a hold, ``"tick"`` for blocked calls, ``"sign"`` for trouble.
+    ``state`` and ``word`` are those of :func:`status`. ``x`` and ``width`` are percent of the width
+    of the lane; ``width`` is never too small to be seen. A bar that sums up ``runs`` is as high as
+    the ``share`` of the time for which they had the lock, on top of the share ``below``.
+    """
+
+    shape: str
+    state: str
+    word: str
+    at: datetime
+    until: datetime
+    x: float
+    width: float
+    events: list[TaskLockEvent]
+    number: int = 0
+    when: str = ""
+    runs: int = 0
+    seconds: float = 0.0
+    share: float = 1.0
+    below: float = 0.0
+    query: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.shape == "bar" and not self.events[0].outcome
+
+    @property
+    def count(self) -> int:
+        return sum(event.count for event in self.events)
+
+    @property
+    def path(self) -> str:
+        return SIGNS[self.state]
+
+    @property
+    def height(self) -> int:
+        """Return the height in pixels: of a tick 4 for one call, 12 from about 30 calls on."""
+        if self.shape == "tick":
+            return min(12, 4 + round(math.log2(self.count) * 1.6))
+        return max(2, round(16 * self.share))
+
+    @property
+    def y(self) -> int:
+        return 24 if self.shape == "tick" else 21 - round(16 * self.below) - self.height
+
+    @cached_property
+    def text(self) -> str:
+        event = self.events[0]
+        if self.shape == "tick":
+            # Of a sum they are not known.
+            reasons = {words.reason(event) for event in self.events if not self.query} - {""}
+            blockers = {event.blocked_by_task_id or event.blocked_by for event in self.events}
+            several = len(blockers - {""}) > 1
+            blocked = _("blocked by {} …") if several else _("blocked by {}")
+            blocker = min(filter(None, blockers), default="")
+            word = self.word if self.count == 1 else f"{self.word} × {self.count}"
+            parts = [word, *sorted(reasons), blocker and blocked.format(blocker)]
+        elif self.runs or len(self.events) > 1:
+            if self.runs:
+                lengths = _("held for {} in all").format(words.hold_time(round(self.seconds, 1)))
+            else:
+                holds = sorted(words.hold_seconds(event) for event in self.events)
+                lengths = f"{words.hold_time(holds[0])} – {words.hold_time(holds[-1])}"
+            count = self.runs or len(self.events)
+            runs = ngettext("{} run: {}", "{} runs: {}", count).format(count, self.word)
+            parts = [runs, lengths]
+        else:
+            word = self.word
+            if self.shape == "sign" and event.retaken > 1 and self.state == RETAKEN:
+                word = f"{word} × {event.retaken}"
+            if self.shape == "bar":
+                text = _("{} after {}") if event.hold_ended_at else _("{} for {}")
+                word = text.format(word, words.hold_time(words.hold_seconds(event, self.until)))
+            task = event.task_id and _("task {}").format(event.task_id)
+            facts = [event.reason, words.witness(event), task]
+            parts = [word, *facts, words.process(event.host, event.pid)]
+        return ", ".join(filter(None, parts))
 
 
 def draw(
@@ -52,9 +163,9 @@ def draw(
         earlier = _narrowed(rows.since(window.start - DAY, window.start), name, task)[:ROWS]
         events += [each for each in earlier if each.end > window.start]
         events += _blockers(rows, events)
-    events = [each for each in dict.fromkeys([*events, *single]) if each.name != SWEEPER]
+    events = list(dict.fromkeys([*events, *single]))
     judge(events)
-    marks = filter(None, (_mark_of(event, window, now) for event in events))
+    marks = chain.from_iterable(_marks_of(event, window, now, is_summed) for event in events)
     lanes, lanes_left_out = _lanes([*marks, *sums], by_task)
     lanes_left_out += len({*names[LANES:]}.difference(each.name for each in events))
     drawn = sorted(chain(*lanes.values()), key=lambda mark: mark.at, reverse=True)
@@ -81,17 +192,18 @@ def _narrowed(rows: TaskLockEventQuerySet, name: str, task: str) -> TaskLockEven
 def _names(events: Iterable[TaskLockEvent], by_task: bool) -> list[str]:
     """Return the names of the locks that have a lane each: a task has one for all its locks."""
     alone = (event for event in events if not (by_task and event.task))
-    return list(dict.fromkeys(event.name for event in alone if event.name != SWEEPER))
+    return list(dict.fromkeys(event.name for event in alone))
 
 
 def _single(
     rows: TaskLockEventQuerySet, window: Window, with_trouble: bool, name: str, task: str
 ) -> Iterator[TaskLockEvent]:
     """Return the events that are drawn one by one, however many others there are."""
-    inside = rows.since(window.start, window.until)
+    # A run whose trouble lies in the window may have begun before.
+    inside = rows.since(window.start - DAY, window.until)
     parts = [(rows.open().filter(at__lte=window.end), ROWS)]
     if with_trouble:
-        parts += [(inside.of_kind(kind), TROUBLES) for kind in sorted(TROUBLE)]
+        parts += [(inside.of_trouble(each), TROUBLES) for each in sorted(SIGNS)]
     for part, limit in parts:
         # The name and the task are compared here: by their indexes, the database would read all
         # the rows of a lock to find the few that are open or trouble.
@@ -101,29 +213,35 @@ def _single(
 
 
 def _blockers(rows: TaskLockEventQuerySet, events: Iterable[TaskLockEvent]) -> list[TaskLockEvent]:
-    """Return the runs that blocked these calls, or that had this trouble."""
-    begun = {event.token for event in events if event.kind == "acquired"}
-    others = [event for event in events if event.kind != "acquired"]
-    tokens = {event.blocked_by or event.token for event in others}
-    task_ids = {event.blocked_by_task_id or event.task_id for event in others}
-    return rows.runs(tokens - begun, task_ids)
+    """Return the other runs that blocked these calls."""
+    blockers = {event.blocked_by for event in events if event.is_counted}
+    return rows.runs(blockers - {event.token for event in events})
 
 
-def _mark_of(event: TaskLockEvent, window: Window, now: datetime) -> Mark | None:
-    """Return the mark of an event, or None if it ended before the window."""
-    if event.kind == "acquired":
-        shape, until = "bar", event.ended_at or now
-    elif event.is_counted:
-        shape, until = "tick", event.last_at or event.at
-    else:
-        shape, until = "sign", event.at
-    # The clocks of two hosts differ: a hold may seem to end before it begins, or in the future.
-    until = max(until, event.at)
-    if until < window.start:
-        return None
-    end = window.percent(until)
-    x = window.percent(event.at) if shape == "bar" else end
-    return Mark(shape, *words.status(event), event.at, until, x, max(end - x, NEAR), [event])
+def _marks_of(
+    event: TaskLockEvent, window: Window, now: datetime, is_summed: bool
+) -> Iterator[Mark]:
+    """Yield the marks of an event, unless it ended before the window.
+
+    A run is a bar, and what let another one work at the same time is a sign on it. If bars are
+    summed up, only those of open holds are single.
+    """
+    looks = [("tick", *words.status(event))] if event.is_counted else []
+    no_hold = event.is_counted or event.outcome == "unguarded" or event.key.startswith(QUEUED)
+    if not (no_hold or (is_summed and event.outcome)):
+        looks.append(("bar", *words.status(event)))
+    labels = {RETAKEN: _("retaken"), **dict(HoldOutcome.choices)}
+    looks += [("sign", trouble, str(labels[trouble])) for trouble in event.troubles]
+    for shape, state, word in looks:
+        until = event.end if event.outcome or event.is_counted else now
+        if shape == "sign" and state != RETAKEN and event.noticed_at:
+            until = event.noticed_at
+        # The clocks of two hosts differ: a hold may seem to end before it begins, or in the future.
+        until = max(until, event.at)
+        end = window.percent(until)
+        x = window.percent(event.at) if shape == "bar" else end
+        if until >= window.start:
+            yield Mark(shape, state, word, event.at, until, x, max(end - x, NEAR), [event])
 
 
 def _sums(
@@ -137,7 +255,7 @@ def _sums(
     for each in sums:
         facts = {field: each[field] for field in ("task", "kind", "outcome", "result")}
         event = TaskLockEvent(name=each["lane"], count=0, **facts)
-        if event.kind in TROUBLE or event.name == SWEEPER:
+        if event.outcome == "unguarded":
             continue
         first = int(each["first"])
         last = min(max(int(each["last"]), first), (window.end - base) // step)
@@ -188,7 +306,7 @@ def _lanes(marks: Iterable[Mark], by_task: bool) -> tuple[dict[Lane, list[Mark]]
 
     def importance(lane: Lane) -> tuple[bool, bool, datetime, Lane]:
         marks = by_lane[lane]
-        has_trouble = any(mark.state in TROUBLE for mark in marks)
+        has_trouble = any(mark.state in SIGNS for mark in marks)
         is_held = any(mark.is_open for mark in marks)
         return has_trouble, is_held, max(mark.until for mark in marks), lane
 
@@ -220,6 +338,8 @@ def _merged(marks: list[Mark]) -> list[Mark]:
 
 
 def _when(mark: Mark, window: Window) -> str:
-    begin = words.clock_time(mark.at, dated=window.is_dated)
+    # A sign stands where its trouble was noticed, except for "retaken", whose time is not recorded.
+    is_moment = mark.shape == "sign" and mark.state != RETAKEN
+    begin = words.clock_time(mark.until if is_moment else mark.at, dated=window.is_dated)
     end = "…" if mark.is_open else words.clock_time(mark.until, dated=window.is_dated)
     return begin if begin == end else f"{begin} – {end}"

@@ -18,12 +18,12 @@ from django_singletask.models import TaskLockEvent
 
 STATES = {
     "held": _("held"),
-    "dead": _("process dead"),
+    "dead": _("dead"),
     "handed_over": _("handed over"),
     "expired": _("expired"),
     "kept": _("kept until {}"),
     "queued": _("queued"),
-    "blocking": _("blocks duplicates until {}"),
+    "blocking": _("blocking until {}"),
 }
 """The words for the states of a lock."""
 CELERY_APPS = ("app", "celery", "celery_app")
@@ -87,7 +87,7 @@ def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
 
     The clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
     """
-    end = row.ended_at or now or row.at
+    end = row.hold_ended_at or now or row.at
     return max(0.0, (end - row.at).total_seconds())
 
 
@@ -135,13 +135,30 @@ def stop_command(task_id: str, *, queued: bool = False) -> str:
 
 def status(event: TaskLockEvent) -> tuple[str, str]:
     """Return how a hold ended, or what else happened: a code, for its colour, and the word."""
-    if event.kind != "acquired":
+    if event.is_counted:
         return event.kind, event.get_kind_display()
     if not event.outcome:
         return event.state, str(STATES[event.state])
     if event.outcome == "released" and event.result:
         return event.result, event.get_result_display()
     return event.outcome, event.get_outcome_display()
+
+
+def reason(event: TaskLockEvent) -> str:
+    """Return why something happened; of a call, what became of it and by which policy."""
+    if event.kind != "conflict":
+        return event.reason
+    result = event.get_result_display()
+    # The result of these policies says as much as the policy.
+    return result if event.reason in ("skip", "raise") else f"{result}: {event.reason}"
+
+
+def witness(event: TaskLockEvent) -> str:
+    """Say who cleared a lock, or who noticed how a hold ended; empty if the holder itself did."""
+    if not event.actor:
+        return ""
+    text = _("by {}") if event.outcome == "cleared" else _("noticed by {}")
+    return str(text).format(event.actor)
 
 
 def plural(count: int, noun: str) -> str:

@@ -303,8 +303,8 @@ class DatabaseStore(Store):
 # On MySQL, two takes and a release of one key can cause a deadlock. On PostgreSQL, the loser of a
 # race gets an error if the default isolation level is not READ COMMITTED.
 RACES = {1205, 1213, "40001", "40P01"}
-# A table or a column is missing, on MySQL and on PostgreSQL.
-MISSING = {1054, 1146, "42703", "42P01"}
+# A table, or a column, is missing, on MySQL and on PostgreSQL.
+MISSING, NO_COLUMN = {1146, "42P01"}, {1054, "42703"}
 # SQLite has only texts.
 LOCKED = re.compile("database( table| schema)? is locked")
 NO_SUCH = re.compile("no such (table|column)|has no column named")
@@ -321,7 +321,14 @@ def is_busy(error: Exception) -> bool:
 
 
 def is_missing(error: Exception) -> bool:
-    return _code(error) in MISSING or bool(NO_SUCH.search(str(error)))
+    """Return whether a table or a column is missing."""
+    return _code(error) in (*MISSING, *NO_COLUMN) or bool(NO_SUCH.search(str(error)))
+
+
+def lacks_column(error: Exception) -> bool:
+    """Return whether a column is missing, so the table is that of another version."""
+    match = NO_SUCH.search(str(error))
+    return _code(error) in NO_COLUMN or bool(match and "column" in match[0])
 
 
 def _code(error: Exception) -> Any:

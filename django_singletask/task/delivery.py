@@ -268,7 +268,7 @@ class Delivery:
         count = "hops" if self.lock.outage is None else "outage_hops"
         hops = getattr(self.header, count)
         if reason and not hops:
-            self.lock.report_conflict(reason)
+            self.lock.report_conflict(reason, "waiting")
         lease = self.lock.lease
         assert lease is not None
         delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
@@ -283,7 +283,7 @@ class Delivery:
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
             logger.info("%s: a later call replaces task %s.", address, self.header.task_id)
-            address.tell_of_conflict("skipped", "superseded", self.lock.run or NO_RUN, None)
+            address.tell_of_conflict("superseded", "skipped", self.lock.run or NO_RUN, None)
         return True
 
 

@@ -55,10 +55,10 @@ class DeliveryLock(TaskLock):
             self._block = blocks.enter(self)
         return self
 
-    def report_conflict(self, reason: str) -> None:
+    def report_conflict(self, reason: str, result: str) -> None:
         """Report a conflict, or the outage that postpones the call, which is no event."""
         if self.outage is None:
-            super().report_conflict(reason)
+            super().report_conflict(reason, result)
         else:
             logger.warning("%s: the call is postponed. %s", self.address, self.outage)
 
@@ -76,7 +76,7 @@ class DeliveryLock(TaskLock):
             address.tell("unguarded", holder, reason=reason)
         else:
             logger.warning("%s: the task is skipped (on_outage='skip'). %s", address, reason)
-            address.tell_of_conflict("skipped", "outage", holder, None)
+            address.tell_of_conflict("outage", "skipped", holder, None)
 
     def check(self) -> None:
         """Raise :class:`LockLost` if the lock is lost; do nothing if the body runs without it."""

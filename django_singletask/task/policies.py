@@ -16,7 +16,7 @@ from django_singletask.task.rerun import gives_way, take_ticket
 
 def skip(delivery: Delivery) -> Any:
     lock, options = delivery.lock, delivery.options
-    lock.report_conflict("skip")
+    lock.report_conflict("skip", "skipped")
     if options.on_skip is None:
         return options.skip_result
     conflict = LockConflict.of(lock)

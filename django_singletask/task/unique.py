@@ -123,7 +123,7 @@ class QueuedCall:
         task_id = holder.task_id or ""
         reason = "kept" if holder.kept else "queued"
         logger.info("%s: not sent, duplicate of task %s (%s).", self.lock_address, task_id, reason)
-        self.lock_address.tell_of_conflict("duplicate", reason, Run(self.run.task), holder)
+        self.lock_address.tell_of_conflict(reason, "", Run(self.run.task), holder)
         if self.options.on_duplicate == "raise":
             raise DuplicateTask(self.lock_address.lock_key.name, task_id)
         return task_id

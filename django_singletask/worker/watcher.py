@@ -13,7 +13,7 @@ from django.db import connections
 from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
-from django_singletask.history.sweep import Sweeper, leader_key
+from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
 from django_singletask.locks.address import lease_length
 from django_singletask.locks.liveness import is_gone
@@ -110,8 +110,6 @@ class Watcher(threading.Thread):
         self.free_at = 0.0
         self.sweep_at = time.monotonic() + SWEEP
         self.sweeper: threading.Thread | None = None
-        self.leader: TaskLock | None = None
-        """The lock of the worker that sweeps, from the first sweep on."""
         self.sweep_failed = False
 
     def run(self) -> None:
@@ -189,22 +187,14 @@ def lock_of(delivery: Accepted) -> TaskLock | None:
         return None  # the run itself failed with this error, or it takes no lock
 
 
-_history = Sweeper()
-
-
 def sweep(watcher: Watcher) -> None:
-    """Close the history's rows of locks that are no longer held, and clean up the lock table.
-
-    One of all workers does this while it lives. It holds a lock, which another worker takes when
-    the first one is gone.
-    """
+    """Close the history's rows of locks that are no longer held, and clean up the lock table."""
     try:
-        leader = watcher.leader = watcher.leader or TaskLock(leader_key(), run=Run(quiet=True))
-        if (leader and not leader.lost) or leader.take():
+        if history.takes_turn():
             with suppress(CannotList):  # a key function hides which entries are locks
                 get_store(conf.cache).purge()
             if conf.history != "off":
-                _history.sweep()
+                history.sweep()
         watcher.sweep_failed = False
     except Exception as error:
         if not watcher.sweep_failed:

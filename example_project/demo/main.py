@@ -185,7 +185,7 @@ class Demo:
         overlaps = find_overlaps(runs)
         per_feed = Entry.objects.values_list("feed__url").annotate(Count("pk"))
         stored = dict(per_feed.order_by())
-        history = TaskLockEvent.objects.filter(kind="skipped", task=import_feed.name)
+        history = TaskLockEvent.objects.filter(kind="conflict", task=import_feed.name)
         in_history = history.aggregate(total=Sum("count"))["total"] or 0
         parts = (self.site.feeds, self.calls, runs, overlaps, stored)
         say = self.screen.say

@@ -27,12 +27,12 @@ TaskLock("backup", timeout=3600).acquire(); os.kill(os.getpid(), 9)"""
 
 def show(stack: contextlib.ExitStack, url: str) -> None:
     """Bring locks and calls into each state. `stack` ends the hold of this process."""
-    subprocess.run([sys.executable, "-c", KILLED], cwd=settings.BASE_DIR.parent)  # process dead
+    subprocess.run([sys.executable, "-c", KILLED], cwd=settings.BASE_DIR.parent)  # dead
     with TaskLock("video upload") as lock:
         lock.hand_over(for_=HOUR)
     with contextlib.suppress(LockLost), TaskLock("price update") as lock:
         lock.clear(actor="operator", reason="it was stuck")
-        lock.extend()  # this is when its holder notices: lost
+        lock.extend()  # this is when its holder notices
     for _ in range(5):
         with TaskLock("search index"):
             time.sleep(0.1)
@@ -42,8 +42,9 @@ def show(stack: contextlib.ExitStack, url: str) -> None:
     for _ in range(2):  # queued, and its duplicate
         send(kwargs={"feed_url": f"{url}?later"}, countdown=HOUR, lock_options=once)
     # As if another host had written them: the calls of one lock starve, the other lock expired.
-    starving = {"name": "newsletter", "kind": "skipped", "count": 27, "last_at": now()}
-    expired = {"name": "stock report", "kind": "acquired", "token": "0" * 32, "timeout": HOUR}
+    conflicts = {"kind": "conflict", "result": "skipped", "reason": "skip", "count": 27}
+    starving = {"name": "newsletter", "ref": "0" * 32, "last_at": now(), **conflicts}
+    expired = {"name": "stock report", "ref": "1" * 32, "kind": "run", "timeout": HOUR}
     for hours, row in (7.7, starving), (2, expired):
         row |= {"key": TaskLock(row["name"]).key, "cache": "locks", "host": "web-7", "pid": 4711}
         TaskLockEvent.objects.create(at=now() - timedelta(hours=hours), **row)

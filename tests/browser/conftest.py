@@ -180,7 +180,7 @@ def browser(chromium: Any, site: str, pytestconfig: pytest.Config) -> Iterator[B
 
 
 @pytest.fixture(scope="session")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+def worker(django_db_setup: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """Run one real worker for all browser tests."""
     queue = f"test-browser-{uuid.uuid4().hex[:12]}"
     folder = tmp_path_factory.mktemp("worker")
@@ -204,8 +204,9 @@ class Locks:
         """Let the worker run a task, and return its lock's holder."""
         result = task.apply_async(args, queue=self.queue)
         lock = task.lock(*args)
-        self.held.append((lock, result))
-        return wait_for(lock.holder, f"{lock.name} is held")
+        holder = wait_for(lock.holder, f"{lock.name} is held")
+        self.held.append((holder.token, result))
+        return holder
 
     def skip(self, task: Any, *args: Any) -> None:
         """Send a call that finds the lock held."""
@@ -213,9 +214,12 @@ class Locks:
 
     def end(self) -> None:
         caches["redis"].set(tasks.STOP, "1", 60)
-        for _lock, result in self.held:
+        for _token, result in self.held:
             result.get(timeout=20)
         caches["redis"].delete(tasks.STOP)
+        # The worker writes a moment later: no row of this test may come into the next one.
+        ended = TaskLockEvent.objects.filter(ref__in=dict(self.held), ended_at__isnull=False)
+        wait_for(lambda: ended.count() == len(self.held), "the rows of all runs have their ends")
 
 
 @pytest.fixture

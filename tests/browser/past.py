@@ -26,12 +26,12 @@ def fill() -> None:
         at: datetime = now - timedelta(minutes=minutes)
         run = {
             "task_id": str(UUID(int=number * 0x1F3C_0000_0000_0000_7777_0000_0001)),
-            "token": f"{number:032x}",
+            "ref": f"{number:032x}",
             "host": f"web-{number % 3 + 1}",
             "pid": 8000 + number,
             "timeout": 60,
         }
-        usual = {"kind": "acquired", "name": name, "key": name, "task": task, "at": at}
+        usual = {"kind": "run", "name": name, "key": name, "task": task, "at": at}
         rows.append(TaskLockEvent(**{**usual, **run, **facts}))
         return rows[-1]
 
@@ -40,10 +40,10 @@ def fill() -> None:
         done = {"outcome": "released", "result": "returned", "ended_at": ended}
         return add(name, minutes, **{**done, **facts})
 
-    def skips(holder: TaskLockEvent, minutes: float, count: int) -> None:
+    def conflicts(holder: TaskLockEvent, minutes: float, count: int) -> None:
         by = {"blocked_by": holder.token, "blocked_by_task_id": holder.task_id}
-        at = now - timedelta(minutes=minutes)
-        add(holder.name, minutes, kind="skipped", reason="skip", count=count, last_at=at, **by)
+        by |= {"kind": "conflict", "reason": "skip", "result": "skipped"}
+        add(holder.name, minutes, last_at=now - timedelta(minutes=minutes), count=count, **by)
 
     for feed, every, lasts in (("news", 4, 20), ("sports", 7, 65), ("weather", 11, 9)):
         name = FEED.format(feed)
@@ -51,16 +51,15 @@ def fill() -> None:
             result = "raised" if (feed, minute) == ("weather", 36) else "returned"
             holder = hold(name, minute, lasts + minute % 3 * 7, result=result)
             if feed == "sports":
-                skips(holder, minute - 0.8, 1 + minute * minute % 29)
-    dead = hold(MONTHLY, 52, 9 * 60, outcome="dead", result="")
-    gone = {"token": dead.token, "task_id": dead.task_id, "host": dead.host, "pid": dead.pid}
-    add(MONTHLY, 43, kind="expired", reason=f"process {dead.pid} is gone", **gone)
+                conflicts(holder, minute - 0.8, 1 + minute * minute % 29)
+    noticed = {"noticed_at": now - timedelta(minutes=43), "actor": "web-2:8007"}
+    add(MONTHLY, 52, outcome="dead", reason="process 8142 is gone", pid=8142, **noticed)
     hold(MONTHLY, 43, 14 * 60)
-    cleared = hold(CUSTOMER, 40, 11 * 60, outcome="cleared", result="returned")
-    add(CUSTOMER, 29, kind="cleared", actor="grace", token=cleared.token, task_id=cleared.task_id)
-    lost = hold(CUSTOMER, 20, 6 * 60, outcome="lost", result="returned")
+    cleared = {"noticed_at": now - timedelta(minutes=29), "actor": "grace"}
+    hold(CUSTOMER, 40, 13 * 60, outcome="cleared", **cleared)
     gone = "gone from the cache (evicted, flushed or restarted empty)"
-    add(CUSTOMER, 15, kind="lost", reason=gone, token=lost.token, task_id=lost.task_id)
+    lost = {"noticed_at": now - timedelta(minutes=15), "reason": gone}
+    hold(CUSTOMER, 20, 6 * 60, outcome="lost", **lost)
     hold(CUSTOMER, 13, 95, result="retried")
     rows.sort(key=lambda row: row.at)
     TaskLockEvent.objects.bulk_create(rows)
@@ -77,6 +76,6 @@ def fill_day() -> None:
                 field: facts[field] and facts[field] - timedelta(hours=ago)
                 for field in ("at", "ended_at", "last_at")
             }
-            tokens = {"id": None, "token": f"{ago}-{facts['token'][-20:]}", "blocked_by": ""}
+            tokens = {"id": None, "ref": f"{ago}-{facts['ref'][-20:]}", "blocked_by": ""}
             rows.append(TaskLockEvent(**{**facts, **times, **tokens}))
     TaskLockEvent.objects.bulk_create(sorted(rows, key=lambda row: row.at))

@@ -56,10 +56,10 @@ def test_operator_clears_a_lock_and_its_run_goes_on(browser, operator, locks):
     holder = locks.hold(fetch_feed, NEWS)
     for _ in range(3):
         locks.skip(fetch_feed, NEWS)
-    wait_for(lambda: TaskLockEvent.objects.filter(blocked_by=holder.token, count=3), "3 skips")
+    wait_for(lambda: TaskLockEvent.objects.filter(blocked_by=holder.token, count=3), "3 conflicts")
     die_holding("billing.tasks.bill(customer=4711)")
     browser.open()
-    assert browser.texts(".singletask-dead.singletask-state") == ["process dead"]
+    assert browser.texts(".singletask-dead.singletask-state") == ["dead"]
     browser.size(1200, 600)
     browser.picture("held")
     [row] = [row for row in browser.all(".singletask-held tbody tr") if NAME in row.text]
@@ -76,7 +76,8 @@ def test_operator_clears_a_lock_and_its_run_goes_on(browser, operator, locks):
     assert "was freed" in browser.one(".messagelist .success").text
     assert NAME not in browser.texts(".singletask-held tbody th")
     assert not fetch_feed.lock(NEWS).locked()
-    [event] = wait_for(lambda: TaskLockEvent.objects.filter(kind="cleared", name=NAME), "the row")
+    cleared = TaskLockEvent.objects.filter(outcome="cleared", name=NAME)
+    [event] = wait_for(lambda: cleared.all(), "the row")
     assert (event.actor, event.token) == ("ada", holder.token)
     assert LogEntry.objects.get().object_repr == f"{NAME}: cleared"
 
@@ -115,11 +116,11 @@ def test_history_is_filtered_searched_and_linked(browser, operator, locks):
     browser.click("lost")
     [row] = browser.texts("#result_list tbody .field-what")
     assert "gone from the cache" in row
-    browser.open(f"history/?q={past.FEED.format('sports')}&kind__exact=skipped")
+    browser.open(f"history/?q={past.FEED.format('sports')}&kind__exact=conflict")
     assert len(browser.all("#result_list tbody tr")) == 8
     with browser.another_page():
         browser.one("#result_list .field-what a").click()
-    assert "acquired" in browser.one(".field-kind").text
+    assert "run" in browser.one(".field-kind").text
 
 
 def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
@@ -127,7 +128,7 @@ def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
     operator(VIEW)
     locks.hold(fetch_feed, NEWS)
     locks.hold(monthly)
-    wait_for(lambda: TaskLockEvent.objects.filter(outcome="", kind="acquired").count() == 2, "both")
+    wait_for(lambda: TaskLockEvent.objects.filter(outcome="", kind="run").count() == 2, "both")
     browser.open("timeline/")
     assert len(browser.all(".singletask-lane")) == 5
     browser.size(1200, 640)
@@ -177,7 +178,7 @@ def test_nothing_is_cut_off_in_a_narrow_window(browser, operator, locks):
     operator(VIEW, CLEAR, "delete_tasklockevent")
     locks.hold(fetch_feed, NEWS)
     die_holding(past.FEED.format("of-a-name-that-is-rather-long"))
-    event = TaskLockEvent.objects.filter(kind="skipped").latest("pk")
+    event = TaskLockEvent.objects.filter(kind="conflict").latest("pk")
     lock = fetch_feed.lock(NEWS)
     clear = f"clear/?key={lock.key}&token={lock.holder().token}"
     row = f"{event.pk}/"
@@ -205,7 +206,7 @@ def test_keyboard_focus_shows_what_a_mark_means(browser, operator, locks):
     assert skip.size["width"] == 1
     browser.driver.execute_script("arguments[0].focus()", skip)
     assert skip.size["width"] > 50
-    [sign] = browser.all("a.singletask-cleared.singletask-mark[aria-label*='grace']")
+    [sign] = browser.all("a.singletask-cleared.singletask-mark[aria-label*='grace']:has(path)")
     assert not browser.all(tip)
     browser.driver.execute_script("arguments[0].focus()", sign)
     assert "cleared, by grace" in browser.one(tip).text

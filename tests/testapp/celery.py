@@ -13,6 +13,7 @@ from celery import Celery, states
 from celery.signals import task_failure, task_postrun, task_received
 
 from django_singletask import holder
+from django_singletask.signals import LockEvent, lock_event
 from tests import intervals
 from tests.testapp import log
 
@@ -48,6 +49,12 @@ def note_postponed(task_id: str, state: str | None = None, **kwargs: object) -> 
         intervals.note("postponed", task_id=task_id)
 
 
+def note_event(event: LockEvent, **kwargs: object) -> None:
+    if event.kind in ("conflict", "dead") and "SINGLETASK_TEST_LOG" in os.environ:
+        log.write(event.kind, key=event.key, task_id=event.task_id, reason=event.reason)
+
+
+lock_event.connect(note_event)
 if intervals.FOLDER in os.environ:
     intervals.record()
     task_received.connect(note_received)

@@ -14,7 +14,6 @@ from celery.worker.request import Request
 from pydantic import BaseModel
 
 from django_singletask import LockConflict, SingletonTask, current_lock
-from django_singletask.signals import lock_event
 from tests.testapp import log
 from tests.testapp.celery import app
 
@@ -39,15 +38,6 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "start": {**SKIPS, "unique_until": "start"},
     "finish": {**SKIPS, "unique_until": "finish"},
 }
-
-
-def write_event(event: Any, **kwargs: Any) -> None:
-    """Write conflicts and deaths into the log, in each process of the worker."""
-    if event.name.startswith("workflow") and event.kind in ("skipped", "expired"):
-        log.write(event.kind, name=event.name, reason=event.reason, of=event.task_id)
-
-
-lock_event.connect(write_event, dispatch_uid="workflow_tasks")
 
 
 def flavours(function: Any) -> dict[str, Any]:

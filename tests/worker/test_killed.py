@@ -205,7 +205,7 @@ def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, settin
     _, pid = start_one(worker, tasks.long, queue)
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: "freed, because" in worker.text(), "the lock is freed")
-    rows = TaskLockEvent.objects.filter(kind="expired")
+    rows = TaskLockEvent.objects.filter(outcome="dead")
     wait_for(rows.exists, "the history is written")
     main = worker.process.pid
     assert [line["module"] for line in worker.events("import") if line["pid"] == main] == []

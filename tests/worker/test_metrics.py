@@ -21,7 +21,7 @@ def points(folder):
                         yield metric["name"], point["attributes"], number, point.get("sum")
 
 
-def test_the_processes_of_a_worker_record_holds_skips_and_trouble(start_worker, queue, tmp_path):
+def test_a_worker_records_holds_conflicts_and_trouble(start_worker, queue, tmp_path):
     folder = tmp_path / "metrics"
     folder.mkdir()
     settings = {"DJANGO_SETTINGS_MODULE": "tests.metrics_settings"}
@@ -41,6 +41,7 @@ def test_the_processes_of_a_worker_record_holds_skips_and_trouble(start_worker, 
     assert hold[2] == 1
     assert 0.2 <= hold[3] < 10
     numbers = [(name, attributes, number) for name, attributes, number, _sum in seen]
-    assert ("singletask.lock.skipped", {**task, "reason": "skip"}, 1) in numbers
-    assert ("singletask.lock.trouble", {**task, "kind": "expired"}, 1) in numbers
+    skipped = {**task, "result": "skipped", "reason": "skip"}
+    assert ("singletask.lock.conflicts", skipped, 1) in numbers
+    assert ("singletask.lock.trouble", {**task, "kind": "dead"}, 1) in numbers
     assert ("singletask.lock.hold", {**task, "outcome": "dead"}, 1) in numbers

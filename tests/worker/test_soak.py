@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from django_singletask.models import TaskLockEvent
 from tests import intervals, servers
 from tests.intervals import Recording
 from tests.worker.soak import GAPS, Soak, is_lost
@@ -69,5 +68,4 @@ def test_soak(start_worker, store, tmp_path, monkeypatch, request, record_proper
     assert recording.beside_one() <= 1
     assert recording.longest_block() < 2
     alive = {hold.token for hold in recording.holds if hold.killed == math.inf}
-    buried = TaskLockEvent.objects.filter(kind="expired", outcome="dead")
-    assert alive.isdisjoint(buried.values_list("token", flat=True))
+    assert alive.isdisjoint(line["token"] for line in recording.of("dead"))

@@ -18,7 +18,6 @@ from celery.exceptions import TimeoutError as NotInTime
 from celery.result import AsyncResult
 
 from django_singletask import DuplicateTask, TaskLock
-from django_singletask.history.queries import SWEEPER
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, QUEUED
 from django_singletask.stores import get_store
@@ -117,14 +116,14 @@ class Flow:
 
     def conflicts(self, *keys):
         """Count the conflicts about the locks of these keys, so far."""
-        names = {lock_of(key).name for key in keys}
-        return sum(line["event"] == "skipped" and line["name"] in names for line in self.log())
+        of_locks = {lock_of(key).key for key in keys}
+        return sum(line["event"] == "conflict" and line["key"] in of_locks for line in self.log())
 
     def left_behind(self):
         """Return the locks and the entries of queued calls that the cache still has."""
         entries = get_store("redis").entries()
         holders = [Holder.decode(entry.value) for key, entry in entries if LATEST not in key]
-        return [str(holder) for holder in holders if holder.name != SWEEPER]
+        return [str(holder) for holder in holders if holder.name != "sweep"]
 
 
 def lock_of(key):
@@ -643,9 +642,7 @@ def test_a_task_with_another_request_class(flow):
     until(lambda: len(flow.events(key)) == 2, "it runs")
     os.kill(flow.events(key)[1]["pid"], signal.SIGKILL)
     until(lambda: not lock.locked(), "its lock is free")
-    until(
-        lambda: [line for line in flow.log() if line["event"] == "expired"], "the death is reported"
-    )
+    until(lambda: flow.events(lock.key, "dead"), "the death is reported")
 
 
 def test_a_shared_task_of_two_applications(flow):

@@ -2,10 +2,11 @@
 
 * ``singletask.lock.hold``: a histogram of how many seconds locks were held, by ``task`` and
   ``outcome``.
-* ``singletask.lock.skipped``: calls that found their lock held, by ``task`` and ``reason``.
+* ``singletask.lock.conflicts``: calls that found their lock held, by ``task``, ``result`` and
+  ``reason``.
 * ``singletask.lock.duplicates``: calls that were not sent, by ``task``.
-* ``singletask.lock.trouble``: locks that expired, were lost, retaken or cleared, and runs without
-  their lock, by ``task`` and ``kind``.
+* ``singletask.lock.trouble``: locks of dead processes, locks that expired, were lost, retaken or
+  cleared, and runs without their lock, by ``task`` and ``kind``.
 
 Lock names are not attributes, because their number is unlimited. The metrics go to the meter
 provider of the process, which may be set later.
@@ -17,15 +18,15 @@ from typing import Any
 
 from opentelemetry import metrics
 
-from django_singletask.models import TROUBLE
+from django_singletask.models import RETAKEN, TROUBLE
 from django_singletask.signals import LockEvent, lock_event
 
 meter = metrics.get_meter("django_singletask")
 holds = meter.create_histogram(
     "singletask.lock.hold", unit="s", description="Seconds for which a lock was held."
 )
-skipped = meter.create_counter(
-    "singletask.lock.skipped", description="Calls that found their lock held."
+conflicts = meter.create_counter(
+    "singletask.lock.conflicts", description="Calls that found their lock held."
 )
 duplicates = meter.create_counter(
     "singletask.lock.duplicates", description="Calls that an identical queued call stopped."
@@ -42,10 +43,12 @@ def connect() -> None:
 def record(*, event: LockEvent, **kwargs: Any) -> None:
     task = {"task": event.task}
     if event.held_for is not None:
-        holds.record(event.held_for, {**task, "outcome": event.result or event.outcome})
-    if event.kind == "skipped":
-        skipped.add(1, {**task, "reason": event.reason})
+        holds.record(
+            event.held_for, {**task, "outcome": event.result or event.outcome or event.kind}
+        )
+    if event.kind == "conflict":
+        conflicts.add(1, {**task, "result": event.result, "reason": event.reason})
     elif event.kind == "duplicate":
         duplicates.add(1, task)
-    elif event.kind in TROUBLE:
+    elif event.kind in TROUBLE or event.kind == RETAKEN:
         trouble.add(1, {**task, "kind": event.kind})

@@ -22,17 +22,15 @@ from django_singletask.checks import check_cache
 from django_singletask.conf import conf
 from django_singletask.history.queries import reading
 from django_singletask.history.sweep import prune
-from django_singletask.management import alarms, listings
+from django_singletask.management import alarms, output
 from django_singletask.management.alarms import UNKNOWN
 from django_singletask.management.arguments import add_actions, check_choice, with_action
-from django_singletask.management.sentences import explain
-from django_singletask.management.tables import printable
+from django_singletask.management.output import explain, printable
 from django_singletask.models import Result, TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.errors import cannot_ask
 from django_singletask.operators.explain import why
-from django_singletask.operators.names import select
-from django_singletask.operators.past import SCANNED, find
+from django_singletask.operators.names import SCANNED, find, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.rows import HeldLock
 from django_singletask.operators.words import compact, plural
@@ -87,9 +85,9 @@ class Command(BaseCommand):
             locks = held.with_history(held.held(names))
             held.must_be_known(names, locks)
         if options["json"]:
-            self.print_lines(listings.json_rows(locks))
+            self.print_lines(output.json_rows("locks", locks))
         elif locks:
-            self.print_table(listings.lock_table(locks))
+            self.print_table(output.lock_table(locks))
         else:
             self.stdout.write("No matching lock is held." if names else "No lock is held.")
         held_over, starving_for = options["fail_if_held_over"], options["fail_if_starving"]
@@ -99,7 +97,7 @@ class Command(BaseCommand):
         with asking():
             facts = why(options["name"])
         if options["json"]:
-            self.print_json(facts)
+            self.print_json(output.as_json(facts))
         else:
             self.stdout.write("\n".join(explain(facts, options["name"])))
 
@@ -120,10 +118,13 @@ class Command(BaseCommand):
             if names:
                 raise CommandError(nothing)
             # Nothing was named, so finding nothing is not an error.
-            self.stdout.write("[]" if options["json"] else nothing)
+            if options["json"]:
+                self.print_lines(output.json_rows("locks", []))
+            else:
+                self.stdout.write(nothing)
             return
         if not options["json"]:
-            self.print_table(listings.lock_table(chosen))
+            self.print_table(output.lock_table(chosen))
         if not (options["yes"] or options["dry_run"]):
             self.confirm(len(chosen), options)
         with asking():
@@ -158,8 +159,8 @@ class Command(BaseCommand):
         queued = ("queued call", "Would forget", "Forgot")
         noun, would, done = queued if options["queued"] else ("lock", "Would free", "Freed")
         if options["json"]:
-            rows = [{**listings.as_json(lock), "freed": lock.key in freed} for lock in locks]
-            self.print_lines(listings.json_rows(rows))
+            rows = [{**output.as_json(lock), "freed": lock.key in freed} for lock in locks]
+            self.print_lines(output.json_rows("locks", rows))
         elif options["dry_run"]:
             self.stdout.write(f"{would} {plural(len(locks), noun)}.")
         elif freed:
@@ -187,10 +188,10 @@ class Command(BaseCommand):
                 "SINGLETASK_HISTORY = 'off': nothing is recorded, and all rows are old."
             )
         if options["json"]:
-            self.print_lines(listings.json_rows(rows))
+            self.print_lines(output.json_rows("rows", rows))
         elif rows:
             held.judge(rows)
-            self.print_table(listings.history_table(rows))
+            self.print_table(output.history_table(rows))
         else:
             self.stdout.write("The history has no matching row.")
 
@@ -199,9 +200,9 @@ class Command(BaseCommand):
         with asking():
             result = probe(conf.cache)
         if options["json"]:
-            self.print_json({**listings.as_json(result), "fit": result.fit})
+            self.print_json({**output.as_json(result), "fit": result.fit})
         else:
-            self.stdout.write("\n".join(listings.probe_report(result)))
+            self.stdout.write("\n".join(output.probe_report(result)))
         if not result.fit:
             raise CommandError(f"The cache {conf.cache!r} cannot hold locks: see 'unfit' above.")
 
@@ -229,7 +230,7 @@ class Command(BaseCommand):
             self.stdout.write(f"{verb} {plural(count, 'row')} older than {compact(seconds)}.")
 
     def print_json(self, data: Any) -> None:
-        self.stdout.write(listings.to_json(data, indent=2))
+        self.stdout.write(output.to_json({"version": output.VERSION, **data}, indent=2))
 
     def print_table(self, lines: Iterator[str]) -> None:
         """Print a table, its head in colour on a terminal."""
@@ -258,7 +259,7 @@ def actor() -> str:
         user = getpass.getuser()
     except (ImportError, KeyError, OSError):  # a container may run under a user that has no name
         user = "unknown user"
-    return f"{user} on {socket.gethostname()}{listings.COMMAND}"
+    return f"{user} on {socket.gethostname()}{output.COMMAND}"
 
 
 def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
