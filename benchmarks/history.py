@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -102,9 +103,10 @@ def server_time() -> float:
     """Return the seconds that all processes of PostgreSQL have computed."""
     started = servers.children(os.getpid())
     started += [grandchild for child in started for grandchild in servers.children(child)]
-    folders = [Path(f"/proc/{pid}") for pid in started]
-    return sum(
-        int((folder / "schedstat").read_text().split()[0]) / 1e9
-        for folder in folders
-        if (folder / "comm").read_text() == "postgres\n"
-    )
+    seconds = 0.0
+    for pid in started:
+        folder = Path(f"/proc/{pid}")
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            if (folder / "comm").read_text() == "postgres\n":
+                seconds += int((folder / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
