@@ -10,6 +10,7 @@ from django.utils.translation import pgettext_lazy
 
 from django_singletask.history.queries import COUNTED, TaskLockEventQuerySet, timestamp
 from django_singletask.holder import Holder
+from django_singletask.locks.keys import QUEUED
 
 __all__ = ["TaskLockEvent"]
 
@@ -148,10 +149,16 @@ class TaskLockEvent(models.Model):
         return Holder.from_dict({**vars(self), **facts, "since": timestamp(self.at)})
 
     @property
+    def is_hold(self) -> bool:
+        """Whether the row is about a run that had a lock; not about a queued call, for example."""
+        had_none = self.outcome == "unguarded" or self.key.startswith(QUEUED)
+        return not (self.is_counted or had_none)
+
+    @property
     def hold_ended_at(self) -> datetime | None:
         """When its hold ended, as far as it had one and its end is known."""
         known = self.ended_at or self.noticed_at
-        if self.outcome in ("", "unguarded") or known is None:
+        if not (self.is_hold and self.outcome and known):
             return None
         # A run goes on without its lock; or its lock was cleared that it kept after its end.
         return min(known, self.noticed_at or known) if self.outcome == "cleared" else known

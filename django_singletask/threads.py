@@ -8,6 +8,7 @@ import os
 import queue
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -66,7 +67,7 @@ def start(function: Callable[[], None]) -> None:
     _thread.start_new_thread(function, ())
 
 
-class Background:
+class Background(ABC):
     """An object with one thread, which :meth:`begin` starts and :meth:`wake` wakes.
 
     If two threads call :meth:`begin` at once, two threads start, and the second ends at once. A
@@ -91,9 +92,9 @@ class Background:
             finally:
                 del self.thread
 
+    @abstractmethod
     def run(self) -> None:
-        """Do the work of the thread; each subclass has its own."""
-        raise NotImplementedError
+        """Do the work of the thread."""
 
     def wake(self, reason: object = None) -> None:
         self._wakes().put(reason)

@@ -1098,7 +1098,7 @@ class TestErrors:
 
 def take_and_give_back(name, use, line):
     """Use a lock, and return whether a signal struck at that line."""
-    lock = TaskLock(name, timeout=0.5)
+    lock = TaskLock(name, timeout=3)
     try:
         with interrupt_at(line):
             if use == "acquire":
@@ -1109,8 +1109,8 @@ def take_and_give_back(name, use, line):
                     pass
             else:
                 with lock:
-                    handle = lock.hand_over(for_=0.5)
-                with TaskLock.receive(handle, timeout=0.5):
+                    handle = lock.hand_over(for_=3)
+                with TaskLock.receive(handle, timeout=3):
                     pass
     except KeyboardInterrupt:
         return True

@@ -21,7 +21,7 @@ from django.db import InternalError, OperationalError, connections, transaction
 
 from django_singletask import TaskLock
 from django_singletask.conf import conf
-from django_singletask.history import recorder
+from django_singletask.history import recorder, writing
 from django_singletask.history.writing import write
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
@@ -158,18 +158,23 @@ def test_skips_that_many_threads_write_at_once_are_all_counted(settings, alias, 
     TaskLockEvent.objects.all().delete()
 
 
-def test_processes_that_count_the_same_rows_in_different_orders_do_not_deadlock(django_db_blocker):
+@pytest.mark.parametrize("orders", ["one order", "control: the order of the events"])
+def test_processes_that_count_the_same_rows_do_not_deadlock(orders, django_db_blocker, monkeypatch):
+    if orders != "one order":
+        monkeypatch.setattr(writing, "_place", lambda row: 0)
     holders = [f"holder {number}" for number in range(30)]
     barrier, errors = threading.Barrier(2), []
 
     def skip(order):
         with django_db_blocker.unblock():
             barrier.wait()
-            for _ in range(10):
+            for _ in range(10 if orders == "one order" else 1000):
                 try:
                     write([event for holder in order for event in skips(1, holder)])
                 except OperationalError as error:
                     errors.append(error)
+                if errors:
+                    break
             connections.close_all()
 
     threads = [threading.Thread(target=skip, args=[order]) for order in (holders, holders[::-1])]
@@ -177,8 +182,18 @@ def test_processes_that_count_the_same_rows_in_different_orders_do_not_deadlock(
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == []
-    assert {row.count for row in rows()} == {20}
+    if orders == "one order":
+        assert errors == []
+        assert {row.count for row in rows()} == {20}
+    else:
+        assert "deadlock" in str(errors)
+
+
+def test_flush_waits_for_no_more_events_of_a_later_batch(background, monkeypatch):
+    monkeypatch.setattr(recorder, "AT_ONCE", 4)
+    monkeypatch.setattr(recorder, "GATHER", 60)
+    put(runs(5))
+    assert recorder.flush(10)
 
 
 def test_outage_amid_single_writes_doubles_nothing(background, monkeypatch):
@@ -378,7 +393,7 @@ import django
 django.setup()
 from django.conf import settings
 from django_singletask import TaskLock
-from django_singletask.history import recorder
+from django_singletask.history import recorder, writing
 
 router = {"db_for_write": lambda *args, **hints: sys.argv[2]}
 settings.DATABASE_ROUTERS = [type("Router", (), router)()]
@@ -495,7 +510,7 @@ django.setup()
 from django.core.management import call_command
 from django.db import connection
 from django_singletask import TaskLock
-from django_singletask.history import recorder
+from django_singletask.history import recorder, writing
 from django_singletask.models import TaskLockEvent
 
 call_command("migrate", verbosity=0)

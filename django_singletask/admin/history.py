@@ -23,11 +23,7 @@ from django.utils.translation import pgettext_lazy
 
 from django_singletask.admin.pages import (
     WINDOW,
-    HeldPages,
     OperatorPages,
-    PerTaskPage,
-    TimelinePage,
-    View,
     or_unreadable,
     unbroken,
     window_form,
@@ -168,7 +164,7 @@ class EventList(ChangeList):
 
 
 @admin.register(TaskLockEvent)
-class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
+class TaskLockEventAdmin(OperatorPages):
     """List what happened to the locks, the latest first."""
 
     change_list_template = "django_singletask/events.html"
@@ -195,17 +191,6 @@ class TaskLockEventAdmin(HeldPages, TimelinePage, PerTaskPage):
 
     class Media:
         css = {"all": ("django_singletask/admin.css",)}
-
-    def views(self) -> list[tuple[str, str, View]]:
-        """Put what is held now first; the history has a separate address."""
-        return [
-            # The admin's index and breadcrumbs link to the page of this name.
-            ("", "changelist", self.held_view),
-            ("history/", "events", self.changelist_view),
-            ("timeline/", "timeline", self.timeline_view),
-            ("per-task/", "per_task", self.per_task_view),
-            ("clear/", "clear", self.clear_view),
-        ]
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

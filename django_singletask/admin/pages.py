@@ -73,21 +73,21 @@ def or_unreadable(tab: str, view: View) -> View:
 
 
 class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
-    """Views that ask the store, under the URL prefix of the model."""
+    """What the store holds now, a form that frees one lock, the timeline, and the tasks."""
 
     def get_urls(self) -> list[URLPattern]:
-        view = self.admin_site.admin_view
-        pages = [
-            path(route, view(show), name=self.url_name(page)) for route, page, show in self.views()
+        """Put what is held now first; the history has a separate address."""
+        pages: list[tuple[str, str, View]] = [
+            # The admin's index and breadcrumbs link to the page of this name.
+            ("", "changelist", self.held_view),
+            ("history/", "events", self.changelist_view),
+            ("timeline/", "timeline", self.timeline_view),
+            ("per-task/", "per_task", self.per_task_view),
+            ("clear/", "clear", self.clear_view),
         ]
-        return [*pages, *super().get_urls()]
-
-    def views(self) -> list[tuple[str, str, View]]:
-        """Return the address, the name and the view of each page.
-
-        Only the last class, in ``history.py``, knows the pages of all the others.
-        """
-        raise NotImplementedError
+        view = self.admin_site.admin_view
+        paths = [path(route, view(show), name=self.url_name(page)) for route, page, show in pages]
+        return [*paths, *super().get_urls()]
 
     def url_name(self, page: str) -> str:
         return f"{self.opts.app_label}_{self.opts.model_name}_{page}"
@@ -121,57 +121,6 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         """Return whether the user may clear locks, which needs the permission to view, too."""
         may_clear: bool = request.user.has_perm(f"{self.opts.app_label}.clear_lock")
         return may_clear and self.has_view_permission(request)
-
-
-def headings(columns: Iterable[str], order: str) -> dict[str, tuple[str, str]]:
-    """Return the order that a click on each column asks for, and the one that the column has.
-
-    The first column has names, the others have numbers, of which the highest come first.
-    """
-    links = {column: (f"-{column}", "") for column in columns}
-    name, current = next(iter(links)), order.removeprefix("-")
-    links[name] = (name, "")
-    links[current] = (current, "descending") if order != current else (f"-{current}", "ascending")
-    return links
-
-
-def unbroken(seconds: float) -> str:
-    """Write how long a lock was held, such that the browser does not break the line inside."""
-    return hold_time(seconds).replace(" ", "\N{NO-BREAK SPACE}")
-
-
-WINDOW = ["range", "from", "to"]
-"""What can name a window in an address."""
-
-
-def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
-    """Return what the form for a window needs; a wrong window of the address is a message."""
-    window, problem = window_of(request.GET, now)
-    if problem:
-        messages.warning(request, problem)
-    others = [pair for pair in request.GET.items() if pair[0] not in (*WINDOW, "p")]
-    return {"window": window, "others": others}
-
-
-SHOWN = 100
-"""Locks on a page of what is held."""
-STARVING = 20
-"""Starving locks above them."""
-REFRESH = range(2, 3601)
-"""Seconds after which the page can ask again."""
-PARAMETERS = {"q", "o", "p", "refresh"}
-"""What the address of the page can say; another parameter is one of the list of events."""
-ORDERS: dict[str, Callable[[HeldLock], Any]] = {
-    "name": attrgetter("name"),
-    "held": attrgetter("held_for"),
-    "lease": attrgetter("left"),
-    "conflicts": lambda lock: lock.conflicts or 0,
-}
-"""What the columns are sorted by."""
-
-
-class HeldPages(OperatorPages):
-    """What the store holds now, and a form that frees one lock."""
 
     def held_view(self, request: HttpRequest) -> HttpResponse:
         """List the locks that are held, as the store knows them at this moment."""
@@ -290,6 +239,108 @@ class HeldPages(OperatorPages):
         self.message_user(request, text, level)
         return HttpResponseRedirect(self.url("changelist"))
 
+    @partial(or_unreadable, "timeline")
+    def timeline_view(self, request: HttpRequest) -> HttpResponse:
+        """Draw a window of the history; of one lock or task if the address names it."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        now, name = timezone.now(), request.GET.get("name", "")
+        task = "" if name else request.GET.get("task", "")
+        only = {key: value for key, value in (("name", name), ("task", task)) if value}
+        form = window_form(request, now)
+        window = form["window"] or Window.past("1h", now)
+        rows: Any = self.get_queryset(request)
+        return self.render(
+            request,
+            "timeline",
+            "timeline",
+            **{**form, "window": window},
+            spans=SPANS,
+            only=f"&{urlencode(only)}" if only else "",
+            in_history=urlencode({"q": name} if name else only),
+            **only,
+            **draw(rows, window, now=now, **only),
+        )
+
+    @partial(or_unreadable, "per_task")
+    def per_task_view(self, request: HttpRequest) -> HttpResponse:
+        """Sum up each task; the address says of which time span, and in which order."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        span, sort = request.GET.get("range", ""), request.GET.get("sort", "")
+        span = span if span in RANGES else "24h"
+        sort = sort if sort.removeprefix("-") in COLUMNS else "-runs"
+        column = sort.removeprefix("-")
+        rows: Any = self.get_queryset(request)
+        window, step = chart_of(span, timezone.now())
+        tasks, cut = per_task(rows, window, step)
+        tasks.sort(
+            key=lambda facts: (facts[column] is not None, facts[column], facts["task"]),
+            reverse=sort != column,
+        )
+        links = headings(COLUMNS, sort)
+        return self.render(
+            request,
+            "per_task",
+            "per_task",
+            spans=RANGES,
+            range=span,
+            sort=sort,
+            columns=[(label, *links[name]) for name, label in COLUMNS.items()],
+            rows=[(facts, cells(facts)) for facts in tasks],
+            bar_width=90 * step / (window.end - window.start),
+            hours=step // timedelta(hours=1),
+            start=clock_time(window.start, dated=True),
+            cut=clock_time(cut, dated=True) if cut else "",
+        )
+
+
+def headings(columns: Iterable[str], order: str) -> dict[str, tuple[str, str]]:
+    """Return the order that a click on each column asks for, and the one that the column has.
+
+    The first column has names, the others have numbers, of which the highest come first.
+    """
+    links = {column: (f"-{column}", "") for column in columns}
+    name, current = next(iter(links)), order.removeprefix("-")
+    links[name] = (name, "")
+    links[current] = (current, "descending") if order != current else (f"-{current}", "ascending")
+    return links
+
+
+def unbroken(seconds: float) -> str:
+    """Write how long a lock was held, such that the browser does not break the line inside."""
+    return hold_time(seconds).replace(" ", "\N{NO-BREAK SPACE}")
+
+
+WINDOW = ["range", "from", "to"]
+"""What can name a window in an address."""
+
+
+def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
+    """Return what the form for a window needs; a wrong window of the address is a message."""
+    window, problem = window_of(request.GET, now)
+    if problem:
+        messages.warning(request, problem)
+    others = [pair for pair in request.GET.items() if pair[0] not in (*WINDOW, "p")]
+    return {"window": window, "others": others}
+
+
+SHOWN = 100
+"""Locks on a page of what is held."""
+STARVING = 20
+"""Starving locks above them."""
+REFRESH = range(2, 3601)
+"""Seconds after which the page can ask again."""
+PARAMETERS = {"q", "o", "p", "refresh"}
+"""What the address of the page can say; another parameter is one of the list of events."""
+ORDERS: dict[str, Callable[[HeldLock], Any]] = {
+    "name": attrgetter("name"),
+    "held": attrgetter("held_for"),
+    "lease": attrgetter("left"),
+    "conflicts": lambda lock: lock.conflicts or 0,
+}
+"""What the columns are sorted by."""
+
 
 def listed(text: str, order: str) -> list[HeldLock]:
     """Return the locks that mention a text, sorted by a column, or backwards if it has a minus."""
@@ -330,33 +381,6 @@ def describe(state: Starving) -> str:
     return f"{text} " + _("Last completed {} ago.").format(duration(state.since_completed))
 
 
-class TimelinePage(OperatorPages):
-    """A window of the history, drawn."""
-
-    @partial(or_unreadable, "timeline")
-    def timeline_view(self, request: HttpRequest) -> HttpResponse:
-        """Draw a window of the history; of one lock or task if the address names it."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        now, name = timezone.now(), request.GET.get("name", "")
-        task = "" if name else request.GET.get("task", "")
-        only = {key: value for key, value in (("name", name), ("task", task)) if value}
-        form = window_form(request, now)
-        window = form["window"] or Window.past("1h", now)
-        rows: Any = self.get_queryset(request)
-        return self.render(
-            request,
-            "timeline",
-            "timeline",
-            **{**form, "window": window},
-            spans=SPANS,
-            only=f"&{urlencode(only)}" if only else "",
-            in_history=urlencode({"q": name} if name else only),
-            **only,
-            **draw(rows, window, now=now, **only),
-        )
-
-
 COLUMNS = {
     "task": gettext_lazy("Task"),
     "runs": gettext_lazy("Runs"),
@@ -371,42 +395,6 @@ COLUMNS = {
     "lease": gettext_lazy("Lease"),
 }
 DURATIONS = {"p50": hold_time, "p95": hold_time, "longest": hold_time, "lease": duration}
-
-
-class PerTaskPage(OperatorPages):
-    """The history of a day or a week, summed up for each task."""
-
-    @partial(or_unreadable, "per_task")
-    def per_task_view(self, request: HttpRequest) -> HttpResponse:
-        """Sum up each task; the address says of which time span, and in which order."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        span, sort = request.GET.get("range", ""), request.GET.get("sort", "")
-        span = span if span in RANGES else "24h"
-        sort = sort if sort.removeprefix("-") in COLUMNS else "-runs"
-        column = sort.removeprefix("-")
-        rows: Any = self.get_queryset(request)
-        window, step = chart_of(span, timezone.now())
-        tasks, cut = per_task(rows, window, step)
-        tasks.sort(
-            key=lambda facts: (facts[column] is not None, facts[column], facts["task"]),
-            reverse=sort != column,
-        )
-        links = headings(COLUMNS, sort)
-        return self.render(
-            request,
-            "per_task",
-            "per_task",
-            spans=RANGES,
-            range=span,
-            sort=sort,
-            columns=[(label, *links[name]) for name, label in COLUMNS.items()],
-            rows=[(facts, cells(facts)) for facts in tasks],
-            bar_width=90 * step / (window.end - window.start),
-            hours=step // timedelta(hours=1),
-            start=clock_time(window.start, dated=True),
-            cut=clock_time(cut, dated=True) if cut else "",
-        )
 
 
 def cells(facts: dict[str, Any]) -> list[tuple[Any, Any, bool, str]]:

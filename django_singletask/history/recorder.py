@@ -183,8 +183,7 @@ class Writer(Background):
             self.sleeps = False
             while self.events and not self.stopping:
                 if len(self.events) < AT_ONCE and FLUSH not in reasons:
-                    self.sleep(GATHER)
-                reasons = []
+                    reasons = self.sleep(GATHER)
                 self.write_some()
         self.close()
 

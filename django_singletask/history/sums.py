@@ -65,7 +65,6 @@ def task_sums(
     rows, cut = _newest(rows)
     sums = (
         rows.since(start)
-        .exclude(kind="run", key__startswith=QUEUED)  # a queued call that was cleared
         .order_by()
         .values("task", "kind", "outcome", "result")
         .annotate(
@@ -102,7 +101,6 @@ def lane_sums(
     ended = Least(last, Value((end - start).total_seconds()))
     sums = (
         rows.exclude(kind="run", outcome="")
-        .exclude(kind="run", key__startswith=QUEUED)
         .order_by()
         .values("task", "kind", "outcome", "result", lane=lane)
         .annotate(
@@ -118,12 +116,15 @@ def lane_sums(
 
 
 def _newest(rows: TaskLockEventQuerySet) -> tuple[TaskLockEventQuerySet, datetime | None]:
-    """Return the newest of these rows, and the time of the first if there are more."""
+    """Return the newest of these rows, and the time of the first if there are more.
+
+    A queued call that was cleared is no run.
+    """
     # Rows are counted up to the limit: ids have gaps.
     left_out = rows.order_by("-pk").values_list("pk", flat=True)[MOST : MOST + 1].first()
     if left_out is None:
-        return rows, None
-    rows = rows.filter(pk__gt=left_out)
+        return rows.exclude(kind="run", key__startswith=QUEUED), None
+    rows = rows.filter(pk__gt=left_out).exclude(kind="run", key__startswith=QUEUED)
     return rows, rows.order_by("pk").values_list("at", flat=True).first()
 
 

@@ -99,47 +99,52 @@ def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
 
 def _write(alias: str, rows: list[Row], copies: bool) -> None:
     """Write each row at most once a statement: first the runs that have begun and ended."""
-    batch: dict[str, Row] = {}
+    calls: dict[str, Row] = {}
+    runs: dict[str, Row] = {}
     whole: dict[str, Row] = {}
     batches = []
     for row in rows:
-        ref, before = row["ref"], batch.get(row["ref"])
+        ref, known = row["ref"], calls if row["kind"] in COUNTED else runs
+        before = known.get(ref)
         if before is None:
-            batch[ref] = row
-        elif row["kind"] in COUNTED:
+            known[ref] = row
+        elif known is calls:
             at, last_at = min(before["at"], row["at"]), max(before["last_at"], row["last_at"])
-            batch[ref] = {**before, "count": before["count"] + 1, "at": at, "last_at": last_at}
+            calls[ref] = {**before, "count": before["count"] + 1, "at": at, "last_at": last_at}
         elif _has_only_begun(before):  # the later event says all that this one says
             # An entry that a returned run keeps has no process, and another lease.
             facts = {"pid": row["pid"] or before["pid"], "timeout": before["timeout"]}
-            batch[ref] = {**row, **facts}
+            runs[ref] = {**row, **facts}
             if row["ended_at"]:
-                whole[ref] = batch[ref]
+                whole[ref] = runs[ref]
         elif not _has_only_begun(row):
             whole.pop(ref, None)
-            batches.append(batch)
-            batch = {ref: row}
-    batches.append(batch)
+            batches.append(runs)
+            runs = {ref: row}
+    batches.append(runs)
     connection = connections[alias]
-    # One row as well: rows are written one by one after a failure, and COPY may be its reason.
+    # A single row is inserted: rows are written one by one after a failure, of which COPY may be
+    # the reason. psycopg 2 has no COPY of this kind.
     if copies and connection.vendor == "postgresql" and len(whole) > 1:
         with transaction.atomic(using=alias), connection.cursor() as cursor:
-            if hasattr(cursor, "copy"):  # psycopg 2 has none
+            if hasattr(cursor, "copy"):
                 _copy(connection, cursor, sorted(whole.values(), key=_place))
                 batches = [{r: row for r, row in b.items() if r not in whole} for b in batches]
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        for batch in filter(None, batches):
-            # All processes use the same order. With different orders, two could wait for each
-            # other:
-            #
-            #   one:    changes a ...... waits for b
-            #   other:         changes b ...... waits for a
+    # All processes use the same order in a transaction. With different orders, two could wait for
+    # each other:
+    #
+    #   one:    changes a ...... waits for b
+    #   other:         changes b ...... waits for a
+    #
+    # Calls come last: what is written again after a failure must not have counted them.
+    for batch in filter(None, [*batches, calls]):
+        with transaction.atomic(using=alias), connection.cursor() as cursor:
             _upsert(connection, cursor, sorted(batch.values(), key=_place))
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """Put the runs in the order of their begin, as the ids of their rows will be."""
-    return (1, row["ref"]) if row["kind"] in COUNTED else (0, row["at"], row["ref"])
+    """Put runs in the order of their begin, as the ids of their rows will be."""
+    return (row["ref"],) if row["kind"] in COUNTED else (row["at"], row["ref"])
 
 
 def _has_only_begun(row: Row) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 from django_singletask.history.queries import TaskLockEventQuerySet
 from django_singletask.history.sums import task_sums
-from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.windows import SPANS, Window, to_utc
 from django_singletask.operators.words import clock_time, hold_seconds, status
@@ -86,9 +85,7 @@ def _facts(totals: list[dict[str, Any]]) -> dict[str, Any]:
 def _percentiles(rows: TaskLockEventQuerySet) -> dict[str, float | None]:
     """Return the holds that half, and 95 %, of the newest holds do not exceed."""
     newest = rows.only("outcome", "key", "at", "ended_at", "noticed_at")[:NEWEST]
-    holds = sorted(
-        hold_seconds(row) for row in newest if row.hold_ended_at and not row.key.startswith(QUEUED)
-    )
+    holds = sorted(hold_seconds(row) for row in newest if row.hold_ended_at)
     shares = {"p50": 0.5, "p95": 0.95}
     if not holds:
         return dict.fromkeys(shares)

@@ -17,7 +17,6 @@ from django.utils.translation import ngettext
 
 from django_singletask.history.queries import OPEN, TaskLockEventQuerySet
 from django_singletask.history.sums import lane_sums
-from django_singletask.locks.keys import QUEUED
 from django_singletask.models import RETAKEN, HoldOutcome, TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import judge
@@ -227,8 +226,7 @@ def _marks_of(
     summed up, only those of open holds are single.
     """
     looks = [("tick", *words.status(event))] if event.is_counted else []
-    no_hold = event.is_counted or event.outcome == "unguarded" or event.key.startswith(QUEUED)
-    if not (no_hold or (is_summed and event.outcome)):
+    if event.is_hold and not (is_summed and event.outcome):
         looks.append(("bar", *words.status(event)))
     labels = {RETAKEN: _("retaken"), **dict(HoldOutcome.choices)}
     looks += [("sign", trouble, str(labels[trouble])) for trouble in event.troubles]

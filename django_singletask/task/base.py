@@ -81,21 +81,22 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
 
     abstract = True
 
-    lock_timeout: float | None = None
-    lock_renew: bool = True
-    lock_on: Sequence[str] | None = None
-    lock_name: Any = None
-    on_conflict: str = "skip"
-    lock_wait: float | None = None
-    lock_at_least: float = 0
-    lock_slots: int = 1
-    on_skip: Any = None
-    on_outage: str = "raise"
-    skip_result: Any = None
-    unique_until: str | None = None
-    unique_for: float = 3600
-    on_duplicate: str = "return"
-    lock_history: bool = True
+    lock_timeout: float | None
+    lock_renew: bool
+    lock_on: Sequence[str] | None
+    lock_name: Any
+    on_conflict: str
+    lock_wait: float | None
+    lock_at_least: float
+    lock_slots: int
+    on_skip: Any
+    on_outage: str
+    skip_result: Any
+    unique_until: str | None
+    unique_for: float
+    on_duplicate: str
+    lock_history: bool
+    vars().update(LockOptions._field_defaults)
 
     parameters: Parameters
     """The parameters of the body."""
