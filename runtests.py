@@ -104,6 +104,8 @@ def main(arguments: list[str]) -> int:
     # Treat SIGTERM as Ctrl-C: pytest then ends, stops the servers and removes their files. A
     # SystemExit would only fail the test that is running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell lets what it starts in the background ignore Ctrl-C; tests of interrupts need it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with environment() as variables:
         os.environ.update(variables)
         return int(pytest.main(arguments))

@@ -18,7 +18,6 @@ from django_singletask.stores import close_stores
 from tests import deadline, servers
 from tests.routers import LOCK_TABLES
 
-# Every cache that can hold locks, each on its real server.
 LOCK_CACHES = [
     "redis",
     "redis_replica",
@@ -33,6 +32,9 @@ LOCK_CACHES = [
     "db_sqlite",
     "locmem",
 ]
+"""Every cache that can hold locks, each on its real server."""
+FAMILIES = ["redis", "pymemcache", "db_postgres", "locmem"]
+"""One cache of each family. What is above the stores is shown on these; the stores on all."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,11 +130,22 @@ def empty_cache(django_db_setup: None, django_db_blocker: Any) -> Callable[[str]
     return empty_one
 
 
-@pytest.fixture(params=LOCK_CACHES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with each cache, unless its own mark names some."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "cache_alias" in metafunc.fixturenames and not any(
+        "cache_alias" in mark.args[0] for mark in marks
+    ):
+        is_about_stores = metafunc.module.__name__.startswith("tests.test_stores")
+        caches = LOCK_CACHES if is_about_stores else FAMILIES
+        metafunc.parametrize("cache_alias", caches, indirect=True)
+
+
+@pytest.fixture
 def cache_alias(
     request: pytest.FixtureRequest, django_db_setup: None, django_db_blocker: Any, settings: Any
 ) -> Iterator[str]:
-    """Give the alias of each lock cache in turn, empty and set as SINGLETASK_CACHE.
+    """Give the alias of a lock cache, empty and set as SINGLETASK_CACHE.
 
     The test may use databases on connections that it opens. For those of django.db.connections it
     needs the mark django_db, as always.

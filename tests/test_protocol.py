@@ -7,6 +7,7 @@ that renews are simulated.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 from unittest import mock
@@ -343,8 +344,16 @@ OPTIONS = {
 
 
 @pytest.fixture(autouse=True)
-def quiet(caplog):
+def alone(caplog, wait_for):
+    """Let no thread of an earlier test use the simulated clock and store."""
     caplog.set_level("CRITICAL", logger="django_singletask")
+    for each in renewal.renewers.values():
+        each.leases.clear()
+        each.owed.clear()
+        each.wake()
+    idle = (math.inf, math.inf)
+    threads = [each for each in renewal.renewers.values() if each.thread is not None]
+    wait_for(lambda: all((e.shortest, e.late_at) == idle for e in threads), "they sleep")
 
 
 def test_the_protocol(settings):

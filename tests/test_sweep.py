@@ -13,6 +13,7 @@ from django.utils import timezone
 from django_singletask.conf import conf
 from django_singletask.history import sweep as history
 from django_singletask.history.sweep import prune, sweep, takes_turn
+from django_singletask.locks.renewal import renewers
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.held import held
 from django_singletask.stores import get_store
@@ -38,6 +39,7 @@ def lose_host(lock):
     """Let the entry end as if the holder's host was lost; return its token and its bytes."""
     store = get_store("redis")
     value = store.read(lock.key).value
+    renewers["redis"].drop(lock.lease)  # a renewal would take the lock again
     store.release(lock.key, value)
     return lock.token, value
 
