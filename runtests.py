@@ -64,7 +64,7 @@ PARTS = {
     "Tests with workers, first part": [*FIRST_WORKER_TESTS, *OTHERS],
     "Tests with workers, second part": [
         *("-m", "worker"),
-        *(f"--ignore={path}" for path in FIRST_WORKER_TESTS),
+        *(f"--ignore={path}" for path in (*FIRST_WORKER_TESTS, *FAULTS)),
     ],
     "Tests of faults": FAULTS,
     "Tests without workers": [

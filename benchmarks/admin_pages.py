@@ -35,8 +35,8 @@ LIMIT = 300
 SUMS, SUMS_LIMIT = "per task", 1000
 """The page that sums up hundreds of thousands of rows, and the milliseconds that it may take."""
 NAMES = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
-KINDS = ["run", "conflict", "duplicate"]
-OUTCOMES = ["released", "dead", "expired", "lost", "cleared"]
+WORDS = ["held", "returned", "raised", "skipped", "released", "dead", "expired", "lost", "cleared"]
+WORDS += ["conflict", "duplicate"]
 COLUMNS = (
     "ref, kind, outcome, result, name, key, cache, task, task_id, host, pid, at, ended_at, "
     "noticed_at, retaken, timeout, count, last_at, blocked_by, blocked_by_task_id, actor, reason"
@@ -135,17 +135,16 @@ def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
         "page 50": {"p": "50"},
         "last page": {"p": "100"},
         **{f"past {span}": {"range": span} for span in ("15m", "1h", "24h", "7d")},
-        **{f"kind {kind}": {"kind__exact": kind} for kind in KINDS},
-        **{f"outcome {outcome}": {"outcome__exact": outcome} for outcome in OUTCOMES},
+        **{f"what: {word}": {"what": word} for word in WORDS},
         "frequent task": {"task": feeds},
         "rare task": {"task": nightly},
         "no such task": {"task": "none.such"},
-        "outcome and time": {"outcome__exact": "expired", "range": "24h"},
-        "outcome and short time": {"outcome__exact": "expired", "range": "15m"},
-        "lost and time": {"outcome__exact": "lost", "range": "7d"},
-        "outcome and task": {"outcome__exact": "dead", "task": feeds},
-        "outcome and rare task": {"outcome__exact": "dead", "task": nightly},
-        "task, kind and time": {"task": feeds, "kind__exact": "conflict", "range": "24h"},
+        "what and time": {"what": "expired", "range": "24h"},
+        "what and short time": {"what": "expired", "range": "15m"},
+        "lost and time": {"what": "lost", "range": "7d"},
+        "what and task": {"what": "dead", "task": feeds},
+        "what and rare task": {"what": "dead", "task": nightly},
+        "task, what and time": {"task": feeds, "what": "conflict", "range": "24h"},
         "rare task and time": {"task": nightly, "range": "1h"},
         "search name": {"q": row.name},
         "search beginning": {"q": "feeds.tasks.import_3(feed_id=1"},
@@ -154,18 +153,21 @@ def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
         "search rare": {"q": nightly},
         "search task id": {"q": row.task_id},
         "search nothing": {"q": "zzz"},
-        "search and outcome": {"q": feeds, "outcome__exact": "expired"},
+        "search and what": {"q": feeds, "what": "expired"},
         "search and time": {"q": feeds, "range": "15m"},
-        "search rare and outcome": {"q": nightly, "outcome__exact": "expired"},
-        "search all and outcome": {"q": "f", "outcome__exact": "cleared"},
+        "search rare and what": {"q": nightly, "what": "expired"},
+        "search all and what": {"q": "f", "what": "cleared"},
     }
     requests = {f"history: {label}": ("history/", query) for label, query in lists.items()}
-    requests["one event"] = (f"{row.pk}/change/", {})
     for span in ("15m", "1h", "24h", "7d"):
         requests[f"timeline {span}"] = ("timeline/", {"range": span})
     requests["timeline of a task, 7d"] = ("timeline/", {"range": "7d", "task": feeds})
     requests["timeline of a rare task, 7d"] = ("timeline/", {"range": "7d", "task": nightly})
     requests["timeline of a lock, 7d"] = ("timeline/", {"range": "7d", "name": row.name})
+    requests["page of a lock, with its event"] = (
+        "timeline/",
+        {"name": row.name, "event": str(row.pk)},
+    )
     for span in ("24h", "7d"):
         requests[f"{SUMS} {span}"] = ("per-task/", {"range": span})
     requests["held now"] = ("", {})

@@ -4,7 +4,7 @@
     python benchmarks/run.py [--quick] [--only PART]
 
 Starts servers on free ports, and writes benchmarks/RESULTS.rst and the picture of the README.
---quick takes less than a minute and only shows that everything works. --quick and --only print the
+--quick takes a minute or two and only shows that everything works. --quick and --only print the
 tables and write no file.
 """
 
@@ -40,7 +40,7 @@ BUSY_PARTS = ["redis", "memcached", "conflict", "worker"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="less than a minute; writes no file")
+    parser.add_argument("--quick", action="store_true", help="a minute or two; writes no file")
     parser.add_argument("--only", choices=PARTS, action="append", help="one part; writes no file")
     arguments = parser.parse_args()
     began, load = time.monotonic(), os.getloadavg()[0]

@@ -21,14 +21,19 @@ MAX_LEASE = 30 * 24 * 60 * 60
 """Longest lease in seconds: memcached takes anything above as a date."""
 
 DEFAULTS: dict[str, Any] = {
+    # The alias in CACHES that holds the locks.
     "cache": "default",
+    # The length of a lease in seconds.
     "lock_timeout": 60,
+    # How the history is written: "background", "inline" or "off".
     "history": "background",
+    # The days for which the history is kept.
     "history_days": 30,
+    # Whether names show the arguments of a call.
     "record_arguments": True,
+    # The address of a task's page in another tool, with the field {task_id}.
     "task_url": None,
 }
-RENEWED = ("timeout", "lock_timeout", "SINGLETASK_LOCK_TIMEOUT")
 TASK_URL = re.compile(r"https?://[^{}\s/?#]+[/?#](?:[^{}\s]*\{task_id\})+[^{}\s]*", re.IGNORECASE)
 """A valid ``SINGLETASK_TASK_URL``: no scheme that runs code, and no field in the host name."""
 HISTORY_MODES = ("background", "inline", "off")
@@ -40,18 +45,8 @@ class Conf:
     A setting is read when it is needed first, and again after ``setting_changed``.
     """
 
-    cache: str
-    """Alias in ``CACHES`` that holds the locks."""
-    lock_timeout: float
-    """Length of a lease in seconds."""
     history: str
-    """How the history is written: ``"background"``, ``"inline"`` or ``"off"``."""
-    history_days: float
-    """Days for which the history is kept."""
-    record_arguments: bool
-    """Whether names show the arguments of a call."""
-    task_url: str | None
-    """Address of a task's page in another tool, with the field ``{task_id}``."""
+    """In tests an attribute of the class, which :meth:`forget` leaves."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in DEFAULTS:
@@ -60,7 +55,10 @@ class Conf:
         if name == "history" and is_test():
             # A thread would write outside the test's transaction and keep the database open.
             default = "inline"
-        value = getattr(settings, f"SINGLETASK_{name.upper()}", default)
+        setting = f"SINGLETASK_{name.upper()}"
+        value = getattr(settings, setting, default)
+        if name == "lock_timeout":
+            check_seconds(setting, value)
         if apps.ready:  # before that, a test environment is not known yet
             values[name] = value
         return value
@@ -107,18 +105,13 @@ def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool
     Raises ``TypeError`` for anything but a number. Raises ``ValueError`` for a number that is
     negative, 0 (unless ``zero=True``), infinite (unless ``infinite=True``) or above 30 days.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{option} must be a number of seconds, not {value!r}.")
-    if infinite and value == math.inf:
-        return value
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        allowed = f"{'0 or a' if zero else 'a'} positive, finite number of seconds"
-        allowed = "0 or more seconds, or math.inf" if infinite else allowed
-        raise ValueError(f"{option} must be {allowed}, not {value!r}.")
-    if value > MAX_LEASE:
-        renewed = ": a lease is renewed while the task runs, so it need not be as long as the task"
-        renewed = renewed if option.partition(" ")[0] in RENEWED else ""
-        raise ValueError(
-            f"{option} must be at most {MAX_LEASE} seconds (30 days), not {value!r}{renewed}."
-        )
-    return value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    in_range = is_number and (0 < value <= MAX_LEASE or (zero and value == 0))
+    if in_range or (infinite and value == math.inf):
+        return value  # type: ignore[no-any-return]
+    least, end = "0 or more" if zero else "above 0", ", or math.inf" if infinite else ""
+    error = ValueError if is_number else TypeError
+    raise error(
+        f"{option} must be a number of seconds, {least} and at most {MAX_LEASE} (30 days){end}, "
+        f"not {value!r}."
+    )

@@ -30,6 +30,7 @@ class LockConflict(LockError):
         holder: Holder | dict[str, Any] | None = None,
         remaining: float | None = None,
         note: str = "",
+        lock: Any = None,
     ) -> None:
         if isinstance(holder, dict):
             holder = Holder.from_dict(holder)
@@ -39,13 +40,11 @@ class LockConflict(LockError):
         self.holder = holder
         self.remaining = remaining
         self.note = note
-        self.lock: Any = None
+        self.lock = lock
 
     @classmethod
     def of(cls, lock: Any) -> LockConflict:
-        conflict = cls(lock.name, lock.blocker, lock.blocker_remaining, lock.note)
-        conflict.lock = lock
-        return conflict
+        return cls(lock.name, lock.blocker, lock.lease.blocker_remaining, lock.note, lock)
 
     def __str__(self) -> str:
         text = f"{self.name} is held"

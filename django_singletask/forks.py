@@ -1,14 +1,29 @@
-"""Let no child inherit an SQLite file that a thread of this process uses or has open."""
+"""What happens at a fork: no child inherits an SQLite file that is in use, or a connection."""
 
 from __future__ import annotations
 
+import ctypes
 import os
-import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
+
+
+def at_fork(**functions: Callable[[], object]) -> None:
+    """Call functions at each fork, if this system has forks; see ``os.register_at_fork()``."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**functions)
+
+
+def leak(connections: Iterable[object]) -> None:
+    """Never delete the parent's connections in a child, not even at its end.
+
+    Some clients would send "quit" on the socket, and the server would disconnect the parent.
+    """
+    for connection in connections:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
 
 PATIENCE = 1.0
 """The longest delay of a fork in seconds; after that it happens anyway."""
@@ -29,24 +44,17 @@ PATIENCE = 1.0
 #   main thread:                      fork
 #   child:                                 opens the file ...... writes to the log that is removed
 
-_inside: weakref.WeakSet[Block] = weakref.WeakSet()
+_inside: weakref.WeakSet[undivided] = weakref.WeakSet()
 _closed: weakref.WeakSet[Any] = weakref.WeakSet()
-_forks: dict[int, float] = {}
-"""Until when other threads wait for a fork, by the thread that forks."""
-
-
-class Block:
-    """A use of an SQLite file; if a signal ends it without its ``finally``, it ends with its frame.
-
-    There is no lock that such a signal could leave locked.
-    """
+_forks: list[float] = []
+"""Until when other threads wait for each fork."""
 
 
 def close_before_forks(connection: Any) -> None:
     """Let each fork close a connection to an SQLite file first; Django opens it again.
 
-    Each use of the connection must be in a block of :func:`undivided`: to close a connection in the
-    middle of a statement would crash the process.
+    Each use of the connection must be in a block of :class:`undivided`: to close a connection in
+    the middle of a statement would crash the process.
     """
     if connection.vendor == "sqlite":
         _closed.add(connection)
@@ -58,28 +66,32 @@ def close_before_forks(connection: Any) -> None:
 #   fork:                 anybody inside? no                     forks
 
 
-@contextmanager
-def undivided(connection: Any) -> Iterator[None]:
-    """Delay forks while this block runs, if the connection is to an SQLite file."""
-    if connection.vendor != "sqlite":
-        yield
-        return
-    block = Block()
-    try:
-        _inside.add(block)
-        while any(time.monotonic() < until for until in list(_forks.values())):
-            _inside.discard(block)
+class undivided:
+    """Delay forks while this block runs, if the connection is to an SQLite file.
+
+    If a signal ends it without its ``__exit__``, it ends with its frame: the reference to it is
+    weak, and there is no lock that such a signal could leave locked.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.is_file = connection.vendor == "sqlite"
+
+    def __enter__(self) -> None:
+        while self.is_file:
+            _inside.add(self)
+            if time.monotonic() >= max(_forks, default=0.0):
+                break
+            _inside.discard(self)
             time.sleep(0.001)
-            _inside.add(block)
-        yield
-    finally:
-        _inside.discard(block)
+
+    def __exit__(self, *exc_info: object) -> None:
+        _inside.discard(self)
 
 
 def _before_fork() -> None:
     until = time.monotonic() + PATIENCE
     # If a signal keeps _after_in_parent() from running, the others wait no longer than this.
-    _forks[threading.get_ident()] = until + PATIENCE
+    _forks.append(until + PATIENCE)
     while _inside and time.monotonic() < until:
         time.sleep(0.001)
     if not _inside:
@@ -90,7 +102,7 @@ def _before_fork() -> None:
 
 
 def _after_in_parent() -> None:
-    _forks.pop(threading.get_ident(), None)
+    del _forks[-1:]
 
 
 def _after_in_child() -> None:
@@ -98,7 +110,4 @@ def _after_in_child() -> None:
     _inside.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child
-    )
+at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from functools import cache, lru_cache
 from types import NoneType
 from typing import Any
@@ -32,7 +31,7 @@ ALSO: dict[type, type] = {float: int, NoneType: str}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Process:
     """Identify one process on one boot of one host.
 
@@ -49,7 +48,7 @@ class Process:
     start: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Holder(Process):
     """The record stored as the value of a lock: who holds it, since when, for how long.
 
@@ -67,27 +66,20 @@ class Holder(Process):
     timeout: float
     kept: bool = False
     slots: int = 1
-    """How many runs may hold the lock at once, according to this holder; 1 is not stored."""
-
-    @classmethod
-    def new(cls, name: str, timeout: float, *, token: str | None = None, **run: Any) -> Holder:
-        """Return the record of an acquisition by this process now; the default token is random.
-
-        ``run`` has the fields ``task``, ``task_id`` and ``retries``, and ``slots`` if not 1.
-        """
-        token, holder = token or os.urandom(16).hex(), object.__new__(cls)
-        # This takes a fifth of the time of a frozen dataclass's __init__.
-        vars(holder).update(vars(this_process()), token=token, name=name, **run)
-        vars(holder).update(since=time.time(), timeout=timeout)
-        return holder
+    """How many runs may hold the lock at once, according to this holder."""
 
     def encode(self) -> bytes:
         return _encode(vars(self)).encode("ascii")
 
     @classmethod
+    @lru_cache(maxsize=64)
     def decode(cls, value: bytes) -> Holder:
         """Read a record. Bytes of another origin become :data:`UNKNOWN`."""
-        return _decode(value) if len(value) <= LARGEST else UNKNOWN
+        try:
+            data = json.loads(value.decode()) if len(value) <= LARGEST else None
+        except (ValueError, RecursionError):
+            return UNKNOWN
+        return cls.from_dict(data) if isinstance(data, dict) else UNKNOWN
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Holder:
@@ -97,13 +89,14 @@ class Holder(Process):
         become safe to show, and short enough for a column.
         """
         fields = {}
-        for name, unknown in vars(UNKNOWN).items():
+        for name, unknown, types, limit in FIELDS:
             value = data.get(name, unknown)
-            if type(value) not in (type(unknown), ALSO.get(type(unknown))):
+            if type(value) not in types:
                 return UNKNOWN
             if type(value) is str:
-                value = clean(value, LONGEST)
-            elif not 0 <= (value or 0) <= LIMITS.get(name, COLUMN):
+                if len(value) > LONGEST or not value.isprintable():
+                    value = clean(value, LONGEST)
+            elif not 0 <= (value or 0) <= limit:
                 return UNKNOWN
             fields[name] = value
         return cls(**fields) if IS_TOKEN.fullmatch(data.get("token", "")) else UNKNOWN
@@ -129,15 +122,11 @@ class Holder(Process):
 
 UNKNOWN = Holder("", "", "", "", 0, "", "", "", None, None, 0, 0.0, 0.0)
 """The holder of an entry that this package did not write."""
-
-
-@lru_cache(maxsize=64)
-def _decode(value: bytes) -> Holder:
-    try:
-        data = json.loads(value)
-    except (ValueError, RecursionError):
-        return UNKNOWN
-    return Holder.from_dict(data) if isinstance(data, dict) else UNKNOWN
+FIELDS = [
+    (name, value, (type(value), ALSO.get(type(value))), LIMITS.get(name, COLUMN))
+    for name, value in vars(UNKNOWN).items()
+]
+"""Each field: its value if it is missing, the types that it can have, and its limit."""
 
 
 def describe_run(task_id: str | None, host: str, pid: int) -> str:
@@ -219,11 +208,9 @@ def _read(path: str) -> str:
     # A third of the time of open(), and each conflict reads a file.
     try:
         file = os.open(path, os.O_RDONLY)
+        try:
+            return os.read(file, 4096).decode(errors="replace").strip()
+        finally:
+            os.close(file)
     except OSError:
         return ""
-    try:
-        return os.read(file, 4096).decode(errors="replace").strip()
-    except OSError:
-        return ""
-    finally:
-        os.close(file)

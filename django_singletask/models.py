@@ -55,6 +55,15 @@ class Result(models.TextChoices):
     FAILED = "failed", _("failed")
 
 
+def hold_end(
+    outcome: str, ended_at: datetime | None, noticed_at: datetime | None
+) -> datetime | None:
+    """Return when a hold with this outcome ended, from two columns of its row."""
+    known = ended_at or noticed_at
+    # A run goes on without its lock; or its lock was cleared that it kept after its end.
+    return min(known, noticed_at or known) if known and outcome == "cleared" else known
+
+
 class TaskLockEvent(models.Model):
     """A run that had a lock, or all the calls with one end that one holder blocked.
 
@@ -157,11 +166,9 @@ class TaskLockEvent(models.Model):
     @property
     def hold_ended_at(self) -> datetime | None:
         """When its hold ended, as far as it had one and its end is known."""
-        known = self.ended_at or self.noticed_at
-        if not (self.is_hold and self.outcome and known):
+        if not (self.is_hold and self.outcome):
             return None
-        # A run goes on without its lock; or its lock was cleared that it kept after its end.
-        return min(known, self.noticed_at or known) if self.outcome == "cleared" else known
+        return hold_end(self.outcome, self.ended_at, self.noticed_at)
 
     @property
     def end(self) -> datetime:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import datetime, timezone
-from typing import Any
+from datetime import datetime
 
 from django.dispatch import Signal
-
-from django_singletask.holder import Holder, this_process
 
 __all__ = ["LockEvent", "lock_event"]
 
@@ -52,20 +49,3 @@ class LockEvent:
     held_for: float | None = None
     since: datetime | None = None
     retaken: int = 0
-
-    @classmethod
-    def about(
-        cls, kind: str, name: str, key: str, holder: Holder | None, **facts: Any
-    ) -> LockEvent:
-        """Return an event of this moment about a holder, or about this process (None)."""
-        process, event = holder or this_process(), object.__new__(cls)
-        began = holder.since if holder is not None else 0
-        since = datetime.fromtimestamp(began, timezone.utc) if began else None
-        at = since if kind == "acquired" and since else datetime.now(timezone.utc)
-        # This takes a tenth of the time of a frozen dataclass's __init__.
-        vars(event).update(kind=kind, name=name, key=key, at=at, host=process.host, pid=process.pid)
-        if holder is not None:
-            vars(event).update(task=holder.task or "", task_id=holder.task_id or "")
-            vars(event).update(token=holder.token, timeout=holder.timeout, since=since)
-        vars(event).update(facts)
-        return event

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from django.core.cache.backends.locmem import LocMemCache
@@ -17,6 +15,7 @@ from django_singletask.conf import Conf, conf
 from django_singletask.exceptions import LockConflict
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
+from django_singletask.locks.address import Run
 from django_singletask.locks.lock import TaskLock
 from django_singletask.stores import open_with
 from django_singletask.stores.base import Entry, Outcome, Store
@@ -42,24 +41,19 @@ class _GrantingStore(LocMemStore):
         super().change(key, old, new, lease)  # the lock may have been acquired inside hold()
         return Outcome.OK
 
-    def read(self, key: str) -> Entry | None:
-        return None
+    def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        return {}
 
     def clear(self, key: str, value: bytes, lease: float) -> bool:
         return False
 
     def fence(self, key: str, value: bytes) -> int | None:
-        with self.lock:
-            return self._next_number()
-
-    def entries(self) -> Iterator[tuple[str, Entry]]:
-        return iter(())
+        return self.microseconds()
 
 
 # These are for the whole process, so that they also apply to threads that a test starts.
 _active: list[_StandIn] = []
 _caches: dict[str, LocMemCache] = {}
-_kept_before: set[tuple[str, str, str]] = set()
 
 
 class _StandIn(TestContextDecorator):
@@ -68,13 +62,12 @@ class _StandIn(TestContextDecorator):
     store_class: type[Store] = LocMemStore
 
     def enable(self) -> Any:
-        global _kept_before
         if not _active:
             for cache in _caches.values():
                 cache.clear()
         entered = self.begin()
+        self.kept = renewal.kept()
         if not _active:
-            _kept_before = renewal.kept()
             # Not by override_settings(): a test that overrides a setting inside and restores it
             # outside, as pytest-django's "settings" can, would restore this one too. An attribute
             # of the class outlasts forget().
@@ -91,14 +84,12 @@ class _StandIn(TestContextDecorator):
     def disable(self) -> None:
         _active.pop()
         self.end()
-        if _active:
-            open_with(_active[-1].open_store)
-            return
+        open_with(_active[-1].open_store if _active else None)
         # Renewing a lock that the test did not release would create it in the configured cache.
-        for cache, token, key in renewal.kept() - _kept_before:
+        for cache, token, key in renewal.kept() - self.kept:
             renewal.renewers[cache].leases.pop((token, key), None)
-        del Conf.history
-        open_with(None)
+        if not _active:
+            del Conf.history
 
     def begin(self) -> Any:
         """Prepare the replacement before it is active."""
@@ -110,7 +101,7 @@ class _StandIn(TestContextDecorator):
         """Return the store that replaces the one of a cache alias."""
         # LocMemCache objects with the same name share their entries.
         cache = _caches.setdefault(alias, LocMemCache(f"{__name__} {alias}", {}))
-        return self.store_class(cache)
+        return self.store_class(cache, alias)
 
     def decorate_callable(self, func: F) -> F:
         if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
@@ -152,17 +143,9 @@ class hold(_StandIn):
     def begin(self) -> Holder:
         task, args, kwargs = self._call
         lock = _lock(task, args, kwargs)
-        holder = Holder.from_dict(  # without a process, so it never counts as dead
-            {
-                "token": os.urandom(16).hex(),
-                "name": lock.name,
-                "task": task.name if isinstance(task, SingletonTask) else None,
-                "task_id": str(uuid.uuid4()),
-                "host": ELSEWHERE,
-                "since": time.time(),
-                "timeout": DAY,
-            }
-        )
+        run = Run(task.name if isinstance(task, SingletonTask) else None, str(uuid.uuid4()))
+        # Without a process, so it never counts as dead.
+        holder = run.holder(lock.name, DAY, host=ELSEWHERE, pid=0, start="")
         self._store, self._value = self.open_store(lock.cache or conf.cache), holder.encode()
         self._keys = lock.lock_key.slots(lock.slots)
         for key in self._keys:

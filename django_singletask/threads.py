@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import _thread
 import logging
-import os
 import queue
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+from django_singletask.forks import at_fork
 
 logger = logging.getLogger("django_singletask")
 
@@ -33,15 +33,15 @@ logger = logging.getLogger("django_singletask")
 
 _made: dict[str, Any] = {}
 variables: Any = None
-"""The variables of this thread or greenlet; :func:`own` makes each at its first use."""
+"""The variables of this thread or greenlet, once :func:`put` has set one; None before."""
 
 
-def own(name: str, make: Callable[[], Any]) -> Any:
+def put(name: str, value: Any) -> Any:
+    """Set a variable of this thread or greenlet, and return its value."""
     global variables
     variables = _made.setdefault("variables", threading.local())  # the first thread decides
-    if not hasattr(variables, name):
-        setattr(variables, name, make())
-    return getattr(variables, name)
+    setattr(variables, name, value)
+    return value
 
 
 def _after_fork() -> None:
@@ -50,8 +50,7 @@ def _after_fork() -> None:
     _made.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)
 
 
 def are_greenlets() -> bool:
@@ -59,15 +58,7 @@ def are_greenlets() -> bool:
     return not threading.local.__module__.startswith("_thread")
 
 
-def new_queue() -> Any:
-    return queue.SimpleQueue()
-
-
-def start(function: Callable[[], None]) -> None:
-    _thread.start_new_thread(function, ())
-
-
-class Background(ABC):
+class Background:
     """An object with one thread, which :meth:`begin` starts and :meth:`wake` wakes.
 
     If two threads call :meth:`begin` at once, two threads start, and the second ends at once. A
@@ -75,43 +66,45 @@ class Background(ABC):
     """
 
     name: str
+    run: Callable[[], None]
+    """Do the work of the thread."""
     thread: int | None = None
     """The number of the thread that runs."""
+    wakes: Any = None
 
     def begin(self) -> None:
         if self.thread is None:
             has_threads()
-            start(self._begin)
+            _thread.start_new_thread(self._begin, ())
 
     def _begin(self) -> None:
         number = threading.get_ident()
         if vars(self).setdefault("thread", number) == number:  # atomic
             threading.current_thread().name = self.name
+            self.wakes = queue.SimpleQueue()
             try:
                 self.run()
             finally:
                 del self.thread
 
-    @abstractmethod
-    def run(self) -> None:
-        """Do the work of the thread."""
+    # A thread that has no queue yet sees everything that was noted before wake():
+    #
+    #   task:     notes its wish              wake(): no queue
+    #   thread:                    begins                        queue, reads all wishes, sleeps
 
-    def wake(self, reason: object = None) -> None:
-        self._wakes().put(reason)
+    def wake(self) -> None:
+        if self.wakes is not None:
+            self.wakes.put(None)
 
-    def sleep(self, seconds: float | None) -> list[object]:
-        """Sleep until a :meth:`wake`, at most ``seconds``; return the reasons that were given."""
-        wakes, reasons = self._wakes(), []
+    def sleep(self, seconds: float | None) -> bool:
+        """Sleep until a :meth:`wake`, at most ``seconds``; return whether there was one."""
+        woken = False
         try:
-            reasons.append(wakes.get(timeout=seconds))
             while True:
-                reasons.append(wakes.get_nowait())
+                self.wakes.get(timeout=0 if woken else seconds)
+                woken = True
         except queue.Empty:
-            return reasons
-
-    def _wakes(self) -> Any:
-        wakes = vars(self).get("wakes")
-        return vars(self).setdefault("wakes", new_queue()) if wakes is None else wakes
+            return woken
 
 
 @cache

@@ -29,14 +29,15 @@ def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
     """Let one process hold the lock for some seconds while others want it."""
     from django_singletask import TaskLock
     from django_singletask.locks.renewal import Renewer
-    from django_singletask.stores.epoch import Epoch
+    from django_singletask.stores.base import Epoch
 
     if fault == "nobody is held back":
         Epoch.check = lambda epoch: None
     if fault == "nobody looks":
         Renewer.tick = lambda renewer: None
     if fault == "nobody asks which server answers":
-        Epoch.see_server = lambda epoch, server: None
+        note = Epoch.note
+        Epoch.note = lambda epoch, fact, seen: fact == "server" or note(epoch, fact, seen)
         Renewer.interval = seconds  # else the holder may be the first to reach the server
     ended = fork.Event()
 

@@ -13,8 +13,11 @@ from django.db import connections
 from django.test.utils import setup_databases
 
 from django_singletask import TaskLock
+from django_singletask.admin.history import tasks_of_history
+from django_singletask.locks.renewal import Renewer, renewers
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import close_stores
+from django_singletask.stores import close_stores, get_store
+from django_singletask.stores.base import epoch_of
 from tests import deadline, servers
 from tests.routers import LOCK_TABLES
 
@@ -61,6 +64,22 @@ def django_db_setup(django_test_environment: None, django_db_blocker: Any) -> No
 def no_store_outlives_its_test() -> Iterator[None]:
     yield
     close_stores()
+    tasks_of_history.cache_clear()  # it knows the tasks of a test for a minute
+
+
+@pytest.fixture
+def no_renewal_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no thread renew the locks of this test.
+
+    It would take again what the test takes away, at a tick that can come at any time: a cache that
+    was emptied before the test has another epoch, and then the next tick renews all locks.
+    """
+    monkeypatch.setattr(Renewer, "begin", lambda renewer: None)
+    before = dict(renewers)
+    renewers.clear()
+    yield
+    renewers.clear()
+    renewers.update(before)
 
 
 @pytest.fixture
@@ -100,7 +119,8 @@ def take() -> Iterator[Callable[..., TaskLock]]:
 
 @pytest.fixture
 def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    """Print as on a terminal of this width."""
+    monkeypatch.setattr("django_singletask.management.output.width", lambda: 80)
 
 
 @pytest.fixture
@@ -157,7 +177,18 @@ def cache_alias(
 
 
 def empty(alias: str) -> None:
-    """Remove all locks of a cache."""
+    """Remove all locks of a cache; its thread learns that, unless locks are held.
+
+    Otherwise its next tick, in the middle of the test, would find another epoch and renew all
+    locks: it would take again what the test takes away.
+    """
+    remove_all(alias)
+    if alias in renewers and not renewers[alias].held():
+        get_store(alias).look()
+        renewers[alias].changes = epoch_of(alias).changes
+
+
+def remove_all(alias: str) -> None:
     table = caches.settings[alias]["LOCATION"]
     if not isinstance(table, str) or table not in LOCK_TABLES:
         try:

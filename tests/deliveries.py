@@ -7,12 +7,12 @@ from typing import Any
 from celery.app.trace import build_tracer
 
 from django_singletask.conf import conf
-from django_singletask.holder import Holder
 from django_singletask.locks import renewal
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import LATEST
 from django_singletask.stores import get_store
 from django_singletask.task.header import HEADER
-from django_singletask.task.rerun import State
+from django_singletask.task.latest import State
 from tests.entries import eventually
 from tests.testapp import tasks
 
@@ -57,7 +57,7 @@ class held_by:
 
     def __init__(self, task_id: str, retries: int = 0, task: Any = tasks.hold) -> None:
         self.lock = task.lock("a")
-        holder = Holder.new(self.lock.name, 60, task=task.name, task_id=task_id, retries=retries)
+        holder = Run(task.name, task_id, retries=retries).holder(self.lock.name, 60)
         self.value = holder.encode()
 
     def __enter__(self) -> None:

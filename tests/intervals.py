@@ -125,8 +125,8 @@ lose = Lease.lose
 
 
 def note_lease(lease: Lease, event: str, at: float) -> None:
-    if not lease.address.silent and lease.holder.pid == os.getpid():
-        name, token, until = lease.address.lock_key.name, lease.token, lease.deadline
+    if not lease.silent and lease.holder.pid == os.getpid():
+        name, token, until = lease.name, lease.token, lease.deadline
         note(event, lock=name, token=token, sent=lease.renewed_at, until=until, **{"at": at})
 
 
@@ -151,7 +151,7 @@ def body(lock: TaskLock, task_id: str | None = None) -> Iterator[None]:
 
 
 def fence(lock: TaskLock) -> None:
-    """Fetch the fencing token of a held lock and note it; memcached has none."""
+    """Note the fencing token of a held lock; memcached, which can lose a counter, has none."""
     with suppress(NotImplementedError, LockLost):
         note_fence(lock, lock.fencing_token())
 

@@ -12,22 +12,35 @@ from django_singletask.models import TaskLockEvent
 __all__ = ["Plan", "plans"]
 
 EXPLAIN = {"sqlite": "EXPLAIN QUERY PLAN"}
+LIMIT = 1000
+"""Rows that a question asks for, at most."""
 
 
 class Plan(NamedTuple):
-    """A statement, and the plan of the database for it, as text."""
+    """A statement, and the steps of the database's plan for it."""
 
     vendor: str
     sql: str
-    text: str
+    steps: list[Any]
+
+    @property
+    def text(self) -> str:
+        return str(self.steps)
 
     def reads_the_table(self) -> bool:
-        """Say whether all rows of the history's table are read, or all entries of an index."""
+        """Say whether all rows of the history's table are read, or all entries of an index.
+
+        MariaDB may read the newest 100 ids for 100 rows of a kind that half of the rows have.
+        """
         table = TaskLockEvent._meta.db_table
         if self.vendor == "postgresql":
             return f"Seq Scan on {table}" in self.text
         if self.vendor == "mysql":
-            return f"'{table}', 'ALL'" in self.text or f"'{table}', 'index'" in self.text
+            return any(
+                step[2] == table
+                and (step[3] == "ALL" or (step[3] == "index" and int(step[8]) > LIMIT))
+                for step in self.steps
+            )
         return f"SCAN {table}'" in self.text
 
 
@@ -51,5 +64,5 @@ def plans(alias: str, ask: Callable[[], object]) -> list[Plan]:
     with connection.cursor() as cursor:
         for sql, params in statements:
             cursor.execute(f"{explain} {sql}", params)
-            answers.append(Plan(connection.vendor, sql, str(cursor.fetchall())))
+            answers.append(Plan(connection.vendor, sql, list(cursor.fetchall())))
     return answers

@@ -284,8 +284,8 @@ def connection_id(store: Any) -> Any:
     """Return the server's number of the connection of a store."""
     if store.family == "redis":
         store.read("singletask:none")
-        store.connection.send_command("CLIENT", "ID")
-        return store.connection.read_response()
+        store.connections[-1].send_command("CLIENT", "ID")
+        return store.connections[-1].read_response()
     if store.family == "database" and store.connection.vendor != "sqlite":
         is_postgres = store.connection.vendor == "postgresql"
         function = "pg_backend_pid()" if is_postgres else "CONNECTION_ID()"

@@ -11,7 +11,7 @@ from django_singletask.stores import get_store
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
-    pytest.mark.usefixtures("on_redis", "empty_history"),
+    pytest.mark.usefixtures("on_redis", "empty_history", "no_renewal_thread"),
 ]
 
 

@@ -26,11 +26,12 @@ from django_singletask import (
     current_lock,
     only_one,
 )
-from django_singletask.locks import pool, steps
+from django_singletask.locks import aio
+from django_singletask.locks import lock as locking
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import lock_event
 from django_singletask.stores import get_store, open_cache, open_with
-from django_singletask.stores.epoch import Forgotten
+from django_singletask.stores.base import Forgotten
 from django_singletask.stores.redis import RedisStore
 from tests import servers
 from tests.entries import eventually, key_of, private_store
@@ -49,7 +50,7 @@ def run(function, *args):
 
 
 def pool_threads():
-    return sum(each.threads for each in pool.pools.values())
+    return sum(each.threads for each in aio.pools.values())
 
 
 class TestExclusion:
@@ -288,7 +289,7 @@ class TestOnlyOne:
             def work(): ...
 
     def test_an_asynchronous_generator_is_refused(self):
-        with pytest.raises(TypeError, match="an asynchronous generator function"):
+        with pytest.raises(TypeError, match="a generator function"):
 
             @only_one
             async def work():
@@ -395,7 +396,7 @@ def gate(on_redis):
             gate("after the release")
             return outcome
 
-    open_with(lambda alias: GatedStore(open_cache("redis")))
+    open_with(lambda alias: GatedStore(open_cache("redis"), alias))
     yield gate
     gate.open.set()
     open_with(None)
@@ -416,7 +417,7 @@ class TestCancelled:
     @pytest.mark.parametrize("point", ["before the take", "after the take"])
     @pytest.mark.parametrize("way", ["aacquire", "async with"])
     def test_a_take_that_is_cancelled_is_given_back(self, gate, monkeypatch, point, way):
-        monkeypatch.setattr(steps, "GRACE", 0.05)
+        monkeypatch.setattr(locking, "GRACE", 0.05)
         gate.close(point)
         lock = TaskLock(NAME)
 
@@ -558,7 +559,7 @@ class TestCancelled:
         run(main)
 
     def test_a_loop_that_ends_meanwhile_leaves_nothing(self, gate, monkeypatch):
-        monkeypatch.setattr(steps, "GRACE", 0.05)
+        monkeypatch.setattr(locking, "GRACE", 0.05)
         gate.close("after the take")
         lock = TaskLock(NAME)
 
@@ -604,12 +605,12 @@ class TestCancelled:
 
 class TestThreads:
     def test_idle_threads_end(self, on_redis, monkeypatch):
-        monkeypatch.setattr(pool, "IDLE", 0.05)
+        monkeypatch.setattr(aio, "IDLE", 0.05)
 
         before = pool_threads()
 
         async def main():
-            jobs = [steps.in_thread("idle", functools.partial(time.sleep, 0)) for _ in range(30)]
+            jobs = [aio.in_thread("idle", functools.partial(time.sleep, 0)) for _ in range(30)]
             await asyncio.gather(*jobs)
             assert pool_threads() > before
 
@@ -624,18 +625,18 @@ class TestThreads:
             time.sleep(0.001)
 
         async def main():
-            jobs = [steps.in_thread("redis", functools.partial(look, n)) for n in range(100)]
+            jobs = [aio.in_thread("redis", functools.partial(look, n)) for n in range(100)]
             await asyncio.gather(*jobs)
 
         run(main)
-        assert 1 < len(seen) <= pool.MAX_THREADS
+        assert 1 < len(seen) <= aio.MAX_THREADS
 
     def test_a_job_sees_the_context_of_its_caller(self):
         variable = contextvars.ContextVar("variable")
 
         async def main():
             variable.set(7)
-            assert await steps.in_thread("redis", variable.get) == 7
+            assert await aio.in_thread("redis", variable.get) == 7
 
         run(main)
 

@@ -213,13 +213,6 @@ def test_one_that_calls_the_body_itself_runs_inside_the_lock(
     assert log[0] == ("span", True)
 
 
-def test_one_that_calls_the_body_itself_is_refused_before_the_lock() -> None:
-    with pytest.raises(TypeError, match=r"Traced\.__call__ never calls .* SingletonTask the first"):
-
-        class Unlocked(Traced, SingletonTask):
-            pass
-
-
 def test_one_that_is_no_task_is_refused_behind_the_lock() -> None:
     class Mixin:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,15 +225,6 @@ def test_one_that_is_no_task_is_refused_behind_the_lock() -> None:
 
         class Behind(SingletonTask, Mixin):
             pass
-
-
-def test_a_call_of_ones_own_under_a_decorator_is_accepted(app: Celery) -> None:
-    class Decorated(SingletonTask):
-        @transaction.atomic
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return super().__call__(*args, **kwargs)
-
-    assert direct(body_of(app, Decorated), "a") == "ran"
 
 
 class ForUser(Task):

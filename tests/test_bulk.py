@@ -1,4 +1,4 @@
-"""Many rows at once: what COPY and the upsert by arrays must not lose, double or change."""
+"""Many rows at once: what the upsert by arrays must not lose, double or change."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import dataclasses
 import datetime
 import uuid
 
-import psycopg
 import pytest
 from django.contrib.auth.models import User
-from django.db import DataError, ProgrammingError, connection, connections, transaction
-from django.test.utils import CaptureQueriesContext
+from django.db import DataError, connection, connections, transaction
 
-from django_singletask.history import recorder, writing
+from django_singletask.history import recorder
 from django_singletask.history.writing import write
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent
@@ -90,23 +88,7 @@ def tokens():
     return sorted(TaskLockEvent.objects.filter(outcome="released").values_list("ref", flat=True))
 
 
-def is_copied(events):
-    with CaptureQueriesContext(connections[TaskLockEvent.objects.primary().db]) as queries:
-        write(events)
-    return "COPY" in str(queries.captured_queries)
-
-
-def test_rows_of_several_runs_are_copied():
-    assert is_copied(runs(2))
-    assert len(tokens()) == 2
-
-
-def test_row_of_one_run_is_inserted():
-    assert not is_copied(runs(1))
-    assert len(tokens()) == 1
-
-
-def test_server_process_that_is_killed_in_mid_copy_loses_no_row(background, at_third_row, caplog):
+def test_server_process_that_is_killed_in_mid_write_loses_no_row(background, at_third_row, caplog):
     at_third_row("PERFORM pg_terminate_backend(pg_backend_pid());")
     events = runs(5)
     write_in_background(events)
@@ -126,8 +108,7 @@ def test_commit_whose_reply_is_lost_writes_no_row_twice(background, monkeypatch)
     assert tokens() == sorted({event.token for event in events})
 
 
-def test_row_level_security_is_met_by_inserts(monkeypatch):
-    monkeypatch.setattr(writing, "no_copy", set())
+def test_row_level_security_lets_rows_in():
     with transaction.atomic():
         execute(f"ALTER TABLE {TABLE} ENABLE ROW LEVEL SECURITY")
         execute(f"CREATE POLICY all_rows ON {TABLE} USING (true)")
@@ -136,13 +117,10 @@ def test_row_level_security_is_met_by_inserts(monkeypatch):
         execute("SET LOCAL ROLE limited")
         write(runs(3))
         assert len(tokens()) == 3
-        assert not is_copied(runs(3))
         transaction.set_rollback(True)
-    assert writing.no_copy == {"default"}
 
 
-def test_view_is_met_by_inserts(background, monkeypatch):
-    monkeypatch.setattr(writing, "no_copy", set())
+def test_view_lets_rows_in(background, monkeypatch):
     execute(f"CREATE VIEW history AS SELECT * FROM {TABLE}")
     try:
         with monkeypatch.context() as patch:
@@ -152,19 +130,9 @@ def test_view_is_met_by_inserts(background, monkeypatch):
         recorder.stop()
         execute("DROP VIEW history")
     assert len(tokens()) == 3
-    assert writing.no_copy == {"default"}
 
 
-def test_table_that_is_missing_does_not_end_copying(monkeypatch):
-    monkeypatch.setattr(writing, "no_copy", set())
-    with monkeypatch.context() as patch:
-        patch.setattr(TaskLockEvent._meta, "db_table", "not_migrated")
-        with pytest.raises(ProgrammingError):
-            write(runs(3))
-    assert is_copied(runs(3))
-
-
-def test_copy_that_fails_in_a_transaction_leaves_it_usable(at_third_row):
+def test_write_that_fails_in_a_transaction_leaves_it_usable(at_third_row):
     at_third_row("RAISE numeric_value_out_of_range;")
     with transaction.atomic():
         User.objects.create(username="before")
@@ -175,14 +143,16 @@ def test_copy_that_fails_in_a_transaction_leaves_it_usable(at_third_row):
     assert User.objects.filter(username="before").exists()
 
 
-def test_copied_rows_are_part_of_the_transaction_of_the_caller():
+def test_rows_are_part_of_the_transaction_of_the_caller():
     with transaction.atomic():
         write(runs(5))
         transaction.set_rollback(True)
     assert tokens() == []
 
 
-@pytest.mark.skipif(not servers.find("pgbouncer"), reason="PgBouncer is not installed")
+@pytest.mark.skipif(
+    not servers.find("pgbouncer"), reason="PgBouncer, which is optional, is not installed"
+)
 def test_rows_are_written_through_pgbouncer_in_transaction_mode(background, monkeypatch):
     settings = connections.databases["default"]
     with servers.PgBouncer(settings["PORT"]) as bouncer:
@@ -192,12 +162,6 @@ def test_rows_are_written_through_pgbouncer_in_transaction_mode(background, monk
         write_in_background(events[1::2])
         recorder.stop()
     assert tokens() == sorted({event.token for event in events})
-
-
-def test_psycopg_2_has_no_copy_and_inserts(monkeypatch):
-    monkeypatch.delattr(psycopg.Cursor, "copy")
-    write(runs(3))
-    assert len(tokens()) == 3
 
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
@@ -218,22 +182,13 @@ def test_odd_texts_and_times_are_stored_as_by_an_insert(settings, alias):
     TaskLockEvent.objects.all().delete()
 
 
-def test_copied_times_are_local_where_the_project_has_no_time_zones(settings):
-    settings.USE_TZ = False
-    settings.TIME_ZONE = "Asia/Tokyo"
-    write(runs(2))
-    assert {row.at for row in TaskLockEvent.objects.all()} == {
-        datetime.datetime(2026, 1, 2, 12, 4, 5, 678_901)
-    }
-
-
-def test_table_in_another_schema_is_copied_to(monkeypatch):
+def test_rows_are_written_to_a_table_in_another_schema(monkeypatch):
     with transaction.atomic():
         execute("CREATE SCHEMA other")
         execute(f'CREATE TABLE other."History" (LIKE {TABLE} INCLUDING ALL)')
         with monkeypatch.context() as patch:
             patch.setattr(TaskLockEvent._meta, "db_table", '"other"."History"')
-            assert is_copied(runs(2))
+            write(runs(2))
         assert tokens() == []
         execute(f'INSERT INTO {TABLE} SELECT * FROM other."History"')
         assert len(tokens()) == 2

@@ -5,6 +5,7 @@ Each layer more costs every run some time.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from django.utils.module_loading import import_string
 
 import django_singletask
 from django_singletask import TaskLock
@@ -21,9 +23,12 @@ from tests.testapp import tasks
 pytestmark = pytest.mark.django_db(databases="__all__")
 
 PACKAGE = str(Path(django_singletask.__file__).parent)
-CYCLE, CONFLICT = 65, 51
-"""At most so many calls. A layer around each request, or around each attempt, is one too many."""
-DELIVERY, SEND, UNIQUE_SEND = 103, 34, 64
+CYCLE, CONFLICT = 46, 33
+"""At most so many calls, on Python 3.11; later versions call fewer functions.
+
+A layer around each request, or around each attempt, is one too many.
+"""
+DELIVERY, SEND, UNIQUE_SEND = 74, 23, 49
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +78,9 @@ def test_a_conflict_calls_few_functions() -> None:
 
 def test_control_a_record_that_is_read_for_the_first_time_is_noticed() -> None:
     with TaskLock("nightly"):
-        meet_holder()
+        often = fewest(meet_holder)
     with TaskLock("nightly"):
-        assert calls(meet_holder) > CONFLICT
+        assert calls(meet_holder) > often
 
 
 def test_a_delivery_calls_few_functions() -> None:
@@ -91,3 +96,29 @@ def test_a_send_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_send_that_stops_duplicates_calls_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = collect_sent(tasks.unique.app, monkeypatch)
     assert fewest(lambda: tasks.unique.apply_async((len(sent),))) <= UNIQUE_SEND
+
+
+LISTS = Path(__file__).parents[1] / "docs/explanation/how-it-works.rst"
+LISTED = re.findall(r"^    (\w+/\w+)\.py +([\w.]+)", LISTS.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("module", "function"), LISTED)
+def test_a_function_that_the_docs_list_exists(module: str, function: str) -> None:
+    thing, *method = function.split(".")
+    found = import_string(f"django_singletask.{module.replace('/', '.')}.{thing}")
+    assert not method or hasattr(found, method[0])
+
+
+def test_the_docs_list_what_a_lock_calls() -> None:
+    called = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: event == "call" and called.append(frame.f_code.co_name))
+    try:
+        take_and_give_back()
+    finally:
+        sys.setprofile(before)
+    of_lock = [function.rpartition(".")[2] for _module, function in LISTED[:22]]
+    assert of_lock[-1] == "tell"
+    of_lock.remove("put")  # in tests, the history is written at once
+    calls_left = iter(called)
+    assert [name for name in of_lock if name not in calls_left] == []

@@ -29,8 +29,8 @@ from django.core.management.base import SystemCheckError
 from django.db import connections
 from django_redis.cache import RedisCache as DjangoRedisCache
 
-from django_singletask import SingletonTask, checks
-from django_singletask.task import base, options, pairs
+from django_singletask import SingletonTask, checks, stores
+from django_singletask.task import base
 from tests.settings import cache as configured
 
 ROOT = Path(__file__).parent.parent
@@ -153,7 +153,7 @@ def test_a_missing_alias_is_reported_with_those_that_exist(settings):
 def test_an_alias_that_is_not_a_string_is_reported(settings, value):
     settings.SINGLETASK_CACHE = value
     message = only(checks.check_cache(), "E001")
-    assert message.msg == f"SINGLETASK_CACHE = {value!r} is not a string."
+    assert message.msg == f"SINGLETASK_CACHE = {value!r} is not in CACHES."
 
 
 @pytest.mark.parametrize("backend", ["no.such.Cache", dotted("NeedsAbsentPackage")])
@@ -207,11 +207,11 @@ def test_local_memory_gives_a_warning_in_eager_mode_and_in_tests(
 @pytest.mark.parametrize(
     ("backend", "client", "reason"),
     [
-        (DJANGO_REDIS, "herd.HerdClient", "HerdClient of django-redis spreads"),
-        (DJANGO_REDIS, "sharded.ShardClient", "ShardClient of django-redis spreads"),
-        (DJANGO_VALKEY, "herd.HerdClient", "HerdClient of django-valkey spreads"),
-        (DJANGO_VALKEY, "sharded.ShardClient", "ShardClient of django-valkey spreads"),
-        (DJANGO_VALKEY, "sentinel.SentinelClient", "SentinelClient of django-valkey writes to a"),
+        (DJANGO_REDIS, "herd.HerdClient", "HerdClient changes"),
+        (DJANGO_REDIS, "sharded.ShardClient", "ShardClient spreads"),
+        (DJANGO_VALKEY, "herd.HerdClient", "HerdClient changes"),
+        (DJANGO_VALKEY, "sharded.ShardClient", "ShardClient spreads"),
+        (DJANGO_VALKEY, "sentinel.SentinelClient", "SentinelClient writes to a"),
     ],
 )
 def test_unfit_clients_are_refused(use, backend, client, reason):
@@ -230,10 +230,10 @@ def test_an_unknown_backend_is_refused(use):
 
 def test_a_database_that_cannot_hold_locks_is_refused(use, monkeypatch):
     use(configured(f"{DJANGO}.db.DatabaseCache", "its_own"))
-    monkeypatch.setattr(checks, "connections", {"default": SimpleNamespace(vendor="oracle")})
+    monkeypatch.setattr(stores, "connections", {"default": SimpleNamespace(vendor="oracle")})
     message = only(checks.check_cache(), "E015")
-    assert "DATABASES['default'], which is oracle" in message.msg
-    assert "'its_own'" in message.hint
+    assert "DATABASES['default'] is oracle" in message.msg
+    assert "DatabaseCache on a supported database" in message.hint
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_subclasses_of_supported_backends_are_accepted(use, backend, location):
 def test_a_table_that_another_cache_uses_gives_a_warning(use, backend):
     use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=configured(backend, "t"))
     message = only(checks.check_cache(), "W005")
-    assert "SINGLETASK_CACHE = 'locks' keeps the locks in the table 't'" in message.msg
+    assert "SINGLETASK_CACHE = 'locks' keeps the locks on table t of DATABASES" in message.msg
     assert "CACHES['pages'] also uses" in message.msg
     assert "createcachetable" in message.hint
 
@@ -391,7 +391,7 @@ def test_other_tasks_are_not_checked(app):
 def test_an_option_that_is_not_a_duration_is_refused(check_task, options):
     message = only(check_task(**options), "E008")
     [(name, value)] = options.items()
-    assert ("or math.inf" in message.hint) == (name == "lock_wait")
+    assert ("or math.inf" in message.msg) == (name == "lock_wait")
     assert message.msg.startswith(f"{name} of bad.task must be ")
     assert repr(value) in message.msg
     assert name in message.hint
@@ -400,14 +400,15 @@ def test_an_option_that_is_not_a_duration_is_refused(check_task, options):
 def test_lock_on_with_an_unknown_argument_is_refused(check_task):
     message = only(check_task(lock_on=["a", "feed"]), "E009")
     assert message.msg == (
-        "lock_on=['a', 'feed'] of bad.task names 'feed', which is not an argument."
+        "lock_on=['a', 'feed'] of bad.task names 'feed', which is not an argument. "
+        "Its arguments are: a, b."
     )
-    assert message.hint == "Its arguments are: a, b."
+    assert message.hint == "Change lock_on, or remove it."
 
 
-def test_lock_on_for_a_task_without_arguments_says_what_to_write(check_task):
+def test_lock_on_for_a_task_without_arguments_is_refused(check_task):
     message = only(check_task(nothing, lock_on=["feed"]), "E009")
-    assert message.hint == "Its arguments are: none; use lock_on=[]."
+    assert message.msg.endswith("Its arguments are: none.")
 
 
 def test_lock_on_for_a_task_that_takes_any_argument_is_fine(check_task):
@@ -416,28 +417,27 @@ def test_lock_on_for_a_task_that_takes_any_argument_is_fine(check_task):
 
 def test_self_of_a_bound_task_is_not_an_argument(check_task):
     message = only(check_task(bound, bind=True, lock_on=["self"]), "E009")
-    assert message.hint == "Its arguments are: a."
+    assert message.msg.endswith("Its arguments are: a.")
 
 
 @pytest.mark.parametrize("lock_name", ["", " ", "{a}", "{a} {b}"])
 def test_a_lock_name_without_text_is_refused(check_task, lock_name):
     message = only(check_task(lock_name=lock_name), "E010")
     assert message.msg.startswith(f"lock_name={lock_name!r} of bad.task has no fixed text")
-    assert message.hint.startswith("Add a fixed text, as in 'customer:{customer_id}'")
 
 
 @pytest.mark.parametrize("lock_name", ["x{", "x}", "x{a"])
 def test_a_lock_name_that_is_not_a_format_string_is_refused(check_task, lock_name):
     message = only(check_task(lock_name=lock_name), "E010")
     assert message.msg.startswith(f"lock_name={lock_name!r} of bad.task is not a format string")
-    assert "double a literal brace" in message.hint
 
 
 @pytest.mark.parametrize("field", ["customer", "", "0", "customer.id", "customer[id]"])
 def test_a_lock_name_with_an_unknown_argument_is_refused(check_task, field):
     message = only(check_task(lock_name=f"customer:{{{field}}}"), "E010")
-    assert f"of bad.task uses {{{field}}}, which is not an argument" in message.msg
-    assert message.hint == "Its arguments are: a, b."
+    name = re.split(r"[.\[]", field)[0]
+    assert f"of bad.task names {name!r}, which is not an argument" in message.msg
+    assert message.msg.endswith("Its arguments are: a, b.")
 
 
 @pytest.mark.parametrize("lock_name", ["x{a}", "x{a.pk}", "x{b[0]:>5}", "nightly", lambda a, b: ""])
@@ -487,7 +487,7 @@ def test_an_unknown_policy_is_refused(check_task):
 def test_an_unknown_choice_is_refused(check_task, option, choices):
     message = only(check_task(**{option: "never"}), "E012")
     assert message.msg == f"{option}='never' of bad.task is not one of {choices}."
-    assert message.hint == f"Set {option} to one of these values, or remove it."
+    assert message.hint == f"Change {option}, or remove it."
 
 
 @pytest.mark.parametrize("seconds", [None, 0])
@@ -526,7 +526,7 @@ def test_waiting_for_a_time_is_fine(check_task, policy, seconds):
 @pytest.mark.parametrize("limit", ["time_limit", "soft_time_limit"])
 def test_a_time_limit_above_a_fixed_lease_gives_a_warning(check_task, limit):
     message = only(check_task(lock_renew=False, lock_timeout=30, **{limit: 31}), "W003")
-    assert f"lock_timeout=30 of bad.task is shorter than its {limit} of 31 s" in message.msg
+    assert "lock_timeout=30 of bad.task is shorter than its time limit of 31 s" in message.msg
     assert message.hint.startswith("Set lock_timeout above 31")
 
 
@@ -580,7 +580,7 @@ def test_the_message_begins_with_the_name_of_the_task(check_task):
 )
 def test_one_redis_database_under_two_aliases_gives_a_warning(use, one, other):
     use(configured(REDIS, one), pages=configured(REDIS, other))
-    message = only(checks.check_deployment(), "W007")
+    message = only(checks.check_deployment(), "W002")
     assert message.msg.startswith("SINGLETASK_CACHE = 'locks' keeps the locks on ")
     assert "which CACHES['pages'] also uses" in message.msg
     assert "secret" not in message.msg
@@ -591,28 +591,33 @@ def test_one_redis_database_under_two_aliases_gives_a_warning(use, one, other):
 def test_every_redis_backend_is_known(use, backend):
     location = "redis://x/1"
     use(configured(backend, location), pages=configured(REDIS, location))
-    assert only(checks.check_deployment(), "W007")
+    assert only(checks.check_deployment(), "W002")
 
 
 @pytest.mark.parametrize(
     ("location", "options"),
     [
         ("redis://x", {"db": 1}),
-        ("redis://x", {"CONNECTION_POOL_KWARGS": {"db": 1}}),
         ("redis://x/text", {"db": "1"}),
         ("redis://x/1", {"db": 5}),
         ("redis://x?db=1", {"db": 5}),
     ],
 )
 def test_a_redis_database_in_the_options_counts(use, location, options):
-    use(configured(DJANGO_REDIS, location, **options), pages=configured(REDIS, "redis://x/1"))
-    assert only(checks.check_deployment(), "W007")
+    use(configured(REDIS, location, **options), pages=configured(REDIS, "redis://x/1"))
+    assert only(checks.check_deployment(), "W002")
+
+
+def test_a_redis_database_in_the_options_of_django_redis_counts(use):
+    locks = configured(DJANGO_REDIS, "redis://x", CONNECTION_POOL_KWARGS={"db": 1})
+    use(locks, pages=configured(REDIS, "redis://x/1"))
+    assert only(checks.check_deployment(), "W002")
 
 
 def test_a_redis_socket_takes_its_database_from_the_options(use):
     socket = "unix:///run/redis.sock"
     use(configured(REDIS, socket, db=1), pages=configured(REDIS, f"{socket}?db=1"))
-    assert only(checks.check_deployment(), "W007")
+    assert only(checks.check_deployment(), "W002")
 
 
 @pytest.mark.parametrize(
@@ -637,7 +642,7 @@ def test_a_redis_database_for_the_locks_alone_is_fine(use, other):
 def test_the_default_cache_as_lock_cache_gives_a_warning(settings):
     settings.SINGLETASK_CACHE = "default"
     settings.CACHES = {"default": configured(REDIS, "redis://x/1")}
-    message = only(checks.check_deployment(), "W007")
+    message = only(checks.check_deployment(), "W002")
     assert "on x:6379 database 1, which the default cache also uses" in message.msg
 
 
@@ -651,21 +656,8 @@ def test_the_default_cache_as_lock_cache_gives_a_warning(settings):
 )
 def test_one_memcached_under_two_aliases_gives_a_warning(use, one, other):
     use(configured(MEMCACHED, one), pages=configured(dotted("OwnPyLibMC"), other))
-    message = only(checks.check_deployment(), "W007")
-    assert "dedicated Redis database, memcached server or DatabaseCache table" in message.hint
-
-
-@pytest.mark.parametrize("location", ["x:1,y:1", "x:1;y:1", ["x:1", "y:1"]], ids=str)
-@pytest.mark.parametrize("backend", [MEMCACHED, dotted("OwnPyMemcache")])
-def test_more_than_one_memcached_server_gives_a_warning(use, location, backend):
-    use(configured(backend, location))
     message = only(checks.check_deployment(), "W002")
-    assert "SINGLETASK_CACHE = 'locks' lists 2 memcached servers" in message.msg
-
-
-def test_one_memcached_server_under_two_names_is_one_server(use):
-    use(configured(MEMCACHED, "localhost,127.0.0.1:11211"))
-    assert checks.check_deployment() == []
+    assert "dedicated Redis database, memcached server or DatabaseCache table" in message.hint
 
 
 def test_the_deployment_check_leaves_other_caches_alone(use):
@@ -702,7 +694,7 @@ def test_the_checks_are_among_those_of_the_caches(settings):
 
 
 def test_the_deployment_is_checked_on_request_only(use):
-    use(configured(MEMCACHED, "x:1,y:1"))
+    use(configured(MEMCACHED, "x:1"), pages=configured(MEMCACHED, "x:1"))
     tags = [django_checks.Tags.caches]
     plain = django_checks.run_checks(tags=tags)
     deployed = django_checks.run_checks(tags=tags, include_deployment_checks=True)
@@ -739,13 +731,13 @@ def test_check_deploy_end_to_end():
         text=True,
     )
     assert done.returncode == 0, done.stdout
-    assert "(django_singletask.W007) SINGLETASK_CACHE = 'redis' keeps the locks" in done.stdout
+    assert "(django_singletask.W002) SINGLETASK_CACHE = 'redis' keeps the locks" in done.stdout
     assert "HINT: Give the locks a dedicated Redis database" in done.stdout
 
 
 def ids() -> list[str]:
     """Return the ids in the modules that find something."""
-    source = "".join(Path(str(module.__file__)).read_text() for module in (checks, options, pairs))
+    source = Path(checks.__file__).read_text()
     return re.findall(r"[.\"]([EW]\d{3})\"", source)
 
 

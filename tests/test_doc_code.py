@@ -60,6 +60,7 @@ def names(monkeypatch) -> Iterator[Names]:
         for absent in (
             "feeds",
             "prometheus_client",
+            "prometheus_client.multiprocess",
             "health_check.exceptions",
             "health_check.views",
         ):

@@ -6,7 +6,7 @@ import pytest
 from django.conf import settings as configured
 from django.db.utils import ConnectionHandler, OperationalError
 
-from django_singletask.operators.errors import cannot_ask
+from django_singletask.operators.held import cannot_ask
 from tests.entries import private_store
 
 SECRET = "s3cret"

@@ -330,7 +330,7 @@ def locks(environment: dict[str, str], *arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(TOP / "manage.py"), "locks", *arguments, "--json"]
     answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     rows: list[dict[str, Any]]
-    _version, rows = json.loads(answer.stdout).values()
+    *_, rows = json.loads(answer.stdout).values()
     return rows
 
 

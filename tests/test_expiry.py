@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 from celery.exceptions import Reject
+from django.db.models import F
 
 from django_singletask import TaskLock
-from django_singletask.exceptions import Postponed
+from django_singletask.exceptions import LockUnavailable, Postponed
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import QUEUED
@@ -216,7 +218,7 @@ def test_an_error_of_the_cache_costs_no_run(sent, monkeypatch, caplog):
     send()
 
     def fail(*args):
-        raise ConnectionError("down")
+        raise LockUnavailable("down")
 
     monkeypatch.setattr(Address, "read", fail)
     assert deliver(sent[0]) == "ran"
@@ -228,6 +230,7 @@ def test_duplicates_of_a_call_that_has_run_starve_nobody(sent):
     deliver(sent[0])
     for _ in range(3):
         send()
+    TaskLockEvent.objects.update(at=F("at") - timedelta(hours=2))
     duplicate = TaskLockEvent.objects.get(kind="duplicate")
     assert duplicate.reason == "kept"
     assert starvation(duplicate.name, [duplicate]) is None
@@ -240,17 +243,14 @@ class TestOperators:
         send()
         assert "queued" in locks()
         deliver(sent[0])
-        text = " ".join(line.strip() for line in locks().splitlines())
-        until = r"blocking until \d\d:\d\d:\d\d UTC"
-        assert re.search(rf" 16m 39s +\d+  - \({until}\)$", text)
+        assert re.search(r"  blocking +\d+s ", locks())
 
     def test_why(self, sent):
         first = send()
         deliver(sent[0])
         text = " ".join(locks("why", task.lock("a").name).split())
-        begin = f"Free: {task.lock('a').name}. Blocking until "
-        assert re.match(rf"{re.escape(begin)}[\d:]+ UTC: task {first.id}, sent ", text)
-        assert "for 16m 39s more, although the call has begun." in text
+        assert f" queued task {first.id} on " in text
+        assert " for 16m 39s, although the call has begun" in text
 
     def test_clear_queued_forgets_it(self, sent):
         send()
@@ -264,10 +264,10 @@ class TestOperators:
         deliver(sent[0])
         client = log_in("view_tasklockevent", "clear_lock")
         (row,) = rows_of(client.get(BASE), "singletask-held")
-        assert "blocking until" in row
-        query = {"key": entry().key, "token": entry().holder().token}
+        assert "blocking" in row
+        query = {"lock": f"{entry().key} {entry().holder().token}"}
         page = text_of(client.get(CLEAR, query).content.decode())
-        assert "This call has begun. Identical calls are stopped until its time is over." in page
+        assert "blocking" in page
 
 
 def test_control_until_start_the_entry_is_freed_by_the_run(sent):

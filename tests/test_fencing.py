@@ -62,6 +62,7 @@ def test_a_lost_lock_has_none(fetched: bool, monkeypatch: pytest.MonkeyPatch) ->
             lock.fencing_token()
 
 
+@pytest.mark.usefixtures("no_renewal_thread")
 @pytest.mark.parametrize("fetched", [True, False])
 def test_a_retaken_lock_has_none(fetched: bool, empty_cache: Callable[[str], None]) -> None:
     """Another run may have held it in between, with a number of its own."""
@@ -84,6 +85,7 @@ def test_a_lock_that_another_has_by_now_is_lost(take: Callable[..., TaskLock]) -
         assert lock.lost
 
 
+@pytest.mark.usefixtures("no_renewal_thread")
 def test_an_entry_that_the_cache_forgot_is_found_missing(
     empty_cache: Callable[[str], None],
 ) -> None:
@@ -94,6 +96,7 @@ def test_an_entry_that_the_cache_forgot_is_found_missing(
         assert lock.owned()  # the renewal that this led to took it again
 
 
+@pytest.mark.usefixtures("no_renewal_thread")
 def test_no_number_is_drawn_before_it_is_known_that_the_lock_was_retaken(
     empty_cache: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
@@ -121,8 +124,8 @@ def test_no_number_is_drawn_before_it_is_known_that_the_lock_was_retaken(
     with TaskLock("nightly") as lock:
         assert lock.lease is not None
         empty_cache("redis")
-        renew_all = renewal.renewers["redis"].renew_all
-        slow = threading.Thread(target=renew_all, args=(SlowStore, [lock.lease]))
+        renew = renewal.renewers["redis"].renew
+        slow = threading.Thread(target=renew, args=(SlowStore, [lock.lease]))
         slow.start()
         assert retaken.wait(20)
         body = threading.Thread(target=draw)
@@ -134,8 +137,11 @@ def test_no_number_is_drawn_before_it_is_known_that_the_lock_was_retaken(
     assert isinstance(drawn[0], LockLost)
 
 
-@pytest.mark.parametrize("cache_alias", ["redis", "db_postgres"], indirect=True)
-@pytest.mark.parametrize("guard", ["guarded", "unguarded"])
+@pytest.mark.parametrize(
+    ("cache_alias", "guard"),
+    [("redis", "guarded"), ("db_postgres", "guarded"), ("redis", "unguarded")],
+    indirect=["cache_alias"],
+)
 @pytest.mark.django_db(transaction=True)
 def test_the_late_write_of_a_stopped_holder_is_refused_where_it_is_guarded(
     cache_alias: str, guard: str

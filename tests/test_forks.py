@@ -14,7 +14,7 @@ import pytest
 from django.db import connections
 
 from django_singletask.forks import undivided
-from django_singletask.history.recorder import Writer
+from django_singletask.history import recorder
 from django_singletask.history.sweep import prune
 from django_singletask.history.writing import write
 from django_singletask.models import TaskLockEvent
@@ -79,15 +79,17 @@ def child_has_open(file: str) -> bool:
 
 @LINUX
 @pytest.mark.django_db(transaction=True, databases="__all__")
-def test_a_child_inherits_no_connection_of_the_history(settings: Any) -> None:
+def test_a_child_inherits_no_connection_of_the_history(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep_history_in(settings, "sqlite")
     connections["sqlite"].close()
-    writer = Writer()
-    writer.put(event())
-    assert writer.flush(10)
+    monkeypatch.setattr(recorder, "writer", recorder.Writer())
+    recorder.writer.put(event())
+    assert recorder.flush(10)
     assert not child_has_open(str(connections["sqlite"].settings_dict["NAME"]))
-    writer.put(event())  # opens again what the fork has closed
-    writer.stop()
+    recorder.writer.put(event())  # opens again what the fork has closed
+    recorder.stop()
     assert TaskLockEvent.objects.count() == 2
 
 
@@ -96,6 +98,7 @@ def test_a_child_inherits_no_connection_of_the_history(settings: Any) -> None:
 @pytest.mark.parametrize("cache_alias", ["db_sqlite"], indirect=True)
 def test_a_child_inherits_no_connection_of_the_locks(cache_alias: str) -> None:
     store = get_store(cache_alias)
+    connections[store.connection.alias].close()  # the set-up of the tests opened it
     take_lock()
     assert not child_has_open(str(store.connection.settings_dict["NAME"]))
     assert store.read("singletask:forks") is not None

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from django_singletask import TaskLock
+from django_singletask.locks.keys import LockKey
 from django_singletask.task.header import HEADER
-from django_singletask.worker import tokens, watcher
-from django_singletask.worker.watcher import Accepted, Watcher
+from django_singletask.task.latest import take_ticket
+from django_singletask.worker import startup
+from django_singletask.worker.watcher import Watcher
 from tests.deliveries import deliver
 from tests.testapp import tasks
 
@@ -25,9 +28,8 @@ WRONG: list[dict[str, Any]] = [
     *({field: ["x"]} for field in ("name", "key", "queued", "token", "was", "options")),
     *({field: {"x": 1}} for field in ("name", "key", "queued", "token", "was", "ticket")),
     *({field: "x"} for field in ("options", "ticket", "due", "requeued_at", "hops")),
-    *({field: ["x"]} for field in ("due", "requeued_at", "hops", "redelivered", "ticket")),
+    *({field: ["x"]} for field in ("due", "requeued_at", "hops", "redelivered")),
     *({field: {}} for field in ("due", "requeued_at", "hops", "redelivered", "never_gives_way")),
-    *({"ticket": ticket} for ticket in ([], ["x", "1"], [1, 2], ["x", 1, 2], [["x"], 1], [None])),
     {"redelivered": "yes"},
     {"key": "x" * 100_000, "queued": 7},
     {"queued": ["x" * 100_000]},
@@ -59,6 +61,13 @@ def test_the_task_fails_with_one_error_that_names_the_header(
     assert ran == []
 
 
+@pytest.mark.parametrize("ticket", [[], ["x", "1"], [1, 2], ["x", 1, 2], [["x"], 1], [None]])
+def test_a_strange_ticket_replaces_no_call(ticket: Any, ran: list[str]) -> None:
+    assert take_ticket(TaskLock(LockKey(*KEY.values())).address, tasks.requeue.name)
+    deliver(tasks.requeue, "a", headers=headers_of(tasks.requeue, ticket=ticket))
+    assert ran == ["a"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -87,32 +96,24 @@ class TestMainProcess:
         self, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         pool = type("TaskPool", (), {"__module__": "celery.concurrency.prefork"})()
-        monkeypatch.setattr(tokens, "current_watcher", Watcher)
+        pool_watcher = Watcher()
+        monkeypatch.setattr(startup, "current_watcher", lambda: pool_watcher)
         headers = headers_of(tasks.requeue, **{"hops": 1, **wrong})
         request = Request(tasks.requeue, headers)
         stopped = SimpleNamespace(state=None)
         consumer = SimpleNamespace(pool=pool, hub=object(), blueprint=stopped)
-        tokens.hand_out_token(consumer, request)
+        startup.hand_out_token(consumer, request)
         request.on_accepted(77, 0.5)
         request.on_success((True, SimpleNamespace(exception=ValueError()), 0.1))
         assert request.calls == ["accepted", "success"]
-
-    @each_wrong_header
-    def test_a_killed_run_has_nothing_to_free(
-        self, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
-        pool = Watcher()
-        pool.deliveries[1] = Accepted(Request(tasks.requeue, headers_of(tasks.requeue, **wrong)))
-        pool.look()
-        assert (pool.deliveries, pool.killed) == ({}, [])
+        assert pool_watcher.deliveries == {}  # if the run is killed, there is nothing to free
 
     @each_wrong_header
     def test_a_discarded_call_has_nothing_to_free(self, wrong: dict[str, Any]) -> None:
         headers = headers_of(tasks.unique, **{"queued": "an entry", **wrong})
         message = SimpleNamespace(headers={**headers, "id": "mine", "task": tasks.unique.name})
-        tokens.free_unreadable(message)
-        tokens.free_revoked(
+        startup.free_unreadable(message)
+        startup.free_revoked(
             tasks.unique, SimpleNamespace(headers=message.headers, id="mine"), terminated=False
         )
 

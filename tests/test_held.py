@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import sys
 import time
 import tracemalloc
 
@@ -14,8 +15,8 @@ from django.db import InterfaceError, connection
 from django_singletask import LockUnavailable, SingletonTask, TaskLock
 from django_singletask.conf import conf
 from django_singletask.holder import Holder, this_process
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import QUEUED, name_key
-from django_singletask.locks.run import Run
 from django_singletask.management.output import lock_table
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
@@ -263,7 +264,7 @@ def test_memory_of_a_long_list_is_what_it_shows(many):
     finally:
         tracemalloc.stop()
     assert lines == 3001
-    assert peak / 3000 < 1200
+    assert peak / 3000 < (1200 if sys.version_info >= (3, 11) else 1400)  # attributes took more
 
 
 # Without a history
@@ -307,7 +308,7 @@ def test_memcached_with_a_history_that_is_away_says_so(memcached, take):
 def test_memcached_with_the_history_off_says_so(settings, memcached, take):
     settings.SINGLETASK_HISTORY = "off"
     take("nightly")
-    message = r"cache 'pymemcache' cannot list its entries, .* SINGLETASK_HISTORY = 'off'"
+    message = r"cache 'pymemcache' cannot list its entries: .* SINGLETASK_HISTORY = 'off'"
     with pytest.raises(CannotList, match=message):
         held()
 
@@ -333,6 +334,7 @@ def test_quiet_lock_on_memcached_is_found_by_its_key(memcached, take):
     lock.release()
 
 
+@pytest.mark.usefixtures("no_renewal_thread")
 def test_open_row_without_a_lock_is_not_listed(memcached, take):
     lock = take("nightly")
     lose(lock)
@@ -340,6 +342,7 @@ def test_open_row_without_a_lock_is_not_listed(memcached, take):
     assert held() == []
 
 
+@pytest.mark.usefixtures("no_renewal_thread")
 def test_lock_with_two_open_rows_is_listed_once(memcached, take):
     lock = take("nightly")
     lose(lock)
@@ -396,8 +399,7 @@ def test_characters_of_a_foreign_entry_that_no_database_takes_are_escaped(on_red
     escaped = bad.encode("unicode_escape").decode()
     assert lock.name == f"name{escaped}"
     for text in texts:
-        facts = lock.process if text in vars(lock.process) else lock
-        assert getattr(facts, text) == f"{text}{escaped}"
+        assert getattr(lock, text) == f"{text}{escaped}"
     assert with_history([lock])[0].conflicts == 0
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from django_singletask import TaskLock
 from django_singletask.holder import UNKNOWN, Holder
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import name_key
 from django_singletask.operators import held
 from django_singletask.stores import get_store
@@ -76,8 +77,8 @@ def test_the_admin_clears_what_something_else_wrote(on_redis, value):
     assert len(page) < 20_000
     assert not set(page).intersection("\x1b\x07\u202e\ud800\0")
     [lock] = held.held()
-    answer = client.post(CLEAR, {"key": lock.key, "token": lock.token}, follow=True)
-    assert "was freed" in answer.content.decode()
+    answer = client.post(CLEAR, {"lock": f"{lock.key} {lock.token}", "reason": ""}, follow=True)
+    assert "Freed: " in answer.content.decode()
     assert get_store("redis").read(KEY) is None
 
 
@@ -90,7 +91,7 @@ def test_what_is_harmful_is_shown_escaped():
 
 
 def test_a_record_of_this_package_is_read_as_it_was_written():
-    holder = Holder.new(NAME, 60, task="feeds.tasks.a", task_id="3f0c", retries=2)
+    holder = Run("feeds.tasks.a", "3f0c", retries=2).holder(NAME, 60)
     assert Holder.decode(holder.encode()) == holder
 
 

@@ -17,7 +17,7 @@ import pytest
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 
-from django_singletask import LockUnavailable, SingletonTask, TaskLock, only_one
+from django_singletask import LockUnavailable, SingletonTask, TaskLock, current_lock, only_one
 from django_singletask.stores import close_stores
 from tests.deadline import wait_for
 from tests.interruptions import Interruption, interruptions
@@ -212,3 +212,21 @@ def test_a_limit_after_the_body_of_a_task_changes_no_result(
     assert_none(other_result, names, "changed the result")
     assert_none(other_log, names, "were not logged once")
     assert_free_in_the_end(names)
+
+
+def test_after_a_limit_anywhere_in_a_with_block_there_is_no_current_lock(settings):
+    settings.SINGLETASK_CACHE = "locmem"
+    kept = []  # as an error does whose traceback somebody keeps
+
+    def keep(name: str) -> None:
+        kept.append(TaskLock(name, timeout=LEASE))
+        with kept[-1]:
+            pass
+
+    for interruption in interruptions(SoftTimeLimitExceeded):
+        with suppress(SoftTimeLimitExceeded), interruption:
+            keep(f"place {interruption.number}")
+        # At the very beginning of __exit__, the lock is still held.
+        lock = current_lock()
+        assert lock is None or lock, interruption.place
+    assert len(kept) > 20

@@ -17,6 +17,7 @@ import pytest
 from django_singletask import TaskLock
 from django_singletask.holder import Holder, read_stat, start_time, this_process
 from django_singletask.locks import liveness
+from django_singletask.locks.address import Run
 from django_singletask.locks.liveness import is_alive, is_gone, is_stopped, proof_of_death
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +44,7 @@ def dead_child(child: subprocess.Popen[bytes]) -> Holder:
 
 
 def held_by(pid: int, **changes: Any) -> Holder:
-    holder = Holder.new("nightly", 60, task=None, task_id=None, retries=0)
+    holder = Run().holder("nightly", 60)
     return dataclasses.replace(holder, **{"pid": pid, "start": start_time(pid), **changes})
 
 

@@ -10,6 +10,7 @@ from celery import Celery
 from django_singletask import LockError, SingletonTask, current_lock
 from django_singletask.signals import lock_event
 from django_singletask.stores import get_store
+from django_singletask.task.header import Header
 from django_singletask.testing import hold
 from django_singletask.worker import watcher
 from django_singletask.worker.watcher import Accepted, Watcher
@@ -97,9 +98,9 @@ def test_the_watcher_has_no_lock_to_free(task, sent, monkeypatch):
     monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
     task.delay(0)
     [message] = sent
-    headers, task_id = message["headers"], message["task_id"]
+    header = Header.of(message["headers"], message["task_id"], task.name)
     pool = Watcher()
-    pool.deliveries[1] = Accepted(SimpleNamespace(task=task, request_dict=headers, id=task_id))
+    pool.deliveries[1] = Accepted(SimpleNamespace(task=task), header)
     pool.look()
     assert pool.deliveries == {}
     assert pool.killed == []

@@ -13,7 +13,7 @@ from django_singletask.locks.keys import LATEST, name_key
 from django_singletask.operators import held
 from django_singletask.stores import get_store
 from django_singletask.stores.base import FENCE, Entry, marker_key
-from django_singletask.task.rerun import take_ticket
+from django_singletask.task.latest import take_ticket
 from tests.admin_pages import CLEAR, TASK, log_in
 from tests.command_line import locks
 
@@ -75,8 +75,8 @@ def test_the_admin_does_not_clear_it(entries: dict[str, str], kind: str) -> None
     before = entry(key)
     assert before is not None
     client = log_in("view_tasklockevent", "clear_lock")
-    answer = client.post(CLEAR, {"key": key, "token": ""}, follow=True)
-    assert "Nothing was freed" in answer.content.decode()
+    answer = client.post(CLEAR, {"lock": f"{key} ", "reason": ""}, follow=True)
+    assert "Not freed: " in answer.content.decode()
     assert entry(key).value == before.value  # type: ignore[union-attr]
 
 

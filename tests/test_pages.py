@@ -23,13 +23,13 @@ from django.utils import timezone, translation
 
 from django_singletask import TaskLock
 from django_singletask.admin import pages as held_page
-from django_singletask.admin.history import TaskLockEventAdmin
-from django_singletask.holder import Holder
+from django_singletask.admin.pages import TaskLockEventAdmin
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as held_locks
 from django_singletask.operators import timeline
-from django_singletask.operators.rows import ENOUGH
+from django_singletask.operators.held import ENOUGH
 from django_singletask.operators.starving import Starving
 from django_singletask.operators.timeline import SIGNS
 from django_singletask.stores import get_store
@@ -67,7 +67,7 @@ def operator():
 
 def put(name="nightly", key=None, **facts):
     """Write an entry as another process would have done; return its holder."""
-    holder = Holder.new(name, 60, task=None, task_id=None, retries=0)
+    holder = Run().holder(name, 60)
     holder = dataclasses.replace(holder, **facts)
     get_store("redis").add(key or name_key(name).key, holder.encode(), 60)
     return holder
@@ -91,16 +91,22 @@ def content_of(client, address=BASE, query=None):
 
 def clear_page(client, holder, key=KEY):
     """Return the text of the page that asks whether to clear a lock."""
-    return text_of(content_of(client, CLEAR, {"key": key, "token": holder.token}))
+    return text_of(content_of(client, CLEAR, {"lock": f"{key} {holder.token}"}))
 
 
 def clear(client, holder, key=KEY):
     """Clear a lock; return the page that follows."""
-    return client.post(CLEAR, {"key": key, "token": holder.token}, follow=True).content.decode()
+    query = {"lock": f"{key} {holder.token}", "reason": ""}
+    return client.post(CLEAR, query, follow=True).content.decode()
 
 
-def query_of(lock):
-    return {"key": lock.key, "token": lock.token}
+def query_of(*locks):
+    return {"lock": [f"{lock.key} {lock.token}" for lock in locks]}
+
+
+def form_of(*locks):
+    """Return what the form of the page sends that asks whether to clear these locks."""
+    return {**query_of(*locks), "reason": ""}
 
 
 # Held now
@@ -125,7 +131,7 @@ def test_held_lock_is_shown(operator, take):
     assert f"{lock.holder().host}:{os.getpid()}" in row
 
 
-def test_conflicts_and_the_usual_hold_are_shown(operator, take):
+def test_conflicts_are_counted_and_those_that_wait(operator, take):
     start = timezone.now() - timedelta(hours=1)
     for seconds in (4, 8, 90):
         ended_at = start + timedelta(seconds=seconds)
@@ -133,10 +139,10 @@ def test_conflicts_and_the_usual_hold_are_shown(operator, take):
     lock = take()
     for _ in range(3):
         TaskLock("nightly").acquire()
+    event(kind="conflict", result="waiting", count=2, blocked_by=lock.token)
     [row] = rows(operator)
-    assert "usual 8.00s, longest 1m 30s" in row
-    assert " 3 " in row
-    assert "slow" not in row
+    assert " 5 2 waiting " in row
+    assert "usual" not in row  # only a hold that is slow is compared with it
     assert lock.owned()
 
 
@@ -151,7 +157,7 @@ def test_hold_longer_than_the_longest_is_slow(operator):
     hold_often()
     put(since=time.time() - 3600)
     [row] = rows(operator)
-    assert "1h 00m slow usual 4.00s, longest 4.00s" in row
+    assert "1h slow usual 4.00s, longest 4.00s" in row
 
 
 def test_dead_holder_is_called_dead_and_not_slow(operator):
@@ -188,19 +194,6 @@ def test_queued_call_is_shown_without_a_process(operator):
     assert row.endswith("Forget…")
 
 
-def test_hold_that_is_recorded_is_linked_with_its_rows(operator):
-    put("recorded", token="t", task_id="3f0c")
-    put("unknown", task_id="4e1d")
-    event(name="recorded", ref="t", task_id="3f0c")
-    put("a lock", token="u")
-    event(name="a lock", ref="u")
-    content = content_of(operator)
-    assert f'<a href="{LIST}?q=3f0c">since ' in content
-    assert "?q=4e1d" not in content
-    assert f'<a href="{LIST}?q=a%20lock">since ' in content
-    assert "4e1d" in content
-
-
 @pytest.mark.parametrize("page", [BASE, CLEAR])
 def test_task_id_is_a_link_to_its_page(operator, settings, page):
     settings.SINGLETASK_TASK_URL = "https://flower.example/task/{task_id}"
@@ -209,7 +202,7 @@ def test_task_id_is_a_link_to_its_page(operator, settings, page):
         '<a href="https://flower.example/task/a%2Fb%3F%22%3Ci%3E" rel="noopener">'
         '<code class="singletask-id" title="a/b?&quot;&lt;i&gt;">a/b?&quot;&lt;i&gt;</code></a>'
     )
-    query = {"key": KEY, "token": holder.token} if page == CLEAR else {}
+    query = {"lock": f"{KEY} {holder.token}"} if page == CLEAR else {}
     assert link in content_of(operator, page, query)
 
 
@@ -235,8 +228,8 @@ def test_entry_with_text_that_no_database_takes_is_shown_and_cleared(operator, f
     [row] = rows(operator)
     if field not in ("start", "task"):
         assert f"a{bad.encode('unicode_escape').decode()}b" in row
-    assert "Clear this lock?" in clear_page(operator, holder)
-    assert "was freed" in clear(operator, holder)
+    assert "Clear these locks?" in clear_page(operator, holder)
+    assert "Freed: " in clear(operator, holder)
     assert get_store("redis").read(KEY) is None
     assert LogEntry.objects.exists()
 
@@ -295,8 +288,8 @@ def test_locks_are_sorted_by_a_column(operator, order, names):
 
 def test_column_that_sorts_says_so_and_turns(operator):
     put()
-    content = content_of(operator, query={"o": "-lease", "q": "night", "p": "1"})
-    link = f'href="{BASE}?o=lease&amp;q=night">Lease left'
+    content = content_of(operator, query={"o": "-held", "q": "night", "p": "1"})
+    link = f'href="{BASE}?o=held&amp;q=night">Held for'
     assert f'<th scope="col" aria-sort="descending"><a {link}' in content
     assert f'<th scope="col"><a href="{BASE}?o=-conflicts&amp;q=night">Conflicts' in content
 
@@ -311,11 +304,9 @@ def test_page_asks_again_by_itself_without_a_script(operator):
     assert f'<a href="{BASE}?refresh=10">Refresh every 10 s' in content_of(operator)
 
 
-@pytest.mark.parametrize("seconds", ["1", "3601", "-5", "0x10", "1e3", "١٠", "9" * 5000])
-def test_odd_refresh_is_a_warning(operator, seconds):
-    response = operator.get(BASE, {"refresh": seconds})
-    assert not response.has_header("Refresh")
-    assert "is not a number of seconds from 2 to 3600." in response.content.decode()
+@pytest.mark.parametrize("seconds", ["1", "-5", "0x10", "١٠", "9" * 5000])
+def test_odd_refresh_is_left_alone(operator, seconds):
+    assert not operator.get(BASE, {"refresh": seconds}).has_header("Refresh")
 
 
 def test_starving_locks_stand_above(operator):
@@ -323,13 +314,13 @@ def test_starving_locks_stand_above(operator):
     event(name="nightly", kind="conflict", count=7, at=at, last_at=timezone.now())
     content = content_of(operator)
     assert "Starving" in content
-    assert "7 conflicts in 3h 00m" in content
+    assert "7 conflicts in 3h" in content
 
 
 def test_starving_locks_say_when_they_were_last_completed_and_are_cut(operator, monkeypatch):
     state = Starving("a", "", 1, 7200.0, 3700.0, 2.0)
     monkeypatch.setattr(held_page, "starving", lambda longer_than: [state] * 30)
-    text = "1 conflict in 1h 01m, the last 2s ago; no run completed. Last completed 2h 00m ago."
+    text = "1 conflict in 1h 01m, the last 2s ago; no run completed. Last completed 2h ago."
     content = content_of(operator)
     assert content.count(text) == 20
     assert "And 10 more" in content
@@ -341,7 +332,7 @@ def test_names_and_ids_are_escaped(operator, page):
     event(name=SCRIPT, task=SCRIPT, task_id=SCRIPT, host=SCRIPT)
     event(name=SCRIPT, outcome="cleared", reason=SCRIPT, actor=SCRIPT)
     event(name=SCRIPT, kind="conflict", blocked_by_task_id=SCRIPT)
-    query = {"key": name_key(SCRIPT).key, "token": holder.token} if page == "clear/" else {}
+    query = {"lock": f"{name_key(SCRIPT).key} {holder.token}"} if page == "clear/" else {}
     content = content_of(operator, BASE + page, query)
     assert "alert(1)" in content
     assert SCRIPT not in content
@@ -361,8 +352,8 @@ def test_hidden_arguments_are_on_no_page(operator, settings):
 
 
 def test_links_to_filters_of_the_list_lead_to_the_history(operator):
-    response = operator.get(BASE, {"q": "nightly", "outcome__exact": "lost"})
-    assert (response.status_code, response.url) == (302, f"{LIST}?q=nightly&outcome__exact=lost")
+    response = operator.get(BASE, {"q": "nightly", "what": "lost"})
+    assert (response.status_code, response.url) == (302, f"{LIST}?q=nightly&what=lost")
 
 
 def test_number_of_statements_does_not_grow_with_the_locks(operator):
@@ -394,7 +385,7 @@ def test_page_says_that_the_cache_is_down_while_the_history_is_shown(
     assert "nightly" in content_of(operator, LIST)
     assert "nightly" in content_of(operator, TIMELINE)
     for ask in (operator.get, operator.post):
-        response = ask(CLEAR, {"key": "singletask:a:0", "token": "t"}, follow=True)
+        response = ask(CLEAR, {"lock": "singletask:a:0 t", "reason": ""}, follow=True)
         assert "cannot be used" in response.content.decode()
 
 
@@ -438,11 +429,10 @@ def test_locks_are_shown_and_cleared_while_the_history_has_no_table(operator):
     holder = put(task="t")
     drop_table()
     assert rows(operator)[0].startswith("nightly held ")
-    assert "Clear this lock?" in clear_page(operator, holder)
+    assert "Clear these locks?" in clear_page(operator, holder)
     content = clear(operator, holder)
-    assert "The lock nightly was freed." in content
-    note = "only the admin&#x27;s own log has a record of this. The history cannot be read: rel"
-    assert note in content
+    assert "Freed: nightly." in content
+    assert "The history cannot be read: rel" in content
     assert LogEntry.objects.get().object_repr == "nightly: cleared"
     assert not TaskLock("nightly").locked()
 
@@ -450,7 +440,7 @@ def test_locks_are_shown_and_cleared_while_the_history_has_no_table(operator):
 def test_clear_is_logged_while_the_database_of_the_history_is_away(operator, take):
     lock = take()
     with connection.execute_wrapper(gone):
-        response = operator.post(CLEAR, query_of(lock))
+        response = operator.post(CLEAR, form_of(lock))
     assert response.url == BASE
     assert LogEntry.objects.get().object_id is None
     assert not lock.locked()
@@ -461,14 +451,14 @@ def test_clear_does_not_mention_a_history_that_is_off(operator, settings):
     holder = put()
     drop_table()
     content = clear(operator, holder)
-    assert "The lock nightly was freed." in content
+    assert "Freed: nightly." in content
     assert "cannot be read" not in content
 
 
 def test_lock_that_memcached_without_history_no_longer_has(operator, settings, empty_cache):
     empty_cache("pymemcache")
     settings.SINGLETASK_CACHE, settings.SINGLETASK_HISTORY = "pymemcache", "off"
-    response = operator.post(CLEAR, {"key": "singletask:x:0", "token": "t"})
+    response = operator.post(CLEAR, {"lock": "singletask:x:0 t", "reason": ""})
     assert response.url == BASE
 
 
@@ -493,10 +483,7 @@ def test_timeline_without_a_connection_to_its_database_says_so(operator):
 def test_page_names_the_holder_and_how_to_stop_the_task(operator):
     holder = put(task="t", task_id="3f0c")
     text = clear_page(operator, holder)
-    assert (
-        f"Task t Task id 3f0c Process {holder.host}:{os.getpid()}. Alive , on this host since 20"
-        in text
-    )
+    assert f"{holder.host}:{os.getpid()} Alive , on this host. 3f0c" in text
     assert "a second copy can start at the same time" in text
     assert " control terminate SIGTERM 3f0c" in text
 
@@ -518,7 +505,7 @@ def test_page_says_that_it_cannot_see_the_process(operator):
 def test_clearing_needs_its_own_permission_and_that_to_view(take, codename):
     lock, client = take(), log_in(codename)
     assert client.get(CLEAR, query_of(lock)).status_code == 403
-    assert client.post(CLEAR, query_of(lock)).status_code == 403
+    assert client.post(CLEAR, form_of(lock)).status_code == 403
     assert lock.owned()
 
 
@@ -527,16 +514,19 @@ def test_viewer_is_offered_no_clear(take):
     assert "Clear" not in rows(log_in("view_tasklockevent"))[0]
 
 
-def test_get_frees_nothing(operator, take):
+@pytest.mark.parametrize("method", ["get", "post"])
+def test_nothing_is_freed_before_the_user_has_confirmed(operator, take, method):
     lock = take()
-    assert operator.get(CLEAR, query_of(lock)).status_code == 200
+    asked = getattr(operator, method)(CLEAR, query_of(lock))
+    assert "Clear these locks?" in asked.content.decode()
+    assert operator.get(CLEAR, form_of(lock)).status_code == 200
     assert lock.owned()
 
 
 def test_clearing_needs_the_csrf_token_of_the_form(take):
     lock = take()
     client = log_in("view_tasklockevent", "clear_lock", enforce_csrf_checks=True)
-    assert client.post(CLEAR, query_of(lock)).status_code == 403
+    assert client.post(CLEAR, form_of(lock)).status_code == 403
     assert lock.owned()
 
 
@@ -545,9 +535,9 @@ def test_clearing_needs_the_csrf_token_of_the_form(take):
 
 def test_clear_frees_the_lock_and_is_recorded(operator, take):
     lock = take()
-    response = operator.post(CLEAR, query_of(lock), follow=True)
+    response = operator.post(CLEAR, form_of(lock), follow=True)
     assert response.redirect_chain == [(BASE, 302)]
-    assert "The lock nightly was freed." in response.content.decode()
+    assert "Freed: nightly." in response.content.decode()
     assert not lock.locked()
     row = TaskLockEvent.objects.get(outcome="cleared")
     assert (row.actor, row.token, row.name) == ("ada", lock.token, "nightly")
@@ -555,7 +545,7 @@ def test_clear_frees_the_lock_and_is_recorded(operator, take):
 
 def test_clear_is_in_the_admins_own_log(operator, take):
     lock = take()
-    operator.post(CLEAR, query_of(lock))
+    operator.post(CLEAR, form_of(lock))
     entry = LogEntry.objects.get()
     assert (entry.user.username, entry.object_repr) == ("ada", "nightly: cleared")
     assert lock.token in entry.get_change_message()
@@ -565,7 +555,7 @@ def test_clear_is_in_the_admins_own_log(operator, take):
 
 def test_reason_of_a_clearing_is_kept_and_escaped(operator, take):
     reason = f"hangs since the deploy\n{SCRIPT}"
-    operator.post(CLEAR, {**query_of(take()), "reason": f" {reason} "})
+    operator.post(CLEAR, {**form_of(take()), "reason": f" {reason} "})
     kept = TaskLockEvent.objects.get(outcome="cleared").reason
     assert kept == reason.replace("\n", "\\n")
     assert LogEntry.objects.get().get_change_message().endswith(f" Reason: {kept}")
@@ -576,7 +566,7 @@ def test_reason_of_a_clearing_is_kept_and_escaped(operator, take):
 
 
 def test_reason_that_is_too_long_is_cut(operator, take):
-    operator.post(CLEAR, {**query_of(take()), "reason": "x" * 300})
+    operator.post(CLEAR, {**form_of(take()), "reason": "x" * 300})
     assert TaskLockEvent.objects.get(outcome="cleared").reason == "x" * 255
 
 
@@ -588,11 +578,11 @@ def test_clear_of_a_holder_without_a_row_is_logged_without_an_event(operator):
 
 @pytest.mark.parametrize("method", ["get", "post"])
 def test_lock_that_another_run_has_by_now_stays(operator, take, method):
-    query = query_of(take())
+    query = form_of(take())
     assert TaskLock("nightly").clear()
     other = take()
-    response = getattr(operator, method)(CLEAR, query, follow=True)
-    assert "Nothing was freed" in response.content.decode()
+    response = getattr(operator, method)(CLEAR, {**query, "reason": ""}, follow=True)
+    assert "Not freed: " in response.content.decode()
     assert other.owned()
     assert not LogEntry.objects.exists()
 
@@ -605,14 +595,14 @@ def test_of_two_who_clear_at_once_the_second_is_told(operator, take, monkeypatch
     def clear_after_grace(held, *, actor, reason):
         # Ada's request has looked, and has not freed yet: now the one of Grace frees.
         if actor == "ada":
-            responses.append(grace.post(CLEAR, query_of(lock), follow=True))
+            responses.append(grace.post(CLEAR, form_of(lock), follow=True))
         return really(held, actor=actor, reason=reason)
 
     monkeypatch.setattr(held_locks, "clear", clear_after_grace)
-    responses.append(operator.post(CLEAR, query_of(lock), follow=True))
+    responses.append(operator.post(CLEAR, form_of(lock), follow=True))
     first, second = (response.content.decode() for response in responses)
-    assert "was freed" in first
-    assert "Nothing was freed" in second
+    assert "Freed: nightly" in first
+    assert "Not freed: singletask:nightly:" in second
     assert TaskLockEvent.objects.get(outcome="cleared").actor == "grace"
     assert LogEntry.objects.get().user.username == "grace"
 
@@ -620,12 +610,12 @@ def test_of_two_who_clear_at_once_the_second_is_told(operator, take, monkeypatch
 @pytest.mark.parametrize("method", ["get", "post"])
 @pytest.mark.parametrize(
     "query",
-    [{"key": "x"}, {"key": "singletask:x:0", "token": "\0"}, {"key": "a(", "token": ""}],
+    [{"lock": "x"}, {"lock": "singletask:x:0 \0"}, {"lock": "a( "}, {"lock": ["", " "]}],
 )
 def test_odd_addresses_free_nothing(operator, take, query, method):
     lock = take()
     response = getattr(operator, method)(CLEAR, query, follow=True)
-    assert "Nothing was freed" in response.content.decode()
+    assert "Not freed: " in response.content.decode()
     assert lock.owned()
 
 
@@ -639,23 +629,118 @@ def test_clear_without_a_lock_says_what_to_do(operator, method):
 def test_page_of_a_queued_call_says_what_it_stops(operator):
     sent = time.time() - 95
     holder = put(key=QUEUED_KEY, pid=0, task="t", task_id="5d1c", since=sent)
-    event(kind="duplicate", count=3, blocked_by=holder.token)
     text = clear_page(operator, holder, QUEUED_KEY)
-    assert "Forget this queued call?" in text
-    assert "Task t Task id 5d1c Since 20" in text
-    assert ", for 1m 35s Identical calls stopped 3 Stops them for at most " in text
-    assert "The call stays in the queue." in text
+    assert "Forget these calls?" in text
+    assert "nightly queued 1m 35s at most " in text
+    assert "If the broker still has the message, the call runs" in text
     assert " control revoke 5d1c" in text
-    assert "Process" not in text
+    assert holder.host not in text
 
 
 def test_queued_call_is_forgotten_once(operator):
     holder = put(key=QUEUED_KEY, pid=0, task="t", task_id="5d1c")
-    assert "The queued call of nightly is forgotten" in clear(operator, holder, QUEUED_KEY)
+    assert "Forgotten: nightly. " in clear(operator, holder, QUEUED_KEY)
     assert get_store("redis").read(QUEUED_KEY) is None
-    content = clear(operator, holder, QUEUED_KEY)
-    assert "Nothing was forgotten: this call no longer stops identical calls." in content
-    assert "Nothing was freed" not in content
+    assert f"Not freed: {QUEUED_KEY}. " in clear(operator, holder, QUEUED_KEY)
+
+
+# Several at once
+
+
+def test_selected_locks_are_cleared_after_one_question(operator, take):
+    first, second, third = take("first"), take("second"), take("third")
+    page = operator.get(BASE).content.decode()
+    for lock in (first, second, third):
+        assert f'name="lock" value="{lock.key} {lock.token}"' in page
+    asked = operator.post(CLEAR, query_of(first, second)).content.decode()
+    for lock in (first, second):
+        assert f'<input type="hidden" name="lock" value="{lock.key} {lock.token}">' in asked
+    assert "third" not in asked
+    answer = operator.post(CLEAR, {**query_of(first, second), "reason": "deploy"}, follow=True)
+    assert "Freed: " in answer.content.decode()
+    assert [lock.locked() for lock in (first, second, third)] == [False, False, True]
+    assert LogEntry.objects.count() == TaskLockEvent.objects.filter(reason="deploy").count() == 2
+
+
+def test_of_the_selected_locks_those_with_another_holder_stay(operator, take):
+    first, second = take("first"), take("second")
+    query = {**query_of(first, second), "reason": ""}
+    second.clear()
+    with TaskLock("second") as other:
+        content = operator.post(CLEAR, query, follow=True).content.decode()
+        assert other.owned()
+    assert "Freed: first." in content
+    assert f"Not freed: {second.key}." in content
+
+
+def test_all_locks_of_dead_processes_are_cleared_and_no_other(operator, take):
+    for number in range(3):
+        put(f"dead {number}", pid=end_process())
+    lock = take("alive")
+    assert "Clear the 3 locks of dead processes…" in content_of(operator)
+    asked = operator.post(CLEAR, {"dead": "1", **query_of(lock)}).content.decode()
+    assert '<input type="hidden" name="dead" value="1">' in asked
+    assert asked.count("singletask-dead") == 3
+    assert lock.key not in asked
+    content = operator.post(CLEAR, {"dead": "1", "reason": ""}, follow=True).content.decode()
+    assert "Freed: dead" in content
+    assert [held.name for held in held_locks.held()] == ["alive"]
+
+
+def test_without_a_dead_process_there_is_no_button_for_them(operator, take):
+    take()
+    assert "dead process" not in content_of(operator)
+
+
+# The page of one lock
+
+
+def test_page_of_a_lock_says_what_why_says_and_offers_to_clear(operator, take):
+    lock = take("nightly", timeout=30)
+    content = content_of(operator, TIMELINE, {"name": "nightly"})
+    assert re.search("state held held for .* by code outside a task on", text_of(content))
+    assert "manage.py locks clear" in content
+    assert f'href="{CLEAR}?lock={lock.key.replace(":", "%3A")}+{lock.token}">Clear…' in content
+
+
+def test_page_of_a_lock_is_without_a_clear_for_viewers(take):
+    take()
+    viewer = log_in("view_tasklockevent")
+    assert f'href="{CLEAR}' not in content_of(viewer, TIMELINE, {"name": "nightly"})
+
+
+def test_page_of_a_task_sums_up(operator):
+    for number in (7, 8):
+        put(f"feeds.import({number})", task="feeds.import")
+        event(name=f"feeds.import({number})", task="feeds.import")
+    assert "state 2 locks held" in text_of(content_of(operator, TIMELINE, {"task": "feeds.import"}))
+
+
+def test_page_of_a_lock_shows_its_history_while_the_cache_is_down(operator, settings, dead_redis):
+    settings.SINGLETASK_CACHE = dead_redis
+    event(name="nightly", outcome="lost", ended_at=timezone.now())
+    content = content_of(operator, TIMELINE, {"name": "nightly"})
+    assert "cannot be used: ConnectionError" in content
+    assert "lost after" in text_of(content)
+
+
+def test_event_is_shown_on_the_page_of_its_lock(operator):
+    at = timezone.now() - timedelta(days=3)
+    facts = {"outcome": "lost", "reason": "taken by another", "ended_at": at + timedelta(days=1)}
+    row = event(name="nightly", at=at, **facts)
+    event(name="nightly", at=at + timedelta(minutes=5), outcome="released", ended_at=at)
+    response = operator.get(f"{BASE}{row.pk}/change/")
+    assert response.url.startswith(f"{TIMELINE}?name=nightly&event={row.pk}&from=")
+    content = content_of(operator, response.url)
+    [chosen] = re.findall(r'<tr class="singletask-chosen">.*?</tr>', content, re.DOTALL)[:1]
+    assert "taken by another" in chosen
+    assert 'tabindex="-1" open>' in content
+
+
+@pytest.mark.parametrize("odd", ["x", "-1", "9" * 30, "\u0661"])
+def test_page_of_a_lock_with_an_odd_event_is_shown(operator, odd):
+    event(name="nightly")
+    assert "nightly" in content_of(operator, TIMELINE, {"name": "nightly", "event": odd})
 
 
 # The timeline
@@ -670,9 +755,8 @@ def test_time_spans_of_the_timeline(operator, span):
 
 
 @pytest.mark.parametrize("span", ["2h", "-1", "7d'", "15M", "99999999999999999d"])
-def test_odd_time_span_is_an_hour_and_the_page_says_so(operator, span):
+def test_odd_time_span_is_an_hour(operator, span):
     content = content_of(operator, TIMELINE, {"range": span})
-    assert "choose 15m, 1h, 24h, 7d, or a time from … to …" in content
     assert 'range=1h" aria-current="true"' in content
 
 
@@ -697,7 +781,7 @@ def test_timeline_of_one_lock_or_one_task(operator, query, lanes):
 
 def test_other_time_spans_keep_the_lock_or_the_task(operator):
     content = content_of(operator, TIMELINE, {"name": "a(b=1)&c", "task": "t"})
-    assert 'href="?range=7d&amp;name=a%28b%3D1%29%26c"' in content
+    assert 'href="?range=7d&amp;name=a%28b%3D1%29%26c' in content
     assert 'href="?range=7d&amp;task=t"' in content_of(operator, TIMELINE, {"task": "t"})
 
 
@@ -708,7 +792,7 @@ def test_places_of_marks_are_written_for_the_browser_in_every_language(operator,
     settings.LANGUAGE_CODE = "de"
     content = content_of(operator, TIMELINE)
     assert 'lang="de"' in content
-    assert re.search(r'x="(50\.00|49\.99)%" y="5" width="25\.0.%"', content)
+    assert re.search(r'x="(50\.00|49\.99)%" y="9\.00%" width="25\.0.%"', content)
 
 
 def test_timeline_that_leaves_out_locks_leads_to_the_tasks(operator, monkeypatch):
@@ -725,10 +809,11 @@ def test_timeline_says_that_it_draws_sums(operator, monkeypatch):
     event(name="a", outcome="released", ended_at=timezone.now())
     assert "Sums of" not in content_of(operator, TIMELINE)
     monkeypatch.setattr(timeline, "ROWS", 1)
-    content = content_of(operator, TIMELINE)
+    content = content_of(operator, TIMELINE, {"name": "a"})
     assert "Sums of 1m each, because there are more than 1 events." in content
-    assert f'<a href="{LIST}?q=a&amp;kind__exact=run&amp;from=' in content
+    assert f'<a href="{LIST}?q=a&amp;from=' in content
     assert "Trouble and open holds" in content
+    assert "Locks without a task" in content_of(operator, TIMELINE)
 
 
 # Windows
@@ -743,7 +828,6 @@ def test_timeline_says_that_it_draws_sums(operator, monkeypatch):
         ({"to": "0001-01-01T00:00"}, "is not a time"),
         ({"from": "2026-01-02T03:00", "to": "2026-01-02T02:00"}, "after 2026-01-02 03:00:00"),
         ({"from": "<script>"}, "'&lt;script&gt;' is not a time"),
-        ({"range": "odd"}, "There is no range 'odd'"),
     ],
 )
 def test_wrong_window_is_a_message(operator, page, query, message):
@@ -795,11 +879,10 @@ def test_pages_have_no_inline_script_or_style(operator, page):
 
 def test_facts_of_a_mark_are_there_for_screen_reader_pointer_and_table(operator):
     facts = {"outcome": "cleared", "noticed_at": timezone.now(), "actor": "grace"}
-    event(name="nightly", task_id="3f0c", host="web-1", pid=40, **facts)
+    row = event(name="nightly", task_id="3f0c", host="web-1", pid=40, **facts)
     content = content_of(operator, TIMELINE)
     assert content.count("cleared, by grace, task 3f0c, web-1:40") == 3
-    assert 'href="#event-1"' in content
-    assert 'id="event-1"' in content
+    assert content.count(f'href="{BASE}{row.pk}/change/"') == 4  # and on the sign
 
 
 def test_timeline_reads_a_bounded_number_of_rows_by_indexes(operator):
@@ -835,8 +918,9 @@ def test_all_pages_work_on_another_admin_site(operator, take, page):
     assert reverse("operations:django_singletask_tasklockevent_changelist") == PREFIX
     lock = take()
     row = event(kind="conflict", blocked_by=lock.token)
-    query = f"key={lock.key}&token={lock.token}"
-    response = operator.get(PREFIX + page.format(query if "clear" in page else row.pk))
+    query = f"lock={lock.key}+{lock.token}"
+    address = PREFIX + page.format(query if "clear" in page else row.pk)
+    response = operator.get(address, follow=True)
     assert response.status_code == 200
     assert "/admin/django" not in response.content.decode()
     assert PREFIX in response.content.decode()
@@ -844,7 +928,7 @@ def test_all_pages_work_on_another_admin_site(operator, take, page):
 
 @pytest.mark.urls("tests.test_pages")
 def test_clear_on_another_admin_site_leads_back_to_its_page(operator, take):
-    assert operator.post(f"{PREFIX}clear/", query_of(take())).url == PREFIX
+    assert operator.post(f"{PREFIX}clear/", form_of(take())).url == PREFIX
 
 
 # Links from an event to the run that blocked it
@@ -854,14 +938,12 @@ def test_event_links_to_the_run_that_blocked_it(operator, take):
     lock = take()
     run = TaskLockEvent.objects.get(ref=lock.token)
     conflict = event(kind="conflict", blocked_by=lock.token)
-    link = f'<a href="{BASE}{run.pk}/change/">'
-    assert link in content_of(operator, f"{BASE}{conflict.pk}/change/")
-    assert link in content_of(operator, LIST)
+    assert conflict.blocked_by
+    assert f'<a href="{BASE}{run.pk}/change/">' in content_of(operator, LIST)
 
 
 def test_blocker_whose_row_was_pruned_is_named_without_a_link(operator):
-    conflict = event(kind="conflict", blocked_by="f" * 32)
-    for address in (LIST, f"{BASE}{conflict.pk}/change/"):
-        content = content_of(operator, address)
-        assert "f" * 32 in content
-        assert f"{'f' * 32}</a>" not in content
+    event(kind="conflict", blocked_by="f" * 32)
+    content = content_of(operator, LIST)
+    assert "f" * 32 in content
+    assert f"{'f' * 32}</a>" not in content

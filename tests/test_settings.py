@@ -47,13 +47,17 @@ SCRIPT = """
 import django
 django.setup()
 from django.core.cache import caches
-print(caches["{alias}"].get("name"))
+print([caches[alias].get("name") for alias in {aliases}])
 """
 
 
-@pytest.mark.parametrize("cache_alias", ["db_postgres", "db_mariadb", "db_sqlite"], indirect=True)
-def test_processes_that_tests_start_use_the_test_databases(cache_alias: str) -> None:
-    caches[cache_alias].set("name", "seen")
-    command = [sys.executable, "-W", "error", "-c", SCRIPT.format(alias=cache_alias)]
+@pytest.mark.django_db(databases="__all__", transaction=True)
+def test_processes_that_tests_start_use_the_test_databases() -> None:
+    aliases = ["db_postgres", "db_mariadb", "db_sqlite"]
+    for alias in aliases:
+        caches[alias].set("name", f"seen in {alias}")
+    command = [sys.executable, "-W", "error", "-c", SCRIPT.format(aliases=aliases)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "seen\n", done.stderr
+    assert done.stdout == f"{[f'seen in {alias}' for alias in aliases]}\n", done.stderr
+    for alias in aliases:
+        caches[alias].clear()

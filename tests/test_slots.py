@@ -13,8 +13,8 @@ from django.urls import reverse
 
 from django_singletask import LockConflict, TaskLock, only_one
 from django_singletask.exceptions import Postponed
-from django_singletask.holder import Holder
 from django_singletask.locks import liveness
+from django_singletask.locks.address import Run
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.task.header import LOOKS, WAITS
@@ -47,7 +47,7 @@ def three(settings):
 def hold_slot(number, task_id="other"):
     """Let a run have a slot of the lock of ``tasks.hold("a")``; return the key of the slot."""
     lock = tasks.hold.lock("a")
-    holder = Holder.new(lock.name, 60, task=tasks.hold.name, task_id=task_id, retries=0)
+    holder = Run(tasks.hold.name, task_id).holder(lock.name, 60)
     key = lock.lock_key.slots()[number - 1]
     value = dataclasses.replace(holder, slots=3).encode()
     # A conflict is one with the slot that ends first.
@@ -341,7 +341,7 @@ class TestOperators:
     def test_each_holder_is_listed_with_its_share(self, three):
         lines = [line for line in locks("list", "api").splitlines() if line.startswith("api")]
         assert len(lines) == 2
-        assert all(line.endswith(" (2 of 3)") for line in lines)
+        assert all("  held (2 of 3)  " in line for line in lines)
         facts = json.loads(locks("list", "--json"))["locks"]
         assert [(each["slots"], each["slots_held"]) for each in facts] == [(3, 2), (3, 2)]
         assert {each["key"] for each in facts} == {lock.key for lock in three[:2]}
@@ -358,13 +358,12 @@ class TestOperators:
 
     def test_why_tells_of_each_holder(self, three):
         text = locks("why", "api")
-        assert "2 of 3 slots are held" in text
+        assert text.startswith("api: held (2 of 3 slots)\n")
         assert all(f"manage.py locks clear {lock.token}" in text for lock in three[:2])
 
     def test_why_begins_with_the_slot_that_is_named(self, three):
         text = locks("why", three[1].key)
-        assert text.startswith("api:\n2 of 3 slots are held. One slot:\n")
-        assert text.index("Another slot: held, acquired") > text.index(three[1].token)
+        assert text.index("  slot       held, for ") > text.index(three[1].token)
 
     def test_why_says_of_a_kept_slot_that_its_run_has_returned(self, monkeypatch, tmp_path):
         monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
@@ -372,12 +371,13 @@ class TestOperators:
             options = {"lock_slots": 2, "lock_at_least": 60}
             receive(tasks.hold, "a", task_id=task_id, header={"options": options})
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
-        other = r"Another slot: kept until [\d:]{8} UTC, acquired \d s ago by task second on \S+ "
-        assert re.search(other, text)
+        assert re.search(
+            r" slot kept, for \d+s more by lock_at_least; task second on \S+ has returned ", text
+        )
 
     def test_why_of_a_lock_whose_first_slot_is_free(self, three):
         three[0].release()
-        assert "1 of 3 slots are held" in locks("why", "api")
+        assert locks("why", "api").startswith("api: held (1 of 3 slots)\n")
 
     def test_clear_frees_the_slot_that_was_named(self, three):
         locks("clear", "--yes", three[1].key)

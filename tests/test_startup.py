@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from celery.signals import worker_process_shutdown, worker_shutdown
 
-from django_singletask.stores.epoch import epoch_of
+from django_singletask.stores.base import epoch_of
 from django_singletask.worker import startup
 
 

@@ -67,9 +67,12 @@ def test_take_and_give_back_are_four_requests(store: Store, server: Client) -> N
 
 
 @on_all_clients
-def test_a_conflict_is_two_requests(store: Store, server: Client) -> None:
+def test_a_conflict_is_two_requests(store: Store, server: Client, cache_alias: str) -> None:
+    store.look()
     store.add(KEY, A, 60)
-    assert requests(server, lambda: store.add(KEY, B, 60)) == {"looks": 1, "changes": 1}
+    # pylibmc reads the epoch in the same request, which shows that the server answers.
+    keys = 2 if cache_alias in PYLIBMC else 1
+    assert requests(server, lambda: store.add(KEY, B, 60)) == {"looks": keys, "changes": 1}
 
 
 @on_all_clients
@@ -154,7 +157,11 @@ def test_a_lease_is_not_shorter_than_requested(store: Store, server: Client) -> 
         return len(lasted) == len(started)
 
     eventually(all_gone)
-    assert all(lasted[name] >= 2 for name in lasted if name.startswith("lock"))
+    # An entry that ends in less than a second shows that the server's clock was late when it came,
+    # on a machine that did not let the server run.
+    was_late = {name.removeprefix("control ") for name, seconds in lasted.items() if seconds < 1}
+    locks = {number: lasted[f"lock {number}"] for number in {*"01234"} - was_late}
+    assert all(seconds >= 2 for seconds in locks.values()), lasted
     assert any(lasted[name] < 2 for name in lasted if name.startswith("control"))
 
 
@@ -164,7 +171,7 @@ def test_a_take_that_is_spoiled_each_time_is_a_conflict(
 ) -> None:
     store.add(KEY, A, 60)
     # As if the lock were released before each look, and taken before each add.
-    monkeypatch.setattr(store.client, "gets", lambda *args: (None, None))
+    monkeypatch.setattr(store.client, "get_multi", lambda *args: {})
     assert store.add(KEY, B, 60) == Entry(b"", None)
 
 

@@ -26,7 +26,6 @@ from valkey.exceptions import ValkeyError
 
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.locks import renewal
-from django_singletask.locks.handover import Handle
 from django_singletask.stores.base import Outcome, Store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
@@ -240,7 +239,7 @@ USES: dict[str, Callable[[TaskLock], object]] = {
     "release": TaskLock.release,
     "fencing_token": TaskLock.fencing_token,
     "hand_over": lambda lock: lock.hand_over(for_=60),
-    "receive": lambda lock: TaskLock.receive(Handle(*lock.lock_key, "redis", "0" * 32).encode()),
+    "receive": lambda lock: TaskLock.receive(f"1 {'0' * 32} redis {lock.key} {lock.name}"),
     "check in a fork": lambda lock: in_a_fork(lock.check),
 }
 

@@ -19,8 +19,7 @@ from redis.retry import Retry
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Outcome, Slots, Store
-from django_singletask.stores.redis import TEXTS
-from django_singletask.stores.scripts import CHANGE, READ, TAKE
+from django_singletask.stores.redis import CHANGE, READ, TEXTS
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import Redis
@@ -42,6 +41,10 @@ def client(redis: Redis) -> Iterator[Client]:
         yield client
 
 
+def sha(script: str) -> bytes:
+    return hashlib.sha1(script.encode()).hexdigest().encode()
+
+
 GREETINGS = ("HELLO", "CLIENT", "SELECT")
 """Commands of a new connection."""
 
@@ -60,10 +63,14 @@ def requests(client: Client, work: Callable[[], Any]) -> list[str]:
     raise AssertionError("unreachable")
 
 
+def take(store: Store, value: bytes = A, lease: float = 60) -> object:
+    return store.take(Slots((KEY,)), value, lease, heeds_epoch=False)
+
+
 @on_each_client
 def test_take_and_give_back_are_two_requests(alias, redis, client, settings) -> None:
     def take_and_give_back() -> None:
-        assert store.add(KEY, A, 60) is None
+        assert take(store) == KEY
         assert store.release(KEY, A) is Outcome.OK
 
     with private_store(settings, alias, redis.url) as store:
@@ -87,13 +94,13 @@ def test_to_take_in_a_known_epoch_and_to_give_back_are_two_requests(
 @on_each_client
 def test_a_conflict_is_one_request(alias, redis, client, settings) -> None:
     with private_store(settings, alias, redis.url) as store:
-        store.add(KEY, A, 60)
-        assert requests(client, lambda: store.add(KEY, B, 60)) == ["EVALSHA"]
+        take(store)
+        assert requests(client, lambda: take(store, B)) == ["EVALSHA"]
 
 
 def test_all_scripts_are_loaded_once(redis, client, settings) -> None:
     def take_and_give_back() -> None:
-        store.add(KEY, A, 60)
+        take(store)
         store.release(KEY, A)
 
     with private_store(settings, "redis", redis.url) as store:
@@ -186,16 +193,16 @@ def test_a_repeatable_request_is_sent_again_if_the_connection_was_closed(
         assert store.replace(KEY, A, B, 60)
 
 
-@pytest.mark.parametrize("script", [CHANGE, READ, TAKE], ids=["change", "read", "take"])
+@pytest.mark.parametrize("request_", [sha(CHANGE), sha(READ), b"NX"], ids=["change", "read", "add"])
 def test_a_renewal_whose_reply_was_lost_does_not_hide_that_the_lock_was_gone(
-    script, redis, settings
+    request_, redis, settings
 ) -> None:
     with Proxy(redis.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}/0"
         with private_store(settings, "redis", url) as store:
             store.renew(KEY, A, 60)  # the server knows the scripts
             store.release(KEY, A)
-            proxy.lose_reply_to(hashlib.sha1(script.encode()).hexdigest().encode())
+            proxy.lose_reply_to(request_)
             assert store.renew(KEY, A, 60) is Outcome.RETAKEN
             assert proxy.lost == 1
 
@@ -203,14 +210,15 @@ def test_a_renewal_whose_reply_was_lost_does_not_hide_that_the_lock_was_gone(
 def test_a_signal_handler_may_take_a_lock_in_the_middle_of_a_call(redis, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         assert store.add(KEY, A, 60) is None
-        read_response, answers = store.connection.read_response, []
+        connection, answers = store.connections[-1], []
+        read_response = connection.read_response
 
         def interrupted(*args: Any, **kwargs: Any) -> Any:
             if not answers:
                 answers.append(store.add(key_of("other"), B, 60))
             return read_response(*args, **kwargs)
 
-        store.connection.read_response = interrupted
+        connection.read_response = interrupted
         entry = store.read(KEY)
         assert entry is not None
         assert entry.value == A
@@ -228,7 +236,7 @@ def interrupt_add(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Signal
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.connection, "read_response", strike)
+        patch.setattr(store.connections[-1], "read_response", strike)
         with pytest.raises(Signal):
             store.add(KEY, A, 60)
 
@@ -247,8 +255,10 @@ def test_control_on_the_same_connection_an_unread_reply_is_mistaken_for_the_next
 ) -> None:
     with private_store(settings, "redis", redis.url) as store:
         store.add(key_of("other"), B, 60)  # the server knows the script
-        monkeypatch.setattr(store.connection, "disconnect", lambda *args: None)
+        connection = store.connections[-1]
+        monkeypatch.setattr(connection, "disconnect", lambda *args: None)
         interrupt_add(store, monkeypatch)
+        store.connections[-1] = connection
         # The lock is A's, but this is the reply to the request before: "taken".
         assert store.add(KEY, B, 60) is None
 
@@ -277,8 +287,8 @@ def test_a_connection_to_a_server_that_is_no_primary_any_more_is_closed(
 def test_a_take_that_finds_its_own_entry_gets_the_whole_lease(redis, settings) -> None:
     """The reply to the first request was lost; the trust counts from the second one."""
     with private_store(settings, "redis", redis.url) as store:
-        store.add(KEY, A, 5)
-        assert store.add(KEY, A, 60) is None
+        take(store, A, 5)
+        assert take(store, A, 60) == KEY
         entry = store.read(KEY)
         assert entry is not None
         assert entry.remaining > 50

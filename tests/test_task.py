@@ -14,7 +14,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
 
 from django_singletask import LockConflict, LockUnavailable, SingletonTask, TaskLock, current_lock
-from django_singletask.holder import Holder
+from django_singletask.locks.address import Run
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.task.header import HEADER
@@ -138,7 +138,7 @@ class TestRunning:
             return "ran"
 
         lock = work.lock()
-        holder = Holder.new(lock.name, 60, task=None, task_id=None, retries=0)
+        holder = Run().holder(lock.name, 60)
         get_store("redis").add(lock.key, holder.encode(), 60)
         began = time.monotonic()
         with pytest.raises(LockConflict):
@@ -476,13 +476,6 @@ class TestDecoration:
         for function in (coroutine, generator):
             with pytest.raises(TypeError, match=function.__name__):
                 app.task(base=SingletonTask, lazy=False)(function)
-
-    def test_a_call_method_that_never_calls_the_base_class_is_refused(self):
-        with pytest.raises(TypeError, match=r"super\(\).__call__"):
-
-            class Base(SingletonTask):
-                def __call__(self, *args, **kwargs):
-                    return self.run(*args, **kwargs)
 
     def test_the_conflict_is_added_to_throws(self, app):
         @app.task(base=SingletonTask, throws=(KeyError,))

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 import pytest
 from django.utils import timezone
 
-from django_singletask.history import sums as history_sums
+from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import timeline
-from django_singletask.operators.timeline import Lane, draw
+from django_singletask.operators import per_task, timeline
+from django_singletask.operators.timeline import draw
 from django_singletask.operators.windows import Window
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
-LANE = Lane("nightly", "name")
 NOW = datetime.datetime(2026, 1, 2, 12, 0, tzinfo=datetime.timezone.utc)
 
 
@@ -59,12 +58,13 @@ def drawn(span="1h", *, rows=None, now=NOW, **only):
 
 
 def lanes(**only):
-    return [lane.label for lane in drawn(**only).lanes]
+    return [*drawn(**only).lanes]
 
 
 def marks(span="1h", **only):
     """Return shape, state, place and width of each mark."""
-    return [(m.shape, m.state, f"{m.x:.2f}%", f"{m.width:.2f}%") for m in drawn(span, **only).marks]
+    look = "{shape} {state} {x:.2f}% {width:.2f}%".format_map
+    return [tuple(look(mark).split()) for mark in drawn(span, **only).marks]
 
 
 # What is drawn, and where
@@ -101,9 +101,8 @@ def test_short_hold_is_wide_enough_to_be_seen():
 
 
 def test_no_mark_lies_beyond_the_edge():
-    for second in (12, 4):
-        hold(second / 60, second / 60)
-    assert marks() == [("bar", "returned", "99.67%", "0.33%")]
+    hold(4 / 60, 4 / 60)
+    assert marks() == [("bar", "returned", "99.70%", "0.30%")]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_hold_whose_end_another_clock_wrote_is_drawn(begin, end, x, width):
 def test_trouble_is_a_bar_of_its_colour_and_a_sign_where_it_was_noticed(outcome):
     trouble(15, outcome, begin=30)
     assert marks() == [("bar", outcome, "50.00%", "25.00%"), ("sign", outcome, "75.00%", "0.30%")]
-    assert drawn().marks[1].path
+    assert drawn().marks[1]["path"]
 
 
 def test_cleared_hold_ends_there_though_its_run_goes_on():
@@ -137,23 +136,25 @@ def test_run_without_a_lock_is_a_sign_alone():
 def test_retaken_is_a_sign_on_a_bar_of_any_colour():
     hold(30, 15, retaken=2)
     trouble(15, begin=30, retaken=1, name="other")
-    looks = {(mark.events[0].name, mark.shape, mark.state, mark.text) for mark in drawn().marks}
+    looks = {
+        (mark["event"].name, mark["shape"], mark["state"], mark["text"]) for mark in drawn().marks
+    }
     assert looks == {
-        ("nightly", "bar", "returned", "returned after 15m 00s"),
+        ("nightly", "bar", "returned", "returned after 15m"),
         ("nightly", "sign", "retaken", "retaken × 2"),
-        ("other", "bar", "lost", "lost after 15m 00s"),
-        ("other", "sign", "retaken", "retaken"),
+        ("other", "bar", "lost", "lost after 15m"),
+        ("other", "sign", "retaken", "retaken × 1"),
         ("other", "sign", "lost", "lost"),
     }
 
 
 @pytest.mark.parametrize(
-    ("count", "size"), [(1, 4), (2, 6), (8, 9), (32, 12), (1000, 12), (10**9, 12)]
+    ("count", "size"), [(1, 12), (2, 17), (8, 27), (32, 36), (1000, 36), (10**9, 36)]
 )
 def test_height_of_a_tick_grows_with_the_number_of_conflicts(count, size):
     event(15, count=count)
     [mark] = drawn().marks
-    assert (mark.shape, mark.state, mark.height) == ("tick", "conflict", size)
+    assert (mark["shape"], mark["parts"]) == ("tick", [("conflict", 64, size)])
 
 
 def test_counted_conflicts_are_drawn_where_the_last_of_them_was():
@@ -182,7 +183,7 @@ def test_every_database_finds_the_open_holds(alias):
     ended = {"outcome": "released", "ended_at": ago(400), "ref": "ended"}
     TaskLockEvent.objects.using(alias).create(**facts, **ended)
     rows = TaskLockEvent.objects.using(alias).all()
-    assert [mark.state for mark in drawn("15m", rows=rows).marks] == ["held"]
+    assert [mark["state"] for mark in drawn("15m", rows=rows).marks] == ["held"]
 
 
 def test_project_without_time_zones_has_a_timeline(settings):
@@ -198,31 +199,6 @@ def test_project_without_time_zones_has_a_timeline(settings):
 # Limits
 
 
-def test_holds_that_would_hide_each_other_are_one_mark():
-    for second in range(10):
-        hold(30 - second / 60, 30 - second / 60 - 0.01)
-    [mark] = drawn().marks
-    assert mark.count == 10
-    assert mark.text == "10 runs: returned, 0.60s – 0.60s"
-    assert mark.when == "11:30:00 – 11:30:09"
-
-
-def test_conflicts_at_one_place_are_added_up():
-    for second in range(10):
-        event(30 - second / 60, count=3, blocked_by_task_id="x")
-    assert [mark.text for mark in drawn().marks] == ["conflict × 30, skipped, blocked by x"]
-
-
-def test_trouble_other_outcomes_and_long_holds_have_marks_of_their_own():
-    for outcome in ("expired", "lost", "cleared", "cleared"):
-        trouble(30, outcome, begin=31)
-    hold(30, 30)
-    hold(30, 30, result="raised")
-    hold(30)
-    hold(30, 10)
-    assert len(drawn().marks) == 2 * 4 + 4
-
-
 def test_only_the_most_important_locks_are_drawn(monkeypatch):
     monkeypatch.setattr(timeline, "LANES", 3)
     hold(50, 49, name="trouble", retaken=1)
@@ -230,7 +206,7 @@ def test_only_the_most_important_locks_are_drawn(monkeypatch):
     for number in range(5):
         hold(40 - number, 35 - number, name=f"old-{number}")
     drawing = drawn()
-    assert [lane.label for lane in drawing.lanes] == ["old-4", "open", "trouble"]
+    assert [*drawing.lanes] == ["old-4", "open", "trouble"]
     assert drawing.lanes_left_out == 4
 
 
@@ -242,10 +218,14 @@ def summed(monkeypatch):
     monkeypatch.setattr(timeline, "ROWS", 1)
 
 
+def sums_in(lane):
+    return [mark for mark in lane if "event" not in mark]
+
+
 def sums(span="1h", **only):
     """Return the lane, the time and the text of each sum."""
     lanes = drawn(span, **only).lanes.items()
-    return [(lane.label, m.when, m.text) for lane, marks in lanes for m in marks if m.query]
+    return [(label, bar["when"], bar["text"]) for label, lane in lanes for bar in sums_in(lane)]
 
 
 def test_as_many_events_as_can_be_drawn_are_not_summed_up(monkeypatch):
@@ -262,8 +242,9 @@ def test_every_database_sums_up_lanes_and_buckets(summed, alias):
     met = {"kind": "conflict", "outcome": "", "result": "waiting", "count": 9}
     rows = [
         {"at": ago(30), "ended_at": ago(29.8), "result": "returned"},
-        {"at": ago(29.5), "ended_at": ago(29.4), "result": "returned"},
         {"at": ago(29.6), "ended_at": ago(27.5), "result": "raised"},
+        {"at": ago(29.2), "noticed_at": ago(27.5), "outcome": "dead"},
+        {"at": ago(28.9), "outcome": ""},
         {"at": ago(200), "last_at": ago(2), **met},
         {"at": ago(29.6), **met},
         {"at": ago(20), "ended_at": ago(19.75), "task": "", "name": "alone"},
@@ -271,12 +252,9 @@ def test_every_database_sums_up_lanes_and_buckets(summed, alias):
     for number, row in enumerate(rows):
         TaskLockEvent.objects.using(alias).create(**{**base, "name": "t(1)", "ref": number, **row})
     assert sorted(sums(rows=TaskLockEvent.objects.using(alias).all())) == [
-        ("alone", "11:40:00 – 11:41:00", "1 run: released, held for 15s in all"),
-        ("t", "11:30:00 – 11:31:00", "1 run: raised, held for 36s in all"),
-        ("t", "11:30:00 – 11:31:00", "2 runs: returned, held for 18s in all"),
-        ("t", "11:30:00 – 11:31:00", "conflict × 9"),
-        ("t", "11:31:00 – 11:32:00", "1 run: raised, held for 1m 00s in all"),
-        ("t", "11:32:00 – 11:33:00", "1 run: raised, held for 30s in all"),
+        ("", "11:40:00", "runs: 1"),
+        ("t", "11:30:00", "runs: 3, raised: 1, trouble: 1, conflicts: 9"),
+        ("t", "11:31:00", "runs: 1"),
     ]
 
 
@@ -289,66 +267,54 @@ def test_sums_of_one_task_are_those_of_its_locks(summed):
     assert [lane for lane, _when, _text in sums(name="t(1)")] == ["t(1)"]
 
 
-def test_bars_of_one_bucket_stand_on_each_other_as_high_as_the_lock_was_held(summed):
-    hold(30, 29.5)
-    hold(29.5, 29.25, result="raised")
-    heights = {mark.state: (mark.y, mark.height) for mark in drawn().lanes[LANE]}
-    assert heights == {"raised": (17, 4), "returned": (9, 8)}
+def test_parts_of_a_bar_stand_on_each_other_and_the_highest_bar_fills_its_lane(summed):
+    for _ in range(3):
+        hold(30, 29.5)
+    hold(29.9, 29.25, result="raised")
+    hold(20, 19)
+    high, low = drawn(name="nightly").lanes["nightly"]
+    assert high["parts"] == [("returned", 25, 75), ("raised", 0, 25)]
+    assert low["parts"] == [("returned", 75, 25)]
+    assert (high["x"], high["width"]) == (50, pytest.approx(1.5))
 
 
-def test_locks_of_one_task_that_are_held_at_once_fill_a_bar_and_no_more(summed):
-    for number in range(3):
-        hold(30, 29, name=f"t({number})", task="t")
-    hold(30, 29.9, name="t(4)", task="t", result="raised")
-    drawing = drawn()
-    assert sum(m.height for m in next(iter(drawing.lanes.values())) if m.at == ago(30)) <= 18
-
-
-def test_lock_without_a_task_has_its_sums_however_old_its_events_are(summed):
-    hold(30, 29, name="alone")
-    for minute in (3, 2, 1):
-        hold(minute, minute, task="t", name="t(1)")
-    assert ("alone", "11:30:00 – 11:31:00", "1 run: returned, held for 1m 00s in all") in sums()
-
-
-@pytest.mark.parametrize("only", [{}, {"task": "t"}])
-def test_only_the_lanes_that_are_drawn_are_summed_up(summed, monkeypatch, only):
+def test_only_the_locks_of_a_task_that_are_drawn_are_summed_up(summed, monkeypatch):
     monkeypatch.setattr(timeline, "LANES", 3)
     monkeypatch.setattr(timeline, "ROWS", 9)
     asked = []
-    sum_up = history_sums.lane_sums
     monkeypatch.setattr(
-        timeline,
-        "lane_sums",
-        lambda *of, names, **by: asked.append(names) or sum_up(*of, names=names, **by),
+        per_task, "sums", lambda rows, *of: asked.append(rows) or queries.sums(rows, *of)
     )
-    hold(50, 49, name="trouble", **only)
-    trouble(49, name="trouble", **only)
-    for number in range(9):
-        hold(40 - number, 40 - number, name=f"old-{number}", **only)
-    drawing = drawn(**only)
-    assert asked == [["trouble", "old-8", "old-7"]]
-    assert [lane.label for lane in drawing.lanes] == ["old-7", "old-8", "trouble"]
-    assert drawing.lanes_left_out == 7
+    trouble(49, name="trouble", task="t")
+    for number in range(10):
+        hold(40 - number, 40 - number, name=f"old-{number}", task="t")
+    drawing = drawn(task="t")
+    assert {row.name for row in asked[0]} == {"trouble", "old-9", "old-8"}
+    assert [*drawing.lanes] == ["old-8", "old-9", "trouble"]
+    assert drawing.lanes_left_out == 8
 
 
 def test_sums_end_with_their_window(summed):
     hold(30, 5)
     hold(30.5, 30.25)
     window = Window(ago(60), ago(29.75))
-    marks = draw(TaskLockEvent.objects.all(), window, now=NOW)["lanes"][LANE]
-    assert [mark.text for mark in marks] == [
-        "1 run: returned, held for 15s in all",
-        "1 run: returned, held for 15s in all",
-    ]
+    lane = draw(TaskLockEvent.objects.all(), window, now=NOW, name="nightly")["lanes"]["nightly"]
+    assert [bar["rank"][-1] for bar in lane] == [ago(30), ago(29.75)]
+
+
+def test_task_that_only_had_duplicates_has_no_lane(summed):
+    for _ in range(2):
+        event(30, kind="duplicate", task="t", name="t(1)")
+    assert drawn().lanes == {}
 
 
 def test_sum_leads_to_its_events(summed):
     for _ in range(2):
         hold(30, 29.9, task="t", name="t(1)")
-    query = "{}=t&kind__exact=run&from=2026-01-02T11%3A30%3A00%2B00%3A00"
-    [mark] = next(iter(drawn().lanes.values()))
-    assert mark.query.startswith(query.format("task"))
+    [bar] = drawn().lanes["t"]
+    assert bar["query"].startswith("task=t&from=2026-01-02T11%3A30%3A00%2B00%3A00&to=")
+    [bar] = drawn(task="t").lanes["t(1)"]
+    assert bar["query"].startswith("q=t%281%29&from=")
 
 
 def test_trouble_and_open_holds_are_drawn_one_by_one_together_with_sums(summed):
@@ -356,12 +322,19 @@ def test_trouble_and_open_holds_are_drawn_one_by_one_together_with_sums(summed):
     for outcome in ("lost", "lost", "expired"):
         trouble(55, outcome, name="trouble")
     hold(2, 1, name="quiet")
-    shapes = {lane.label: [m.shape for m in marks] for lane, marks in drawn().lanes.items()}
-    assert shapes == {"open": ["bar"], "quiet": ["bar"], "trouble": [*["bar"] * 2, *["sign"] * 3]}
+    lanes = drawn(name="open").lanes | drawn(name="trouble").lanes
+    shapes = {
+        label: sorted(mark["shape"] for mark in lane if "event" in mark)
+        for label, lane in lanes.items()
+    }
+    assert shapes == {"open": ["bar"], "trouble": ["sign"] * 3}
+    [lane] = drawn().lanes.values()  # none of them has a task
+    assert [mark["shape"] for mark in lane if "event" in mark].count("sign") == 3
+    assert "held" in {mark["state"] for mark in lane if "event" in mark}
 
 
 def test_drawing_says_how_far_back_its_sums_go(summed, monkeypatch):
-    monkeypatch.setattr(history_sums, "MOST", 3)
+    monkeypatch.setattr(queries, "MOST", 3)
     for minute in (50, 40, 30, 20, 15):
         hold(minute, minute - 1)
     drawing = drawn()
@@ -377,7 +350,7 @@ def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch
         hold(400, name=f"open {number}", key=f"a{number}")
     for minutes in (3, 2, 1):
         hold(minutes, minutes, name="old", task="t", key="z")
-    assert "held" in {mark.state for mark in drawn(**only).marks}
+    assert "held" in {mark["state"] for mark in drawn(**only).marks}
 
 
 @pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
@@ -390,7 +363,7 @@ def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only
         trouble(minutes, name="other")
     for minutes in (3, 2, 1):
         hold(minutes, minutes, name="old", task="t")
-    assert [mark.state for mark in drawn(**only).marks].count("lost") == 2
+    assert [mark["state"] for mark in drawn(**only).marks].count("lost") == 2
 
 
 # Words
@@ -399,13 +372,16 @@ def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"outcome": "released", "ended_at": ago(29)}, "released after 1m 00s, task x, web-1:40"),
-        ({"timeout": 1e9}, "held for 30m 00s, task x, web-1:40"),
+        ({"outcome": "released", "ended_at": ago(29)}, "released after 1m, task x, web-1:40"),
+        ({"timeout": 1e9}, "held for 30m, task x, web-1:40"),
         (
             {"kind": "conflict", "result": "waiting", "reason": "requeue", "count": 2},
-            "conflict × 2, waiting: requeue",
+            "conflict × 2, waiting: requeue, task x, web-1:40",
         ),
-        ({"kind": "conflict", "blocked_by": "t"}, "conflict, skipped, blocked by t"),
+        (
+            {"kind": "conflict", "blocked_by": "t"},
+            "conflict, skipped, blocked by t, task x, web-1:40",
+        ),
         (
             {"outcome": "cleared", "noticed_at": ago(29), "actor": "ada"},
             "cleared, by ada, task x, web-1:40",
@@ -423,13 +399,7 @@ def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only
 )
 def test_text_of_a_mark(facts, text):
     event(30, **{"kind": "run", "task_id": "x", "host": "web-1", "pid": 40, **facts})
-    assert [mark.text for mark in drawn().marks][-1] == text
-
-
-def test_text_of_conflicts_that_several_runs_caused_has_dots():
-    for number in range(3):
-        event(30, blocked_by_task_id=f"x{number}", reason="wait", result="failed")
-    assert [mark.text for mark in drawn().marks] == ["conflict × 3, failed: wait, blocked by x0 …"]
+    assert [mark["text"] for mark in drawn().marks][-1] == text
 
 
 @pytest.mark.parametrize(
@@ -445,6 +415,6 @@ def test_labels_are_round_times(span, labels, first):
 
 def test_marks_of_long_time_spans_are_dated():
     hold(300, 290)
-    assert [mark.when for mark in drawn("24h").marks] == [
+    assert [mark["when"] for mark in drawn("24h").marks] == [
         "2026-01-02 07:00:00 – 2026-01-02 07:10:00"
     ]

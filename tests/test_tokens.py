@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from django_singletask.task.header import HEADER, Header
-from django_singletask.worker import tokens
+from django_singletask.worker import startup
 from tests.deliveries import wait_for_debts
 from tests.testapp import tasks
 
@@ -51,7 +51,7 @@ def watched(monkeypatch):
     """Collect the deliveries that the watcher looks after, by pid."""
     deliveries = {}
     watcher = SimpleNamespace(deliveries=deliveries)
-    monkeypatch.setattr(tokens, "current_watcher", lambda: watcher)
+    monkeypatch.setattr(startup, "current_watcher", lambda: watcher)
     return deliveries
 
 
@@ -74,7 +74,7 @@ class TestHandOutToken:
     def test_each_delivery_has_a_token_of_its_own(self, request_of, watched):
         requests = [request_of(tasks.hold), request_of(tasks.hold)]
         for request in requests:
-            tokens.hand_out_token(consumer("prefork"), request)
+            startup.hand_out_token(consumer("prefork"), request)
         headers = [
             Header.of(request.request_dict, "an id", tasks.hold.name) for request in requests
         ]
@@ -85,7 +85,7 @@ class TestHandOutToken:
         request = request_of(tasks.hold)
         sent = Header("an id", tasks.hold.name, hops=3, token="of an earlier delivery")
         request.request_dict.update(sent.into({"trace": "7"}))
-        tokens.hand_out_token(consumer("prefork"), request)
+        startup.hand_out_token(consumer("prefork"), request)
         header = Header.of(request.request_dict, "an id", tasks.hold.name)
         assert (header.hops, request.request_dict["trace"]) == (3, "7")
         assert header.token != sent.token
@@ -96,12 +96,12 @@ class TestHandOutToken:
     )
     def test_other_tasks_and_other_pools_have_none(self, request_of, task, pool):
         request = request_of(task)
-        tokens.hand_out_token(consumer(pool), request)
+        startup.hand_out_token(consumer(pool), request)
         assert request.request_dict == {}
 
     def test_the_watcher_learns_which_process_runs_it(self, request_of, watched, calls):
         request = request_of(tasks.hold)
-        tokens.hand_out_token(consumer("prefork"), request)
+        startup.hand_out_token(consumer("prefork"), request)
         request.on_accepted(77, 0.5)
         assert watched[77].header.token == request.request_dict[HEADER]["token"]
         assert calls == [("accepted", 77, 0.5)]
@@ -111,9 +111,9 @@ class TestHandOutToken:
     ):
         request = request_of(tasks.unique)
         request.request_dict.update(
-            Header("an id", tasks.unique.name, queued=b"an entry").into(None)
+            Header("an id", tasks.unique.name, queued="an entry").into(None)
         )
-        tokens.hand_out_token(consumer("prefork"), request)
+        startup.hand_out_token(consumer("prefork"), request)
         request.on_accepted(77, 0.5)
         assert not watched[77].ended
         request.on_success("a result")
@@ -123,9 +123,9 @@ class TestHandOutToken:
     def test_a_request_whose_run_has_ended_needs_no_collection(self, watched):
         """Otherwise its message stays in the memory of the main process for a while."""
         request = Request(tasks.unique)
-        header = Header("an id", tasks.unique.name, queued=b"an entry")
+        header = Header("an id", tasks.unique.name, queued="an entry")
         request.request_dict.update(header.into(None))
-        tokens.hand_out_token(consumer("prefork"), request)
+        startup.hand_out_token(consumer("prefork"), request)
         gone = weakref.ref(request)
         request.on_accepted(77, 0.5)
         request.on_success("a result")
@@ -138,9 +138,9 @@ class TestHandOutToken:
             gc.enable()
 
     def test_before_the_worker_is_ready_there_is_no_watcher(self, request_of, calls, monkeypatch):
-        monkeypatch.setattr(tokens, "current_watcher", lambda: None)
+        monkeypatch.setattr(startup, "current_watcher", lambda: None)
         request = request_of(tasks.hold)
-        tokens.hand_out_token(consumer("prefork"), request)
+        startup.hand_out_token(consumer("prefork"), request)
         request.on_accepted(77, 0.5)
         assert calls == [("accepted", 77, 0.5)]
 
@@ -158,22 +158,22 @@ class TestDiscardedCall:
         return SimpleNamespace(headers=headers, id=options["task_id"])
 
     def test_a_revoked_call_is_queued_no_longer(self, message):
-        tokens.free_revoked(tasks.unique, message, terminated=False)
+        startup.free_revoked(tasks.unique, message, terminated=False)
         wait_for_debts()
         assert tasks.unique.queued("a") is None
 
     def test_a_call_that_was_terminated_in_its_run_is_left_to_the_watcher(self, message):
-        tokens.free_revoked(tasks.unique, message, terminated=True)
+        startup.free_revoked(tasks.unique, message, terminated=True)
         wait_for_debts()
         assert tasks.unique.queued("a").id == message.id
 
     def test_a_call_of_an_unknown_task_is_queued_no_longer(self, message):
-        tokens.free_unreadable(message)
+        startup.free_unreadable(message)
         wait_for_debts()
         assert tasks.unique.queued("a") is None
 
     @pytest.mark.parametrize("headers", [None, {}, {"id": "an id", "task": "any"}], ids=str)
     def test_a_message_of_another_task_frees_nothing(self, message, headers):
-        tokens.free_unreadable(SimpleNamespace(headers=headers))
+        startup.free_unreadable(SimpleNamespace(headers=headers))
         wait_for_debts()
         assert tasks.unique.queued("a").id == message.id

@@ -14,8 +14,9 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from django.db import connections, transaction
 
 from django_singletask import DuplicateTask, TaskLock
-from django_singletask.exceptions import Postponed
+from django_singletask.exceptions import LockUnavailable, Postponed
 from django_singletask.holder import Holder
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
@@ -64,7 +65,7 @@ def deliver(message, task=unique, **request):
 
 
 def refuse(*args):
-    raise ConnectionError("down")
+    raise LockUnavailable("down")
 
 
 class TestEnqueue:
@@ -232,10 +233,10 @@ class TestOrder:
     def test_an_entry_that_is_added_after_the_message_would_stay(self, run_at_once, monkeypatch):
         calls = []
         with monkeypatch.context() as patch:
-            patch.setattr(QueuedCall, "enqueue", lambda call, *facts: calls.append((call, facts)))
+            patch.setattr(QueuedCall, "add", lambda *facts: calls.append(facts))
             first = unique.delay("a")
-        for call, facts in calls:
-            call.enqueue(*facts)
+        for call, delay in calls:
+            call.add(delay)
         assert unique.delay("a").id == first.id
 
 
@@ -372,12 +373,12 @@ class TestStart:
         def fail_once(*args):
             if not failed:
                 failed.append(args)
-                raise ConnectionError("down")
+                raise LockUnavailable("down")
             return release(*args)
 
         monkeypatch.setattr(store, "release", fail_once)
         assert deliver(sent[0]) == "ran"
-        assert "the entry of a queued call could not be deleted; trying again" in caplog.text
+        assert "could not be released; trying again" in caplog.text
         eventually(lambda: unique.queued("a") is None)
 
 
@@ -554,7 +555,7 @@ class TestFinish:
         finish.delay("a", 0, 2)
 
         def body(*args):
-            monkeypatch.setattr(get_store("redis"), "replace", refuse)
+            monkeypatch.setattr(get_store("redis"), "change", refuse)
 
         monkeypatch.setattr(tasks, "body", body)
         with pytest.raises(Retry):
@@ -565,11 +566,14 @@ class TestFinish:
     def test_a_soft_time_limit_after_a_retry_was_sent_does_not_replace_it(
         self, sent, monkeypatch, caplog
     ):
-        def interrupt(*args):
+        leave = Lease.leave
+
+        def interrupt(*args, **options):
+            monkeypatch.setattr(Lease, "leave", leave)
             raise SoftTimeLimitExceeded
 
         def body(*args):
-            monkeypatch.setattr(Lease, "hand_back", interrupt)
+            monkeypatch.setattr(Lease, "leave", interrupt)
 
         finish.delay("a", 0, 2)
         monkeypatch.setattr(tasks, "body", body)
@@ -596,7 +600,7 @@ class TestFinish:
         first = finish.delay("a")
         entry = entry_of(finish, "a")
         queued = get_store("redis").read(entry.key).value
-        dead = Holder.new("n", 60, task=finish.name, task_id=first.id, retries=0)
+        dead = Run(finish.name, first.id).holder("n", 60)
         value = Holder(**{**vars(dead), "pid": 2**22 - 1}).encode()
         assert get_store("redis").replace(entry.key, queued, value, 60)
         assert finish.queued("a") is None
@@ -608,7 +612,7 @@ class TestFinish:
         first = finish.delay("a")
         entry = entry_of(finish, "a")
         queued = get_store("redis").read(entry.key).value
-        value = Holder.new("n", 60, task=finish.name, task_id=first.id, retries=0).encode()
+        value = Run(finish.name, first.id).holder("n", 60).encode()
         assert get_store("redis").replace(entry.key, queued, value, 60)
         assert finish.delay("a").id == first.id
 
@@ -643,7 +647,7 @@ class TestTrips:
     def trips(self, monkeypatch):
         # Only what the store sends: on Celery 5.4 the result backend asks Redis meanwhile.
         get_store("redis").look()  # connects
-        connection = get_store("redis").connection
+        connection = get_store("redis").connections[-1]
         send, sent = connection.send_packed_command, []
 
         def record(command, *args, **options):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from types import SimpleNamespace
 
@@ -14,12 +13,12 @@ from django.db import connections
 
 from django_singletask import TaskLock, clock
 from django_singletask.holder import start_time
+from django_singletask.locks.address import Run
 from django_singletask.locks.liveness import is_gone
-from django_singletask.locks.run import Run
-from django_singletask.stores.epoch import epoch_of
+from django_singletask.stores.base import epoch_of
 from django_singletask.task.header import Header
 from django_singletask.worker import watcher
-from django_singletask.worker.watcher import Accepted, Killed, Watcher
+from django_singletask.worker.watcher import Accepted, Watcher
 from tests.deliveries import wait_for_debts
 from tests.testapp.tasks import hold, unique
 
@@ -27,9 +26,9 @@ pytestmark = pytest.mark.django_db(databases="__all__")
 
 
 def test_a_run_whose_arguments_give_no_lock_has_nothing_to_free(monkeypatch):
-    request = SimpleNamespace(task=hold, request_dict={}, id="i", _payload=((), {"x": 1}, {}))
+    request = SimpleNamespace(task=hold, _payload=((), {"x": 1}, {}))
     pool = Watcher()
-    pool.deliveries[1] = Accepted(request)
+    pool.deliveries[1] = Accepted(request, Header("i", hold.name))
     monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
     pool.look()
     assert pool.deliveries == {}
@@ -64,9 +63,8 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     monkeypatch.setattr(connections, "close_all", lambda: None)
     pool = Watcher()
     now = time.monotonic()
-    delivery = accepted(hold)
-    killed = Killed(delivery, TaskLock("nightly").address, "gone", now + 100)
-    over = killed._replace(until=now - 1)
+    killed, over = accepted(hold, "a"), accepted(hold, "b")
+    killed.until, over.until = now + 100, now - 1
     pool.killed = [killed, over]
     pool.free()
     assert pool.killed == [killed]
@@ -76,10 +74,8 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
 
 def accepted(task, *args, **fields):
     """Return the delivery of a message for ``task``, without a header unless ``fields`` has one."""
-    headers = Header("i", task.name, token="token", **fields).into(None)
-    return Accepted(
-        SimpleNamespace(task=task, request_dict=headers, id="i", _payload=(args, {}, {}))
-    )
+    header = Header("i", task.name, token="token", **fields)
+    return Accepted(SimpleNamespace(task=task, _payload=(args, {}, {})), header)
 
 
 class TestKilledRun:
@@ -105,7 +101,7 @@ class TestKilledRun:
     @pytest.mark.parametrize("has_key", [True, False], ids=["sent by apply_async", "by send_task"])
     def test_its_lock_is_freed(self, held, has_key):
         lock, pool = held(hold), Watcher()
-        pool.deliveries[1] = accepted(hold, "a", lock_key=lock.lock_key if has_key else None)
+        pool.deliveries[1] = accepted(hold, "a", key=lock.key if has_key else None)
         pool.look()
         pool.free()
         assert not lock.locked()
@@ -159,7 +155,7 @@ class TestKilledRun:
         unique.apply_async(("a",))
         header = Header.of(messages[0]["headers"], messages[0]["task_id"], unique.name)
         pool = Watcher()
-        pool.deliveries[1] = accepted(unique, "a", lock_key=header.lock_key, queued=header.queued)
+        pool.deliveries[1] = accepted(unique, "a", key=header.key, queued=header.queued)
         pool.deliveries[1].ended = ended
         pool.look()
         pool.free()
@@ -168,36 +164,31 @@ class TestKilledRun:
 
 
 class TestSweep:
-    @pytest.fixture
-    def sweeps(self, monkeypatch):
-        watchers = []
-        monkeypatch.setattr(watcher, "sweep", watchers.append)
-        return watchers
+    def test_there_is_one_each_minute(self, monkeypatch):
+        class Stop(BaseException):
+            pass
 
-    def test_the_first_sweep_is_after_a_minute(self, sweeps):
-        pool = Watcher()
-        pool.sweep()
-        assert pool.sweeper is None
-        pool.sweep_at = time.monotonic()
-        pool.sweep()
-        pool.sweeper.join()
-        pool.sweep()
-        assert sweeps == [pool]
+        def sweep(failed):
+            seen.append(failed)
+            return len(seen) == 2
 
-    def test_a_sweep_that_hangs_is_not_joined_by_another(self, monkeypatch):
-        end = threading.Event()
-        monkeypatch.setattr(watcher, "sweep", lambda pool: end.wait(20))
-        pool = Watcher()
-        pool.sweep_at = time.monotonic()
-        pool.sweep()
-        sweeper, pool.sweep_at = pool.sweeper, time.monotonic()
-        pool.sweep()
-        assert pool.sweeper is sweeper
-        end.set()
-        sweeper.join()
+        def sleep(seconds):
+            assert seconds == 60
+            if len(seen) == 4:
+                raise Stop
 
-    def test_an_error_is_logged(self, settings, dead_redis, monkeypatch, caplog):
+        seen = []
+        monkeypatch.setattr(watcher, "sweep", sweep)
+        monkeypatch.setattr(watcher, "time", SimpleNamespace(sleep=sleep))
+        with pytest.raises(Stop):
+            watcher.sweep_each_minute()
+        assert seen == [False, False, True, False]
+
+    def test_an_error_is_logged_once(self, settings, dead_redis, monkeypatch, caplog):
         settings.SINGLETASK_CACHE = dead_redis
         monkeypatch.setattr(connections, "close_all", lambda: None)
-        watcher.sweep(Watcher())
+        assert watcher.sweep(failed=False)
         assert "The history cannot be cleaned up (LockUnavailable: " in caplog.text
+        caplog.clear()
+        assert watcher.sweep(failed=True)
+        assert caplog.text == ""

@@ -28,7 +28,10 @@ REQUESTS = 20
 def needs(*modules: str) -> pytest.MarkDecorator:
     """Skip a test without these modules; imported here they would change this process."""
     absent = [module for module in modules if find_spec(module) is None]
-    return pytest.mark.skipif(bool(absent), reason=f"not installed: {absent}")
+    return pytest.mark.skipif(
+        bool(absent),
+        reason=f"not installed: {absent}, which come with the extra test, but not with test-quick",
+    )
 
 
 @contextmanager

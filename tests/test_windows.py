@@ -39,10 +39,9 @@ def test_window_is_in_the_time_zone_of_the_user(query, start, end):
 def test_address_of_a_window_names_the_same_window():
     with override("Europe/Berlin"):
         first, _problem = window_of({"from": "2025-10-26T02:30"}, NOW)
-        query = dict(pair.split("=") for pair in first.query.split("&"))
+        query = dict(pair.split("=") for pair in first.query().split("&"))
         query = {name: text.replace("%3A", ":").replace("%2B", "+") for name, text in query.items()}
         assert window_of(query, NOW) == (first, "")
-        assert first.fields == ("2025-10-26T02:30:00", "2026-01-02T13:00:00")
 
 
 def test_window_of_a_project_without_time_zones_is_naive(settings):

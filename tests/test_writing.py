@@ -180,7 +180,7 @@ def test_calls_with_two_ends_are_two_rows():
 def test_each_call_that_met_an_unknown_holder_has_a_row():
     calls = [event("conflict", token="", reason="skip", task_id=each) for each in "ab"]
     write(calls)
-    write(calls, again=True)
+    write(calls)
     assert [row.count for row in rows(kind="conflict")] == [2, 2]  # the second time as well
 
 
@@ -269,7 +269,7 @@ def written(batches):
     TaskLockEvent.objects.all().delete()
     for batch in batches:
         write(batch)
-        write(batch, again=True)
+        write(batch)
     [row] = TaskLockEvent.objects.values(*FIELDS)
     return row
 
@@ -356,7 +356,7 @@ def test_rows_have_the_order_in_which_the_runs_began(settings, alias):
 def test_control_an_outcome_that_any_event_overwrites_depends_on_the_order(
     settings, alias, monkeypatch
 ):
-    monkeypatch.setitem(writing.RULES, "outcome", "{new}")
+    monkeypatch.setitem(writing.RULES, "outcome", "excluded.{0}")
     keep_history_in(settings, alias)
     assert written([[EVENTS[4]], [EVENTS[7]]]) != written([[EVENTS[7]], [EVENTS[4]]])
     TaskLockEvent.objects.all().delete()
@@ -370,7 +370,7 @@ def test_calls_in_any_order_are_counted_in_one_row(settings, alias):
         write(batch)
     [row] = TaskLockEvent.objects.all()
     assert (row.count, row.at, row.last_at) == (6, calls[0].at, calls[5].at)
-    write(calls[:2], again=True)  # its commit was not lost: the documented price
+    write(calls[:2])  # its commit was not lost: the documented price
     assert TaskLockEvent.objects.get().count == 8
     TaskLockEvent.objects.all().delete()
 
@@ -452,7 +452,9 @@ def test_missing_table_is_one_log_line(work, no_table, logged):
 
 
 @on_each_database
-def test_table_of_an_earlier_version_is_named_with_both_steps(settings, alias, monkeypatch):
+def test_table_of_an_earlier_version_is_met_by_the_page_with_both_steps(
+    settings, alias, monkeypatch
+):
     """The columns are those of the first development version."""
     keep_history_in(settings, alias)
     with connections[alias].cursor() as cursor:
@@ -465,7 +467,7 @@ def test_table_of_an_earlier_version_is_named_with_both_steps(settings, alias, m
             monkeypatch.undo()
             cursor.execute("DROP TABLE singletask_old")
     text = remedy(error.value)
-    assert "'manage.py migrate django_singletask zero' with that version first" in text
+    assert "'Deploying' in the documentation says what to do first" in text
 
 
 def test_end_of_an_outage_is_one_log_line(work, logged):
@@ -475,7 +477,7 @@ def test_end_of_an_outage_is_one_log_line(work, logged):
         cursor.execute(f"ALTER TABLE {TABLE}_gone RENAME TO {TABLE}")
     work.apply()
     work.apply()
-    assert logged()[1:] == ["The lock history can be written again; 2 events were not recorded."]
+    assert logged()[1:] == ["The lock history can be written again; events not recorded: 2."]
 
 
 @pytest.mark.django_db(databases=["default"], transaction=True)
@@ -622,8 +624,7 @@ def test_many_runs_end_in_one_statement(django_assert_num_queries):
     assert {(row.outcome, row.result) for row in rows()} == {("released", "returned")}
 
 
-def test_run_that_another_process_has_written_of_is_met_by_an_upsert():
-    """The copy of all runs is refused, since one has a row."""
+def test_run_that_another_process_has_written_of_is_met_in_its_row():
     events = list(runs(3))
     write([event("dead", token="run 1", reason="no such process")])
     write(events)

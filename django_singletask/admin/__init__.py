@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from django_singletask.admin.history import TaskLockEventAdmin
+from django_singletask.admin.pages import TaskLockEventAdmin
 
 __all__ = ["TaskLockEventAdmin"]

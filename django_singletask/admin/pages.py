@@ -1,38 +1,48 @@
-"""The pages of the admin: what is held now, the timeline, the tasks, and what they share."""
+"""The pages of the admin: what is held now, the history, the timeline, and the tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import datetime, timedelta
-from functools import partial, wraps
-from operator import attrgetter
+from datetime import datetime
+from functools import wraps
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from django.contrib import admin, messages
+from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils import timezone
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext, pgettext_lazy
+from django.utils.translation import gettext_lazy, pgettext_lazy
 
+from django_singletask.admin.history import (
+    WINDOW,
+    EventList,
+    TaskFilter,
+    UncountedPaginator,
+    WhatFilter,
+    known_tasks,
+)
 from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.holder import clean
-from django_singletask.locks.keys import QUEUED
-from django_singletask.locks.liveness import is_alive, proof_of_death, started_at
+from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import held
-from django_singletask.operators.errors import cannot_ask
-from django_singletask.operators.per_task import RANGES, chart_of, per_task
-from django_singletask.operators.rows import HeldLock
-from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.timeline import draw
+from django_singletask.operators import held, words
+from django_singletask.operators.explain import facts, why
+from django_singletask.operators.held import HeldLock, cannot_ask
+from django_singletask.operators.per_task import per_task
+from django_singletask.operators.starving import HOUR, starving
+from django_singletask.operators.timeline import draw, headline
+from django_singletask.operators.windows import HOUR as AN_HOUR
 from django_singletask.operators.windows import SPANS, Window, window_of
-from django_singletask.operators.words import clock_time, duration, hold_time, process, stop_command
+from django_singletask.templatetags.singletask import long_id, task_id
 
 TABS = {
     "changelist": gettext_lazy("Held now"),
@@ -40,44 +50,115 @@ TABS = {
     "timeline": gettext_lazy("Timeline"),
     "per_task": gettext_lazy("Per task"),
 }
-
+SHOWN = 100
+"""Locks on a page of what is held."""
+STARVING = 20
+"""Starving locks above them."""
+REFRESH = {"5", "10", "30", "60"}
+"""Seconds after which the page can ask again."""
+PARAMETERS = {"q", "o", "p", "refresh"}
+"""What the address of the page can say; another parameter is one of the list of events."""
+ORDERS = {"name": "name", "held": "held_for", "conflicts": "conflicts"}
+"""What the columns are sorted by."""
+RANGES = {span: SPANS[span] for span in ("24h", "7d")}
+"""The spans of the timeline that can be summed up for each task."""
+COLUMNS = {
+    "task": gettext_lazy("Task"),
+    "runs": gettext_lazy("Runs"),
+    "returned": gettext_lazy("Returned"),
+    "raised": gettext_lazy("Raised"),
+    "other": gettext_lazy("Other ends"),
+    "conflicts": gettext_lazy("Conflicts"),
+    "duplicates": gettext_lazy("Duplicates"),
+    "p50": gettext_lazy("p50"),
+    "p95": gettext_lazy("p95"),
+    "longest": gettext_lazy("Longest"),
+}
+NOTES = {
+    "held": gettext_lazy(
+        "This frees only the lock. The task keeps running, and a second copy can start at the same "
+        "time."
+    ),
+    "dead": gettext_lazy(
+        "A process that held a lock is dead. If you do nothing, the next call on its host or the "
+        "end of the lease frees the lock."
+    ),
+    "handed_over": gettext_lazy(
+        "No process has this lock: it was handed over, and waits for its receiver. If you clear "
+        "the lock, the receiver gets LockLost."
+    ),
+    "queued": gettext_lazy(
+        "Until a queued call runs, identical calls are stopped when they are sent. Forget it if "
+        "its message is lost, for example because the queue was purged. If the broker still has "
+        "the message, the call runs together with identical calls that are sent before that."
+    ),
+}
+"""What it means to clear a lock in a state whose word does not say so."""
 T = TypeVar("T")
+Otherwise = TypeVar("Otherwise")
 View = Callable[..., HttpResponse]
 
 
-def attempt(ask: Callable[[], T], otherwise: T) -> tuple[T, str]:
+def attempt(
+    otherwise: Otherwise, ask: Callable[..., T], *args: Any, **kwargs: Any
+) -> tuple[T | Otherwise, str]:
     """Return the answer of the cache or the history; or ``otherwise``, and why there is none."""
     try:
-        return ask(), ""
+        return ask(*args, **kwargs), ""
     except Exception as error:  # each cache client has errors of its own
         return otherwise, cannot_ask(error)
 
 
-def or_unreadable(tab: str, view: View) -> View:
-    """Return a view that, if the history cannot be read, says so below the tabs."""
+def for_viewers(view: View) -> View:
+    """Return a view that needs the permission to view, and says if there is no history to read."""
 
     @wraps(view)
     def view_or_reason(
-        self: OperatorPages, request: HttpRequest, *args: Any, **kwargs: Any
+        self: TaskLockEventAdmin, request: HttpRequest, *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        if any("\0" in value for _name, values in request.GET.lists() for value in values):
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        if "%00" in request.META.get("QUERY_STRING", ""):
             # PostgreSQL refuses a NUL character, and no row has one.
-            return HttpResponseRedirect(self.url(tab))
+            return HttpResponseRedirect(request.path)
         try:
             with reading(even_if_off=True):
                 return view(self, request, *args, **kwargs)
         except NoHistory as error:
-            return self.render(request, "unreadable", tab, trouble=cannot_ask(error))
+            return self.render(request, "unreadable", trouble=cannot_ask(error))
 
     return view_or_reason
 
 
-class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
-    """What the store holds now, a form that frees one lock, the timeline, and the tasks."""
+@admin.register(TaskLockEvent)
+class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Show what the store holds now, and free it; list and draw what happened to the locks.
+
+    The events can be deleted, but neither added nor changed.
+    """
+
+    change_list_template = "django_singletask/events.html"
+    # The sidebars of the admin leave room for four columns.
+    list_display = ("when", "lock", "what", "run")
+    list_display_links = ("lock",)
+    list_filter = (WhatFilter, TaskFilter)
+    search_fields = ("^name", "=task_id")
+    search_help_text = gettext_lazy(
+        "A task, the beginning of a lock's name, a call, or a whole task id."
+    )
+    paginator = UncountedPaginator
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    list_per_page = 50
+    ordering = ("-id",)
+    sortable_by = ()
+
+    class Media:
+        css = {"all": ("django_singletask/admin.css",)}
 
     def get_urls(self) -> list[URLPattern]:
         """Put what is held now first; the history has a separate address."""
-        pages: list[tuple[str, str, View]] = [
+        pages = [
             # The admin's index and breadcrumbs link to the page of this name.
             ("", "changelist", self.held_view),
             ("history/", "events", self.changelist_view),
@@ -96,315 +177,310 @@ class OperatorPages(admin.ModelAdmin):  # type: ignore[type-arg]
         """Return the address of a page on the admin site of this ModelAdmin."""
         return reverse(f"admin:{self.url_name(page)}", args=args, current_app=self.admin_site.name)
 
-    def common_context(self, tab: str) -> dict[str, Any]:
-        """Return what the templates of all pages need; ``tab`` is the current one."""
+    def context(self, request: HttpRequest) -> dict[str, Any]:
+        """Return what the templates of all pages need."""
+        tabs = {self.url(page): label for page, label in TABS.items()}
         return {
-            "title": TABS.get(tab),
-            "tabs": [(self.url(page), label, page == tab) for page, label in TABS.items()],
-            "history_is_off": conf.history == "off",
-        }
-
-    def render(
-        self, request: HttpRequest, template: str, tab: str = "", **context: Any
-    ) -> TemplateResponse:
-        context = {
             **self.admin_site.each_context(request),
-            **self.common_context(tab),
             **{f"{page}_url": self.url(page) for page in (*TABS, "clear")},
+            "title": tabs.get(request.path, ""),
+            "tabs": [(url, label, url == request.path) for url, label in tabs.items()],
+            "history_is_off": conf.history == "off",
             "opts": self.opts,
             "sheets": ("admin/css/changelists.css", "django_singletask/admin.css"),
-            **context,
+            "may_clear": self.has_clear_permission(request),
         }
+
+    def render(self, request: HttpRequest, template: str, **context: Any) -> TemplateResponse:
+        context = self.context(request) | context
         return TemplateResponse(request, f"django_singletask/{template}.html", context)
+
+    # Permissions
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
         """Return whether the user may clear locks, which needs the permission to view, too."""
         may_clear: bool = request.user.has_perm(f"{self.opts.app_label}.clear_lock")
         return may_clear and self.has_view_permission(request)
 
+    # What is held now
+
+    @for_viewers
     def held_view(self, request: HttpRequest) -> HttpResponse:
         """List the locks that are held, as the store knows them at this moment."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
         if set(request.GET) - PARAMETERS:
             # A link that was made for the list of events, with a filter.
             return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
-        query, order = request.GET.get("q", "").strip(), request.GET.get("o", "")
-        order = order if order.removeprefix("-") in ORDERS else "-held"
-        locks, trouble = attempt(partial(listed, query, order), list[HeldLock]())
-        hungry, unknown = attempt(partial(starving, HOUR), list[Starving]())
+        query = request.GET.get("q", "").strip()
+        order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-held")
+        locks, trouble = attempt((), listed, query, column, order != column)
+        hungry, unknown = attempt((), starving, HOUR)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
-        shown = list(page.object_list)
-        events, _reason = runs_of(shown)
-        refresh = self.refresh_every(request)
+        refresh = request.GET.get("refresh", "")
+        refresh = refresh if refresh in REFRESH else ""
         response = self.render(
             request,
             "changelist",
-            "changelist",
-            rows=[held_row(lock) for lock in held.with_history(shown)],
-            recorded={event.token for event in events},
+            locks=held.with_history([*page.object_list]),
+            dead=0 if query else sum(lock.state == "dead" for lock in locks),
             page=page,
             query=request.GET,
             searched=query,
-            orders=headings(ORDERS, order),
+            orders=headings,
             refresh=refresh,
             trouble=trouble,
-            starving=[(state.name, describe(state)) for state in hungry[:STARVING]],
+            starving=hungry[:STARVING],
             starving_left_out=max(0, len(hungry) - STARVING),
             unknown=unknown,
-            asked_at=clock_time(timezone.now()),
+            asked_at=words.clock_time(timezone.now()),
             cache=conf.cache,
-            may_clear=self.has_clear_permission(request),
         )
         if refresh:
-            response["Refresh"] = str(refresh)
+            response["Refresh"] = refresh
         return response
 
-    def refresh_every(self, request: HttpRequest) -> int | None:
-        """Return after how many seconds the browser is to ask again, or None."""
-        text = request.GET.get("refresh", "")
-        if text in map(str, REFRESH):
-            return int(text)
-        if text:
-            text = _("refresh={} is not a number of seconds from {} to {}.").format(
-                repr(text[:20]), REFRESH[0], REFRESH[-1]
-            )
-            self.message_user(request, text, messages.WARNING)
-        return None
-
     def clear_view(self, request: HttpRequest) -> HttpResponse:
-        """Ask, then free a lock if the holder that was shown still has it."""
+        """Ask, then free locks if the holders that were shown still have them.
+
+        ``lock`` is a key with a token; with ``dead`` all locks of dead processes are meant.
+        """
         if not self.has_clear_permission(request):
             raise PermissionDenied
         query = request.POST if request.method == "POST" else request.GET
-        key, token = query.get("key", ""), query.get("token", "")
-        if not key:
-            text = _("No lock was named: choose here which one to clear.")
-            return self.back_to_held(request, messages.WARNING, text)
-        lock, trouble = attempt(partial(held.still_held, key, token), None)
-        if lock is not None and request.method != "POST":
-            return self.ask_to_clear(request, lock)
-        if lock is not None:
-            # The holder may have changed since this look: the store decides.
-            by = {"actor": request.user.get_username(), "reason": query.get("reason", "").strip()}
-            freed, trouble = attempt(partial(held.clear, lock, **by), False)
-            if freed:
-                return self.report_cleared(request, lock, by["reason"])
+        asked = [] if "dead" in query else query.getlist("lock")
+        if not (asked or "dead" in query):
+            messages.warning(request, _("No lock was named: choose here which one to clear."))
+            return HttpResponseRedirect(self.url("changelist"))
+        missing = {text.rpartition(" ")[0] for text in asked}
+        found, trouble = attempt((), held.read, missing) if asked else attempt((), held.held)
+        locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
+        if not asked:
+            locks = [lock for lock in found if lock.state == "dead"]
+        if locks and "reason" not in request.POST:
+            return self.ask_to_clear(request, locks, asked)
+        # A holder may have changed since this look: the store decides.
+        actor, reason = request.user.get_username(), query.get("reason", "").strip()
+        freed = []
+        for lock in locks:
+            is_freed, trouble = attempt(False, held.clear, lock, actor=actor, reason=reason)
+            freed += [lock] * is_freed
+            if trouble:
+                break
+        self.report_cleared(request, freed, reason)
+        missing -= {lock.key for lock in freed}
         if trouble:
-            return self.back_to_held(request, messages.ERROR, trouble)
-        text = _(
-            "Nothing was freed: this holder no longer has the lock. The lock was released or "
-            "cleared, or another run has taken it."
-        )
-        if key.startswith(QUEUED):
+            messages.error(request, trouble)
+        elif missing or not freed:
             text = _(
-                "Nothing was forgotten: this call no longer stops identical calls. It has started, "
-                "was revoked, or was already forgotten."
+                "Not freed: {}. The holder that was shown no longer has the lock: it was released "
+                "or cleared, or another run has taken it; a queued call has started."
             )
-        return self.back_to_held(request, messages.WARNING, text)
+            messages.warning(request, text.format(words.few(sorted(missing)) or "-"))
+        return HttpResponseRedirect(self.url("changelist"))
 
-    def ask_to_clear(self, request: HttpRequest, lock: HeldLock) -> HttpResponse:
-        """Show who holds a lock, and a form that frees it."""
-        held.with_history([lock])
-        started = started_at(lock.process)
+    def ask_to_clear(
+        self, request: HttpRequest, locks: list[HeldLock], asked: list[str]
+    ) -> HttpResponse:
+        """Show who holds the locks, and a form that frees them."""
+        states = {lock.state for lock in locks}
+        is_queued = states <= {"queued", "blocking"}
+        [*others, last] = locks
         return self.render(
             request,
             "clear",
-            title=_("Forget this queued call?") if lock.queued else _("Clear this lock?"),
-            lock=lock,
-            row=held_row(lock),
-            alive=is_alive(lock.process),
-            proof=proof_of_death(lock.process),
-            started=clock_time(started, dated=True) if started else "",
-            stop=stop_command(lock.task_id, queued=lock.queued) if lock.task_id else "",
+            title=_("Forget these calls?") if is_queued else _("Clear these locks?"),
+            rows=[
+                (lock, is_alive(lock), proof_of_death(lock))
+                for lock in held.with_history(locks[:SHOWN])
+            ],
+            left_out=max(0, len(locks) - SHOWN),
+            notes=[note for state, note in NOTES.items() if state in states],
+            is_queued=is_queued,
+            asked=asked,
+            stop=words.stop_command(last.task_id, queued=is_queued)
+            if last.task_id and not others and states & {"held", "queued"}
+            else "",
         )
 
-    def report_cleared(self, request: HttpRequest, lock: HeldLock, reason: str) -> HttpResponse:
-        """Tell the user and the admin's own log; the lock itself tells the history."""
-        runs, trouble = runs_of([lock])
-        if trouble and conf.history != "off":
-            text = _("For now, only the admin's own log has a record of this. {}")
-            self.message_user(request, text.format(trouble), messages.WARNING)
-        event = TaskLockEvent(name=lock.name, outcome="cleared", pk=runs[0].pk if runs else None)
-        text = _("Cleared the lock {}, held by {}, token {}.")
-        text = text.format(lock.name, lock.run, lock.token)
+    def report_cleared(self, request: HttpRequest, locks: list[HeldLock], reason: str) -> None:
+        """Tell the user and the admin's own log; the locks themselves tell the history."""
+        read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
+        runs, _trouble = attempt((), read, [lock.token for lock in locks])
         because = _(" Reason: {}").format(clean(reason, 255)) if reason else ""
-        self.log_change(request, event, text + because)
-        text = _("The lock {} was freed. If its task still runs, it keeps running.")
-        if lock.queued:
-            text = _("The queued call of {} is forgotten: identical calls can be sent again.")
-        return self.back_to_held(request, messages.SUCCESS, text.format(lock.name))
+        pks = {run.token: run.pk for run in runs}
+        for lock in locks:
+            event = TaskLockEvent(name=lock.name, outcome="cleared", pk=pks.get(lock.token))
+            text = _("Cleared the lock {}, held by {}, token {}.")
+            self.log_change(request, event, text.format(lock.name, lock, lock.token) + because)
+        for queued, text in (
+            (False, _("Freed: {}. A task that still runs keeps running.")),
+            (True, _("Forgotten: {}. Identical calls can be sent again.")),
+        ):
+            if names := [lock.name for lock in locks if lock.queued is queued]:
+                messages.success(request, text.format(words.few(names)))
 
-    def back_to_held(self, request: HttpRequest, level: int, text: str) -> HttpResponse:
-        self.message_user(request, text, level)
-        return HttpResponseRedirect(self.url("changelist"))
+    # The timeline, and the tasks
 
-    @partial(or_unreadable, "timeline")
+    @for_viewers
     def timeline_view(self, request: HttpRequest) -> HttpResponse:
         """Draw a window of the history; of one lock or task if the address names it."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
         now, name = timezone.now(), request.GET.get("name", "")
         task = "" if name else request.GET.get("task", "")
-        only = {key: value for key, value in (("name", name), ("task", task)) if value}
         form = window_form(request, now)
-        window = form["window"] or Window.past("1h", now)
+        window = form.pop("window") or Window.past("1h", now)
+        known, unknown = attempt(None, why, name or task) if name or task else (None, "")
+        event = self.get_object(request, request.GET.get("event", ""))
         rows: Any = self.get_queryset(request)
         return self.render(
             request,
             "timeline",
-            "timeline",
-            **{**form, "window": window},
+            title=name or task or TABS["timeline"],
+            name=name,
+            task=task,
+            window=window,
+            known=known,
+            facts=[*filter(all, facts(known))] if known else [],
+            unknown=unknown,
+            event=event,
             spans=SPANS,
-            only=f"&{urlencode(only)}" if only else "",
-            in_history=urlencode({"q": name} if name else only),
-            **only,
-            **draw(rows, window, now=now, **only),
+            **form,
+            **draw(rows, window, now=now, name=name, task=task, event=event),
         )
 
-    @partial(or_unreadable, "per_task")
+    @for_viewers
     def per_task_view(self, request: HttpRequest) -> HttpResponse:
         """Sum up each task; the address says of which time span, and in which order."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        span, sort = request.GET.get("range", ""), request.GET.get("sort", "")
+        span = request.GET.get("range", "")
         span = span if span in RANGES else "24h"
-        sort = sort if sort.removeprefix("-") in COLUMNS else "-runs"
-        column = sort.removeprefix("-")
+        sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-runs")
         rows: Any = self.get_queryset(request)
-        window, step = chart_of(span, timezone.now())
-        tasks, cut = per_task(rows, window, step)
-        tasks.sort(
-            key=lambda facts: (facts[column] is not None, facts[column], facts["task"]),
+        facts = per_task(rows, Window.past(span, timezone.now()))
+        facts["rows"].sort(
+            key=lambda row: (row[column] is not None, row[column], row["task"]),
             reverse=sort != column,
         )
-        links = headings(COLUMNS, sort)
+        columns = [(label, *headings[name]) for name, label in COLUMNS.items()]
         return self.render(
-            request,
-            "per_task",
-            "per_task",
-            spans=RANGES,
-            range=span,
-            sort=sort,
-            columns=[(label, *links[name]) for name, label in COLUMNS.items()],
-            rows=[(facts, cells(facts)) for facts in tasks],
-            bar_width=90 * step / (window.end - window.start),
-            hours=step // timedelta(hours=1),
-            start=clock_time(window.start, dated=True),
-            cut=clock_time(cut, dated=True) if cut else "",
+            request, "per_task", spans=RANGES, range=span, sort=sort, columns=columns, **facts
         )
 
+    # The history
 
-def headings(columns: Iterable[str], order: str) -> dict[str, tuple[str, str]]:
-    """Return the order that a click on each column asks for, and the one that the column has.
+    @for_viewers
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        context = self.context(request) | window_form(request, timezone.now())
+        return super().changelist_view(request, context | (extra_context or {}))
 
-    The first column has names, the others have numbers, of which the highest come first.
+    @for_viewers
+    def change_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
+        """Show an event on the page of its lock, among what happened at that time."""
+        event = self.get_object(request, object_id)
+        if event is None:
+            return super().change_view(request, object_id, *args)
+        window = Window(event.at - AN_HOUR / 4, event.end + AN_HOUR / 4)
+        query = window.query(name=event.name, event=event.pk)
+        return HttpResponseRedirect(f"{self.url('timeline')}?{query}#singletask-drawn")
+
+    delete_view = for_viewers(admin.ModelAdmin.delete_view)
+    history_view = for_viewers(admin.ModelAdmin.history_view)
+
+    def response_delete(self, request: HttpRequest, obj_display: str, obj_id: int) -> HttpResponse:
+        """Go back to the history; Django goes to the index if the user may not change events."""
+        response: HttpResponse = super().response_delete(request, obj_display, obj_id)
+        is_redirect = isinstance(response, HttpResponseRedirect)
+        return HttpResponseRedirect(self.url("events")) if is_redirect else response
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return EventList
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: Any, search_term: str
+    ) -> tuple[Any, bool]:
+        """Search by an index, neither splitting the text at spaces nor ignoring case."""
+        text = search_term.strip()
+        if not text:
+            return queryset, False
+        # The name of a task can be its last parts.
+        end, *arguments = text.split("(", 1)
+        tasks = [task for task in known_tasks() if f".{task}".endswith(f".{end.strip()}")]
+        calls = [f"{task}({each}" for task in tasks for each in arguments]
+        return queryset.search([text, *calls], () if arguments else tasks), False
+
+    @admin.display(description=gettext_lazy("at"))
+    def when(self, event: TaskLockEvent) -> str:
+        return words.clock_time(event.at, dated=True)
+
+    @admin.display(description=gettext_lazy("lock"))
+    def lock(self, event: TaskLockEvent) -> SafeString:
+        return format_html('<bdi class="singletask-lock">{}</bdi>', event.name)
+
+    @admin.display(description=gettext_lazy("what happened"))
+    def what(self, event: Any) -> SafeString:
+        """Say how the hold ended, or what became of calls, how often, why, and who noticed it."""
+        retaken = _("retaken × {}").format(event.retaken) if event.retaken else ""
+        blocker = event.blocked_by_task_id or event.blocked_by
+        if blocker:
+            shown = long_id(blocker)
+            if event.blocker_pk:
+                shown = format_html(
+                    '<a href="{}">{}</a>', self.url("change", event.blocker_pk), shown
+                )
+            blocker = format_html(_("blocked by {}"), shown)
+        return format_html(
+            '<span class="singletask-state singletask-{}">{}</span>{}',
+            words.status(event)[0],
+            headline(event),
+            lines(words.reason(event), blocker, words.witness(event), retaken),
+        )
+
+    @admin.display(description=gettext_lazy("run"))
+    def run(self, event: TaskLockEvent) -> SafeString:
+        shown = task_id(event.task_id) if event.task_id else ""
+        return lines(shown, words.process(event.host, event.pid)) or SafeString("-")
+
+
+def sorting(
+    order: str, columns: Iterable[str], default: str
+) -> tuple[str, str, dict[str, tuple[str, str]]]:
+    """Return the order that an address names, if it exists, its column, and all headings.
+
+    An order is a column, with a minus if the highest come first. A heading is the order that a
+    click asks for, and the one that the column has. The first column has names, the others numbers.
     """
-    links = {column: (f"-{column}", "") for column in columns}
-    name, current = next(iter(links)), order.removeprefix("-")
-    links[name] = (name, "")
-    links[current] = (current, "descending") if order != current else (f"-{current}", "ascending")
-    return links
-
-
-def unbroken(seconds: float) -> str:
-    """Write how long a lock was held, such that the browser does not break the line inside."""
-    return hold_time(seconds).replace(" ", "\N{NO-BREAK SPACE}")
-
-
-WINDOW = ["range", "from", "to"]
-"""What can name a window in an address."""
+    order = order if order.removeprefix("-") in columns else default
+    column = order.removeprefix("-")
+    headings = {name: ("-" * bool(place) + name, "") for place, name in enumerate(columns)}
+    headings[column] = (column, "descending") if order != column else (f"-{column}", "ascending")
+    return order, column, headings
 
 
 def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
-    """Return what the form for a window needs; a wrong window of the address is a message."""
+    """Return what the form for a window needs; a wrong window of the address is a message.
+
+    ``only`` continues the address of a page of the same lock or task.
+    """
     window, problem = window_of(request.GET, now)
     if problem:
         messages.warning(request, problem)
     others = [pair for pair in request.GET.items() if pair[0] not in (*WINDOW, "p")]
-    return {"window": window, "others": others}
+    only = "".join(f"&{urlencode([pair])}" for pair in others if pair[0] in ("name", "task"))
+    return {"window": window, "others": others, "only": only}
 
 
-SHOWN = 100
-"""Locks on a page of what is held."""
-STARVING = 20
-"""Starving locks above them."""
-REFRESH = range(2, 3601)
-"""Seconds after which the page can ask again."""
-PARAMETERS = {"q", "o", "p", "refresh"}
-"""What the address of the page can say; another parameter is one of the list of events."""
-ORDERS: dict[str, Callable[[HeldLock], Any]] = {
-    "name": attrgetter("name"),
-    "held": attrgetter("held_for"),
-    "lease": attrgetter("left"),
-    "conflicts": lambda lock: lock.conflicts or 0,
-}
-"""What the columns are sorted by."""
-
-
-def listed(text: str, order: str) -> list[HeldLock]:
-    """Return the locks that mention a text, sorted by a column, or backwards if it has a minus."""
+def listed(text: str, column: str, backwards: bool) -> list[HeldLock]:
+    """Return the locks that mention a text, sorted by a column."""
     locks = [lock for lock in held.held() if lock.mentions(text)]
-    column = order.removeprefix("-")
     if column == "conflicts":
         held.with_history(locks)
-    locks.sort(key=ORDERS[column], reverse=order != column)
-    return locks
+    return sorted(locks, key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)
 
 
-def runs_of(locks: list[HeldLock]) -> tuple[list[TaskLockEvent], str]:
-    """Return the rows of the runs that hold locks; or none, and why they cannot be read."""
-    read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
-    return attempt(partial(read, [lock.token for lock in locks]), list[TaskLockEvent]())
-
-
-def held_row(lock: HeldLock) -> dict[str, Any]:
-    usual = lock.usual
-    return {
-        "lock": lock,
-        "held_for": duration(lock.held_for) if lock.since else "-",
-        "usual": [unbroken(usual.median), unbroken(usual.longest)] if usual is not None else [],
-        "remaining": "-" if lock.remaining is None else duration(lock.remaining),
-        "since": clock_time(lock.since, dated=True) if lock.since else "",
-        "process": process(lock.host, lock.pid) or lock.host or "-",
-    }
-
-
-def describe(state: Starving) -> str:
-    text = ngettext(
-        "{} conflict in {}, the last {} ago; no run completed.",
-        "{} conflicts in {}, the last {} ago; no run completed.",
-        state.conflicts,
-    ).format(state.conflicts, duration(state.unmet), duration(state.last_conflict))
-    if state.since_completed is None:
-        return f"{text} " + _("No completed run is known.")
-    return f"{text} " + _("Last completed {} ago.").format(duration(state.since_completed))
-
-
-COLUMNS = {
-    "task": gettext_lazy("Task"),
-    "runs": gettext_lazy("Runs"),
-    "returned": gettext_lazy("Returned"),
-    "raised": gettext_lazy("Raised"),
-    "other": gettext_lazy("Other ends"),
-    "conflicts": gettext_lazy("Conflicts"),
-    "duplicates": gettext_lazy("Duplicates"),
-    "p50": gettext_lazy("p50"),
-    "p95": gettext_lazy("p95"),
-    "longest": gettext_lazy("Longest"),
-    "lease": gettext_lazy("Lease"),
-}
-DURATIONS = {"p50": hold_time, "p95": hold_time, "longest": hold_time, "lease": duration}
-
-
-def cells(facts: dict[str, Any]) -> list[tuple[Any, Any, bool, str]]:
-    """Return label, text, whether it exceeds the lease, and a remark, of each column but one."""
-    row = []
-    for column, label in list(COLUMNS.items())[1:]:
-        text, exceeds = facts[column], False
-        if column in DURATIONS:
-            exceeds = column != "lease" and 0 < (facts["lease"] or 0) <= (text or 0)
-            text = DURATIONS[column](text) if text is not None else "-"
-        remark = facts["others"] if column == "other" else ()
-        row.append((label, text, exceeds, ", ".join(f"{number} {word}" for word, number in remark)))
-    return row
+def lines(*texts: str) -> SafeString:
+    return format_html_join(
+        "", '<div class="singletask-line">{}</div>', [(text,) for text in texts if text]
+    )

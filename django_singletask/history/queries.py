@@ -10,19 +10,21 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.apps import apps
 from django.db import Error, connections, models, router, transaction
+from django.db.models import F, Q
+from django.db.models.functions import Floor
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
 from django_singletask.locks.keys import QUEUED
 from django_singletask.stores.base import PREFIX
-from django_singletask.stores.database import is_busy, is_missing, lacks_column
+from django_singletask.stores.database import trouble
 
 NEWEST = 1000
 """The maximum number of rows that are read: of a task, of a name, or of a window's beginning."""
@@ -42,6 +44,13 @@ COUNTED = frozenset({"conflict", "duplicate"})
 """Kinds of calls that found a holder or an equal call: those against one holder are one row."""
 BATCH = 500
 """Values in one condition; older versions of SQLite allow 999."""
+MOST = 200_000
+"""The maximum number of rows in a sum: the newest, by their ids."""
+SECONDS = {
+    "postgresql": "EXTRACT(EPOCH FROM %(expressions)s)::float8",
+    "mysql": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', %(expressions)s) / 1e6",
+    "sqlite": "86400 * julianday(%(expressions)s)",
+}
 
 
 class NoHistory(Exception):
@@ -69,16 +78,13 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
 
 def remedy(error: Exception) -> str:
     """Return what to do about a failed statement of the history, if the error shows it."""
-    if lacks_column(error):
-        return (
-            " The table is that of an earlier version: run 'manage.py migrate django_singletask "
-            "zero' with that version first, then 'manage.py migrate' with this one."
-        )
-    if is_missing(error):
-        return " Run 'manage.py migrate'."
+    what = trouble(error)
+    if what in {"table", "column"}:
+        text = " Run 'manage.py migrate'. 'Deploying' in the documentation says what to do first"
+        return f"{text} if the table is that of an earlier version."
     cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL"
     where = "as 'The history' in the documentation shows"
-    return f" Give the SQLite file {cure}, {where}." if is_busy(error) else ""
+    return f" Give the SQLite file {cure}, {where}." if what == "busy" else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,28 +115,23 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         rows = self.filter(kind="run", outcome__lte="").extra(where=[STATE])
         return rows.order_by("outcome", "-id")
 
-    def of_state(self, kind: str | None, outcome: str | None) -> TaskLockEventQuerySet:
+    def of_state(self, kind: str, outcome: str | None) -> TaskLockEventQuerySet:
         """Keep the rows of a kind and with an outcome; None means any.
 
         The newest released runs are found without an index, since there are so many.
         """
         if kind in COUNTED:
-            outcome = outcome or ""
-        elif outcome is not None:
-            kind = kind or "run"
-        if (kind, outcome) == ("run", ""):
-            return self.open()
-        state = {"kind": kind, "outcome": outcome}
-        rows = self.filter(**{field: each for field, each in state.items() if each is not None})
-        if outcome not in (None, "released"):
-            rows = rows.extra(where=[STATE])
-        return rows
+            outcome = ""
+        rows = self.filter(kind=kind)
+        if outcome is not None:
+            rows = rows.filter(outcome=outcome)
+        return rows if outcome in (None, "released") else rows.extra(where=[STATE])
 
     def of_trouble(self, trouble: str) -> TaskLockEventQuerySet:
         """Keep the runs with an outcome, or those that took their lock again, the newest first."""
         if trouble == "retaken":
             # In the order of the ids, SQLite would read the whole table.
-            return self.extra(where=[RETAKEN]).order_by((models.F("id") + 0).desc())
+            return self.extra(where=[RETAKEN]).order_by((F("id") + 0).desc())
         return self.of_state("run", trouble).newest()
 
     def of_task(self, task: str) -> TaskLockEventQuerySet:
@@ -143,7 +144,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
 
     def named(self, *names: str) -> TaskLockEventQuerySet:
         """Keep the rows of locks with one of these names, the newest first."""
-        return self.filter(name__in=set(names)).newest()
+        return self.filter(name__in=names).newest()
 
     def named_like(self, beginning: str) -> TaskLockEventQuerySet:
         vendor = connections[self.db].vendor
@@ -175,28 +176,22 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""
         seconds = conf.history_days * 86_400 if seconds is None else seconds
         since = django_now() - timedelta(seconds=seconds)
-        old = self.filter(at__lt=since).exclude(kind="run", outcome="")
-        for end in ("ended_at", "noticed_at", "last_at"):
-            old = old.exclude(**{f"{end}__gte": since})
-        return old
+        went_on = Q(ended_at__gte=since) | Q(noticed_at__gte=since) | Q(last_at__gte=since)
+        return self.filter(at__lt=since).exclude(kind="run", outcome="").exclude(went_on)
 
-    def search(
-        self, texts: Sequence[str], names: Collection[str] = (), tasks: Collection[str] = ()
-    ) -> TaskLockEventQuerySet:
-        """Keep rows whose name begins with a text or is in ``names``, or of one of the ``tasks``.
+    def search(self, texts: Sequence[str], tasks: Collection[str] = ()) -> TaskLockEventQuerySet:
+        """Keep rows whose name begins with one of the texts, or of one of the ``tasks``.
 
         Rows whose task id is the first text are kept as well.
         """
         rows = self.model.objects.using(self.db).order_by()
         parts = [rows.named_like(text) for text in texts]
-        parts += [rows.filter(name__in=names), *(rows.of_task(task) for task in tasks)]
+        parts += [rows.of_task(task) for task in tasks]
         ids = [pk for part in parts for pk in part.values_list("pk", flat=True)[: FREQUENT + 1]]
         if len(ids) > FREQUENT:
             # Reading from the newest is faster than sorting so many rows.
-            meant = models.Q(name__in=names) | models.Q(task__in=tasks)
-            for text in texts:
-                meant |= models.Q(name__startswith=text)
-            return self.filter(meant)
+            meant = [Q(name__startswith=text) for text in texts]
+            return self.filter(Q(*meant, task__in=tasks, _connector=Q.OR))
         # A list of ids: with the condition PostgreSQL would search all rows for rare names.
         ids += rows.filter(task_id=texts[0]).values_list("pk", flat=True)[:FREQUENT]
         return self.filter(pk__in=ids)
@@ -209,16 +204,11 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Return the rows of the calls that holders with these tokens blocked."""
         return self._among("blocked_by", tokens, where=[BLOCKED])
 
-    def counts_behind(self, tokens: Iterable[str]) -> list[tuple[str, int]]:
-        """Return the token and count of the rows of :meth:`blocked_by`."""
-        return self._among("blocked_by", tokens, "blocked_by", "count", where=[BLOCKED])
-
-    def _among(self, field: str, values: Iterable[Any], *columns: str, where: Any = ()) -> Any:
+    def _among(self, field: str, values: Iterable[str], where: Sequence[str] = ()) -> list[Any]:
         wanted = [value for value in dict.fromkeys(values) if value]
         batches = (wanted[start : start + BATCH] for start in range(0, len(wanted), BATCH))
         rows = self.extra(where=where).order_by()
-        found = (rows.filter(**{f"{field}__in": batch}) for batch in batches)
-        return [row for rows in found for row in (rows.values_list(*columns) if columns else rows)]
+        return [row for batch in batches for row in rows.filter(**{f"{field}__in": batch})]
 
     def name_of_key(self, key: str) -> str:
         """Return the name that belongs to a key, from the newest rows of its task, or "".
@@ -226,11 +216,9 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         There is no index of keys, but a key begins with the task or with the lock's name.
         """
         slug = key.removeprefix(QUEUED).removeprefix(PREFIX).rpartition(":")[0]
-        for rows in (self.of_task(slug), self.named(slug)):
-            for name, other in rows.values_list("name", "key")[:NEWEST]:
-                if other == key:
-                    return str(name)
-        return ""
+        queries = (self.of_task(slug), self.named(slug))
+        pairs = (pair for rows in queries for pair in rows.values_list("key", "name")[:NEWEST])
+        return str(next((name for other, name in pairs if other == key), ""))
 
     def task_names(self, limit: int) -> list[str]:
         # DISTINCT would read the whole index.
@@ -246,16 +234,13 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         the next one look normal. None without such runs or without a history.
         """
         rows = self.of_task(task) if task else self.named(name)
-        fields = rows.values_list("outcome", "result", "at", "ended_at")
-        try:
-            with reading():
-                holds = [
-                    max(0.0, (ended_at - at).total_seconds())
-                    for outcome, result, at, ended_at in fields[:NEWEST]
-                    if (outcome, result) == ("released", "returned") and ended_at is not None
-                ][:RUNS]
-        except NoHistory:
-            return None
+        fields, holds = rows.values_list("outcome", "result", "at", "ended_at"), []
+        with suppress(NoHistory), reading():
+            holds = [
+                max(0.0, (ended_at - at).total_seconds())
+                for outcome, result, at, ended_at in fields[:NEWEST]
+                if (outcome, result) == ("released", "returned") and ended_at is not None
+            ][:RUNS]
         return UsualHold(statistics.median(holds), max(holds), len(holds)) if holds else None
 
 
@@ -267,3 +252,35 @@ def ago(at: datetime | None) -> float:
 def timestamp(at: datetime) -> float:
     """Return the Unix time of a time of the history, which is naive without ``USE_TZ``."""
     return (make_aware(at, get_default_timezone()) if is_naive(at) else at).timestamp()
+
+
+class Seconds(models.Func):
+    """A time in seconds; of use is only the difference of two."""
+
+    output_field = models.FloatField()
+
+    def as_sql(self, compiler: Any, connection: Any, *args: Any, **context: Any) -> Any:
+        return super().as_sql(compiler, connection, template=SECONDS[connection.vendor])
+
+
+def sums(
+    rows: TaskLockEventQuerySet, start: datetime, step: timedelta, field: str
+) -> tuple[Iterable[dict[str, Any]], datetime | None]:
+    """Return the sums of the newest of these rows, and from when on if there are more of them.
+
+    Each sum has the ``number`` of calls that agree in ``field`` (``"task"`` or ``"name"``), kind,
+    outcome, result, and ``slot``: the steps since ``start`` in which they began. A queued call that
+    was cleared is no run.
+    """
+    # Rows are counted up to the limit: ids have gaps.
+    left_out = rows.order_by("-pk").values_list("pk", flat=True)[MOST : MOST + 1].first()
+    rows = rows.exclude(kind="run", key__startswith=QUEUED)
+    cut = None
+    if left_out is not None:
+        rows = rows.filter(pk__gt=left_out)
+        cut = rows.order_by("pk").values_list("at", flat=True).first()
+    # SQLite's time is not exact: a round one must not fall into the step before.
+    seconds = Seconds("at") - Seconds(models.Value(start)) + 0.001
+    slot = Floor(seconds / step.total_seconds())
+    totals = rows.order_by().values("kind", "outcome", "result", lane=F(field))
+    return totals.annotate(slot=slot, number=models.Sum("count")), cut

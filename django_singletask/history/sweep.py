@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+import sys
 from collections.abc import Iterator, Sequence
-from hashlib import md5
+from uuid import uuid4
 
 from django.conf import settings
 from django.db import connections, router
@@ -34,20 +34,16 @@ TURN = 50.0
 def takes_turn() -> bool:
     """Return whether this worker is to sweep: one of all workers, about once a minute.
 
-    Each history has its own key, because two projects may share a cache. Two databases can have the
-    same address, such as SQLite files on two hosts, so the key contains the time of the migration.
-    Two sweeps at a time would do no harm: the rows change in the same way.
+    Two projects may share a cache, so each history has its own key, with the time of its migration.
+    An address would not tell them apart: SQLite files on two hosts can have the same. Two sweeps at
+    a time would do no harm: the rows change in the same way.
     """
-    database = ["no history"]
+    key = f"{PREFIX}@sweep"
     if conf.history != "off":
-        connection = connections[router.db_for_write(TaskLockEvent)]
-        migrations = MigrationRecorder(connection).applied_migrations()
-        migration = migrations.get(("django_singletask", "0001_initial"))
-        address = [str(connection.settings_dict[part]) for part in ("HOST", "PORT", "NAME")]
-        database = [str(migration and migration.applied), *address]
-    digest = md5(repr(database).encode(), usedforsecurity=False).hexdigest()
-    holder = Holder.new("sweep", TURN, task=None, task_id=None, retries=0)
-    return get_store(conf.cache).add(f"{PREFIX}@sweep:{digest}", holder.encode(), TURN) is None
+        migrations = MigrationRecorder.Migration.objects.using(router.db_for_write(TaskLockEvent))
+        migration = migrations.filter(app="django_singletask", name="0001_initial").first()
+        key += f":{migration and migration.applied.timestamp()}"
+    return get_store(conf.cache).add(key, uuid4().hex.encode(), TURN) is None
 
 
 # When is a row without a token in the store closed?
@@ -64,21 +60,19 @@ def sweep() -> None:
     """Close the open rows of locks that are no longer held."""
     rows = TaskLockEvent.objects.primary()
     with undivided(connections[rows.db]):
-        by_cache = defaultdict(list)
-        for row in rows.open().iterator():
-            if row.cache in settings.CACHES and ago(row.at) >= row.timeout:
-                by_cache[row.cache].append(row)
-        for cache, over in by_cache.items():
+        over = [row for row in rows.open().iterator() if ago(row.at) >= row.timeout]
+        for cache in settings.CACHES:
+            unsure = [row for row in over if row.cache == cache]
             try:
-                for start in range(0, len(over), BATCH):
-                    _look_after(cache, over[start : start + BATCH])
+                for start in range(0, len(unsure), BATCH):
+                    _check(cache, unsure[start : start + BATCH])
             except Exception as error:  # continue with the rows of other caches
                 text = "Open history rows of the cache %r cannot be checked: %s"
                 logger.warning(text, cache, error)
         sum(prune(limit=SWEPT))
 
 
-def _look_after(cache: str, rows: Sequence[TaskLockEvent]) -> None:
+def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     """Check open rows whose first lease is over."""
     entries = get_store(cache).read_many([row.key for row in rows])
     missed, found = [], []
@@ -99,12 +93,11 @@ def _look_after(cache: str, rows: Sequence[TaskLockEvent]) -> None:
             address.tell("expired", row.holder(), reason="its lease ended without a release")
     still_open = TaskLockEvent.objects.primary().filter(outcome="")
     for pks, noticed_at in ((missed, now()), (found, None)):
-        if pks:
-            still_open.filter(pk__in=pks).update(noticed_at=noticed_at)
+        still_open.filter(pk__in=pks).update(noticed_at=noticed_at)
 
 
 def prune(
-    batch: int = 1000, *, older_than: float | None = None, limit: int | None = None
+    batch: int = 1000, *, older_than: float | None = None, limit: int = sys.maxsize
 ) -> Iterator[int]:
     """Delete rows older than ``older_than`` seconds (default ``SINGLETASK_HISTORY_DAYS``).
 
@@ -112,18 +105,15 @@ def prune(
     the number of rows of each batch.
     """
     rows = TaskLockEvent.objects.primary()
-    old, deleted = rows.older_than(older_than).order_by("at"), 0
-    rest = old
-    while batch := batch if limit is None else min(batch, limit - deleted):
-        oldest = list(rest.values_list("pk", "at", "ref")[:batch])
-        if not oldest:
-            break
+    rest = old = rows.older_than(older_than).order_by("at")
+    while oldest := list(rest.values_list("pk", "at", "ref")[: min(batch, limit)]):
         # Delete calls before the runs that they met, since a batch may be the last one.
-        tokens = [ref for _pk, _at, ref in oldest]
-        first = [row.pk for row in rows.only("pk").blocked_by(tokens)][:batch]
+        pks, times, tokens = zip(*oldest, strict=True)
+        calls = rows.values_list("pk", flat=True).blocked_by(tokens)
         with undivided(connections[rows.db]):
-            gone = rows.filter(pk__in=first or [pk for pk, _at, _ref in oldest]).delete()[0]
-        deleted += gone
+            doomed = list(dict.fromkeys([*calls, *pks]))[: min(batch, limit)]
+            gone = rows.filter(pk__in=doomed).delete()[0]
+        limit -= gone
         yield gone
-        # Do not read deleted rows again, which are still in PostgreSQL's index.
-        rest = old.filter(at__gte=oldest[0 if first else -1][1])
+        # Do not read again what earlier batches deleted, which is still in PostgreSQL's index.
+        rest = old.filter(at__gte=times[0])

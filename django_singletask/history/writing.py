@@ -6,6 +6,8 @@ in any order, and again after a failure: only counts may then count twice.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from hashlib import md5
 from operator import itemgetter
@@ -19,7 +21,7 @@ from django.utils.timezone import get_default_timezone, make_naive
 from django_singletask.forks import undivided
 from django_singletask.history.queries import COUNTED
 from django_singletask.holder import clean, this_process
-from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent
+from django_singletask.models import TROUBLE, TaskLockEvent
 from django_singletask.signals import LockEvent
 
 INCORRECT_STRING = 1366
@@ -33,9 +35,6 @@ DEFAULTS = {field.name: field.get_default() for field in fields}
 values = itemgetter(*DEFAULTS)
 Row = dict[str, Any]
 
-no_copy: set[str] = set()
-"""Aliases of databases that refused COPY."""
-
 # What a row keeps of two writes
 #
 # The holder's record is the same in both. The end is what the run itself reported. Of two outcomes
@@ -47,25 +46,23 @@ no_copy: set[str] = set()
 #   sweep:            finds no token, writes "expired"
 
 STRENGTH = ["", "expired", "dead", "released", "unguarded", "lost", "cleared"]
-RANK = "CASE {} " + "".join(f"WHEN '{o}' THEN {i} " for i, o in enumerate(STRENGTH)) + "END"
-LEAST, GREATEST = "LEAST({old}, {new})", "GREATEST({old}, {new})"
-KNOWN = "COALESCE({new}, {old})"
-EARLIER = "LEAST(COALESCE({new}, {old}), COALESCE({old}, {new}))"
-ADDED = "CASE WHEN {old_kind} = 'run' THEN 1 ELSE {old} + {new} END"
+RANK = "CASE {}.outcome " + "".join(f"WHEN '{o}' THEN {i} " for i, o in enumerate(STRENGTH)) + "END"
+NEW, OLD = RANK.format("excluded"), RANK.format("old")
 STRONGER = (
-    "CASE WHEN {new_rank} > {old_rank} THEN {new} "
-    "WHEN {new_rank} = {old_rank} THEN COALESCE(NULLIF({old}, ''), {new}) ELSE {old} END"
+    f"CASE WHEN {NEW} > {OLD} THEN excluded.{{0}} WHEN {NEW} < {OLD} THEN old.{{0}} "
+    "ELSE COALESCE(NULLIF(old.{0}, ''), excluded.{0}) END"
 )
+LEAST, GREATEST = "LEAST(old.{0}, excluded.{0})", "GREATEST(old.{0}, excluded.{0})"
 RULES = {
     "at": LEAST,
     "last_at": GREATEST,
-    "count": ADDED,
-    "pid": "COALESCE(NULLIF({old}, 0), {new})",
-    "ended_at": EARLIER,
-    "result": "COALESCE(NULLIF({new}, ''), {old})",
-    "longest_renewal_gap": KNOWN,
+    "count": "CASE WHEN old.kind = 'run' THEN 1 ELSE old.{0} + excluded.{0} END",
+    "pid": "COALESCE(NULLIF(old.{0}, 0), excluded.{0})",
+    "ended_at": "LEAST(COALESCE(excluded.{0}, old.{0}), COALESCE(old.{0}, excluded.{0}))",
+    "result": "COALESCE(NULLIF(excluded.{0}, ''), old.{0})",
+    "longest_renewal_gap": "COALESCE(excluded.{0}, old.{0})",
     "retaken": GREATEST,
-    "noticed_at": STRONGER.replace("NULLIF({old}, '')", "{old}"),
+    "noticed_at": STRONGER.replace("NULLIF(old.{0}, '')", "old.{0}"),
     **dict.fromkeys(["reason", "actor", "blocked_by", "blocked_by_task_id"], STRONGER),
     "outcome": STRONGER,  # the last one: on MySQL the others would see the new outcome
 }
@@ -78,100 +75,61 @@ def is_outage(error: Exception) -> bool:
     return isinstance(error, kinds) and error.args[:1] != (INCORRECT_STRING,)
 
 
-def write(events: Iterable[LockEvent], *, again: bool = False) -> None:
-    """Write events in transactions, or in savepoints if the caller is in a transaction.
-
-    ``again``: an earlier attempt failed, but may have been committed.
-    """
-    alias, rows = router.db_for_write(TaskLockEvent), [_row(event) for event in events]
-    with undivided(connections[alias]):
-        if again or alias in no_copy:
-            return _write(alias, rows, copies=False)
-        try:
-            return _write(alias, rows, copies=True)
-        except db.IntegrityError:  # another process has written of such a run already
-            refused = set()
-        except (db.NotSupportedError, db.ProgrammingError):  # row-level security, or a view
-            refused = {alias}
-        _write(alias, rows, copies=False)
-        no_copy.update(refused)
-
-
-def _write(alias: str, rows: list[Row], copies: bool) -> None:
-    """Write each row at most once a statement: first the runs that have begun and ended."""
-    calls: dict[str, Row] = {}
-    runs: dict[str, Row] = {}
-    whole: dict[str, Row] = {}
-    batches = []
-    for row in rows:
-        ref, known = row["ref"], calls if row["kind"] in COUNTED else runs
-        before = known.get(ref)
-        if before is None:
-            known[ref] = row
-        elif known is calls:
-            at, last_at = min(before["at"], row["at"]), max(before["last_at"], row["last_at"])
-            calls[ref] = {**before, "count": before["count"] + 1, "at": at, "last_at": last_at}
-        elif _has_only_begun(before):  # the later event says all that this one says
-            # An entry that a returned run keeps has no process, and another lease.
-            facts = {"pid": row["pid"] or before["pid"], "timeout": before["timeout"]}
-            runs[ref] = {**row, **facts}
-            if row["ended_at"]:
-                whole[ref] = runs[ref]
-        elif not _has_only_begun(row):
-            whole.pop(ref, None)
-            batches.append(runs)
-            runs = {ref: row}
-    batches.append(runs)
-    connection = connections[alias]
-    # A single row is inserted: rows are written one by one after a failure, of which COPY may be
-    # the reason. psycopg 2 has no COPY of this kind.
-    if copies and connection.vendor == "postgresql" and len(whole) > 1:
-        with transaction.atomic(using=alias), connection.cursor() as cursor:
-            if hasattr(cursor, "copy"):
-                _copy(connection, cursor, sorted(whole.values(), key=_place))
-                batches = [{r: row for r, row in b.items() if r not in whole} for b in batches]
+def write(events: Iterable[LockEvent]) -> None:
+    """Write events in one transaction, or in a savepoint if the caller is in a transaction."""
+    connection = connections[router.db_for_write(TaskLockEvent)]
+    rows: dict[str, Row] = {}
+    more = []  # second facts of a run, since a statement can change a row only once
+    for event in events:
+        row = _row(event, connection.ops.adapt_datetimefield_value)
+        earlier = rows.setdefault(row["ref"], row)
+        if earlier is row:
+            continue
+        if row["kind"] in COUNTED:
+            at, last_at = min(earlier["at"], row["at"]), max(earlier["last_at"], row["last_at"])
+            earlier.update(count=earlier["count"] + 1, at=at, last_at=last_at)
+        elif not (earlier["outcome"] or earlier["retaken"]):  # the run has only begun
+            earlier.update({name: row[name] for name in RULES if row[name]})
+        else:
+            more.append([row])
     # All processes use the same order in a transaction. With different orders, two could wait for
     # each other:
     #
     #   one:    changes a ...... waits for b
     #   other:         changes b ...... waits for a
     #
-    # Calls come last: what is written again after a failure must not have counted them.
-    for batch in filter(None, [*batches, calls]):
-        with transaction.atomic(using=alias), connection.cursor() as cursor:
-            _upsert(connection, cursor, sorted(batch.values(), key=_place))
+    # What comes after them changes the same rows again.
+    with (
+        undivided(connection),
+        transaction.atomic(using=connection.alias),
+        connection.cursor() as cursor,
+    ):
+        for batch in [sorted(rows.values(), key=_place), *more]:
+            _upsert(connection, cursor, batch)
 
 
 def _place(row: Row) -> tuple[Any, ...]:
     """Put runs in the order of their begin, as the ids of their rows will be."""
-    return (row["ref"],) if row["kind"] in COUNTED else (row["at"], row["ref"])
+    return (True, row["ref"]) if row["kind"] in COUNTED else (False, row["at"], row["ref"])
 
 
-def _has_only_begun(row: Row) -> bool:
-    return not (row["outcome"] or row["retaken"])
-
-
-def _row(event: LockEvent) -> Row:
-    """Return what an event knows of a row, in texts that fit."""
+def _row(event: LockEvent, adapt: Any) -> Row:
+    """Return what an event knows of a row, in texts that fit, and in times of the database."""
     known, kind, at = vars(event), event.kind, event.at
     facts = {name: known.get(name, default) for name, default in DEFAULTS.items()}
-    facts["timeout"] = float(event.timeout)
     if kind in COUNTED:
-        facts.update(last_at=at, outcome="")
+        facts["last_at"] = at
         ref = event.blocked_by and f"{event.blocked_by}:{event.reason}:{event.result}"
     else:
         facts.update(kind="run", at=event.since or at)
         ref = event.token
         if kind == "released":
             facts["ended_at"] = at
-        else:
-            facts.update(result="", longest_renewal_gap=None)
-        if kind in TROUBLE:
+        elif kind in TROUBLE:
+            facts.update(outcome=kind, noticed_at=at)
+        if kind in ("dead", "expired"):
             here = this_process()
-            noticed_by = f"{here.host}:{here.pid}" if kind in ("dead", "expired") else event.actor
-            facts.update(outcome=kind, noticed_at=at, actor=noticed_by)
-        elif kind in ("acquired", RETAKEN):
-            facts.update(reason="", outcome="")
+            facts["actor"] = f"{here.host}:{here.pid}"
     if not ref:  # nobody knows the holder, so the event has a row of its own
         ref = md5(repr(event).encode(errors="replace"), usedforsecurity=False).hexdigest()
     facts["ref"] = ref
@@ -179,59 +137,32 @@ def _row(event: LockEvent) -> Row:
         text = facts[name]
         if len(text) > length or not text.isprintable():
             facts[name] = clean(text, length)
-    if not settings.USE_TZ:
-        for name in TIMES:
-            facts[name] = facts[name] and make_naive(facts[name], get_default_timezone())
+    for name in TIMES:
+        if time := facts[name]:
+            facts[name] = adapt(
+                time if settings.USE_TZ else make_naive(time, get_default_timezone())
+            )
     return facts
 
 
-def _copy(connection: Any, cursor: Any, rows: Iterable[Row]) -> None:
-    columns = ", ".join(map(connection.ops.quote_name, DEFAULTS))
-    table = connection.ops.quote_name(TaskLockEvent._meta.db_table)
-    # Django does not translate the errors of COPY.
-    with (
-        connection.wrap_database_errors,
-        cursor.copy(f"COPY {table} ({columns}) FROM STDIN") as copy,
-    ):
-        copy.write("".join(["\t".join(map(_copied, values(row))) + "\n" for row in rows]))
-
-
-def _copied(value: Any) -> str:
-    # The texts of an event contain no tab or newline.
-    return r"\N" if value is None else str(value).replace("\\", "\\\\")
-
-
 def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
-    adapt = connection.ops.adapt_datetimefield_value
-    lines = [values({**row, **{name: adapt(row[name]) for name in TIMES}}) for row in rows]
-    statement = _statement(connection)
-    if connection.vendor == "postgresql":  # an array for each column
-        cursor.execute(statement, [list(column) for column in zip(*lines, strict=True)])
-    else:
-        cursor.executemany(statement, lines)
-
-
-def _statement(connection: Any) -> str:
     quote, vendor = connection.ops.quote_name, connection.vendor
     table, columns = quote(TaskLockEvent._meta.db_table), ", ".join(map(quote, DEFAULTS))
-    old, new = ("{}", "VALUES({})") if vendor == "mysql" else ("o.{}", "excluded.{}")
-    changes = []
-    for name, rule in RULES.items():
-        names = {"old": old.format(quote(name)), "new": new.format(quote(name))}
-        names["old_kind"] = old.format(quote("kind"))
-        names["old_rank"] = RANK.format(old.format(quote("outcome")))
-        names["new_rank"] = RANK.format(new.format(quote("outcome")))
-        changes.append(f"{quote(name)} = {rule.format(**names)}")
-    assignments = ", ".join(changes)
+    changes = ", ".join(f"{name} = {rule.format(name)}" for name, rule in RULES.items())
+    conflict, lines = "ON CONFLICT (ref) DO UPDATE SET", list(map(values, rows))
+    if vendor == "postgresql":  # an array for each column; but for its brackets it is JSON
+        arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
+        source = f"INTO {table} AS old ({columns}) SELECT * FROM unnest({arrays})"
+        texts = [json.dumps(c, ensure_ascii=False, default=str) for c in zip(*lines, strict=True)]
+        arguments = [f"{{{text[1:-1]}}}" for text in texts]
+        cursor.execute(f"INSERT {source} {conflict} {changes}", arguments)
+        return
     marks = ", ".join(["%s"] * len(DEFAULTS))
     if vendor == "mysql":
-        into = f"INSERT INTO {table} ({columns}) VALUES ({marks})"
-        return f"{into} ON DUPLICATE KEY UPDATE {assignments}"
-    source = f"VALUES ({marks})"
-    if vendor == "postgresql":
-        arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
-        source = f"SELECT * FROM unnest({arrays})"
+        alias, conflict = "", "ON DUPLICATE KEY UPDATE"
+        changes = re.sub(r"excluded\.(\w+)", r"VALUES(\1)", changes).replace("old.", "")
     else:
-        assignments = assignments.replace("LEAST(", "MIN(").replace("GREATEST(", "MAX(")
-    into = f"INSERT INTO {table} AS o ({columns}) {source}"
-    return f"{into} ON CONFLICT ({quote('ref')}) DO UPDATE SET {assignments}"
+        alias = "AS old"
+        changes = changes.replace("LEAST(", "MIN(").replace("GREATEST(", "MAX(")
+    into = f"INTO {table} {alias} ({columns})"
+    cursor.executemany(f"INSERT {into} VALUES ({marks}) {conflict} {changes}", lines)

@@ -1,50 +1,97 @@
-"""Where the entry of a lock is: its cache, name and key; and the events about it."""
+"""Where the entry of a lock is, who wants it, and the events about it."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+from celery._state import get_current_task
 from celery.exceptions import SoftTimeLimitExceeded
 
-from django_singletask.conf import MAX_LEASE, check_seconds, conf
-from django_singletask.holder import Holder, clean
+from django_singletask.conf import MAX_LEASE
+from django_singletask.holder import Holder, clean, this_process
 from django_singletask.locks.keys import LockKey
-from django_singletask.locks.run import Run
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Entry, Outcome
+from django_singletask.stores.base import MAX_SLOTS, Entry, Outcome, Slots
 
 logger = logging.getLogger("django_singletask")
 
-
-def lease_length(timeout: float | None) -> float:
-    """Return the length of a lease in seconds: ``timeout``, or ``SINGLETASK_LOCK_TIMEOUT``."""
-    if timeout is not None:
-        return timeout
-    return check_seconds("SINGLETASK_LOCK_TIMEOUT", conf.lock_timeout)
+KEPT = "kept for"
+"""The history's reason for a run that keeps its lock begins with this."""
 
 
-class Address(NamedTuple):
-    """The place of one entry.
+class Run(NamedTuple):
+    """The run of a task that wants a lock.
 
-    ``cache`` is an alias in ``CACHES``. ``quiet`` is a field of the events. ``silent``: no event is
-    sent, because the entry of a queued call is not a lock.
+    ``token`` is chosen by the worker's main process (None: a random one). ``quiet`` is set for
+    tasks with ``lock_history=False``. ``redelivered`` is set for a message that was delivered
+    before, according to the broker or an earlier delivery.
     """
 
-    cache: str
-    lock_key: LockKey
+    task: str | None = None
+    task_id: str | None = None
+    retries: int = 0
+    token: str | None = None
     quiet: bool = False
-    silent: bool = False
+    redelivered: bool = False
+
+    @classmethod
+    def current(cls) -> Run:
+        """Return the run of the Celery task whose body is running here, if one is."""
+        task = get_current_task()  # current_task is a slower proxy of its result
+        if task is None:
+            return NO_RUN
+        return cls(task.name, task.request.id, task.request.retries or 0)
+
+    def holder(self, name: str, length: float, **others: Any) -> Holder:
+        """Return the record of an acquisition by this run now; ``others`` are its other fields."""
+        fields = vars(this_process()) | others
+        fields |= {"task": self.task, "task_id": self.task_id, "retries": self.retries}
+        token = self.token or os.urandom(16).hex()
+        return Holder(token=token, name=name, since=time.time(), timeout=length, **fields)
+
+    # Processes that allow different numbers of slots
+    #
+    # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. A process that
+    # allows 2 neither takes nor counts those slots. So until the old processes are gone, there are
+    # at most 5 runs: the greatest number that a process allows. A redelivery reads all possible
+    # slots, to find its own first run. With several slots a retry does so, too, because the
+    # previous try may not have released its slot yet.
+
+    def slots(self, lock_key: LockKey, holder: Holder) -> Slots:
+        """Return the slots that a take reads; a delivery takes no second slot for one message."""
+        looks_at = MAX_SLOTS if self.redelivered or self.retries else holder.slots
+        # Locks of a body have no mark, since it may take slots in several threads or asyncio tasks.
+        mark = holder.mark() if self.task_id else b""
+        return Slots(lock_key.slots(looks_at), holder.slots, mark)
+
+
+NO_RUN = Run()
+
+
+class Address:
+    """The place of one entry, and the events about it.
+
+    ``cache`` is an alias in ``CACHES``. ``name`` and ``key`` are those of ``lock_key``; for a lock
+    with several slots, ``key`` is the key of one of them. ``quiet`` is a field of the events.
+    ``silent``: no event is sent, because the entry of a queued call is not a lock.
+    """
+
+    def __init__(
+        self, cache: str, lock_key: LockKey, quiet: bool = False, silent: bool = False
+    ) -> None:
+        self.cache = cache
+        self.lock_key = lock_key
+        self.name, self.key = lock_key
+        self.quiet = quiet
+        self.silent = silent
 
     def __str__(self) -> str:
-        return f"{self.lock_key.name} ({self.lock_key.key})"
-
-    @property
-    def key(self) -> str:
-        """The cache key, before the cache's own key function."""
-        return self.lock_key.key
+        return f"{self.name} ({self.key})"
 
     def read(self) -> Entry | None:
         return get_store(self.cache).read(self.key)
@@ -54,31 +101,37 @@ class Address(NamedTuple):
         entry = self.read()
         return entry, Holder.decode(b"" if entry is None else entry.value)
 
-    def tell(self, kind: str, holder: Holder | None, **facts: Any) -> None:
-        """Send an event about a holder of this entry, or about this process (None).
+    def tell(
+        self,
+        kind: str,
+        holder: Holder | None = None,
+        *,
+        caller: Run | Holder = NO_RUN,
+        blocker: Holder | None = None,
+        **facts: Any,
+    ) -> None:
+        """Send an event about a holder of this entry, or about a ``caller`` in this process.
 
-        ``facts`` are fields of the event. Django logs the error of a receiver. Only a soft time
-        limit, which is meant for the task, is raised.
+        ``blocker`` is another holder, and ``facts`` are fields of the event. Django logs the error
+        of a receiver. Only a soft time limit, which is meant for the task, is raised.
         """
         if self.silent or not lock_event.receivers:
             return
-        event = LockEvent.about(
-            kind, *self.lock_key, holder, cache=self.cache, quiet=self.quiet, **facts
-        )
+        run, process = holder or caller, holder or this_process()
+        if holder is not None:
+            since = datetime.fromtimestamp(holder.since, timezone.utc) if holder.since else None
+            facts |= {"token": holder.token, "timeout": holder.timeout, "since": since}
+        if blocker is not None:
+            facts |= {"blocked_by": blocker.token, "blocked_by_task_id": blocker.task_id or ""}
+        at = (facts.get("since") if kind == "acquired" else None) or datetime.now(timezone.utc)
+        facts |= {"task": run.task or "", "task_id": run.task_id or "", "host": process.host}
+        facts |= {"cache": self.cache, "quiet": self.quiet, "pid": process.pid}
+        event = object.__new__(LockEvent)
+        # This takes a tenth of the time of a frozen dataclass's __init__.
+        vars(event).update(facts, kind=kind, name=self.name, key=self.key, at=at)
         for _receiver, error in lock_event.send_robust(sender=LockEvent, event=event):
             if isinstance(error, SoftTimeLimitExceeded):
                 raise error
-
-    def tell_of_conflict(
-        self, reason: str, result: str, run: Run | Holder, blocker: Holder | None
-    ) -> None:
-        """Send an event about a call that found the lock held; ``result`` says what became of it.
-
-        Without a result the call is the duplicate of a queued one.
-        """
-        facts = {"task": run.task or "", "task_id": run.task_id or "", **blocker_facts(blocker)}
-        kind = "conflict" if result else "duplicate"
-        self.tell(kind, None, reason=reason, result=result, **facts)
 
     def free_dead(self, entry: Entry, holder: Holder, how: str) -> bool:
         """Free the entry of a dead holder; return whether it was freed.
@@ -106,38 +159,21 @@ class Address(NamedTuple):
         dead = holder.token == token and not holder.kept
         return entry is not None and dead and self.free_dead(entry, holder, how)
 
-    def clear(
-        self,
-        token: str | None,
-        actor: str,
-        timeout: float | None,
-        reason: str = "",
-        *,
-        tell: bool = True,
-    ) -> bool:
+    def clear(self, token: str | None, actor: str, reason: str = "") -> bool:
         """Free the entry of any holder, or only of the holder with ``token``.
 
-        ``timeout`` is the length of the lease in seconds if the holder's record has none. Without
-        ``tell`` there is no event. Return whether the entry was freed.
+        Return whether the entry was freed.
         """
         entry, holder = self.look()
         if entry is None or token not in (None, holder.token):
             return False
         # The marker must last until the holder's next renewal; extend() may have changed the
         # length in the record.
-        lease = holder.timeout or lease_length(timeout)
-        lease = max(lease, MAX_LEASE if entry.remaining is None else entry.remaining)
+        lease = max(holder.timeout, MAX_LEASE if entry.remaining is None else entry.remaining)
         if not get_store(self.cache).clear(self.key, entry.value, lease):
             return False
         reason = clean(reason, 255)
         why = f": {reason}" if reason else "."
         logger.warning("%s, held by %s, was cleared by %s%s", self, holder, actor or "code", why)
-        if tell:
-            self.tell("cleared", holder, actor=actor, reason=reason)
+        self.tell("cleared", holder, actor=actor, reason=reason)
         return True
-
-
-def blocker_facts(blocker: Holder | None) -> dict[str, str]:
-    if blocker is None:
-        return {"blocked_by": "", "blocked_by_task_id": ""}
-    return {"blocked_by": blocker.token, "blocked_by_task_id": blocker.task_id or ""}

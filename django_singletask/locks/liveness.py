@@ -70,13 +70,3 @@ def is_alive(holder: Process) -> bool | None:
 def is_stopped(holder: Process) -> bool:
     """Return whether a holder's process is stopped, by SIGSTOP or in a debugger."""
     return bool(is_alive(holder)) and read_stat(holder.pid)[:1] in (["T"], ["t"])
-
-
-def started_at(holder: Process) -> float | None:
-    """Return the Unix time at which a holder's process on this host started; None if unknown."""
-    try:
-        with open("/proc/stat") as file:
-            boot = next(float(line.split()[1]) for line in file if line.startswith("btime"))
-        return boot + int(holder.start) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, StopIteration):
-        return None

@@ -2,43 +2,76 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import math
 import random
 import re
-from contextvars import Token
+import time
+import weakref
+from asyncio import _get_running_loop
+from collections.abc import Generator
+from contextvars import ContextVar, Token
 from typing import Any, NoReturn
 
-from django_singletask import clock
+from django_singletask import clock, threads
 from django_singletask.conf import check_seconds, conf
 from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
-from django_singletask.locks import blocks
-from django_singletask.locks.address import Address, lease_length
-from django_singletask.locks.handover import Handle, hand_over, receive
-from django_singletask.locks.keys import LockKey, check_slots, name_key
+from django_singletask.locks.address import NO_RUN, Address, Run
+from django_singletask.locks.aio import GRACE, in_thread, offer_in_thread, submit
+from django_singletask.locks.keys import MAX_NAME, LockKey, check_slots, name_key
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.pool import Job
 from django_singletask.locks.renewal import renewers
-from django_singletask.locks.run import NO_RUN, Run, result_of
-from django_singletask.locks.steps import do, do_in_threads, in_thread, offer_in_thread
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Entry
+from django_singletask.stores.base import PREFIX, SLOT, Entry
+
+Place = tuple[object, int | None]
+"""A mark of a thread, and the id of the asyncio task that runs in it."""
+
+
+def here() -> Place:
+    loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
+    task = None if loop is None else asyncio.current_task(loop)
+    # Mark each thread with an object, because the number of a thread can be used again.
+    try:
+        mark = threads.variables.mark
+    except AttributeError:
+        mark = threads.put("mark", object())
+    return mark, None if task is None else id(task)
+
 
 logger = logging.getLogger("django_singletask")
+
+_innermost: ContextVar[weakref.ref[TaskLock] | None] = ContextVar("innermost", default=None)
+"""The lock of the innermost block.
+
+The reference is weak: if a signal strikes between a body and its ``__exit__``, the context would
+otherwise keep the lock, and so its renewal, for ever.
+"""
 
 POLL = 0.05
 """Seconds of the first pause at most; a short wait has shorter ones."""
 MAX_POLL = 0.5
+Attempts = Generator[float, None, None]
+"""An acquisition: it makes an attempt, and yields the seconds until the next one."""
+HANDLE = re.compile(
+    r"([1-9][0-9]{0,2}) ([0-9a-f]{32}) (.+?) "  # slots, token, cache
+    rf"({PREFIX}[A-Za-z0-9_.:()=-]{{0,100}}:[0-9a-f]{{32}}(?:{SLOT}[0-9]{{1,3}})?) "
+    rf"(.{{1,{MAX_NAME}}})"  # the name
+)
+"""What a receiver needs: the place and the token of a lock that was handed over."""
 BEHIND_ITSELF = "the same code already holds it, and a lock is not re-entrant"
 
 
 def current_lock() -> TaskLock | None:
     """Return the lock of the innermost ``with`` block, function or task body that runs here."""
-    lock: TaskLock | None = blocks.innermost()
-    return lock
+    innermost = _innermost.get()
+    lock = None if innermost is None else innermost()
+    # A signal at the end of a block can leave the lock here.
+    return None if lock is None or lock._block is None else lock  # noqa: SLF001
 
 
 @functools.lru_cache(maxsize=128)
@@ -47,90 +80,6 @@ def _report_field(name: str) -> None:
     if re.search(r"\{[A-Za-z_][\w.]*\}", name):
         text = "TaskLock(%r) has an unfilled field, so all values share one lock. Use an f-string."
         logger.warning(text, name)
-
-
-class Acquisition:
-    """Take a lock, waiting up to ``wait`` seconds (None: the lock's own ``wait``).
-
-    The steps may run in other threads, so the run and the place of the caller are read here.
-    ``in_block``: it is for a ``with`` block, which uses the lock until its end. The lock refers to
-    its acquisition, but not the reverse: a cycle would keep an unused lease alive.
-    """
-
-    def __init__(self, lock: TaskLock, wait: float | None, *, in_block: bool = False) -> None:
-        if wait is not None:
-            check_seconds("wait", wait, zero=True, infinite=True)
-        self.wait = lock.wait if wait is None else wait
-        self.until = clock.now() + self.wait
-        self.pause = min(POLL, self.wait / 16)
-        self.in_block = in_block
-        self.run = lock.run or Run.current()
-        self.place = blocks.here()
-        lock.note = ""
-
-    def step(self, lock: TaskLock) -> float | None:
-        """Make an attempt; after the last one, handle a conflict as the options say."""
-        pause = self.attempt(lock)
-        if pause is None and lock.blocker is not None:
-            if self.in_block:
-                lock.meet_conflict()
-            else:
-                lock.report_conflict("skip", "skipped")
-        return pause
-
-    def attempt(self, lock: TaskLock) -> float | None:
-        """Make an attempt; return the seconds until the next one, or None after the last one."""
-        lease = lock.lease
-        if lease is None or not lease.is_waiting:
-            lease = self.new_lease(lock)
-        around = blocks.around(lease, self.place) if len(lease.slots.keys) > 1 else None
-        if around is None:
-            pause = lease.attempt()
-            if pause is not None:
-                return pause
-        else:
-            lease.meet(around)
-        lock.blocker, lock.blocker_remaining = lease.blocker, lease.blocker_remaining
-        if lease.blocker is not None:
-            return self._after_conflict(lock, lease, lease.blocker)
-        lock.key = lease.key
-        lease.address.tell("acquired", lease.holder)
-        return None
-
-    def _after_conflict(self, lock: TaskLock, lease: Lease, blocker: Holder) -> float | None:
-        wait = self.wait
-        if lock.run and blocker.is_run_of(lock.run.task_id):
-            return None  # an earlier run of the same message
-        is_own = renewers[lease.cache].took(blocker.token, lease.key, self.place)
-        lock.note = BEHIND_ITSELF if is_own else ""
-        if not wait:
-            return None
-        if blocks.outlast(blocker.token, lease.key, self.until, self.place):
-            lock.refuse("wait")
-        left = self.until - clock.now()
-        if left <= 0:
-            lock.say_gave_up(wait)
-            return None
-        if is_own and wait == math.inf and self.pause == POLL:
-            text = "Endless wait for %s: %s. Only another thread can release it."
-            logger.warning(text, lease.address, lock.note)
-        pause = min(left, self.pause * random.uniform(0.5, 1))
-        self.pause = min(self.pause * 1.5, MAX_POLL)
-        return pause
-
-    def new_lease(self, lock: TaskLock) -> Lease:
-        """Return a new lease of the lock, with a new token."""
-        holder = self.run.holder(lock.name, lease_length(lock.timeout), lock.slots)
-        # Set before the take, so that the lock can release it after any error or signal.
-        lock.lease = Lease(
-            lock.address,
-            holder,
-            renews=lock.renew,
-            at_least=lock.at_least,
-            run=lock.run or NO_RUN,
-            place=self.place,
-        )
-        return lock.lease
 
 
 class TaskLock:
@@ -156,18 +105,16 @@ class TaskLock:
 
     at_least: float = 0
     """A body that returns keeps the lock until so many seconds after its start."""
-    lease: Lease | None = None
-    """The last acquisition; ``lease.held`` tells whether it lasts."""
-    _user: Acquisition | None = None
-    """The acquisition, or the block, that uses this object now."""
-    _received: Acquisition | None = None
-    """The same, until a block enters a lock that was received."""
+    lease: Lease = object.__new__(Lease)
+    """The last acquisition (at first, one that was never held); ``lease.held``: it lasts."""
+    _user: Place | None = None
+    """The place whose acquisition uses this object now."""
     blocker: Holder | None = None
     """The holder that the last acquisition met."""
-    blocker_remaining: float | None = None
     note = ""
     """Details of the last conflict, for the log and :class:`LockConflict`."""
     _block: Token[Any] | None = None
+    """What restores the lock of the outer block, while a block runs."""
 
     def __init__(
         self,
@@ -193,7 +140,8 @@ class TaskLock:
             check_seconds("timeout", timeout)
         elif not renew:
             raise TypeError("renew=False needs a timeout, a lease that is longer than any run.")
-        check_seconds("wait", wait, zero=True, infinite=True)
+        if wait != 0:
+            check_seconds("wait", wait, zero=True, infinite=True)
         if on_conflict not in ("raise", "skip"):
             raise ValueError(
                 f'on_conflict must be "raise" or "skip", not {on_conflict!r}. To wait, use wait=….'
@@ -207,17 +155,17 @@ class TaskLock:
         return f"<TaskLock {self.name} ({state})>"
 
     def __bool__(self) -> bool:
-        return self.lease is not None and self.lease.held
+        return self.lease.held
 
     @property
     def token(self) -> str | None:
         """The token of the acquisition; None if the lock is not held by this object."""
-        return self.lease.token if self.lease is not None and self.lease.held else None
+        return self.lease.token if self.lease.held else None
 
     @property
     def address(self) -> Address:
         """Where the entry is, by the settings of this moment."""
-        return Address(self.cache or conf.cache, self.lock_key, (self.run or NO_RUN).quiet)
+        return Address(self.cache or conf.cache, self.lock_key, bool(self.run and self.run.quiet))
 
     # Taking
 
@@ -228,49 +176,163 @@ class TaskLock:
         for the lock of a ``with`` block around this call, :class:`LockError` if this object is in
         use, and :class:`LockUnavailable`, also if the cache answers too late for the lease.
         """
-        acquisition = Acquisition(self, wait)
-        try:
-            self._reserve(acquisition)
-            do(acquisition.step, self)
-            return self.blocker is None or self._end_use()
-        except BaseException as error:
-            self._end(acquisition, error)
-            raise
+        self._take(wait)
+        return self.blocker is None
 
     async def aacquire(self, wait: float | None = None) -> bool:
         """Acquire the lock as :meth:`acquire` does, without stopping the event loop.
 
         A cancelled call releases what its last request may have taken.
         """
-        acquisition = Acquisition(self, wait)
-        self._reserve(acquisition)
-        await self._in_threads(acquisition)
-        return self.blocker is None or self._end_use()
+        await self._take_in_threads(wait)
+        return self.blocker is None
 
-    async def _in_threads(self, acquisition: Acquisition) -> None:
-        step = functools.partial(acquisition.step, self)
-        undo = functools.partial(self._end, acquisition)
-        await do_in_threads(self.address.cache, step, undo)
-
-    def take(self, wait: float = 0) -> bool:
-        """Acquire the lock, but report no conflict and do not reserve this object."""
-        do(Acquisition(self, wait).attempt, self)
-        return bool(self)
-
-    def _end(self, acquisition: Acquisition, error: BaseException) -> None:
-        """End an acquisition that failed, by a conflict or by a signal after the take."""
-        if self._user is acquisition:
-            self._leave(error)
-
-    def _leave(self, error: BaseException | None) -> None:
+    def _take(self, wait: float | None = None, *, in_block: bool = False) -> None:
+        place = here()
+        attempts = self._try(wait, in_block, self.run or Run.current(), place)
         try:
-            if (lease := self.lease) is not None:
-                if lease.held:
-                    lease.give_back(result_of(error))
-                elif lease.is_waiting:
-                    lease.abandon()
-        finally:
-            self._end_block()
+            self._reserve(place, in_block)
+            for pause in attempts:
+                time.sleep(pause)
+            if in_block and self.blocker is None:
+                self.enter_block()
+        except BaseException as error:  # Python does not call __exit__
+            self._undo(attempts, place, error)
+            raise
+
+    # In asyncio code, other threads make the attempts. The request of a call that fails or is
+    # cancelled may still take the lock, so it is undone after the reply:
+    #
+    #   loop:    await    cancelled: CancelledError    waits at most GRACE      continues
+    #   thread:  add ->                                -> added     undo: release ->
+
+    async def _take_in_threads(self, wait: float | None = None, *, in_block: bool = False) -> None:
+        cache, place = self.address.cache, here()
+        attempts = self._try(wait, in_block, self.run or Run.current(), place)
+        try:
+            self._reserve(place, in_block)
+            step = functools.partial(next, attempts, None)
+            while (pause := await in_thread(cache, step, grace=0)) is not None:
+                await asyncio.sleep(pause)
+            if in_block and self.blocker is None:
+                self.enter_block()
+        except BaseException as error:
+            undone = submit(cache, functools.partial(self._undo, attempts, place, error))
+            # After the end of the loop nothing can be awaited.
+            if undone is not None and not isinstance(error, GeneratorExit):
+                await asyncio.wait([undone], timeout=GRACE)
+            raise
+
+    # Who uses this object
+    #
+    # It is in use from before the take until after the release, and while a block runs, also a
+    # skipped one. Otherwise the acquisition of one thread would let another thread in:
+    #
+    #   thread 1: with LOCK as lock: (taken)  body ...................... exit: frees it
+    #   thread 2:     with LOCK as lock: (held by another)   if lock: True, by thread 1 -> body
+    #
+    # setdefault() and pop() are atomic between threads. The first caller gets the object, whichever
+    # thread makes its first request.
+
+    def _reserve(self, place: Place, in_block: bool) -> None:
+        # A lock that is held, although nothing uses the object, was received: a block may enter it.
+        if (not in_block and self) or vars(self).setdefault("_user", place) is not place:
+            raise LockError(
+                f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
+                "time. Create one for each use: with TaskLock(…):"
+            )
+
+    def _try(self, wait: float | None, in_block: bool, run: Run, place: Place) -> Attempts:
+        """Try to take the lock; yield the seconds until each further attempt.
+
+        After the last attempt, handle a conflict as the options say. ``wait`` is in seconds (None:
+        the lock's own). ``in_block``: it is for a ``with`` block. The attempts of asyncio code are
+        made in other threads than that of ``place``.
+        """
+        if wait is None:
+            wait = self.wait
+        else:
+            check_seconds("wait", wait, zero=True, infinite=True)
+        if self.lease.held:
+            self.lease.place, self.lease.in_block = place, True
+            return
+        self.note = ""
+        until = clock.now() + wait
+        next_pause = min(POLL, wait / 16)
+        while True:
+            lease = self._new_lease(run, place)
+            outer = self._outer_lease(lease) if self.slots > 1 else None
+            if outer is None:
+                yield from lease.attempts()
+            else:
+                lease.key, lease.blocker = outer.key, outer.holder
+                lease.blocker_remaining = max(0.0, outer.deadline - clock.now())
+            blocker = self.blocker = lease.blocker
+            if blocker is None:
+                self.key, lease.in_block = lease.key, in_block
+                lease.tell("acquired", lease.holder)
+                return
+            if self.run and blocker.is_run_of(self.run.task_id):
+                break  # an earlier run of the same message
+            own = renewers[lease.cache].find(blocker.token, lease.key, place)
+            self.note = BEHIND_ITSELF if own is not None else ""
+            if not wait:
+                break
+            # A fixed lease may end before its block does.
+            if own is not None and own.in_block and (own.renews or own.deadline >= until):
+                self.refuse("wait")
+            left = until - clock.now()
+            if left <= 0:
+                self.say_gave_up(wait)
+                break
+            if own is not None and wait == math.inf and next_pause == POLL:
+                text = "Endless wait for %s: %s. Only another thread can release it."
+                logger.warning(text, lease, self.note)
+            own = outer = None  # otherwise they would be renewed as long as this waits
+            yield min(left, next_pause * random.uniform(0.5, 1))
+            next_pause = min(next_pause * 1.5, MAX_POLL)
+        if in_block:
+            self.meet_conflict()
+        else:
+            self.report_conflict("skip", "skipped")
+            vars(self).pop("_user", None)
+
+    def _new_lease(self, run: Run, place: Place) -> Lease:
+        """Return a new lease of the lock, with a new token."""
+        length = conf.lock_timeout if self.timeout is None else self.timeout
+        holder = run.holder(self.name, length, slots=self.slots)
+        delivery, slots = self.run or NO_RUN, None
+        if self.slots > 1 or delivery.redelivered:
+            slots = delivery.slots(self.lock_key, holder)
+        # Set before the take, so that the lock can release it after any error or signal.
+        lease = self.lease = Lease(self.cache or conf.cache, self.lock_key, holder, slots)
+        lease.quiet, lease.at_least = delivery.quiet, self.at_least
+        lease.renews, lease.place = self.renew, place
+        return lease
+
+    def _outer_lease(self, lease: Lease) -> Lease | None:
+        """Return the lease of a block around this place that has another slot of the lock.
+
+        Otherwise a nested call could take another slot, and would wait for itself when none is
+        free. With one slot the store finds that.
+        """
+        other: Lease
+        for other in renewers[lease.cache].held():
+            is_outer = other.in_block and other.place == lease.place
+            if is_outer and other.key in lease.slots.keys and not other.lost:
+                return other
+        return None
+
+    def _undo(self, attempts: Attempts, place: Place, error: BaseException) -> None:
+        """End an acquisition that failed: by a conflict, or by a signal, perhaps after the take."""
+        while True:
+            try:
+                attempts.close()
+                break
+            except ValueError:  # in asyncio code, another thread may still wait for a reply
+                time.sleep(0.01)
+        if self._user is place:
+            self.__exit__(None, error, None)
 
     # A lock that outlives its process
 
@@ -285,70 +347,68 @@ class TaskLock:
         Raises :class:`LockLost` if the lock is gone or has another holder, ``ValueError`` for an
         invalid handle, and :class:`LockUnavailable`.
         """
-        name, key, cache, token, slots = Handle.decode(handle)
+        match = HANDLE.fullmatch(handle) if isinstance(handle, str) else None
+        if match is None:
+            raise ValueError(f"handle must be what hand_over() returned, not {repr(handle)[:200]}.")
+        slots, token, cache, key, name = match.groups()
         lock_key = LockKey(name, key)
-        lock = cls(lock_key, timeout=timeout, renew=renew, cache=cache, slots=slots)
-        acquisition = Acquisition(lock, 0)
-        lease = acquisition.new_lease(lock)
+        lock = cls(lock_key, timeout=timeout, renew=renew, cache=cache, slots=int(slots))
+        lease = lock._new_lease(Run.current(), here())
         try:
-            receive(lease, token)
-            lock.note_received(acquisition)
+            lease.receive(token)
             return lock
         except BaseException:
-            if lease.held:  # a signal came, and the caller does not get the lock
-                lease.give_back("raised")
+            lease.give_back(result="raised")  # if it is held, a signal came: nobody gets the lock
             raise
 
     def __enter__(self) -> TaskLock:
-        block = Acquisition(self, None, in_block=True)
-        try:
-            if not self._reserve(block):
-                do(block.step, self)
-            if self.blocker is None:
-                self._block = blocks.enter(self)
-            return self
-        except BaseException as error:
-            # A conflict, or a signal after the take: Python does not call __exit__.
-            if self._user is block:
-                self.__exit__(type(error), error, None)
-            raise
+        self._take(in_block=True)
+        return self
 
     def __exit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
         try:
-            self._leave(exc)
+            self.lease.give_back(exc)
         except BaseException:
-            if self:  # a signal, such as a soft time limit, came before the release began
-                self._leave(exc)
+            # A signal, such as a soft time limit, may have come before the release.
+            self.lease.give_back(exc)
             raise
         finally:
-            self._leave_block()
+            block, self._block = self._block, None
+            self._leave_block(block)
 
     async def __aenter__(self) -> TaskLock:
-        block = Acquisition(self, None, in_block=True)
-        if not self._reserve(block):
-            await self._in_threads(block)
-        if self.blocker is None:
-            self._block = blocks.enter(self)
+        await self._take_in_threads(in_block=True)
         return self
 
     async def __aexit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
+        cache, release = self.address.cache, functools.partial(self.lease.give_back, exc)
         try:
-            await in_thread(self.address.cache, functools.partial(self._leave, exc))
+            await in_thread(cache, release)
         except BaseException:
-            if self:  # a signal, such as a soft time limit, came before the release began
-                Job(self.address.cache, functools.partial(self._leave, exc)).submit()
+            submit(cache, release)  # it may not have begun
             raise
         finally:
-            self._leave_block()
+            block, self._block = self._block, None
+            self._leave_block(block)
 
-    def _leave_block(self) -> None:
-        block, self._block = self._block, None
-        if block is not None:
-            blocks.leave(block)
+    def enter_block(self) -> None:
+        """Make this the current lock until the end of the block."""
+        self._block = _innermost.set(weakref.ref(self))
+
+    def _leave_block(self, block: Token[Any] | None) -> None:
+        """Note that the block, if there was one, has ended: the object can be used again."""
+        try:
+            if block is not None:
+                _innermost.reset(block)
+        except ValueError:
+            pass  # the loop may close an asynchronous generator in another context
+        finally:
+            vars(self).pop("_user", None)
 
     # Conflicts
 
     def meet_conflict(self) -> None:
+        """Do what a block does that does not get the lock."""
         if self.on_conflict == "raise":
             self.refuse("wait" if self.wait else "raise")
         self.report_conflict("skip", "skipped")
@@ -364,17 +424,18 @@ class TaskLock:
 
     def report_conflict(self, reason: str, result: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
-        assert self.lease is not None  # the refused one
+        lease, caller = self.lease, self.lease.holder
         why = f"{reason}; {self.note}" if self.note else reason
-        logger.info("%s is held by %s; policy: %s.", self.lease.address, self.blocker, why)
-        self.lease.address.tell_of_conflict(reason, result, self.lease.holder, self.blocker)
+        text = "%s is held by %s; policy for %s: %s."
+        logger.info(text, lease, self.blocker, caller, why)
+        lease.tell("conflict", caller=caller, blocker=self.blocker, reason=reason, result=result)
 
     # For any process
 
     def locked(self) -> bool:
         """Ask the cache whether the lock (all its slots) is held; a dead holder does not count."""
-        holders = [Holder.decode(entry.value) for entry in self._entries().values()]
-        return sum(proof_of_death(holder) is None for holder in holders) == self.slots
+        deaths = [proof_of_death(Holder.decode(each.value)) for each in self._entries().values()]
+        return deaths.count(None) == self.slots
 
     alocked = offer_in_thread(locked)
 
@@ -410,16 +471,18 @@ class TaskLock:
             raise TypeError(
                 f"{self.name} has {self.slots} slots: choose a holder with clear(token=…)."
             )
-        return self.address_of(token).clear(token, actor, self.timeout, reason)
+        return self.address_of(token).clear(token, actor, reason)
 
     aclear = offer_in_thread(clear)
 
     def address_of(self, token: str | None) -> Address:
+        """Return where the holder with this token is, or the first slot."""
+        address = self.address
         if self.slots > 1:
             for key, entry in self._entries().items():
                 if Holder.decode(entry.value).token == token:
-                    return self.address._replace(lock_key=LockKey(self.name, key))
-        return self.address
+                    address.key = key
+        return address
 
     def _entries(self) -> dict[str, Entry]:
         return get_store(self.address.cache).read_many(self.lock_key.slots(self.slots))
@@ -437,7 +500,7 @@ class TaskLock:
         """
         lease = self._held_lease()
         try:
-            return lease.release("returned")
+            return lease.leave("returned")
         finally:
             self._end_use()
 
@@ -453,16 +516,20 @@ class TaskLock:
         Raises :class:`LockError` if the lock was not acquired, and :class:`LockLost` if it is gone.
         If it raises :class:`LockUnavailable`, the lock cannot be received, and is freed.
         """
+        lease = self._held_lease()
         try:
-            return hand_over(self._held_lease(), for_)
+            return lease.hand_over(for_)
         finally:
             if not self:
                 self._end_use()
 
     @property
     def lost(self) -> bool:
-        """Whether this object acquired the lock and has lost it since; sends no request."""
-        return self.lease is not None and self.lease.lost
+        """Whether this object acquired the lock and has lost it since.
+
+        Only in a forked child of the holder it sends a request.
+        """
+        return self.lease.lost
 
     def check(self) -> None:
         """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired.
@@ -495,8 +562,8 @@ class TaskLock:
         is Martin Kleppmann's.
 
         Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` if it was lost or
-        retaken, ``TypeError`` with several slots, ``NotImplementedError`` on memcached, and
-        :class:`LockUnavailable`.
+        retaken, ``TypeError`` with several slots, :class:`LockUnavailable`, and
+        ``NotImplementedError`` on memcached, which can lose a counter at any time.
         """
         return self._held_lease().fencing_token()
 
@@ -505,51 +572,16 @@ class TaskLock:
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
         lease = self.lease
-        entry = lease.address.read() if lease is not None and lease.held else None
-        return bool(self and lease and entry and entry.value == lease.value)
+        return lease.held and lease.is_there() and lease.held
 
     aowned = offer_in_thread(owned)
 
     def _held_lease(self) -> Lease:
-        if self.lease is None or not self.lease.held:
+        if not self.lease.held:
             raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
         return self.lease
 
-    # Who uses this object
-    #
-    # It is in use from before the take until after the release, and while a block runs, also a
-    # skipped one. Otherwise the acquisition of one thread would let another thread in:
-    #
-    #   thread 1: with LOCK as lock: (taken)  body ...................... exit: frees it
-    #   thread 2:     with LOCK as lock: (held by another)   if lock: True, by thread 1 -> body
-    #
-    # setdefault() and pop() are atomic between threads.
-
-    def note_received(self, user: Acquisition) -> None:
-        """Reserve the object for an acquisition that has received the lock."""
-        self._user = self._received = user
-
-    def _reserve(self, user: Acquisition) -> bool:
-        """Reserve the object; return whether a block enters a lock that was received.
-
-        Raises :class:`LockError` if the object is in use.
-        """
-        if user.in_block and vars(self).pop("_received", None) is not None:
-            self._user = user
-            return True
-        if vars(self).setdefault("_user", user) is not user:
-            raise LockError(
-                f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
-                "time. Create one for each use: with TaskLock(…):"
-            )
-        return False
-
-    def _end_use(self) -> bool:
-        """Let the object be used again, unless a block uses it; return False."""
-        if self._user is not None and not self._user.in_block:
-            self._end_block()
-        return False
-
-    def _end_block(self) -> None:
-        vars(self).pop("_received", None)
-        vars(self).pop("_user", None)
+    def _end_use(self) -> None:
+        """Let the object be used again, unless a block uses it."""
+        if self._block is None:
+            vars(self).pop("_user", None)

@@ -13,9 +13,8 @@ from django_singletask.exceptions import LockConflict
 from django_singletask.locks.keys import (
     NO_LOCK,
     LockKey,
-    filled_key,
+    call_key,
     name_key,
-    template_errors,
     template_fields,
 )
 from django_singletask.locks.lock import TaskLock
@@ -28,20 +27,8 @@ R = TypeVar("R")
 @overload
 def only_one(function: Callable[P, R]) -> Callable[P, R]: ...
 @overload
-def only_one(
-    function: None = None,
-    *,
-    key: str | Callable[..., str | None] | None = None,
-    timeout: float | None = None,
-    renew: bool = True,
-    wait: float = 0,
-    on_conflict: str = "skip",
-    skip_result: Any = None,
-    on_skip: Callable[..., Any] | None = None,
-    at_least: float = 0,
-    slots: int = 1,
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-def only_one(
+def only_one(**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def only_one(  # type: ignore[misc] # mypy would have each option listed twice
     function: Callable[P, R] | None = None,
     *,
     key: str | Callable[..., str | None] | None = None,
@@ -74,12 +61,20 @@ def only_one(
     )
     check_seconds("at_least", at_least, zero=True)
     make_lock("any")  # raises for invalid options, at decoration
+    if callable(skip_result):
+        raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
+    if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
+        raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Any) -> Any:
         key_of = _key_maker(function, key)
-        _check_skip(function, on_conflict, skip_result, on_skip)
+        awaits = inspect.iscoroutinefunction(function)
+        if inspect.iscoroutinefunction(on_skip) and not awaits:
+            raise TypeError(
+                f"on_skip={on_skip!r} is a coroutine function, but {function!r} is not."
+            )
 
-        def lock_for(*args: Any, **kwargs: Any) -> Any:
+        def lock_for(args: Any, kwargs: Any) -> Any:
             lock_key = key_of(args, kwargs)
             if lock_key is NO_LOCK:
                 return nullcontext(True)
@@ -87,19 +82,36 @@ def only_one(
             lock.at_least = at_least
             return lock
 
-        return _guarded(function, lock_for, on_skip, skip_result)
+        def skip(lock: TaskLock, args: Any, kwargs: Any) -> Any:
+            if on_skip is None:
+                return skip_result
+            return on_skip(LockConflict.of(lock), *args, **kwargs)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with lock_for(args, kwargs) as lock:
+                if lock:
+                    return function(*args, **kwargs)
+            return skip(lock, args, kwargs)
+
+        @functools.wraps(function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            async with lock_for(args, kwargs) as lock:
+                if lock:
+                    return await function(*args, **kwargs)
+            result = skip(lock, args, kwargs)
+            return await result if inspect.isawaitable(result) else result
+
+        return call_async if awaits else call
 
     return decorate if function is None else decorate(function)
 
 
 def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
-    if isinstance(function, str):
-        raise TypeError(f"only_one takes its key as a keyword: only_one(key={function!r}).")
-    for attribute, decorator in (("apply_async", "@shared_task"), ("enqueue", "@task")):
-        if hasattr(function, attribute):
-            raise TypeError(f"{function!r} is a task: put @only_one below {decorator}.")
+    if hasattr(function, "apply_async") or hasattr(function, "enqueue"):
+        raise TypeError(f"{function!r} is a task: put @only_one below @shared_task or @task.")
     if inspect.isclass(function) or not callable(function):
-        raise TypeError(f"only_one guards a function or a method, not {function!r}.")
+        raise TypeError(f"only_one guards a function or a method, not {function!r}: use key=….")
     refuse_deferred(function, "only_one", awaits=True)
     path = name = f"{function.__module__}.{function.__qualname__}"
     if key is not None:
@@ -107,48 +119,8 @@ def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
         what = f"key={key!r} of {path}"
         if not isinstance(key, str) and not callable(key):
             raise TypeError(f"{what} must be a format string or a callable.")
-        for error in () if callable(key) else template_errors(what, key, parameters):
-            raise error
-        if callable(key) or template_fields(what, key):
-            return functools.partial(filled_key, "key", key, path, parameters)
+        if callable(key) or template_fields(what, key, parameters):
+            return functools.partial(call_key, path, parameters, lock_name=key, option="key")
         name = key.format()
     name_key(name)  # raises for an invalid name, at decoration
     return lambda args, kwargs: name_key(name)
-
-
-def _check_skip(function: Any, on_conflict: str, skip_result: Any, on_skip: Any) -> None:
-    if callable(skip_result):
-        raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
-    if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
-        raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
-    if inspect.iscoroutinefunction(on_skip) and not inspect.iscoroutinefunction(function):
-        raise TypeError(f"on_skip={on_skip!r} is a coroutine function, but {function!r} is not.")
-
-
-def _guarded(
-    function: Callable[P, Any],
-    lock_for: Callable[P, Any],
-    on_skip: Callable[..., Any] | None,
-    skip_result: Any,
-) -> Callable[P, Any]:
-    def answer(lock: TaskLock, *args: Any, **kwargs: Any) -> Any:
-        if on_skip is None:
-            return skip_result
-        return on_skip(LockConflict.of(lock), *args, **kwargs)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-        with lock_for(*args, **kwargs) as lock:
-            if lock:
-                return function(*args, **kwargs)
-        return answer(lock, *args, **kwargs)
-
-    @functools.wraps(function)
-    async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
-        async with lock_for(*args, **kwargs) as lock:
-            if lock:
-                return await function(*args, **kwargs)
-        result = answer(lock, *args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
-
-    return call_async if inspect.iscoroutinefunction(function) else call

@@ -2,11 +2,96 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import inspect
+import json
+import uuid
 from collections.abc import Collection, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
-from django_singletask.locks.canonical import Unstable, canonical, same
+from django.utils.functional import Promise
+
+encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+_PLAIN = frozenset({str, float, bool, type(None)})
+_TEXT = (uuid.UUID, Decimal, Promise)
+_DATES = (datetime.date, datetime.time)
+TOO_DEEP = (
+    "refers to itself or is nested too deeply to compare calls. Leave it out with lock_on=[…]."
+)
+# Python refuses to write an integer of more than 4300 digits.
+_TOO_LONG = 10**4300
+
+
+class Unstable(Exception):
+    """A value has no canonical form; the text follows the name of the argument."""
+
+
+def formattable(value: Any) -> Any:
+    """Return the same form for values that a message may confuse; dates stay dates."""
+    if isinstance(value, enum.Enum):
+        return formattable(value.value)
+    if type(value) in (list, tuple):
+        return [formattable(item) for item in value]
+    if type(value) in (set, frozenset):
+        return sorted((formattable(item) for item in value), key=repr)
+    if type(value) is dict:
+        items = ((name, formattable(item)) for name, item in value.items())
+        return dict(sorted(items, key=lambda item: str(item[0])))
+    return value
+
+
+def canonical(value: Any) -> Any:
+    """Return a value as JSON would: strings, numbers, booleans, None, lists and dicts of them.
+
+    The sender has the value itself, and a worker has what a message in JSON or pickle made of it.
+    Both have the same canonical form. Raises :class:`Unstable` if there is none, and
+    ``RecursionError`` for a value that refers to itself.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        if -_TOO_LONG < value < _TOO_LONG:
+            return value
+        raise Unstable("contains an integer with too many digits. Leave it out with lock_on=[…].")
+    if isinstance(value, enum.Enum):
+        return canonical(value.value)
+    if isinstance(value, (list, tuple)):
+        return [canonical(item) for item in value]
+    if isinstance(value, Mapping):
+        # JSON turns the names of an object into strings, and 2 sorts before 10 but "2" after "10".
+        return {_name(name): canonical(item) for name, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((canonical(item) for item in value), key=encode)
+    if isinstance(value, _TEXT):
+        return canonical(str(value))
+    if isinstance(value, _DATES):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return f"{value.days}d{value.seconds}s{value.microseconds}us"
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, str):
+        return str.__str__(value)  # str() would return Django's SafeString unchanged
+    for number in (int, float):
+        if isinstance(value, number):
+            return canonical(number(value))
+    for reducer in ("__json__", "model_dump"):  # kombu's messages and pydantic's models
+        if callable(getattr(value, reducer, None)) and not isinstance(value, type):
+            return canonical(getattr(value, reducer)())
+    raise Unstable(
+        f"contains a {kind.__module__}.{kind.__qualname__}, which has no stable form: calls "
+        "with it cannot be compared. Pass plain values (an id instead of an object), or leave it "
+        "out with lock_on=[…]."
+    )
+
+
+def _name(name: Any) -> str:
+    name = canonical(name)
+    return name if isinstance(name, str) else encode(name)
 
 
 def refuse_deferred(function: Any, what: str, *, awaits: bool = False) -> None:
@@ -14,16 +99,14 @@ def refuse_deferred(function: Any, what: str, *, awaits: bool = False) -> None:
 
     The text of the error begins with ``what``.
     """
-    for test, kind in (
-        (inspect.iscoroutinefunction, "a coroutine function"),
-        (inspect.isasyncgenfunction, "an asynchronous generator function"),
-        (inspect.isgeneratorfunction, "a generator function"),
-    ):
-        if test(function) and not (awaits and test is inspect.iscoroutinefunction):
-            raise TypeError(
-                f"{what}: {function.__qualname__} is {kind}: its lock would be free before its "
-                "body runs. Take a TaskLock inside the body of a plain function instead."
-            )
+    is_coroutine = inspect.iscoroutinefunction(function) and not awaits
+    is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if is_coroutine or is_generator:
+        raise TypeError(
+            f"{what}: {function.__qualname__} is a {'coroutine' if is_coroutine else 'generator'} "
+            "function: its lock would be free before its body runs. Take a TaskLock inside the "
+            "body of a plain function instead."
+        )
 
 
 class Parameters:
@@ -38,7 +121,7 @@ class Parameters:
         """The names of the arguments, without those in ``**kwargs``."""
         self._extra: str | None = None
         self._required: set[str] = set()
-        self._defaults: dict[str, Any] = {}
+        self._defaults: dict[str, str] = {}  # encoded, because 1 differs from 1.0 and from True
         self._unstable: dict[str, Any] = {}
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -46,29 +129,35 @@ class Parameters:
                 self.names.remove(name)
             elif parameter.default is not parameter.empty:
                 try:
-                    self._defaults[name] = canonical(parameter.default)
+                    self._defaults[name] = encode(canonical(parameter.default))
                 except Exception:  # such as a translation before Django is ready
                     self._unstable[name] = parameter.default
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 self._required.add(name)
+        self.takes_any_name = self._extra is not None
 
-    @property
-    def takes_any_name(self) -> bool:
-        return self._extra is not None
+    def check_names(self, what: str, names: Collection[str], passed: Collection[str] = ()) -> None:
+        """Raise ``TypeError`` if one of the names is no parameter, and was not ``passed``."""
+        for name in names:
+            if name not in self.names and name not in passed:
+                raise TypeError(
+                    f"{what} names {name!r}, which is not an argument. "
+                    f"Its arguments are: {', '.join(self.names) or 'none'}."
+                )
 
     def bind(
         self,
         task: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        required: Collection[str] | None = None,
         *,
         defaults: bool = False,
-        required: Collection[str] | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of a call by name, including those of ``**kwargs``.
 
-        ``defaults`` adds the arguments that were not passed. The arguments in ``required`` must be
-        passed; None: all without a default. Raises ``TypeError``, with the task's name, if the
+        The arguments in ``required`` must be passed; None: all without a default. ``defaults`` adds
+        the arguments that were not passed. Raises ``TypeError``, with the task's name, if the
         arguments do not fit.
         """
         try:
@@ -100,9 +189,10 @@ class Parameters:
                 continue
             try:
                 form = canonical(value)
-            except Unstable as error:
-                raise TypeError(f"argument {name!r} of {task} {error}") from None
-            if name not in self._defaults or not same(form, self._defaults[name]):
+            except (Unstable, RecursionError) as error:
+                text = error if isinstance(error, Unstable) else TOO_DEEP
+                raise TypeError(f"argument {name!r} of {task} {text}") from None
+            if name not in self._defaults or encode(form) != self._defaults[name]:
                 forms[name] = form
         return forms
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 from django.db import connections
 
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
+from django_singletask.forks import at_fork
 from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import Outcome, Store
-from django_singletask.stores.epoch import LOOK, ForgetfulStore, epoch_of
+from django_singletask.stores.base import LOOK, Outcome, Store, epoch_of
 from django_singletask.threads import Background
 
 logger = logging.getLogger("django_singletask")
@@ -28,28 +28,20 @@ MAX_OWED = 10_000
 """How many releases can be owed to one cache. A lock beyond them is free when its lease ends."""
 
 
-class Kept(NamedTuple):
-    """The bytes that replace a released entry, and until when."""
+Owed = tuple[str, bytes, float, bytes, float]
+"""An entry that must be left: the cache was down, or a signal interrupted the request.
 
-    value: bytes
-    until: float
+Its key and value; until when it is tried, since its lease has ended then; the value that replaces
+the entry, and until when.
+"""
 
 
-class Owed(NamedTuple):
-    """A release that must be made: the cache was down, or a signal interrupted it.
-
-    It is tried again until the lease has ended anyway. ``kept`` replaces the entry for a while.
-    """
-
-    key: str
-    value: bytes
-    until: float
-    kept: Kept | None = None
-
-    def release(self, store: Store) -> Outcome:
-        if self.kept is not None and (left := self.kept.until - clock.now()) > 0:
-            return store.change(self.key, self.value, self.kept.value, left)
-        return store.release(self.key, self.value)
+def leave_entry(store: Store, key: str, value: bytes, new: bytes, until: float) -> Outcome:
+    """Delete the entry ``value``, or replace it by ``new`` until then."""
+    left = until - clock.now()
+    if new and left > 0:
+        return store.change(key, value, new, left)
+    return store.release(key, value)
 
 
 class Renewer(Background):
@@ -76,16 +68,17 @@ class Renewer(Background):
     def __init__(self, cache: str) -> None:
         self.cache = cache
         # By token and key: a run's lock and its duplicate entry have the same token.
-        self.leases: weakref.WeakValueDictionary[tuple[str, str], Any]
-        self.leases = weakref.WeakValueDictionary()
+        self.leases: dict[tuple[str, str], weakref.ref[Any]] = {}
         self.owed: deque[Owed] = deque()
         self.shortest = math.inf
         """The shortest lease that the thread knows of, in seconds; without end while it sleeps."""
         self.tick_at = 0.0
         self.read_at = 0.0
         """When the due times of all leases are read again."""
+        self.error: Exception | None = None
+        """The last error since the thread woke up."""
         self.failed = False
-        """Whether the last tick failed."""
+        """Whether there was an error before that."""
         self.changes = epoch_of(cache).changes
         """The number of changes of the epoch when all leases were last renewed."""
         self.late_at = math.inf
@@ -99,7 +92,7 @@ class Renewer(Background):
         #
         #   keep():    shortest is 60: no wake                              adds
         #   thread:                              shortest = inf   no lease        sleeps
-        self.leases[lease.token, lease.key] = lease
+        self.leases[lease.token, lease.key] = weakref.ref(lease)
         if lease.length < self.shortest:
             self.shortest = lease.length
             self.wake()
@@ -109,17 +102,20 @@ class Renewer(Background):
     def drop(self, lease: Any) -> None:
         self.leases.pop((lease.token, lease.key), None)
 
-    def took(self, token: str, key: str, place: object) -> bool:
-        """Return whether this thread and asyncio task took the entry."""
-        lease = self.leases.get((token, key))
-        return lease is not None and lease.place == place
+    def find(self, token: str, key: str, place: object) -> Any:
+        """Return the lease of an entry that this thread and asyncio task took, or None."""
+        reference = self.leases.get((token, key))
+        lease = None if reference is None else reference()
+        return lease if lease is not None and lease.place == place else None
 
-    def owe(self, key: str, value: bytes, lease: float, kept: Kept | None = None) -> None:
-        """Release an entry in the background, and try again until its lease has ended."""
+    def owe(
+        self, key: str, value: bytes, lease: float, new: bytes = b"", new_until: float = 0.0
+    ) -> None:
+        """Leave an entry in the background, and try again until its lease has ended."""
         if len(self.owed) >= MAX_OWED:
             logger.warning("%s is not released; it is free when its lease ends.", key)
             return
-        self.owed.append(Owed(key, value, clock.now() + lease, kept))
+        self.owed.append((key, value, clock.now() + lease, new, new_until))
         self.wake()
         self.check_thread()
 
@@ -145,22 +141,23 @@ class Renewer(Background):
     def run(self) -> None:
         self.tick_at = clock.now() + self.interval
         while True:
-            error = self.try_to(self.pause)
+            self.error = None
+            self.try_to(self.pause)
             if clock.now() >= self.tick_at:
-                error = self.try_to(self.tick) or error
-            error = self.try_to(self.release_some) or error
-            if error is not None and not self.failed:  # logged once per outage
+                self.try_to(self.tick)
+            self.try_to(self.release_some)
+            if self.error is not None and not self.failed:  # logged once per outage
                 text = "Locks cannot be renewed or released now; trying again. %s"
-                unknown = None if isinstance(error, LockUnavailable) else error
-                logger.warning(text, error, exc_info=unknown)
-            self.failed = error is not None
+                unknown = None if isinstance(self.error, LockUnavailable) else self.error
+                logger.warning(text, self.error, exc_info=unknown)
+            self.failed = self.error is not None
 
-    def try_to(self, work: Callable[[], None]) -> Exception | None:
+    def try_to(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do some work, and note its error: of several servers, another may be reachable."""
         try:
-            work()
+            work(*arguments)
         except Exception as error:
-            return error
-        return None
+            self.error = error
 
     @property
     def interval(self) -> float:
@@ -171,8 +168,9 @@ class Renewer(Background):
         if not self.leases and not self.owed:
             # If one cannot be closed, such as a connection from before gevent patched, no lock is
             # affected, and the thread must sleep all the same.
-            self.try_to(close_stores)
-            self.try_to(connections.close_all)
+            for close in (close_stores, connections.close_all):
+                with suppress(Exception):
+                    close()
             # Set shortest before the test: a lease that keep() adds after it wakes the thread.
             self.shortest = self.late_at = math.inf
             if not self.leases and not self.owed:
@@ -186,28 +184,47 @@ class Renewer(Background):
                 self.tick_at = min(self.tick_at, clock.now() + self.interval)
 
     def tick(self) -> None:
+        """Look at the epoch, and renew the leases that are due, or all of them.
+
+        With long leases the due times are read less often than at each tick: there may be very
+        many leases.
+        """
         self.tick_at = clock.now() + self.interval
         leases, epoch = self.held(), epoch_of(self.cache)
         if not leases:
             return
         store = self.store()
-        error = None
-        if isinstance(store, ForgetfulStore):
+        if store.forgets:
             # A run that is shorter than a tick costs no look.
             age = clock.now() - max(leases[0].taken_at, epoch.seen_at)
             if age > self.interval / 2:
-                try:
-                    store.look()
-                except LockUnavailable as unavailable:
-                    error = unavailable  # of several servers, another may have the locks
+                self.try_to(store.look)
         changes = epoch.changes
         # After an outage the server may be back with an old snapshot, which has the same epoch.
         everything = self.failed or changes != self.changes
-        if everything or clock.now() >= self.read_at:
-            self.renew_due(store, leases, everything)
+        now = clock.now()
+        if now < self.read_at and not everything:
+            return
+        # keep() wakes the thread again for a lease that is added meanwhile:
+        #
+        #   thread: shortest = inf   reads leases                    shortest = 60   wakes again
+        #   keep():                                adds; 1 < inf: wake
+        self.shortest = math.inf
+        self.shortest = min([lease.length for lease in self.held()], default=math.inf)
+        again = max(self.interval, self.shortest / 12)
+        due = [lease for lease in leases if lease.renews]
+        if not everything:
+            due = [lease for lease in due if lease.due_at <= now + again / 2]
+        for start in range(0, len(due), store.batch):
+            self.try_to(self.renew, store, due[start : start + store.batch])
+            self.late_at = clock.now() + 2 * LONGEST
+        if everything:
+            for lease in leases:
+                if not lease.renews and not lease.is_there() and lease.held:
+                    lease.lose()
+        self.read_at = now + again - self.interval / 2
+        if self.error is None:
             self.changes = changes
-        if error is not None:
-            raise error
 
     def store(self) -> Store:
         store, seconds = get_store(self.cache), min(self.shortest / 6, LONGEST)
@@ -218,65 +235,38 @@ class Renewer(Background):
         return store
 
     def held(self) -> list[Any]:
-        """Return the leases that are kept, the oldest first."""
-        # valuerefs() is atomic, even if another thread takes a lock meanwhile.
-        leases = (reference() for reference in self.leases.valuerefs())
+        """Return the leases that are kept, the oldest first; forget those that are gone."""
+        # list() is atomic, even if another thread takes a lock meanwhile.
+        leases = [reference() for reference in list(self.leases.values())]
+        if None in leases:
+            for name, reference in list(self.leases.items()):
+                if reference() is None and self.leases.get(name) is reference:
+                    self.leases.pop(name, None)
         return [lease for lease in leases if lease is not None]
 
-    def renew_due(self, store: Store, leases: list[Any], everything: bool) -> None:
-        """Renew the leases that are due about now, or all of them.
-
-        With long leases the due times are read less often than at each tick: there may be very
-        many leases.
-        """
-        now = clock.now()
-        # keep() wakes the thread again for a lease that is added meanwhile:
-        #
-        #   thread: shortest = inf   reads leases                    shortest = 60   wakes again
-        #   keep():                                adds; 1 < inf: wake
-        self.shortest = math.inf
-        self.shortest = min((lease.length for lease in self.held()), default=math.inf)
-        again = max(self.interval, self.shortest / 12)
-        due = [lease for lease in leases if lease.renews and lease.due_at <= now + again / 2]
-        self.renew_all(store, [lease for lease in leases if lease.renews] if everything else due)
-        if everything:
-            for lease in leases:
-                if not lease.renews:
-                    lease.look()
-        self.read_at = now + again - self.interval / 2
-
-    def renew_all(self, store: Store, leases: list[Any]) -> None:
-        """Renew leases in few requests; raise the last error, if there was any."""
-        error = None
-        for start in range(0, len(leases), store.batch):
-            # Leave out a lease that the task's thread extends now: its request may hang.
-            batch = [each for each in leases[start : start + store.batch] if each.begin_renewal()]
-            try:
-                self.renew_batch(store, [lease for lease in batch if not lease.has_ended()])
-            except LockUnavailable as unavailable:
-                error = unavailable  # of several servers, another may have the other locks
-            finally:
-                for lease in batch:
-                    lease.renewing.release()
-            self.late_at = clock.now() + 2 * LONGEST
-        if error is not None:
-            raise error
-
-    def renew_batch(self, store: Store, leases: list[Any]) -> None:
-        requests = [(lease.key, lease.value, lease.length) for lease in leases]
-        sent = clock.now()
-        outcomes = store.renew_many(requests) if requests else []
-        for lease, (_, _, length), outcome in zip(leases, requests, outcomes, strict=True):
-            lease.settle(sent, length, outcome)
+    def renew(self, store: Store, leases: list[Any]) -> None:
+        """Renew leases in one request."""
+        # Leave out a lease that the task's thread extends now: its request may hang.
+        mine = [each for each in leases if each.held and each.renewing.acquire(blocking=False)]
+        try:
+            due = [lease for lease in mine if not lease.has_ended()]
+            requests = [(lease.key, lease.value, lease.length) for lease in due]
+            sent = clock.now()
+            outcomes = store.renew_many(requests) if requests else []
+            for lease, (_, _, length), outcome in zip(due, requests, outcomes, strict=True):
+                lease.settle(sent, length, outcome)
+        finally:
+            for lease in mine:
+                lease.renewing.release()
 
     def release_some(self) -> None:
         """Make owed releases until the next tick is due, or until the cache does not answer."""
         for _ in range(len(self.owed)):
-            owed = self.owed[0]
+            key, value, until, new, new_until = owed = self.owed[0]
             try:
-                owed.release(self.store())
+                leave_entry(self.store(), key, value, new, new_until)
             except Exception:
-                if clock.now() < owed.until:
+                if clock.now() < until:
                     self.owed.append(owed)  # so that one that always fails does not block others
                 raise
             finally:
@@ -297,11 +287,8 @@ renewers = Renewers()
 
 def kept() -> set[tuple[str, str, str]]:
     """Return the cache, token and key of each lease that is kept."""
-    return {
-        (cache, *reference.key)
-        for cache, each in list(renewers.items())
-        for reference in each.leases.valuerefs()
-    }
+    kept = [lease for each in list(renewers.values()) for lease in each.held()]
+    return {(lease.cache, lease.token, lease.key) for lease in kept}
 
 
 def release_owed(seconds: float) -> None:
@@ -311,6 +298,5 @@ def release_owed(seconds: float) -> None:
         time.sleep(0.01)
 
 
-if hasattr(os, "register_at_fork"):
-    # Locks that were held before the fork belong to the parent, which keeps renewing them.
-    os.register_at_fork(after_in_child=renewers.clear)
+# Locks that were held before the fork belong to the parent, which keeps renewing them.
+at_fork(after_in_child=renewers.clear)

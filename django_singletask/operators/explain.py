@@ -1,211 +1,293 @@
-"""Say why a lock is held, or is not: the facts of the store and of the history together."""
+"""Say why a lock is held, or is not: the facts of the store and of the history together.
+
+The command prints them, and the page of a lock in the admin shows them, in the same words.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
-from datetime import datetime
 from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
 
-from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
+from django_singletask.history.queries import NEWEST, NoHistory, ago, reading
+from django_singletask.holder import describe_run
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.held import held, look, must_be_known, with_history
-from django_singletask.operators.names import Selector, find, select
-from django_singletask.operators.rows import HeldLock
-from django_singletask.operators.starving import HOUR, Starving, starvation
+from django_singletask.operators import words
+from django_singletask.operators.held import HeldLock, held, look, must_be_known, with_history
+from django_singletask.operators.names import Selector, UnknownName, find, select
+from django_singletask.operators.starving import starvation
+from django_singletask.operators.words import duration
 from django_singletask.stores.base import is_key
 
 DAY = 86_400.0
+SHOWN = 5
+"""Locks of a task that are told one by one."""
 HOLDING = frozenset({"held", "dead", "handed_over", "kept"})
 """States of a lock that somebody has."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Why:
-    """What is known of one lock now.
+class Why(SimpleNamespace):
+    """What is known of one lock, or of all locks of a task, now.
 
-    ``run`` is the run whose id was asked for, if it does not hold the lock.
-    ``lock`` is the lock in a state of ``HOLDING``, ``beside`` are its other holders if it has
-    several slots, ``queued`` is the call that waits for it, ``expired`` are holds whose end nobody
-    reported. ``alive`` says whether the holder's process is there, None if that cannot be told from
-    this host; ``death`` is the proof that it is gone. ``same_name`` are the keys of other locks
-    with the same name. ``no_history`` says why nothing is known of the past, or is empty.
+    The attributes are the keys of the JSON. ``key`` is empty for a task. ``run`` is the run whose
+    id was asked for, if it holds no lock. ``held`` are locks in a state of ``HOLDING``: the holder,
+    and those of other slots; or the locks of the task. ``queued`` are the calls that stop
+    duplicates, ``expired`` holds whose end nobody reported. ``alive`` says whether the process of
+    the first holder is there, None if that cannot be told from this host; ``death`` is the proof
+    that it is gone. ``conflicts`` counts the calls of the last ``within`` seconds that found a lock
+    held, by what became of them; ``conflict`` is the last of them. ``same_name`` are the keys of
+    other locks with the same name, and ``others`` the names of the task's other locks that are
+    held, if this one is free. ``no_history`` says why nothing is known of the past, or is empty.
     """
 
-    name: str
-    key: str
-    free: bool
-    run: TaskLockEvent | None
-    lock: HeldLock | None
-    beside: list[HeldLock]
-    queued: HeldLock | None
-    expired: list[HeldLock]
-    alive: bool | None
-    death: str | None
-    usual: UsualHold | None
-    completed: TaskLockEvent | None
-    conflict: TaskLockEvent | None
-    troubles: list[TaskLockEvent]
-    starving: Starving | None
-    same_name: list[str]
-    no_history: str
+    @property
+    def state(self) -> str:
+        """The state of the lock; of a task, how many locks are held."""
+        if not self.key:
+            return f"{words.plural(len(self.held), 'lock')} held"
+        if not self.held:
+            return "not held"
+        share = f" ({self.held[0].share} slots)" if self.held[0].share else ""
+        return f"{self.held[0].condition}{share}"
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskFacts:
-    """What is known of all locks of a task now.
-
-    ``held`` are its locks that somebody holds, ``queued`` its calls that stop duplicates. In the
-    last ``within`` seconds ``conflicts`` of its calls found a lock held, ``conflict`` is the last.
-    """
-
-    task: str
-    free: bool
-    held: list[HeldLock]
-    queued: list[HeldLock]
-    usual: UsualHold | None
-    completed: TaskLockEvent | None
-    conflict: TaskLockEvent | None
-    conflicts: int
-    within: float
-    no_history: str
-
-
-def why(text: str) -> Why | TaskFacts:
+def why(text: str) -> Why:
     """Gather what is known of a lock, of the lock of a run, or of a task.
 
     ``text`` is what :func:`select` reads, but no pattern. Raises :class:`UnknownName` if there is
     nothing, :class:`CannotList` for a task, and :class:`LockUnavailable`.
     """
-    selector, run = select(lock_of_slot(text) if is_key(text) else text), None
-    # Where the cache cannot list its entries, "no lock of this task is held" would be a guess.
-    locks = held([selector]) if selector.task else look([selector])
-    must_be_known([selector], locks)
-    if selector.task:
-        names = {lock.name for lock in locks}
-        holds = any(lock.state in HOLDING for lock in locks)
-        if len(names) != 1 or not (holds or f"{selector.task}()" in names):
-            return _of_task(selector, with_history(locks))
-        text = names.pop()  # its only lock
-    # A lock goes by its name before a run goes by its id.
-    elif key := next((lock.key for lock in locks if text in (lock.task_id, lock.token)), ""):
-        text = key
-    elif not locks and (run := _run_of(selector)):
-        text = run.name
-    else:
-        return _of_lock(text, selector, locks)
     selector = select(lock_of_slot(text) if is_key(text) else text)
-    return _of_lock(text, selector, look([selector]), run)
+    # Where the cache cannot list its entries, "no lock of this task is held" would be a guess.
+    locks = held([selector]) if selector.tasks else look([selector])
+    must_be_known([selector], locks)
+    if any(lock.lock_key in selector.locks for lock in locks):
+        return _gather(text, selector, locks)
+    names = sorted({lock.name for lock in locks})
+    if len(several := selector.tasks or names[:SHOWN]) > 1:
+        raise UnknownName(text, several, several=True)
+    if selector.tasks:
+        [task] = selector.tasks
+        holds = any(lock.state in HOLDING for lock in locks)
+        if len(names) != 1 or not (holds or f"{task}()" in names):
+            return _gather(text, selector, locks, task)
+    runs = list[TaskLockEvent]()
+    if not (names or selector.is_exact):
+        with suppress(NoHistory):
+            runs, _complete = find([{"task_id": text}, {"ref": text}], limit=1)
+    names += [*(row.name for row in runs), text]
+    # The lock of a run, or the only one of a task.
+    lock = next((lock.key for lock in locks if text in (lock.task_id, lock.token)), names[0])
+    if lock == text:
+        return _gather(text, selector, locks)
+    known = why(lock)
+    known.run = next(iter(runs), None)
+    return known
 
 
-def _run_of(selector: Selector) -> TaskLockEvent | None:
-    with suppress(NoHistory):
-        for row in find(selector.conditions(), limit=1).rows:
-            if selector.text in (row.task_id, row.token) and row.name != selector.text:
-                return row
-    return None
-
-
-def _last(row: TaskLockEvent) -> datetime:
-    return row.last_at or row.at
-
-
-def _of_task(selector: Selector, locks: list[HeldLock]) -> TaskFacts:
-    rows, no_history = _newest_rows(selector, locks)
-    within = DAY if len(rows) < NEWEST else min(DAY, ago(rows[-1].last_at or rows[-1].at))
-    met = [row for row in rows if row.is_counted and ago(row.last_at or row.at) <= within]
-    holding = [lock for lock in locks if lock.state in HOLDING]
-    return TaskFacts(
-        task=selector.task,
-        free=not holding,
-        held=holding,
-        queued=[lock for lock in locks if lock.queued],
-        usual=TaskLockEvent.objects.usual_hold("", selector.task),
-        completed=next((row for row in rows if row.is_completed), None),
-        conflict=max(met, key=_last, default=None),
-        conflicts=sum(row.count for row in met),
-        within=within,
-        no_history=no_history,
-    )
-
-
-def _of_lock(
-    text: str, selector: Selector, locks: list[HeldLock], run: TaskLockEvent | None = None
-) -> Why:
-    rows, no_history = _newest_rows(selector, with_history(locks))
-    keys, same_name = _keys(selector, locks, rows)
-    locks = [lock for lock in locks if lock.lock_key in keys]
-    rows = [row for row in rows if lock_of_slot(row.key) in keys]
-    holding = [lock for lock in locks if lock.state in HOLDING]
-    holding.sort(key=lambda lock: lock.key != text)  # the slot that was named comes first
-    queued = [lock for lock in locks if lock.queued]
-    expired = [lock for lock in locks if lock.state == "expired"]
-    shown, task = selector.text, selector.text.partition("(")[0]
-    key = selector.locks[0].key if selector.locks else shown
-    known: list[HeldLock | TaskLockEvent] = [*holding, *queued, *expired, *rows]
-    if known:
-        shown, key, task = known[0].name, lock_of_slot(known[0].key), known[0].task or ""
-    lock, starved = next(iter(holding), None), starvation(shown, rows)
-    newest = {trouble: row for row in reversed(rows) for trouble in row.troubles}
-    return Why(
-        name=shown,
-        key=key,
-        free=lock is None,
-        run=run,
-        lock=lock,
-        beside=holding[1:],
-        queued=next(iter(queued), None),
-        expired=expired,
-        alive=is_alive(lock.process) if lock else None,
-        death=proof_of_death(lock.process) if lock else None,
-        usual=TaskLockEvent.objects.usual_hold(shown, task),
-        completed=next((row for row in rows if row.is_completed), None),
-        conflict=max((row for row in rows if row.is_counted), key=_last, default=None),
-        troubles=sorted({*newest.values()}, key=attrgetter("pk"), reverse=True),
-        starving=starved if starved and starved.lasts(HOUR) else None,
-        same_name=same_name,
-        no_history=no_history,
-    )
-
-
-def _newest_rows(selector: Selector, locks: Sequence[HeldLock]) -> tuple[list[TaskLockEvent], str]:
-    """Return the newest rows of a task, or of the first name of a lock that has any.
-
-    If they cannot be read, there are none, but the reason.
-    """
+def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = "") -> Why:
+    """Gather what is known of a task, or else of the lock that is named."""
+    rows, no_history, history = list[Any](), "", TaskLockEvent.objects
+    names = {*(lock.name for lock in with_history(locks)), *selector.locks.values()}
     try:
         with reading():
-            queries = [TaskLockEvent.objects.of_task(selector.task)]
-            if not selector.task:
-                names = dict.fromkeys([*(lock.name for lock in locks), *selector.names])
-                queries = [TaskLockEvent.objects.named(name) for name in names]
-            return next(filter(None, (list(rows[:NEWEST]) for rows in queries)), []), ""
+            rows = [*(history.of_task(task) if task else history.named(*names))[:NEWEST]]
     except NoHistory as error:
-        return [], str(error)
+        no_history = str(error)
+    within = DAY if len(rows) < NEWEST else min(DAY, _age(rows[-1]))
+    name, key, same_name = task, "", list[str]()
+    if not task:
+        # The slot that was named comes first, then those that are held.
+        locks.sort(key=lambda lock: (lock.key != text, lock.state not in HOLDING))
+        about: dict[str, Any] = {}
+        for each in [*locks, *rows]:
+            about.setdefault(lock_of_slot(each.key), each)
+        unseen, name = next(iter(selector.locks.items()), (selector.text, selector.text))
+        keys = [each for each in about if not each.startswith(QUEUED)] or [unseen]
+        key, task = selector.text if is_key(selector.text) else keys[0], name.partition("(")[0]
+        if key in about:
+            name, task = about[key].name, about[key].task or ""
+        meant = {key, LockKey("", key).beside(QUEUED, task).key}
+        # Two long names may be shown alike.
+        same_name = [] if key == selector.text else [each for each in keys if each not in meant]
+        locks = [lock for lock in locks if lock.lock_key in meant]
+        rows = [row for row in rows if lock_of_slot(row.key) in meant]
+    holding = [lock for lock in locks if lock.state in HOLDING]
+    holder = holding[0] if holding and key else None
+    # The other locks of the task are told only of a free lock.
+    # A lock that the history knows was not misspelled.
+    ask = key and task and not (holding or selector.is_exact)
+    others = look([Selector(task, {}, [task])]) if ask else []
+    newest = {trouble: row for row in reversed(rows) for trouble in row.troubles}
+    met = [row for row in rows if row.is_counted]
+    conflicts: Counter[str] = Counter()
+    for row in met:
+        conflicts[row.result or "duplicates"] += row.count * (_age(row) <= within)
+    return Why(
+        name=name,
+        key=key,
+        free=not holding,
+        run=None,
+        held=holding,
+        queued=[lock for lock in locks if lock.queued],
+        expired=[lock for lock in locks if lock.state == "expired"],
+        alive=is_alive(holder) if holder else None,
+        death=proof_of_death(holder) if holder else None,
+        usual=history.usual_hold(name if key else "", task),
+        completed=next((row for row in rows if row.is_completed), None),
+        conflict=min(met, key=_age, default=None),
+        conflicts=+conflicts,
+        within=within,
+        troubles=sorted({*newest.values()}, key=attrgetter("pk"), reverse=True),
+        starving=starvation(name, rows) if key else None,
+        same_name=same_name,
+        others=[lock.name for lock in others if lock.state in HOLDING],
+        no_history=no_history,
+    )
 
 
-def _keys(
-    selector: Selector, locks: Sequence[HeldLock], rows: Sequence[TaskLockEvent]
-) -> tuple[set[str], list[str]]:
-    """Return the keys of the lock that is meant, and those of other locks with its name.
+def _age(row: TaskLockEvent) -> float:
+    """Return when it last happened, in seconds before now."""
+    return ago(row.last_at or row.at)
 
-    Two long names may be shown alike. Then the lock that is held is meant, or else the one that
-    was seen last.
-    """
-    tasks: dict[str, str] = {}
-    held_first = sorted(locks, key=lambda lock: lock.state not in HOLDING)
-    facts: list[HeldLock | TaskLockEvent] = [*held_first, *rows]
-    for each in facts:
-        tasks.setdefault(lock_of_slot(each.key), each.task or "")
-    lock_keys = [key for key in tasks if not key.startswith(QUEUED)]
-    meant, same_name = {*selector.keys}, list[str]()
-    if not (is_key(selector.text) or meant.intersection(tasks)):
-        meant, same_name = {*lock_keys[:1]}, lock_keys[1:]
-    if meant.issuperset(lock_keys):
-        return {*tasks}, []
-    locks_meant = meant.intersection(tasks)
-    queued = {LockKey("", key).beside(QUEUED, tasks[key]).key for key in locks_meant}
-    return meant | queued, same_name
+
+# In words
+
+
+def facts(why: Why) -> Iterator[tuple[str, str]]:
+    """Yield what is known, each fact with its label; an empty one is not known."""
+    holder = why.held[0] if why.key and why.held else None
+    if run := why.run:
+        blocker = run.blocked_by_task_id or run.blocked_by
+        when = duration(ago(run.at if run.is_counted else run.end))
+        what = f"{_run(run)}: {words.status(run)[1]} {when} ago"
+        by = f"blocked by {blocker}" if blocker else ""
+        yield "run", _joined(what, words.reason(run) if run.is_counted else "", by)
+    if why.same_name:
+        yield "same name", _joined(f"this is {why.key}", *why.same_name)
+    if starving := why.starving:
+        met = words.plural(starving.conflicts, "conflict")
+        yield "starving", f"{met} in {duration(starving.unmet)}; no run completed"
+    if holder:
+        yield "held", _state(holder)
+        if holder.state in ("held", "dead"):
+            yield "lease", _lease(holder)
+            yield "page", words.task_page(holder.task_id)
+    for lock in why.held[: 0 if why.key else SHOWN]:
+        yield "held", f"{lock.name}: {lock.condition}, {_state(lock)}"
+    if not why.key and len(why.held) > SHOWN:
+        yield "held", f"and {len(why.held) - SHOWN} more"
+    if why.usual is not None:
+        slow = "; this hold is slow" * any(lock.slow for lock in why.held if why.key)
+        median, longest = words.hold_time(why.usual.median), words.hold_time(why.usual.longest)
+        yield "usual", f"{median}, longest {longest}{slow}"
+    yield "others", f"also held: {words.few(why.others)}" if why.others else ""
+    if not why.no_history:
+        yield "conflicts", _conflicts(why)
+    if last := why.completed:
+        raised = " with an error" if last.result == "raised" else ""
+        lasted = words.hold_time(words.hold_seconds(last))
+        yield "completed", f"{_ago(last)}{raised}, after {lasted}, by {_run(last)}"
+    elif not why.no_history:
+        yield "completed", "none is recorded"
+    for row in () if why.held else why.troubles:
+        trouble = f"{' and '.join(row.troubles)} {_ago(row)}"
+        yield "trouble", _joined(trouble, _run(row), words.witness(row), row.reason)
+    if holder:
+        if holder.state == "held":
+            yield from _to_stop(why, holder)
+        yield "free", _clear(holder)
+        for lock in why.held[1:]:
+            yield "slot", f"{lock.condition}, {_state(lock)}"
+            yield "free", _clear(lock)
+    for lock in why.queued:
+        stopped = "" if lock.conflicts is None else f"; {words.plural(lock.conflicts, 'duplicate')}"
+        yield "queued", f"{_state(lock)}{stopped}"
+        yield "forget", _clear(lock)
+    for lock in why.expired:
+        yield "expired", _state(lock)
+    yield "history", why.no_history
+
+
+STATES = {
+    "kept": "for {left} more by lock_at_least; {lock} has returned",
+    "handed_over": "handed over {ago} ago by {lock}; its receiver must take it within {left}",
+    "queued": "{lock}, sent {ago} ago; stops identical calls for {left} at most",
+    "blocking": "{lock}, sent {ago} ago; stops them for {left}, although the call has begun",
+    "expired": "{lock} took it {ago} ago; the cache no longer has the lock: nothing to free",
+}
+"""What is said of a lock that no process has, by its state."""
+
+
+def _state(lock: HeldLock) -> str:
+    """Say since when who has a lock, and what is known of its process."""
+    ago = duration(lock.held_for)
+    if lock.state in STATES:
+        return STATES[lock.state].format(lock=lock, ago=ago, left=duration(lock.left))
+    process = "another host or container: not known whether it is alive"
+    if death := proof_of_death(lock):
+        process = f"dead: {death}; the next call on this host takes the lock over"
+    elif is_alive(lock):
+        process = f"{'stopped' if lock.stopped else 'alive'} on this host"
+    since = f"for {ago} " if lock.since else ""
+    return f"{since}by {lock} ({process})"
+
+
+def _lease(lock: HeldLock) -> str:
+    if lock.remaining is None:
+        return duration(lock.timeout)
+    age = max(0.0, lock.timeout - lock.remaining)
+    renewed = f"renewed {duration(age)} ago, " if lock.held_for - age > 1 else ""
+    unless = " unless renewed" * (lock.state == "held")
+    return f"{duration(lock.timeout)}, {renewed}ends in {duration(lock.remaining)}{unless}"
+
+
+def _to_stop(why: Why, lock: HeldLock) -> Iterator[tuple[str, str]]:
+    if lock.stopped:
+        yield "continue", f"kill -CONT {lock.pid}"
+    if lock.task_id:
+        yield "stop", words.stop_command(lock.task_id)
+    if why.alive:
+        ignored = "    # if it ignores SIGTERM" * bool(lock.task_id)
+        yield "stop", f"kill {'-9 ' * bool(lock.task_id)}{lock.pid}{ignored}"
+
+
+def _conflicts(why: Why) -> str:
+    last = f"; the last {_ago(why.conflict)}" if why.conflict else ""
+    if why.held and why.key:
+        count = sum(lock.conflicts or 0 for lock in why.held)
+        waiting = sum(lock.waiting or 0 for lock in why.held)
+        postponed = f", {waiting} waiting" if waiting else ""
+        return f"{count or 'none'} during this hold{postponed}{last if count else ''}"
+    counts = _joined(*(f"{count} {result}" for result, count in sorted(why.conflicts.items())))
+    blocker = why.conflict and why.conflict.blocked_by_task_id
+    by = f", blocked by task {blocker}" if blocker else ""
+    return f"{counts or 'none'} in the last {duration(why.within)}{last}{by}"
+
+
+def _clear(lock: HeldLock) -> str:
+    """Return the command that frees a lock, or forgets a queued call, and no other one."""
+    # Where the cache cannot list its entries, a queued call is found by its name or key alone. An
+    # entry that something else wrote has no token.
+    which = shlex.quote(lock.token)
+    if lock.queued or not lock.token:
+        which = f"{'--queued ' * lock.queued}{shlex.quote(lock.key)}"
+    return f"manage.py locks clear {which}"
+
+
+def _ago(row: TaskLockEvent) -> str:
+    return f"{duration(ago(row.end))} ago"
+
+
+def _run(row: TaskLockEvent) -> str:
+    return describe_run(row.task_id, row.host, row.pid)
+
+
+def _joined(*texts: str) -> str:
+    return ", ".join(filter(None, texts))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext as _
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
@@ -18,28 +25,148 @@ from django_singletask.history.queries import (
     reading,
     timestamp,
 )
-from django_singletask.locks.address import Address
-from django_singletask.locks.keys import QUEUED, LockKey
-from django_singletask.locks.lease import KEPT
+from django_singletask.holder import Holder, Process, clean
+from django_singletask.locks.address import KEPT, Address
+from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
+from django_singletask.locks.liveness import is_stopped, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import (
     Selector,
     UnknownName,
     nearest,
     recorded_tasks,
-    select,
     task_names,
 )
-from django_singletask.operators.rows import HeldLock, lock_of, locks_of
+from django_singletask.operators.words import STATES, process
 from django_singletask.stores import get_store
-from django_singletask.stores.base import CannotList
+from django_singletask.stores.base import CannotList, is_key
+
+ENOUGH = 5
+"""Runs whose length says what is usual: with fewer, no run is slow."""
+CLEARLY = 10.0
+"""Seconds by which a slow run is longer than the usual one, at least."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class HeldLock(Holder):
+    """A lock that the store holds now, or what looks like one, with its holder.
+
+    ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone; ``"handed_over"``,
+    left to a process that has not received it yet; ``"kept"`` by a run that has returned
+    (``lock_at_least``); ``"queued"``, not a lock but the entry of a call that stops its duplicates;
+    ``"blocking"``, such an entry of a call that has begun; or ``"expired"``, an open row of the
+    history whose first lease is over and whose token the store no longer has. A worker's sweep
+    closes the row, unless its process lives and takes the lock again, as it may when the cache has
+    forgotten the lock.
+
+    ``key`` is that of the slot if the lock has several, ``lock_key`` that of the lock. Each holder
+    of such a lock is a lock here, and ``slots_held`` counts them. ``held_for`` and ``remaining``
+    are seconds, ``remaining`` None where the store cannot tell. ``stopped`` says that the process
+    of the holder is seen to stand still. ``conflicts`` counts the calls that met this holder (of a
+    queued call: its duplicates), ``waiting`` those of them that were postponed;
+    :func:`with_history` sets these and ``usual``. They are None without a history.
+    """
+
+    key: str
+    lock_key: str = dataclasses.field(init=False)
+    state: str
+    held_for: float = dataclasses.field(init=False)
+    remaining: float | None = None
+    stopped: bool = False
+    slots_held: int = 1
+    conflicts: int | None = None
+    waiting: int | None = None
+    usual: UsualHold | None = None
+
+    def __post_init__(self) -> None:
+        self.name = self.name or clean(self.key, 255)
+        self.lock_key = lock_of_slot(self.key)
+        self.held_for = max(0.0, time.time() - self.since) if self.since else 0.0
+
+    def mentions(self, text: str) -> bool:
+        """Say whether the lock's name, task, ids or process have a text in them, in any case."""
+        place = process(self.host, self.pid) or self.host
+        facts = (self.name, self.task, self.task_id, self.token, self.key, place)
+        return text.lower() in "\n".join(filter(None, facts)).lower()
+
+    @property
+    def queued(self) -> bool:
+        """Whether this is not a lock, but the entry of a call that stops its duplicates."""
+        return self.state in {"queued", "blocking"}
+
+    @property
+    def left(self) -> float:
+        """Seconds until an entry ends that nobody renews, by clocks if the store cannot tell."""
+        left = self.timeout - self.held_for if self.remaining is None else self.remaining
+        return max(0.0, left)
+
+    @property
+    def word(self) -> str:
+        """The state in the language of the user."""
+        return str(STATES[self.state])
+
+    @property
+    def condition(self) -> str:
+        """The state as one code; a lock that is held can be ``"stopped"`` or ``"slow"``."""
+        if self.state == "held" and (self.stopped or self.slow):
+            return "stopped" if self.stopped else "slow"
+        return self.state.replace("_", " ")
+
+    @property
+    def share(self) -> str:
+        """How many of its slots are held, as ``2 of 3``; empty if it has only one."""
+        return _("{} of {}").format(self.slots_held, self.slots) if self.slots > 1 else ""
+
+    @property
+    def slow(self) -> bool:
+        """Whether it has been held for much longer than is usual, as far as that is known.
+
+        Of runs that are all alike, the next is longer than the five before it in one case of six:
+        so the limit is twice the longest. A second instead of a hundredth is nothing to look at.
+        """
+        usual = self.usual
+        if usual is None or usual.runs < ENOUGH:
+            return False
+        return self.held_for > max(2 * usual.longest, usual.median + CLEARLY)
+
+
+SAID = (CannotList, ImproperlyConfigured, NoHistory, UnknownName)
+"""Errors whose texts say all that there is to say."""
+
+
+def cannot_ask(error: Exception) -> str:
+    """Say in one line why the cache that holds the locks cannot be used."""
+    if isinstance(error, SAID):
+        return str(error)
+    if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    reason = str(error).partition("\n")[0].rstrip(".")
+    return _("The cache {} (SINGLETASK_CACHE) cannot be used: {}.").format(
+        repr(conf.cache), f"{type(error).__name__}: {reason}"
+    )
+
 
 logger = logging.getLogger("django_singletask")
 
+PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
 USUAL = 30
 """Locks whose usual hold is looked up."""
 MATCHES = 2000
 """Newest rows among whose names those like an unknown name are looked for."""
+
+
+def among(locks: Sequence[HeldLock], selector: Selector) -> list[HeldLock]:
+    """Return the locks, or slots of them, that are meant: those of the first way that finds any.
+
+    These are: a name or key; an id; a task, call or pattern; a host.
+    """
+    text, keys = selector.text, {selector.text, *selector.locks}
+    found = [[lock for lock in locks if {lock.key, lock.lock_key, lock.name} & keys]]
+    if not selector.is_exact:
+        found.append([lock for lock in locks if text in (lock.token, lock.task_id)])
+        found.append([lock for lock in locks if selector.covers(lock.name, lock.task)])
+        found.append([lock for lock in locks if text == lock.host])
+    return next(filter(None, found), [])
 
 
 def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
@@ -49,18 +176,34 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     for the keys of the open rows of the history. Raises :class:`CannotList` if there are none to be
     had, and :class:`LockUnavailable`.
     """
-    locks = _find(selectors)
-    holders = Counter(lock.lock_key for lock in locks)
+    history = TaskLockEvent.objects
+    keys = [slot for each in selectors for key in each.locks for slot in LockKey("", key).slots()]
+    locks = read(keys)
+    seen = {key for lock in locks for key in (lock.key, lock.lock_key)}
+    if not selectors or not all(each.is_exact or seen & each.locks.keys() for each in selectors):
+        try:
+            locks = read()
+        except CannotList as error:
+            try:
+                with reading():
+                    keys += [row.key for row in history.open()[:OPEN]]
+                    ended = history.of_state("run", None).newest()[:NEWEST]
+                    keys += [row.key for row in ended if row.reason.startswith(KEPT)]
+            except NoHistory as reason:
+                raise CannotList(f"{error} {reason}") from reason
+            locks = read(keys)
+    holders = Counter([lock.lock_key for lock in locks])
     for lock in locks:
         lock.slots_held = holders[lock.lock_key]
-    locks += _expired({lock.token for lock in locks})
-    locks = [
-        lock
-        for lock in locks
-        # A call that is unique until it has finished has its lock as well while it runs.
-        if not (lock.queued and lock.pid)
-        and (not selectors or any(selector.matches(lock) for selector in selectors))
-    ]
+    tokens = {lock.token for lock in locks}
+    with suppress(NoHistory), reading():
+        # Read after the store: otherwise a run that ends between the two would seem expired.
+        over = [row for row in history.open()[:OPEN] if row.token not in tokens and _is_over(row)]
+        locks += [HeldLock(**vars(row.holder()), key=row.key, state="expired") for row in over]
+    # A call that is unique until it has finished has its lock as well while it runs.
+    locks = [lock for lock in locks if not (lock.queued and lock.pid)]
+    if selectors:
+        locks = [*{id(lock): lock for each in selectors for lock in among(locks, each)}.values()]
     return sorted(locks, key=lambda lock: (-lock.held_for, lock.name))
 
 
@@ -68,7 +211,7 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
     """Set the state of open holds of the history, which the store knows: as :func:`held` has it."""
     rows = [row for row in rows if row.kind == "run" and not row.outcome]
     try:
-        locks = _read({row.key for row in rows if row.cache in ("", conf.cache)})
+        locks = read({row.key for row in rows if row.cache in ("", conf.cache)})
     except Exception as error:  # each cache client has errors of its own
         logger.warning("The states of open holds are not known: %s", error)
         return
@@ -88,21 +231,17 @@ def look(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
     """Raise :class:`UnknownName` if a selector means no lock and nothing else that is known."""
     for selector in selectors:
-        if any(map(selector.matches, locks)) or selector.is_known():
+        if among(locks, selector) or selector.is_known():
             continue
-        names = [*task_names(), *recorded_tasks()]
-        if selector.name:
-            with suppress(LockUnavailable):
-                names += [lock.name for lock in look()]
-            with suppress(NoHistory), reading():
-                names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
+        listed = list[HeldLock]()
+        with suppress(LockUnavailable):
+            listed = look()
+        if among(listed, selector):
+            continue
+        names = [*(lock.name for lock in listed), *recorded_tasks(), *task_names()]
+        with suppress(NoHistory), reading():
+            names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
         raise UnknownName(selector.text, nearest(selector.text, names))
-
-
-def still_held(key: str, token: str) -> HeldLock | None:
-    """Return the lock that has this key, or None if this token no longer has it."""
-    locks = (lock for lock in look([select(key)]) if lock.state != "expired")
-    return next((lock for lock in locks if (lock.key, lock.token) == (key, token)), None)
 
 
 def with_history(locks: list[HeldLock]) -> list[HeldLock]:
@@ -113,18 +252,20 @@ def with_history(locks: list[HeldLock]) -> list[HeldLock]:
     """
     if conf.history == "off":
         return locks
-    conflicts: Counter[str] = Counter()
+    met: Counter[tuple[str, str]] = Counter()
     try:
         with reading():
-            tokens = (lock.token for lock in locks)
-            for token, count in TaskLockEvent.objects.counts_behind(tokens):
-                conflicts[token] += count
+            tokens = [lock.token for lock in locks]
+            counts = TaskLockEvent.objects.values_list("blocked_by", "result", "count")
+            for token, result, count in counts.blocked_by(tokens):
+                met[token, ""] += count
+                met[token, result] += count * bool(result)
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     holds: dict[str, UsualHold | None] = {}
     for lock in locks:
-        lock.conflicts = conflicts[lock.token]
+        lock.conflicts, lock.waiting = met[lock.token, ""], met[lock.token, "waiting"]
         if lock.state == "held":
             owner = lock.task or lock.name
             if owner not in holds and len(holds) < USUAL:
@@ -140,68 +281,45 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
     unique until it has finished, the entry that stops duplicates of this call is freed too: the
     process that hangs would renew it without end.
     """
-    if not _clear(lock, actor, reason):
+    lock_key = LockKey(lock.name, lock.key)
+    if not Address(conf.cache, lock_key).clear(lock.token, actor, reason):
         return False
     if lock.task and not lock.queued:
-        beside = LockKey(lock.name, lock.key).beside(QUEUED, lock.task).key
+        beside = lock_key.beside(QUEUED, lock.task)
         try:
-            for entry in _read([beside]):
+            for entry in read([beside.key]):
                 # The entry of a call that is queued behind this one stays.
                 if entry.task_id == lock.task_id:
-                    _clear(entry, actor, reason, tell=False)  # the row of the lock says it
+                    # Silent, because the row of the lock says it.
+                    Address(conf.cache, beside, silent=True).clear(entry.token, actor, reason)
         except LockUnavailable as error:
             # Not raised: the lock itself is free, and the caller must hear that.
-            logger.warning("%s was freed, but not the entry of its call: %s", lock.key, error)
+            logger.error("%s was freed, but not the entry of its call: %s", lock.key, error)
     return True
 
 
-def _clear(lock: HeldLock, actor: str, reason: str, *, tell: bool = True) -> bool:
-    address = Address(conf.cache, LockKey(lock.name, lock.key))
-    return address.clear(lock.token, actor, timeout=None, reason=reason, tell=tell)
+def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
+    """Return all that the store has, or what it has under those of the keys that are of locks."""
+    store, locks = get_store(conf.cache), []
+    found = store.entries() if keys is None else store.read_many([*filter(is_key, keys)]).items()
 
+    @cache  # Many locks share a process: it is kept once, and judged once.
+    def judged(*facts: Any) -> tuple[Process, str, bool]:
+        process = Process(*facts)
+        return process, "dead" if proof_of_death(process) else "held", is_stopped(process)
 
-def _find(selectors: Sequence[Selector]) -> list[HeldLock]:
-    """Return what the store has under the keys of the selectors, or else all that it has."""
-    keys = [slot for each in selectors for lock in each.locks for slot in lock.slots()]
-    locks = _read(keys)
-    seen = {key for lock in locks for key in (lock.key, lock.lock_key)}
-    if selectors and all(seen & each.keys and not each.task for each in selectors):
-        return locks
-    # A name that hides its arguments, for example, is only found in the list.
-    try:
-        return locks_of(get_store(conf.cache).entries())
-    except CannotList:
-        return _read([*keys, *_open_keys()])
-
-
-def _open_keys() -> list[str]:
-    """Return the keys of holds that are open in the history, and of those that were kept last."""
-    try:
-        with reading():
-            keys = list(TaskLockEvent.objects.open().values_list("key", flat=True)[:OPEN])
-            ended = TaskLockEvent.objects.of_state("run", None).newest()[:NEWEST]
-            return keys + [row.key for row in ended if row.reason.startswith(KEPT)]
-    except NoHistory as error:
-        raise CannotList(
-            f"The cache {conf.cache!r} cannot list its entries, and without the history nothing "
-            f"else says what is held. {error} Name one lock."
-        ) from error
-
-
-def _read(keys: Iterable[str]) -> list[HeldLock]:
-    return locks_of(get_store(conf.cache).read_many(dict.fromkeys(keys)).items())
-
-
-def _expired(tokens: Collection[str]) -> list[HeldLock]:
-    """Return the holds that are open in the history although their tokens are not held."""
-    try:
-        with reading():
-            rows = TaskLockEvent.objects.open()[:OPEN]
-            over = [row for row in rows if row.token not in tokens and _is_over(row)]
-    except NoHistory:
-        return []
-    holders = [(row.key, row.holder()) for row in over]
-    return [lock_of(key, holder, holder, "expired", time.time()) for key, holder in holders]
+    for key, entry in found:
+        holder = Holder.decode(entry.value)
+        process, state, stopped = judged(*PROCESS(holder))
+        if key.startswith(QUEUED):
+            state = "blocking" if holder.kept else "queued"
+        elif holder.kept:
+            state = "kept"
+        elif holder.token and not holder.pid:
+            state = "handed_over"
+        facts = {**vars(holder), **vars(process), "remaining": entry.remaining}
+        locks.append(HeldLock(**facts, key=key, state=state, stopped=stopped))
+    return locks
 
 
 def _is_over(row: TaskLockEvent) -> bool:

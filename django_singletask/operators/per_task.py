@@ -3,114 +3,124 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from datetime import datetime, timedelta
+from collections.abc import Iterator
+from datetime import datetime
 from math import ceil
 from typing import Any
 
-from django_singletask.history.queries import TaskLockEventQuerySet
-from django_singletask.history.sums import task_sums
-from django_singletask.models import TaskLockEvent
-from django_singletask.operators.windows import SPANS, Window, to_utc
-from django_singletask.operators.words import clock_time, hold_seconds, status
+from django.utils.translation import gettext_lazy
 
-RANGES = {span: SPANS[span].label for span in ("24h", "7d")}
-"""The spans of the timeline that can be summed up."""
+from django_singletask.history.queries import TaskLockEventQuerySet, sums
+from django_singletask.locks.keys import QUEUED
+from django_singletask.models import TROUBLE, TaskLockEvent, hold_end
+from django_singletask.operators.names import WORDS
+from django_singletask.operators.windows import HOUR, Window
+from django_singletask.operators.words import clock_time, status
+
 NEWEST = 5000
-"""Newest rows of a task, at most, of whose runs p50 and p95 are told."""
+"""Newest rows of a task, at most, of whose runs p50, p95 and the longest are told."""
 BARS = 42
 """Bars of a chart at most; then a bar is an hour, or four."""
+LOOKS = {
+    "returned": gettext_lazy("runs"),
+    "raised": gettext_lazy("raised"),
+    "expired": gettext_lazy("trouble"),
+    "conflict": gettext_lazy("conflicts"),
+}
+"""The parts of a bar, from below, and their words. A run is in one of the first three."""
+COLUMNS = ("kind", "key", "at", "outcome", "ended_at", "noticed_at")
+SHARES = {"p50": 0.5, "p95": 0.95, "longest": 1}
+Ends = Counter[tuple[int, str]]
+"""Numbers of calls by the step in which they began, and by their state."""
 
 
-def chart_of(span: str, now: datetime) -> tuple[Window, timedelta]:
-    """Return the window of a chart, from and to a round time, and the length of a bar."""
-    before, step = Window.past(span, now).rounded(BARS)
-    start = to_utc(before) + step  # in UTC a day on which the clock is set is as long
-    return Window(start, start + SPANS[span].length), step
+def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
+    """Return the facts of each task since the window's start, for the template.
 
-
-def per_task(
-    rows: TaskLockEventQuerySet, window: Window, step: timedelta
-) -> tuple[list[dict[str, Any]], datetime | None]:
-    """Return the facts of each task since the window's start, and a later time if cut there.
-
-    ``p50``, ``p95``, ``longest`` and ``lease`` are in seconds, or None. ``others`` has the numbers
-    of runs that neither returned nor raised, by words, and ``bars`` what draws a chart. The locks
+    ``cut`` is a later time, if there are too many rows to sum up all of them. ``others`` has the
+    numbers of runs that neither returned nor raised, by words; ``p50``, ``p95`` and ``longest``
+    are the seconds that half, 95 %, and all of the newest holds do not exceed, or None. The locks
     without a task are one task, "".
     """
-    sums, cut = task_sums(rows, window.start, step)
-    recent = rows.since(window.start)
-    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for total in sums:
-        tasks[total["task"]].append(total)
-    facts = [
-        {
-            "task": task,
-            "bars": _bars(totals, window, step),
-            **_facts(totals),
-            **_percentiles(recent.of_task(task)),
-        }
-        for task, totals in tasks.items()
-    ]
-    return facts, cut
-
-
-def _facts(totals: list[dict[str, Any]]) -> dict[str, Any]:
-    kinds: Counter[str] = Counter()
-    ends: Counter[tuple[str, str]] = Counter()
-    longest = None
-    for total in totals:
-        kinds[total["kind"]] += total["number"]
-        if total["kind"] == "run":
-            ends[total["outcome"], total["result"]] += total["number"]
-            if total["longest"] is not None:
-                longest = max(longest or 0.0, total["longest"])
-    numbers = {"returned": 0, "raised": 0}
-    others: Counter[str] = Counter()
-    for (outcome, result), number in ends.items():
-        state, word = status(TaskLockEvent(kind="run", outcome=outcome, result=result))
-        of = numbers if state in numbers else others
-        of[state if of is numbers else word] += number
+    recent, tasks = rows.since(window.start), []
+    lanes, cut = ends_by(recent, window, BARS, "task")
+    for task, ends in lanes.items():
+        numbers: Counter[str] = Counter()
+        for (_step, state), number in ends.items():
+            numbers[state] += number
+        lengths = sorted(
+            max(0.0, (end - at).total_seconds())
+            # Objects of so many rows would take several times as long.
+            for kind, key, at, *facts in recent.of_task(task).values_list(*COLUMNS)[:NEWEST]
+            if kind == "run" and facts[0] not in ("", "unguarded") and not key.startswith(QUEUED)
+            if (end := hold_end(*facts))
+        )
+        tasks.append(
+            {
+                "task": task,
+                "bars": bars(ends, window, BARS),
+                "conflicts": numbers.pop("conflict", 0),
+                "duplicates": numbers.pop("duplicate", 0),
+                # What is left are runs; then, their other ends.
+                "runs": numbers.total(),
+                "returned": numbers.pop("returned", 0),
+                "raised": numbers.pop("raised", 0),
+                "other": numbers.total(),
+                "others": sorted((str(WORDS[state]), number) for state, number in numbers.items()),
+                **{
+                    name: lengths[ceil(share * len(lengths)) - 1] if lengths else None
+                    for name, share in SHARES.items()
+                },
+            }
+        )
     return {
-        "runs": kinds["run"],
-        **numbers,
-        "other": others.total(),
-        "others": sorted(others.items()),
-        "conflicts": kinds["conflict"],
-        "duplicates": kinds["duplicate"],
-        "longest": longest,
-        "lease": max((t["lease"] for t in totals if t["kind"] == "run"), default=None),
+        "rows": tasks,
+        "hours": window.rounded(BARS)[1] // HOUR,
+        "start": clock_time(window.start, dated=True),
+        "cut": clock_time(cut, dated=True) if cut else "",
     }
 
 
-def _percentiles(rows: TaskLockEventQuerySet) -> dict[str, float | None]:
-    """Return the holds that half, and 95 %, of the newest holds do not exceed."""
-    newest = rows.only("outcome", "key", "at", "ended_at", "noticed_at")[:NEWEST]
-    holds = sorted(hold_seconds(row) for row in newest if row.hold_ended_at)
-    shares = {"p50": 0.5, "p95": 0.95}
-    if not holds:
-        return dict.fromkeys(shares)
-    return {name: holds[ceil(share * len(holds)) - 1] for name, share in shares.items()}
-
-
-def _bars(totals: list[dict[str, Any]], window: Window, step: timedelta) -> list[dict[str, Any]]:
-    """Return bars of runs, and of conflicts on top of them: places and heights are in percent."""
-    runs: Counter[int] = Counter()
-    conflicts: Counter[int] = Counter()
+def ends_by(
+    rows: TaskLockEventQuerySet, window: Window, parts: int, field: str
+) -> tuple[dict[str, Ends], datetime | None]:
+    """Return how the calls of each task or name ended; and a later time, if cut there."""
+    totals, cut = sums(rows, *window.rounded(parts), field)
+    lanes = defaultdict[str, Ends](Counter)
     for total in totals:
-        if total["kind"] != "duplicate":
-            counter = runs if total["kind"] == "run" else conflicts
-            counter[int(total["slot"])] += total["number"]
-    scale = 100 / max((runs + conflicts).values(), default=1)
-    return [
-        {
-            "at": clock_time(window.start + slot * step, dated=True),
-            "runs": runs[slot],
-            "conflicts": conflicts[slot],
-            "x": window.percent(window.start + slot * step),
-            "parts": [
-                ("returned", 100 - scale * runs[slot], scale * runs[slot]),
-                ("conflict", 100 - scale * (runs + conflicts)[slot], scale * conflicts[slot]),
-            ],
+        lane, step, number = map(total.pop, ("lane", "slot", "number"))
+        lanes[lane][int(step), status(TaskLockEvent(**total))[0]] += number
+    return lanes, cut
+
+
+def bars(ends: Ends, window: Window, parts: int, **filters: str) -> Iterator[dict[str, Any]]:
+    """Yield a bar for each step of the window in which there was a run or a conflict.
+
+    Places and heights are in percent; the highest bar has 100. ``query`` are the parameters of an
+    address that lists what is summed up: those in ``filters`` and the time.
+    """
+    start, length = window.rounded(parts)
+    steps = defaultdict[int, Counter[str]](Counter)
+    for (step, state), number in ends.items():
+        if state != "duplicate":
+            look = "expired" if state in TROUBLE else state if state in LOOKS else "returned"
+            steps[step][look] += number
+    highest = max((looks.total() for looks in steps.values()), default=1)
+    for step, looks in sorted(steps.items()):
+        at = start + step * length
+        part = Window(max(at, window.start), min(at + length, window.end))
+        x, y, rects = window.percent(part.start), 100.0, []
+        for look in filter(looks.get, LOOKS):
+            height = 100 * looks[look] / highest
+            y -= height
+            rects.append((look, y, height))
+        looks["returned"] = looks.total() - looks["conflict"]  # in words, they are all runs
+        yield {
+            "query": part.query(**filters),
+            "rank": (False, False, part.end),
+            "when": clock_time(part.start, dated=window.is_dated),
+            "text": ", ".join(f"{LOOKS[look]}: {looks[look]}" for look in LOOKS if looks[look]),
+            "x": x,
+            "width": 0.9 * (window.percent(part.end) - x),
+            "parts": rects,
         }
-        for slot in sorted(runs | conflicts)
-    ]

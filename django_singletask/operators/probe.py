@@ -10,15 +10,16 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import starmap
+from types import SimpleNamespace
 from typing import Any
 
-from django_singletask.holder import Holder
+from django_singletask.locks.address import NO_RUN
 from django_singletask.locks.keys import name_key
 from django_singletask.operators.words import plural
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Store
-from django_singletask.stores.places import servers_of
 
 LEASE = 60.0
 """Seconds after which the entry of a probe that was killed ends."""
@@ -46,47 +47,54 @@ class Finding:
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """What was found out about a cache; ``median`` and ``slowest`` (99%) are seconds."""
-
-    cache: str
-    backend: str
-    server: str
-    findings: list[Finding]
-    median: float
-    slowest: float
-
-    @property
-    def fit(self) -> bool:
-        """Whether the cache can hold locks."""
-        return not any(finding.level == "unfit" for finding in self.findings)
-
-
-def probe(alias: str) -> Probe:
+def probe(alias: str) -> SimpleNamespace:
     """Look at a cache from this process and from another one, and at its server.
 
-    It releases the locks that it acquires, and touches no other. Raises ``ImproperlyConfigured``
-    for a cache that cannot hold locks, and :class:`LockUnavailable`.
+    ``fit`` says whether it can hold locks; ``median`` and ``slowest`` (99%) are seconds. It
+    releases the locks that it acquires, and touches no other. Raises ``ImproperlyConfigured`` for a
+    cache that cannot hold locks, and :class:`LockUnavailable`.
     """
     store = get_store(alias)
-    seen = look_from_another_process(alias, store)
-    spans = [*_spans(store)]
+    findings, spans = [look_from_another_process(alias, store)], []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        with _held(store):
+            pass
+        spans.append(time.perf_counter() - began)
     median, slowest = statistics.median(spans), statistics.quantiles(spans, n=100)[98]
     times = f"{median * 1000:.2f} ms (median), {slowest * 1000:.2f} ms (99%)"
-    speed = Finding("ok", f"a lock is acquired and released in {times}")
+    findings.append(Finding("ok", f"a lock is acquired and released in {times}"))
     backend = f"{type(store.cache).__module__}.{type(store.cache).__qualname__}"
-    server = ", ".join(sorted(servers_of(alias))) or store.place
-    return Probe(alias, backend, server, [seen, speed, *look_at(store)], median, slowest)
+    findings += look_at(store)
+    return SimpleNamespace(
+        cache=alias,
+        backend=backend,
+        server=store.place,
+        findings=findings,
+        median=median,
+        slowest=slowest,
+        fit=all(finding.level != "unfit" for finding in findings),
+    )
+
+
+@contextmanager
+def _held(store: Store) -> Iterator[str]:
+    """Hold a lock of a name that nobody else uses; yield its key."""
+    name = f"django_singletask.probe {uuid.uuid4()}"
+    value = NO_RUN.holder(name, LEASE).encode()
+    key = name_key(name).key
+    store.add(key, value, LEASE)
+    try:
+        yield key
+    finally:
+        store.release(key, value)
 
 
 def look_from_another_process(alias: str, store: Store) -> Finding:
     """Hold a lock and let another process, with the same settings, read it."""
-    key, value = _entry()
     # The same modules are found there, wherever manage.py is.
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    store.add(key, value, LEASE)
-    try:
+    with _held(store) as key:
         done = subprocess.run(
             [sys.executable, "-c", READER, alias, key],
             env={**os.environ, "PYTHONPATH": paths},
@@ -94,8 +102,6 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
             text=True,
             errors="replace",
         )
-    finally:
-        store.release(key, value)
     if done.returncode == 0:
         return Finding("ok", "another process sees the lock that this process holds")
     if done.returncode == 3:
@@ -108,38 +114,29 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
     raise RuntimeError(f"The other process failed: {last_line or f'exit {done.returncode}'}")
 
 
-def _spans(store: Store) -> Iterator[float]:
-    """Yield the seconds in which a lock is acquired and released, each time."""
-    key, value = _entry()
-    for _ in range(TURNS):
-        began = time.perf_counter()
-        store.add(key, value, LEASE)
-        store.release(key, value)
-        yield time.perf_counter() - began
-
-
-def _entry() -> tuple[str, bytes]:
-    """Return key and value of a lock of a name that nobody else uses.
-
-    The holder names no process, so that nobody can take it for dead.
-    """
-    token = uuid.uuid4().hex
-    name = f"django_singletask.probe {token}"
-    holder = Holder.from_dict({"name": name, "token": token, "timeout": LEASE})
-    return name_key(name).key, holder.encode()
-
-
 def look_at(store: Store) -> Iterator[Finding]:
     """Yield what the server of a store says; that it refuses to say more is a note."""
-    looks = {"redis": _redis, "memcached": _memcached, "database": _database}
     try:
-        if look := looks.get(store.family):
-            yield from starmap(Finding, look(store))
+        yield from starmap(Finding, _answers(store))
     except Exception as error:  # each client has errors of its own
         yield Finding("note", f"the server refused to say more: {type(error).__name__}")
 
 
-def _redis(store: Any) -> Iterator[tuple[str, str]]:
+def _answers(store: Any) -> Iterator[tuple[str, str]]:
+    if store.family == "memcached":
+        yield "note", "a restart loses all locks, and memcached cannot list locks"
+        yield "note", "memcached evicts locks too when its memory is full: use a dedicated server"
+        if (servers := len(store.cache.client_servers)) > 1:
+            text = "if one fails, its locks are lost; all processes need the same list of servers"
+            yield "warning", f"{servers} servers: {text}"
+    if store.family == "database":
+        connection = store.connection
+        version = ".".join(map(str, connection.get_database_version()))
+        yield "note", f"{connection.display_name} {version}"
+        if connection.vendor == "sqlite":
+            yield "note", "only processes on one host can share an SQLite file"
+    if store.family != "redis":
+        return
     client = store.client
     info = client.info()
     yield "note", f"{info.get('server_name', 'redis')} {info.get('redis_version')}"
@@ -152,7 +149,10 @@ def _redis(store: Any) -> Iterator[tuple[str, str]]:
     else:
         so_far = f"{plural(evicted, 'key')} so far"
         text = f"evicts locks too when the memory is full ({so_far}): set noeviction"
-        yield "warning", f"maxmemory-policy {policy} {text}, and use a dedicated server for locks"
+        yield (
+            "warning",
+            f"maxmemory-policy {policy} {text}, and use a dedicated server for locks",
+        )
     if info.get("role") != "master":
         yield "unfit", f"the server is a {info.get('role')}: locks need the primary"
     if replicas := info.get("connected_slaves"):
@@ -165,19 +165,3 @@ def _redis(store: Any) -> Iterator[tuple[str, str]]:
         yield "note", "a restart loses the locks acquired since the last RDB snapshot"
     else:
         yield "note", "a restart loses all locks: neither AOF nor RDB is on"
-
-
-def _memcached(store: Any) -> Iterator[tuple[str, str]]:
-    yield "note", "a restart loses all locks, and memcached cannot list locks"
-    yield "note", "memcached evicts locks too when its memory is full: use a dedicated server"
-    if (servers := len(store.cache.client_servers)) > 1:
-        text = "if one fails, its locks are lost; all processes need the same list of servers"
-        yield "warning", f"{servers} servers: {text}"
-
-
-def _database(store: Any) -> Iterator[tuple[str, str]]:
-    connection = store.connection
-    version = ".".join(map(str, connection.get_database_version()))
-    yield "note", f"{connection.display_name} {version}"
-    if connection.vendor == "sqlite":
-        yield "note", "only processes on one host can share an SQLite file"

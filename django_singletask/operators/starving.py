@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 from datetime import timedelta
+from itertools import chain
 
 from django.utils.timezone import now as django_now
 
 from django_singletask.history.queries import COUNTED, NEWEST, OPEN, ago, reading
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators.names import Selector
 
 HOUR = 3600.0
 FEW = 20
@@ -32,12 +34,6 @@ class Starving:
     unmet: float
     last_conflict: float
 
-    def lasts(self, longer_than: float) -> bool:
-        """Say whether it has gone on for so long, and the lock is still called."""
-        lasted = self.unmet - self.last_conflict
-        between = lasted / max(1, self.conflicts - 1)
-        return lasted >= longer_than and self.last_conflict <= max(longer_than, 2 * between)
-
 
 # Who starves?
 #
@@ -59,24 +55,28 @@ class Starving:
 # old as the hold. If the holder has completed since, the name is left out.
 
 
-def starving(
-    longer_than: float, *, names: Collection[str] = (), task: str | None = None
-) -> list[Starving]:
+def starving(longer_than: float, selectors: Collection[Selector] = ()) -> list[Starving]:
     """List the locks that starve, those first that have starved for longest.
 
-    They have starved for ``longer_than`` seconds. ``names`` are looked at whenever they were
-    called; ``task`` leaves out other tasks. Raises :class:`NoHistory`.
+    They have starved for ``longer_than`` seconds. Those that ``selectors`` name are looked at
+    whenever they were called. Raises :class:`NoHistory`.
     """
     with reading():
-        suspects = names or _suspects(longer_than, task)
-        states = [starvation(name, _since_completed(name)) for name in suspects]
-    hungry = [state for state in states if state and state.lasts(longer_than)]
-    hungry = [state for state in hungry if task in (None, state.task)]
+        suspects = _suspects(longer_than)
+        for each in selectors:
+            of_tasks = chain(*(TaskLockEvent.objects.of_task(task)[:NEWEST] for task in each.tasks))
+            suspects |= {*each.locks.values(), *(row.name for row in of_tasks if row.is_counted)}
+        found = (starvation(name, _since_completed(name), longer_than) for name in suspects)
+        hungry = [*filter(None, found)]
+    if selectors:
+        hungry = [s for s in hungry if any(each.covers(s.name, s.task) for each in selectors)]
     return sorted(hungry, key=lambda state: (-state.unmet, state.name))
 
 
-def starvation(name: str, newest: Sequence[TaskLockEvent]) -> Starving | None:
-    """Say how a lock has fared since its last completed run; None without a conflict since then.
+def starvation(
+    name: str, newest: Sequence[TaskLockEvent], longer_than: float = HOUR
+) -> Starving | None:
+    """Say how a lock starves; None unless it has for so long, and is still called.
 
     ``newest`` are its rows, the newest first.
     """
@@ -96,15 +96,13 @@ def starvation(name: str, newest: Sequence[TaskLockEvent]) -> Starving | None:
     ]
     if not met:
         return None
-    first = min(max(row.at, ended_at) if ended_at else row.at for row in met)
-    return Starving(
-        name=name,
-        task=next((row.task for row in met if row.task), ""),
-        conflicts=sum(row.count for row in met),
-        since_completed=None if ended_at is None else ago(ended_at),
-        unmet=ago(first),
-        last_conflict=ago(max(row.last_at or row.at for row in met)),
-    )
+    first = ago(min(max(row.at, ended_at) if ended_at else row.at for row in met))
+    last, count = ago(max(row.last_at or row.at for row in met)), sum(row.count for row in met)
+    lasted = first - last
+    if lasted < longer_than or last > max(longer_than, 2 * lasted / max(1, count - 1)):
+        return None
+    task = next((row.task for row in met if row.task), "")
+    return Starving(name, task, count, ago(ended_at) if ended_at else None, first, last)
 
 
 def _since_completed(name: str) -> list[TaskLockEvent]:
@@ -116,17 +114,13 @@ def _since_completed(name: str) -> list[TaskLockEvent]:
     return newest
 
 
-def _suspects(longer_than: float, task: str | None) -> Collection[str]:
+def _suspects(longer_than: float) -> set[str]:
     """Return the names that may starve, without a query for each name."""
     rows = TaskLockEvent.objects.all()
     since = django_now() - timedelta(seconds=HOUR + longer_than)
     newest = [r for kind in sorted(COUNTED) for r in rows.of_state(kind, None).newest()[:NEWEST]]
-    if task is not None:
-        newest += [row for row in rows.of_task(task)[:NEWEST] if row.is_counted]
     met = rows.blocked_by(rows.open().values_list("ref", flat=True)[:OPEN])
     met += [row for row in newest if (row.last_at or row.at) >= since]
     runs = rows.runs({row.blocked_by for row in met})
     completed = {row.token for row in runs if row.is_completed}
-    return dict.fromkeys(
-        row.name for row in met if task in (None, row.task) and row.blocked_by not in completed
-    )
+    return {row.name for row in met if row.blocked_by not in completed}

@@ -6,38 +6,29 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from datetime import timezone as offset
-from typing import NamedTuple
+from typing import Any
 from urllib.parse import urlencode
 
 from django.conf import settings
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 from django.utils.formats import date_format
-from django.utils.functional import Promise
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from django_singletask.operators.words import clock_time
+from django_singletask.operators.words import clock_time, parse_duration
 
-UTC = offset.utc
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
-
-
-class Span(NamedTuple):
-    label: str | Promise
-    length: timedelta
-
-
 SPANS = {
-    "15m": Span(gettext_lazy("15 minutes"), timedelta(minutes=15)),
-    "1h": Span(gettext_lazy("1 hour"), HOUR),
-    "24h": Span(gettext_lazy("24 hours"), DAY),
-    "7d": Span(gettext_lazy("7 days"), 7 * DAY),
+    "15m": gettext_lazy("15 minutes"),
+    "1h": gettext_lazy("1 hour"),
+    "24h": gettext_lazy("24 hours"),
+    "7d": gettext_lazy("7 days"),
 }
 """The time spans up to now that the pages offer."""
-LABELS, BUCKETS = 7, 60
-STEPS = [timedelta(seconds=seconds) for seconds in (1, 10, 30, 60, 180, 600, 1800)]
-STEPS += [HOUR, 4 * HOUR, DAY, 7 * DAY, 30 * DAY, 365 * DAY, 10_000 * DAY]
+LABELS = 7
+STEPS = [HOUR / parts for parts in (3600, 360, 120, 60, 20, 6, 2)]
+STEPS += [HOUR * hours for hours in (1, 4, 24, 168, 720, 8760, 240_000)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +41,12 @@ class Window:
 
     @classmethod
     def past(cls, span: str, now: datetime) -> Window:
-        return cls(now - SPANS[span].length, now, span)
+        return cls(now - timedelta(seconds=parse_duration(span)), now, span)
 
-    @property
-    def query(self) -> str:
-        """The parameters of an address that name this window."""
-        if self.span:
-            return urlencode({"range": self.span})
-        return urlencode({"from": self.start.isoformat(), "to": self.end.isoformat()})
+    def query(self, **others: Any) -> str:
+        """Return an address's parameters: ``others``, and those that name this window."""
+        ends = {"from": self.start.isoformat(), "to": self.end.isoformat()}
+        return urlencode(others | ({"range": self.span} if self.span else ends))
 
     @property
     def until(self) -> datetime | None:
@@ -69,12 +58,6 @@ class Window:
         """Whether the times within it need their date."""
         return self.end - self.start >= DAY or not self.span
 
-    @property
-    def fields(self) -> tuple[str, str]:
-        """Its start and its end, as two fields of a form for local times have them."""
-        start, end = map(_local, (self.start, self.end))
-        return f"{start:%Y-%m-%dT%H:%M:%S}", f"{end:%Y-%m-%dT%H:%M:%S}"
-
     def percent(self, at: datetime) -> float:
         return min(100.0, max(0.0, 100 * ((at - self.start) / (self.end - self.start))))
 
@@ -84,17 +67,18 @@ class Window:
         Return the last such time that is not after the start, and the length of a part.
         """
         step = next(step for step in STEPS if (self.end - self.start) / step <= parts)
-        local = _local(self.start)
+        local = to_local(self.start)
         midnight = local.replace(hour=0, minute=0, second=0, microsecond=0)
-        return midnight + step * ((local - midnight) // step), step
+        return to_utc(midnight + step * ((local - midnight) // step)), step
 
     def labels(self) -> Iterator[tuple[str, str]]:
         """Return the places and the texts of the round times."""
-        at, step = self.rounded(LABELS)
+        start, step = self.rounded(LABELS)
+        at = to_local(start)
         text = "D j" if step >= DAY else "H:i:s" if step < STEPS[3] else "H:i"
         while (at := at + step) <= self.end:
             # Converted, since the clock change may leave the hour out.
-            yield f"{self.percent(at):.2f}%", date_format(_local(to_utc(at)), text)
+            yield f"{self.percent(at):.2f}%", date_format(to_local(to_utc(at)), text)
 
 
 def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, str]:
@@ -102,32 +86,27 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
 
     Only ``from`` is up to now, only ``to`` is the hour before.
     """
-    texts = {name: query.get(name, "").strip() for name in ("from", "to")}
-    if not any(texts.values()):
+    texts = [query.get(name, "").strip() for name in ("from", "to")]
+    if not any(texts):
         span = query.get("range", "")
-        if not span or span in SPANS:
-            return Window.past(span, now) if span else None, ""
-        text = _("There is no range {}: choose {}, or a time from … to …")
-        return None, text.format(repr(span), ", ".join(SPANS))
+        return Window.past(span, now) if span in SPANS else None, ""
     try:
-        end = min(_moment(texts["to"]), now) if texts["to"] else now
-        start = _moment(texts["from"]) if texts["from"] else end - HOUR
-        start = max(start, now - STEPS[-1])
-    except (ValueError, OverflowError) as error:
+        first, last = (to_moment(text) if text else None for text in texts)
+        end = min(last or now, now)
+        start = max(first or end - HOUR, now - STEPS[-1])
+    except (ValueError, OverflowError):
         text = _("{} is not a time: write it as {}.")
-        return None, text.format(repr(str(error)), f"{_local(now):%Y-%m-%dT%H:%M}")
+        typed = repr(" … ".join(filter(None, texts)))
+        return None, text.format(typed, f"{to_local(now):%Y-%m-%dT%H:%M}")
     if start < end:
         return Window(start, end), ""
     text = _("The window must end after it begins: write a time after {} into the second field.")
     return None, text.format(clock_time(start, dated=True))
 
 
-def _moment(text: str) -> datetime:
-    """Read a time; without an offset it is in the time zone of the page."""
-    try:
-        at = parse_datetime(text)
-    except ValueError:
-        at = None
+def to_moment(text: str) -> datetime:
+    """Read a time; without an offset it is in the time zone of the page. Raises ``ValueError``."""
+    at = parse_datetime(text)  # Python 3.10's own reads no "Z"
     if at is None:
         raise ValueError(text)
     if not settings.USE_TZ:
@@ -135,9 +114,9 @@ def _moment(text: str) -> datetime:
     return to_utc(timezone.make_aware(at) if timezone.is_naive(at) else at)
 
 
-def _local(at: datetime) -> datetime:
+def to_local(at: datetime) -> datetime:
     return timezone.localtime(at) if timezone.is_aware(at) else at
 
 
 def to_utc(at: datetime) -> datetime:
-    return at.astimezone(UTC) if timezone.is_aware(at) else at
+    return at.astimezone(offset.utc) if timezone.is_aware(at) else at

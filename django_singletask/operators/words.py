@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
+from itertools import pairwise
 from urllib.parse import quote
 
 from celery.app import app_or_default
@@ -14,6 +17,7 @@ from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import TASK_URL, conf
+from django_singletask.holder import clean
 from django_singletask.models import TaskLockEvent
 
 STATES = {
@@ -21,9 +25,9 @@ STATES = {
     "dead": _("dead"),
     "handed_over": _("handed over"),
     "expired": _("expired"),
-    "kept": _("kept until {}"),
+    "kept": _("kept"),
     "queued": _("queued"),
-    "blocking": _("blocking until {}"),
+    "blocking": _("blocking"),
 }
 """The words for the states of a lock."""
 CELERY_APPS = ("app", "celery", "celery_app")
@@ -31,54 +35,38 @@ CELERY_APPS = ("app", "celery", "celery_app")
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 # Each unit at most once, the largest first: 1h30m, not 30m1h.
 GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
-LONGEST = 100 * 365 * 86_400
+LONGEST = 36_500 * 86_400
 """Seconds: no database has a time that lies further back."""
 
 
 def parse_duration(text: str) -> float:
     """Return the seconds of ``90s``, ``15m``, ``2h``, ``7d`` or ``1h30m``.
 
-    Raises ``ValueError``, with a message that says what is expected, for anything else.
+    Raises the error of ``argparse``, which shows its message, for anything else.
     """
     match = GRAMMAR.fullmatch(text)
-    if not text or match is None:
-        raise ValueError(f"{text!r} is not a duration: write it as 90s, 15m, 2h or 7d.")
-    numbers = zip(match.groups(default="0"), UNITS.values(), strict=True)
+    numbers = zip(match.groups("0") if match else (), UNITS.values(), strict=False)
     seconds = float(sum(int(number) * unit for number, unit in numbers))
     if not 0 < seconds <= LONGEST:
-        raise ValueError(f"{text!r}: a duration must be positive, {compact(LONGEST)} at most.")
+        message = f"{text!r} is not a duration: write it as 90s, 15m, 2h or 7d, up to 36500d."
+        raise argparse.ArgumentTypeError(message)
     return seconds
 
 
-def compact(seconds: float) -> str:
-    """Write a duration as :func:`parse_duration` reads it: ``7d``, ``1h30m``."""
-    left, parts = round(seconds), []
-    for letter, unit in UNITS.items():
-        number, left = divmod(left, unit)
-        parts.append(f"{number}{letter}" if number else "")
-    return "".join(parts) or "0s"
-
-
 def duration(seconds: float) -> str:
-    """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h 02m``, ``3d 04h``."""
-    minutes, left = divmod(int(seconds), 60)
-    if not minutes:
-        return f"{left}s"
-    if minutes < 60:
-        return f"{minutes}m {left:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02d}m" if hours < 24 else f"{hours // 24}d {hours % 24:02d}h"
+    """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h``, ``3d 04h``."""
+    for (unit, size), (part, smaller) in pairwise(UNITS.items()):
+        if seconds >= size:
+            number, left = divmod(int(seconds), size)
+            left //= smaller
+            return f"{number}{unit} {left:02d}{part}" if left else f"{number}{unit}"
+    return f"{int(seconds)}s"
 
 
-def in_words(seconds: float) -> str:
-    """Write a duration for a sentence: ``0.04 s``, ``60 s``, ``1m 48s``."""
-    if 0 < seconds < 0.995:
-        return f"{seconds:.2f} s" if seconds >= 0.005 else "less than 0.01 s"
-    return f"{seconds:.0f} s" if seconds < 60.5 else duration(seconds)
-
-
-def hold_time(seconds: float) -> str:
+def hold_time(seconds: float | None) -> str:
     """Write how long a lock was held, to the hundredth of a second if that was short."""
+    if seconds is None:
+        return "-"
     return f"{seconds:.2f}s" if seconds < 10 else duration(seconds)
 
 
@@ -159,6 +147,12 @@ def witness(event: TaskLockEvent) -> str:
         return ""
     text = _("by {}") if event.outcome == "cleared" else _("noticed by {}")
     return str(text).format(event.actor)
+
+
+def few(names: Sequence[str]) -> str:
+    """Write the first five names, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(clean, names[:5])) + more
 
 
 def plural(count: int, noun: str) -> str:

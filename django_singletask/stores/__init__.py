@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Callable
-from importlib import import_module
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
+from django.db import connections, router
+from django.utils.module_loading import import_string
 
 from django_singletask import threads
 from django_singletask.conf import DOCS, check_installed, conf
-from django_singletask.stores.base import Store
-from django_singletask.stores.epoch import ForgetfulStore, epoch_of, epochs
+from django_singletask.forks import at_fork, leak
+from django_singletask.stores.base import Store, epochs
+from django_singletask.stores.database import DIALECTS
 
 STORES = {
     "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
-    "django_redis.cache.RedisCache": "redis.DjangoRedisStore",
-    "django_valkey.cache.ValkeyCache": "redis.DjangoValkeyStore",
+    "django_redis.cache.RedisCache": "redis.RedisStore",
+    "django_valkey.cache.ValkeyCache": "redis.RedisStore",
+    "django_redis.client.default.DefaultClient": "redis.RedisStore",
+    "django_valkey.client.default.DefaultClient": "redis.RedisStore",
     "django.core.cache.backends.memcached.PyLibMCCache": "memcached.PyLibMCStore",
     "django.core.cache.backends.memcached.PyMemcacheCache": "memcached.PyMemcacheStore",
     "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
     "django.core.cache.backends.locmem.LocMemCache": "locmem.LocMemStore",
 }
-"""The module and class of the store, by the class of the cache or one of its bases."""
+"""The module and class of the store, by the class of the cache or a base of it."""
 
 UNSAFE = {
-    "django.core.cache.backends.dummy.DummyCache": (
-        "stores nothing, so every run would get the lock"
-    ),
+    "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run gets the lock",
     "django.core.cache.backends.filebased.FileBasedCache": (
         "is not atomic: two processes that add the same key can both succeed"
     ),
+    "django_redis.client.sharded.ShardClient": "spreads the entries over servers",
+    "django_redis.client.herd.HerdClient": "changes the entries",
+    "django_valkey.client.sharded.ShardClient": "spreads the entries over servers",
+    "django_valkey.client.herd.HerdClient": "changes the entries",
+    # Seen with version 0.4.1.
+    "django_valkey.client.sentinel.SentinelClient": "writes to a replica",
 }
+REASONS = UNSAFE | dict.fromkeys(STORES, "")
 
 
 def _ancestors(cls: type) -> list[str]:
     # By name, so that client libraries that are not used are not imported.
     return [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
-
-
-def is_a(cache: Any, name: str) -> bool:
-    return name in _ancestors(type(cache))
 
 
 def open_cache(alias: str) -> Any:
@@ -68,26 +74,24 @@ def _named(alias: str) -> str:
 
 def refusal(cache: Any) -> str | None:
     """Return why a cache cannot hold locks; None if it can."""
-    names = _ancestors(type(cache))
-    for name in names:
-        if name in UNSAFE:
-            return f"{name} {UNSAFE[name]}"
-    if not any(name in STORES for name in names):
-        return f"{names[0]} is not one of the supported caches"
-    package = next(name for name in names if name in STORES).partition(".")[0]
-    if package in ("django_redis", "django_valkey"):
-        client = _ancestors(cache._client_cls)  # noqa: SLF001 - CLIENT_CLASS, loaded
-        project = package.replace("_", "-")
-        if any(name.endswith((".ShardClient", ".HerdClient")) for name in client):
-            return f"{client[0]} of {project} spreads the entries over servers, or changes them"
-        if "django_valkey.client.sentinel.SentinelClient" in client:
-            return f"{client[0]} of {project} writes to a replica"  # seen with version 0.4.1
-        if f"{package}.client.default.DefaultClient" not in client:
-            return f"{client[0]} is not one of the supported clients of {project}"
+    classes = {"caches": type(cache)}
+    if hasattr(cache, "_client_cls"):  # CLIENT_CLASS of django-redis or django-valkey, loaded
+        classes["clients"] = cache._client_cls  # noqa: SLF001
+    for kind, cls in classes.items():
+        names = _ancestors(cls)
+        known = [REASONS[name] for name in names if name in REASONS]
+        if reason := [*known, f"is not one of the supported {kind}"][0]:
+            return f"{names[0]} {reason}"
+    if hasattr(cache, "cache_model_class"):  # a DatabaseCache
+        alias = router.db_for_write(cache.cache_model_class)
+        vendor = connections[alias].vendor
+        if vendor not in DIALECTS:
+            return f"DATABASES[{alias!r}] is {vendor}, not PostgreSQL, MySQL, MariaDB or SQLite"
     return None
 
 
-def _open_store(alias: str) -> Store:
+def open_store(alias: str) -> Store:
+    """Return a new store for an alias; raise ``ImproperlyConfigured`` if it cannot hold locks."""
     check_installed()
     cache = open_cache(alias)
     reason = refusal(cache)
@@ -97,10 +101,19 @@ def _open_store(alias: str) -> Store:
             "Use Redis, memcached or Django's DatabaseCache: "
             f"{DOCS}/operating/choosing-a-cache.html lists them."
         )
-    path = next(STORES[name] for name in _ancestors(type(cache)) if name in STORES)
-    module, _, name = path.partition(".")
-    store_class = getattr(import_module(f"django_singletask.stores.{module}"), name)
-    store: Store = store_class(cache)
+    return _store(cache, alias)
+
+
+def find_store(alias: str) -> Store | None:
+    """Return a new store for an alias, also if it is not fit; None if its client is missing."""
+    with suppress(Exception):
+        return _store(open_cache(alias), alias)
+    return None
+
+
+def _store(cache: Any, alias: str) -> Store:
+    [path, *_] = [STORES[name] for name in _ancestors(type(cache)) if name in STORES]
+    store: Store = import_string(f"django_singletask.stores.{path}")(cache, alias)
     return store
 
 
@@ -115,9 +128,8 @@ def _open_store(alias: str) -> Store:
 # disconnect the parent. sys.exit() deletes every object, so _after_fork() makes the inherited
 # stores immortal in the child.
 _open_stores: set[Store] = set()
-_generation = 0
-"""A number that grows when every thread must open its stores again."""
-_opener: Callable[[str], Store] = _open_store
+_opener: Callable[[str], Store] = open_store
+"""What opens stores; if it is another object than before, every thread opens its stores again."""
 
 
 LOOK_WITHIN = 2.0
@@ -130,19 +142,14 @@ class _Stores(dict[str, Store]):
     def __init__(self) -> None:
         super().__init__()
         self.pid = os.getpid()
-        self.generation = _generation
+        self.opener = _opener
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # otherwise modules may be gone, and the sockets close anyway
-            self.close()
-
-    def close(self) -> None:
-        if self.pid == os.getpid():
-            for store in self.values():
+        for store in self.values():  # none if a signal came before the pid was set
+            # At the end of the process modules may be gone, and the sockets close anyway.
+            if not is_finalizing() and self.pid == os.getpid():
                 _open_stores.discard(store)
                 store.close()
-        self.clear()
-        self.generation = _generation
 
 
 def get_store(alias: str) -> Store:
@@ -150,19 +157,12 @@ def get_store(alias: str) -> Store:
 
     Raises ``ImproperlyConfigured`` if there is no such alias, or if it cannot hold locks.
     """
-    stores: _Stores
-    try:
-        stores = threads.variables.stores
-    except AttributeError:
-        stores = threads.own("stores", _Stores)
-    if stores.generation != _generation:
-        stores.close()
+    stores: _Stores | None = getattr(threads.variables, "stores", None)
+    if stores is None or stores.opener is not _opener:
+        stores = threads.put("stores", _Stores())
     store = stores.get(alias)
     if store is None:
         store = stores[alias] = _opener(alias)
-        store.cache_alias = alias
-        if isinstance(store, ForgetfulStore):
-            store.epoch = epoch_of(alias)
         _open_stores.add(store)
     return store
 
@@ -170,14 +170,13 @@ def get_store(alias: str) -> Store:
 def look_at_epoch(alias: str) -> None:
     """Read the epoch of a cache that can forget its locks, in a background thread."""
     store = get_store(alias)
-    if isinstance(store, ForgetfulStore):
-        store.limit(LOOK_WITHIN)
-        store.look()
+    store.limit(LOOK_WITHIN)
+    store.look()
 
 
 def close_stores() -> None:
     """Close the stores of this thread; they are opened again when needed."""
-    threads.own("stores", _Stores).close()
+    threads.put("stores", None)
 
 
 def open_with(opener: Callable[[str], Store] | None) -> None:
@@ -185,24 +184,20 @@ def open_with(opener: Callable[[str], Store] | None) -> None:
 
     None restores the configured caches. For :mod:`django_singletask.testing`.
     """
-    global _generation, _opener
-    # Set the opener first: otherwise a thread could open a store with the old one for good.
-    _opener = opener or _open_store
+    global _opener
     # Other threads may be using their stores, and close them at their next get_store(). Until then
     # they see another server, which must not look like a change of the epoch.
     epochs.clear()
-    _generation += 1
+    _opener = partial(opener or open_store)  # a new object
     close_stores()
 
 
 def _after_fork() -> None:
-    for store in _open_stores:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    leak(_open_stores)
     _open_stores.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)
 
 
 def _reopen(*, setting: str, **kwargs: Any) -> None:

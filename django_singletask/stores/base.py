@@ -1,23 +1,26 @@
-"""The operations of a store, which are the same for each kind of cache."""
+"""What is the same for each kind of cache: the operations of a store, and the epoch."""
 
 from __future__ import annotations
 
 import enum
+import logging
 import math
 import os
 import re
+import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask.conf import conf
+from django_singletask import clock
+from django_singletask.conf import conf, is_test
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
-from django_singletask.stores.places import place_of
+
+logger = logging.getLogger("django_singletask")
 
 PREFIX = "singletask:"
 MARKER = ":cleared:"
@@ -35,8 +38,16 @@ FENCE = f"{PREFIX}@fence"
 MAX_KEY = 250
 LONGEST_KEY = f"{PREFIX}{'x' * 100}:{'0' * 32}{SLOT}{MAX_SLOTS}{MARKER}{'0' * 32}"
 """The longest key that the package uses, which is the key of a marker."""
+FOREVER = 100 * 365 * 24 * 60 * 60
+"""The lease of the last fencing token in seconds, where an entry needs one."""
 TRIES = 10
 """How often a change is tried that other processes can disturb between two requests."""
+
+
+def address(host: str | None, port: object) -> str:
+    """Return the address of a server in a uniform spelling."""
+    name = (host or "localhost").lower()
+    return f"{'127.0.0.1' if name in {'localhost', '::1'} else name}:{port}"
 
 
 def is_key(text: str) -> bool:
@@ -70,7 +81,7 @@ class Outcome(enum.Enum):
     """What a store found when it was to change the caller's entry."""
 
     OK = "ok"
-    SENT_TWICE = "sent twice"  # only from release(): see Store.sent_twice()
+    SENT_TWICE = "sent twice"  # a deletion was sent again, and found no entry: see release()
     RETAKEN = "retaken"  # only from renew(): the entry was gone, and the caller has it again
     GONE = "gone"
     TAKEN = "taken"  # another holder has the entry
@@ -80,8 +91,87 @@ class CannotList(Exception):
     """The store cannot list its locks."""
 
 
+EPOCH = f"{PREFIX}@epoch"
+LOOK = 0.4
+"""Seconds between two looks of a process that holds locks."""
+HOLD_BACK = 1.0
+"""Seconds for which a process takes no lock in a cache that has forgotten its locks."""
+TELL_AGAIN = 60.0
+"""Seconds for which the log does not repeat that a cache has forgotten its locks."""
+LOOK_TWICE = 0.1
+"""Seconds until a holder looks again at the entry of another one, after a change of the epoch."""
+
+# A cache can forget its locks, by a restart or a flush. The epoch is a random value that it keeps
+# without a lease. The first process adds it. If the epoch changes, the cache has forgotten the
+# locks of current runs. A process that holds a lock looks at the epoch often. A process that wants
+# a lock waits until the holders have looked:
+#
+#   holder:  holds .................... looks: another epoch, takes its lock again
+#   cache:           restarts empty
+#   taker:                              takes: another epoch     waits 1 s       takes -> held
+#
+# A process that starts after the restart knows no epoch, and takes at once. Redis also identifies
+# its server, because a server that restarts with an old snapshot has the old epoch.
+
+
+class Forgotten(Exception):
+    """The cache has just forgotten its locks; try again after so many seconds (the argument)."""
+
+
+class Epoch:
+    """The epoch of one cache, as this process knows it; a forked child inherits it."""
+
+    value: bytes | None = None
+    server: bytes | None = None
+    seen_at = changed_at = told_at = -math.inf
+    changes = 0
+
+    def __init__(self, cache: str) -> None:
+        self.cache = cache
+
+    def see(self, value: bytes) -> None:
+        self.seen_at = clock.now()
+        self.note("value", value)
+
+    def note(self, fact: str, seen: bytes) -> None:
+        """Note the ``"value"`` of the epoch, or the ``"server"`` that answers."""
+        before = getattr(self, fact)
+        if seen == before:
+            return
+        # Set changed_at before the new fact. In the other order another thread would find the epoch
+        # unchanged, and take a lock at once:
+        #
+        #   this thread:   value = new                              changed_at = now
+        #   other thread:                see(new): as before   take
+        self.changes += 1
+        if before is not None:
+            self.changed_at = now = clock.now()
+            if now >= self.told_at + TELL_AGAIN and not is_test():  # eviction can repeat it
+                self.told_at = now
+                logger.warning(
+                    "The cache %r may have forgotten its locks: it was restarted or flushed, or a "
+                    "replica took over. Holders take their locks again; new runs wait %g s first.",
+                    self.cache,
+                    HOLD_BACK,
+                )
+        setattr(self, fact, seen)
+
+    def check(self) -> None:
+        """Raise :class:`Forgotten` soon after a change; but tests empty their cache often."""
+        pause = self.changed_at + HOLD_BACK - clock.now()
+        if pause > 0 and not is_test():
+            raise Forgotten(pause)
+
+
+epochs: dict[str, Epoch] = {}
+
+
+def epoch_of(alias: str) -> Epoch:
+    return epochs.setdefault(alias, Epoch(alias))
+
+
 class Store(ABC):
-    """Keep locks in one cache. Each kind of cache defines ``add``, ``change`` and ``read``.
+    """Keep locks in one cache. Each kind of cache has its own requests for that.
 
     An entry is a key and the bytes of its holder. To change an entry, a caller passes the bytes
     that it expects there. The bytes contain a random token, so no caller can change the entry of
@@ -94,11 +184,14 @@ class Store(ABC):
     family: str
     """``"redis"``, ``"memcached"``, ``"database"`` or ``"locmem"``."""
 
-    place = ""
-    """Where the entries are, for people, if the settings of the cache name no server."""
+    places: frozenset[str] = frozenset()
+    """The servers or the table of the entries, for people, in a uniform spelling.
 
-    cache_alias = ""
-    """The alias of the cache; get_store() sets it."""
+    Caches that have one of them in common share it.
+    """
+
+    forgets = False
+    """Whether the server can restart empty while locks are held, so that there is an epoch."""
 
     batch = 1
     """How many leases are renewed in one request."""
@@ -106,31 +199,36 @@ class Store(ABC):
     limited = math.inf
     """The longest time of a request in seconds; without end: as the cache's options say."""
 
+    was_sent_twice = False
+    """Whether the last request was sent again, so that its deletion may find nothing."""
+
     client_errors: tuple[type[Exception], ...] = ()
     """What the client raises if the cache does not answer, or refuses to."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any, alias: str) -> None:
         self.cache = cache
-        excess = len(cache.make_key(LONGEST_KEY).encode()) - MAX_KEY
+        self.cache_alias = alias
+        self.epoch = epoch_of(alias)
+        self.make_key: Callable[[str], str] = cache.make_key
+        excess = len(self.make_key(LONGEST_KEY).encode()) - MAX_KEY
         if excess > 0:
             raise ImproperlyConfigured(
-                f"KEY_PREFIX of the cache that holds the locks is {excess} bytes too long: lock "
-                f"keys would have up to {MAX_KEY + excess} bytes, and {MAX_KEY} are allowed."
+                f"KEY_PREFIX of the cache that holds the locks is {excess} bytes too long: the key "
+                f"of a lock can have at most {MAX_KEY} bytes."
             )
 
-    def make_key(self, key: str) -> str:
-        """Return the key with the cache's prefix and version, as its key function makes it."""
-        return str(self.cache.make_key(key))
+    @property
+    def place(self) -> str:
+        return ", ".join(sorted(self.places))
 
-    def unavailable(self, error: Exception) -> LockUnavailable:
+    def unavailable(self, error: Exception, next_step: str = "") -> LockUnavailable:
         """Return what to raise for an error of the client: an outage is never "held" or "free"."""
         reason = f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
-        text = f"The cache {self.cache_alias!r} cannot be used: {reason}."
-        if self.cache_alias in settings.CACHES:
-            text += f" It is {place_of(self.cache_alias)}."
-        if self.cache_alias == conf.cache:
-            text += " 'manage.py locks probe' tests it."
-        return LockUnavailable(text)
+        return LockUnavailable(
+            f"The cache {self.cache_alias!r} cannot be used: {reason}{next_step}. "
+            f"It is {type(self.cache).__name__} on {self.place}."
+            + (" 'manage.py locks probe' tests it." if self.cache_alias == conf.cache else "")
+        )
 
     def limit(self, seconds: float) -> None:
         """Limit the time of each request, for a background thread; it is never raised again."""
@@ -139,14 +237,28 @@ class Store(ABC):
             self.set_timeouts(seconds)
 
     def set_timeouts(self, seconds: float) -> None:  # noqa: B027 - LocMemStore sends no requests
-        """Set the timeouts of the client, where they are not shorter."""
+        """Set the timeouts of the client."""
 
-    @abstractmethod
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         """Add the entry; return None if it was added, otherwise the existing entry.
 
-        This is atomic between processes. A client may send a request again after a lost reply, so
-        an existing entry with the caller's bytes means that the first request added it.
+        A client may send a request again after a lost reply, so an existing entry with the caller's
+        bytes means that the first request added it.
+        """
+        for _ in range(TRIES):
+            if self.insert(key, value, lease):
+                return None
+            entry = self.read(key)
+            if entry is not None:
+                return None if entry.value == value else entry
+            # The lock was released, or it expired, between the two requests: try again.
+        return Entry(b"", None)
+
+    @abstractmethod
+    def insert(self, key: str, value: bytes, lease: float) -> Any:
+        """Add the entry if there is none, and return whether it was added.
+
+        This is atomic between processes. The lease may be infinite if the cache can forget.
         """
 
     # Two deliveries of one message must not take two slots. Only Redis reads and takes in one step.
@@ -167,64 +279,67 @@ class Store(ABC):
     ) -> str | dict[str, Entry]:
         """Take a free slot and return its key, or return the entries of the slots.
 
-        ``heeds_epoch``: raise :class:`~django_singletask.stores.epoch.Forgotten` if the cache has
-        just forgotten its locks.
+        ``heeds_epoch``: a store that ``forgets`` raises :class:`Forgotten` if its cache has just
+        forgotten its locks.
         """
         if len(slots.keys) == 1:
             (key,) = slots.keys
             entry = self.add(key, value, lease)
-            return key if entry is None or entry.value == value else {key: entry}
+            return key if entry is None else {key: entry}
         start = zlib.crc32(slots.mark or os.urandom(4)) % slots.allowed
         order = [*slots.keys[start : slots.allowed], *slots.keys[:start]]
-        entries: dict[str, Entry] = {}
         for _ in range(TRIES + slots.allowed):
             entries = self.read_many(slots.keys)
-            free = next((key for key in order if key not in entries), None)
-            if free is None or any(map(slots.is_own, entries.values())):
-                break
-            entry = self.add(free, value, lease)
-            if entry is None or entry.value == value:
-                entries = self.read_many(slots.keys) if slots.mark else {}
-                entries.pop(free, None)
-                if not any(map(slots.is_own, entries.values())):
-                    return free
-                self.release(free, value)
-                break
-            entries[free] = entry  # another run was faster
+            free = [key for key in order if key not in entries]
+            if not free or any(map(slots.is_own, entries.values())):
+                return entries
+            entry = self.add(free[0], value, lease)
+            if entry is None:
+                others = self.read_many(slots.keys) if slots.mark else {}
+                others.pop(free[0], None)
+                if not any(map(slots.is_own, others.values())):
+                    return free[0]
+                self.release(free[0], value)
+                return others
+            entries[free[0]] = entry  # another run was faster
         return entries
 
     @abstractmethod
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         """Replace the entry ``old`` by ``new`` for ``lease`` seconds (None: delete it).
 
-        This is atomic between processes. Return OK, GONE or TAKEN. If the entry is already
-        ``new``, an earlier sending of this request did it; that is OK, too.
+        This is atomic between processes. Return OK, GONE, TAKEN or SENT_TWICE. If the entry is
+        already ``new``, an earlier sending of this request did it; that is OK, too.
         """
 
-    @abstractmethod
     def read(self, key: str) -> Entry | None:
         """Return the entry that is there now, or None."""
+        return self.read_many((key,)).get(key)
 
+    @abstractmethod
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         """Return the existing entries by key, in the order of ``keys``."""
-        entries = ((key, self.read(key)) for key in keys)
-        return {key: entry for key, entry in entries if entry is not None}
+
+    # A client sends a request again if the server has closed the connection. If the first deletion
+    # was made, and its reply was lost, the second one finds no entry:
+    #
+    #   here:   DELETE ->                 (no reply)   DELETE ->
+    #   store:            deleted                                nothing to delete
 
     def release(self, key: str, value: bytes) -> Outcome:
-        """Delete the entry if it is ``value``; return OK, SENT_TWICE, GONE or TAKEN."""
-        return self.change(key, value, value, None)
+        """Delete the entry if it is ``value``; return OK, SENT_TWICE, GONE or TAKEN.
 
-    def sent_twice(self, key: str, value: bytes, sent: float) -> Outcome:
-        """Return the outcome of a deletion that was sent again, and found no entry.
-
-        The first one, at the time ``sent``, has deleted it, and its reply was lost; unless the
-        entry was cleared. The caller knows whether the lease had ended before.
-
-          here:   DELETE ->                 (no reply)   DELETE ->
-          store:            deleted                                nothing to delete
+        SENT_TWICE: this request has deleted it, unless the lease had ended before, which the caller
+        knows.
         """
-        cleared = self.read(marker_key(key, value)) is not None
-        return Outcome.GONE if cleared else Outcome.SENT_TWICE
+        changed_at = self.epoch.changed_at
+        outcome = self.change(key, value, value, None)
+        if outcome is Outcome.SENT_TWICE:
+            self.look()
+            forgotten = self.epoch.changed_at != changed_at
+            if forgotten or self.read(marker_key(key, value)) is not None:
+                return Outcome.GONE
+        return outcome
 
     def replace(self, key: str, old: bytes, new: bytes, lease: float) -> bool:
         """Replace the entry ``old`` by ``new`` for ``lease`` seconds; return whether it did."""
@@ -234,16 +349,37 @@ class Store(ABC):
         """Renew one entry; see :meth:`renew_many`."""
         return self.renew_many([(key, value, lease)])[0]
 
-    def renew_many(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
+    # In memcached, a process that takes a lock adds its entry before it reads the epoch. If that
+    # has changed, it gives the entry back. So after a change, another entry may be gone soon:
+    #
+    #   cache:    flushed
+    #   taker:              adds                   reads the epoch: another one   gives it back
+    #   holder:                   looks: not its own                                        looks
+    #
+    # On Redis the script of the take compares the epoch, so there this finds the same entry again.
+
+    def renew_many(
+        self, requests: Sequence[tuple[str, bytes, float]], *, looks_twice: bool = True
+    ) -> list[Outcome]:
         """Let each entry (key, value, lease) end ``lease`` seconds from now.
 
         If there is no entry, take the lock again (RETAKEN), unless :meth:`clear` left a marker
         for this value (GONE).
         """
-        return [
-            self._take_again(*request) if outcome is Outcome.GONE else outcome
-            for request, outcome in zip(requests, self._extend(requests), strict=True)
-        ]
+        outcomes = self._extend(requests)
+        for i, (key, value, lease) in enumerate(requests):
+            if outcomes[i] is Outcome.GONE and self.read(marker_key(key, value)) is None:
+                added = self.add(key, value, lease) is None
+                outcomes[i] = Outcome.RETAKEN if added else Outcome.TAKEN
+        taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
+        if taken and looks_twice:
+            self.look()  # perhaps nobody here has seen the change yet
+            if clock.now() < self.epoch.changed_at + HOLD_BACK:
+                time.sleep(LOOK_TWICE)
+                again = self.renew_many([requests[i] for i in taken], looks_twice=False)
+                for i, outcome in zip(taken, again, strict=True):
+                    outcomes[i] = outcome
+        return outcomes
 
     def _extend(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
         return [self.change(key, value, value, lease) for key, value, lease in requests]
@@ -261,16 +397,8 @@ class Store(ABC):
         would take the lock again. The marker is for the holder of ``value`` only. It stays even if
         nothing was deleted, because another operator may be clearing the lock at the same moment.
         """
-        if Holder.decode(value).token:  # otherwise no holder looks for a marker
-            self.add(marker_key(key, value), b"1", lease)
+        self.add(marker_key(key, value), b"1", lease)
         return self.release(key, value) is Outcome.OK
-
-    def _take_again(self, key: str, value: bytes, lease: float) -> Outcome:
-        if self.read(marker_key(key, value)) is not None:
-            return Outcome.GONE
-        entry = self.add(key, value, lease)
-        # Another thread of the holder may have taken it again at the same moment.
-        return Outcome.RETAKEN if entry is None or entry.value == value else Outcome.TAKEN
 
     # Fencing tokens
     #
@@ -281,17 +409,55 @@ class Store(ABC):
     #   holder A: owner? A        sleeps past its lease                   draws 8 -> writes
     #   holder B:                     takes, draws 7, reads, writes
 
-    @abstractmethod
     def fence(self, key: str, value: bytes) -> int | None:
         """Return a number above all earlier ones of this cache; None if the entry is not ``value``.
 
         It is one more than the last number, or the server's time in microseconds if that is
         greater. So the numbers keep growing if the server loses the last one, or if its clock is
-        set back, but not after both. Raises ``NotImplementedError`` if the cache cannot count.
+        set back, but not after both. Two numbers that are drawn at the same moment for different
+        locks may be equal. Raises ``NotImplementedError`` for memcached, which can lose the number
+        and does not tell its time in microseconds.
         """
+        # Not in a transaction: a stopped process with an open transaction would block all others.
+        drawn = False
+        while not drawn:
+            number, last = self.microseconds(), self.read(FENCE)
+            if last is None:
+                drawn = self.insert(FENCE, b"%d" % number, FOREVER)
+            else:
+                number = max(int(last.value) + 1, number)
+                drawn = self.replace(FENCE, last.value, b"%d" % number, FOREVER)
+        entry = self.read(key)
+        return number if entry is not None and entry.value == value else None
+
+    def microseconds(self) -> int:
+        """Return the time of the server; a store in this process has the time of this host."""
+        return time.time_ns() // 1000
+
+    def look(self) -> None:
+        """Read the epoch of a cache that can forget its locks; add one if there is none."""
+        if not self.forgets:
+            return
+        for _ in range(TRIES):
+            if (entry := self.read(EPOCH)) is not None:
+                return self.epoch.see(entry.value)
+            # If several processes find none, one adds its epoch, and all read that.
+            self.insert(EPOCH, os.urandom(16).hex().encode(), math.inf)
+        raise LockUnavailable(
+            f"The cache {self.cache_alias!r} does not keep new entries: it lost "
+            f"{self.make_key(EPOCH)} {TRIES} times."
+        )
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield the key and entry of each lock that is held now; can raise :class:`CannotList`."""
+        prefix = self.prefix()
+        for cache_key, entry in self.scan(prefix):
+            key = PREFIX + cache_key.removeprefix(prefix)
+            if cache_key.startswith(prefix) and is_key(key):
+                yield key, entry
+
+    def scan(self, prefix: str) -> Iterable[tuple[str, Entry]]:
+        """Return the existing entries whose cache keys begin with ``prefix``, and perhaps more."""
         raise CannotList(
             f"The cache {self.cache_alias!r} cannot list its entries: name one lock, or one call "
             "with its arguments."
@@ -310,12 +476,6 @@ class Store(ABC):
                 "keys, so locks cannot be listed."
             )
         return prefix
-
-    def lock_key(self, cache_key: str) -> str | None:
-        """Undo :meth:`make_key`; return None if the cache key does not belong to a lock."""
-        prefix = self.make_key(PREFIX)
-        key = PREFIX + cache_key.removeprefix(prefix)
-        return key if cache_key.startswith(prefix) and is_key(key) else None
 
     def close(self) -> None:  # noqa: B027 - LocMemStore has nothing to close
         """Close what the store opened."""

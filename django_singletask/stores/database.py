@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.conf import settings
-from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, InterfaceError, OperationalError, connections, router
 
-from django_singletask import clock
 from django_singletask.forks import close_before_forks, undivided
-from django_singletask.stores.base import FENCE, TRIES, Entry, Outcome, Store
+from django_singletask.stores.base import TRIES, Entry, Outcome, Store
 
 # The methods of Django's DatabaseCache are not atomic. Its add() is a SELECT and then an UPDATE, so
 # two processes can both take an expired row; its get() deletes an expired row by the key only:
@@ -30,64 +28,48 @@ Django then compares ``expires`` with the local time of ``TIME_ZONE``, and would
 whose time is in UTC. UTC + 14 h is never behind a local time, and it never jumps.
 """
 
-BATCH = 500
-"""Keys in one condition; older versions of SQLite allow 999."""
-FOREVER = 100 * 365 * 24 * 60 * 60
-"""The lease of the last fencing token in seconds."""
+LIKE = "cache_key LIKE %s ESCAPE '!'"
 
 
-class Dialect:
-    """The parts of the statements that differ between databases; here for PostgreSQL."""
-
-    now = "clock_timestamp()"
-    then = f"{now} + %s * interval '1 second'"
-    left = f"extract(epoch FROM expires - {now})"
-    microseconds = f"CAST(extract(epoch FROM {now}) * 1000000 AS bigint)"
-    greater = "GREATEST(CAST({last} AS bigint) + 1, {microseconds})"
-    upsert = True
-
-    def seconds(self, lease: float) -> Any:
-        return lease
+def like(prefix: str) -> str:
+    """Return the pattern of texts that begin with ``prefix``."""
+    return re.sub("([!%_])", r"!\1", prefix) + "%"
 
 
-class SQLite(Dialect):
-    microseconds = "CAST((julianday('now') - 2440587.5) * 86400000000 AS integer)"
-    greater = "MAX(CAST({last} AS integer) + 1, {microseconds})"
+class Dialect(NamedTuple):
+    """The parts of the statements that differ between databases.
 
-    def __init__(self) -> None:
-        time = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now'"
-        if not settings.USE_TZ:
-            time = f"{time}, '+{SHIFT} hours'"
-        self.now, self.then = f"{time})", f"{time}, %s)"
-        self.left = f"(julianday(expires) - julianday({self.now})) * 86400.0"
+    ``now`` is the time of the server, ``then`` the time in so many seconds, ``seconds`` a time in
+    seconds since 1970. ``timeouts``: the options of the client for the longest time of a request,
+    and their units in a second.
+    """
 
-    def seconds(self, lease: float) -> Any:
-        return f"{lease:+.3f} seconds"
-
-
-class MySQL(Dialect):
-    microseconds = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
-    greater = "GREATEST(CAST({last} AS signed) + 1, {microseconds})"
-    # The row count of ON DUPLICATE KEY UPDATE is the same for an insert and an unchanged row.
-    upsert = False
-
-    def __init__(self) -> None:
-        shift = "" if settings.USE_TZ else f" + INTERVAL {SHIFT} HOUR"
-        self.now = f"(UTC_TIMESTAMP(6){shift})"
-        self.then = f"({self.now} + INTERVAL %s MICROSECOND)"
-        self.left = f"TIMESTAMPDIFF(MICROSECOND, {self.now}, expires) / 1000000"
-
-    def seconds(self, lease: float) -> Any:
-        return int(lease * 1_000_000)
+    now: str
+    then: str
+    seconds: str
+    timeouts: dict[str, int]
 
 
-TIMEOUTS: dict[str, dict[str, int]] = {
-    "postgresql": {"connect_timeout": 1, "tcp_user_timeout": 1000},
-    "sqlite": {"timeout": 1},
-    "mysql": {"connect_timeout": 1, "read_timeout": 1, "write_timeout": 1},
+DIALECTS = {
+    "postgresql": Dialect(
+        now="clock_timestamp()",
+        then="{now} + %s * interval '1 second'",
+        seconds="extract(epoch FROM CAST({} AS timestamptz))",
+        timeouts={"connect_timeout": 1, "tcp_user_timeout": 1000},
+    ),
+    "sqlite": Dialect(
+        now="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '{shift} hours')",
+        then="strftime('%%Y-%%m-%%d %%H:%%M:%%f', {now}, %s || ' seconds')",
+        seconds="(julianday({}) - 2440587.5) * 86400.0",
+        timeouts={"timeout": 1},
+    ),
+    "mysql": Dialect(
+        now="(UTC_TIMESTAMP(6) + INTERVAL {shift} HOUR)",
+        then="({now} + INTERVAL %s * 1000000 MICROSECOND)",
+        seconds="TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {}) / 1000000",
+        timeouts={"connect_timeout": 1, "read_timeout": 1, "write_timeout": 1},
+    ),
 }
-"""Options of the clients for the longest time of a request, and their units in a second."""
-DIALECTS: dict[str, type[Dialect]] = {"postgresql": Dialect, "sqlite": SQLite, "mysql": MySQL}
 
 
 class DatabaseStore(Store):
@@ -100,156 +82,100 @@ class DatabaseStore(Store):
     family = "database"
     client_errors = (Error, OSError)
     _options_before: str | None = None
-    was_sent_twice = False
-    """Whether the last statement was sent again, because the connection was closed."""
+    """The project's options of PostgreSQL, while this store has added one to them."""
 
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: Any, alias: str) -> None:
+        super().__init__(cache, alias)
         self.alias: str = router.db_for_write(cache.cache_model_class)
-        self.connection = self._connection()
+        self.connection: Any = connections.create_connection(self.alias)
+        # Change options that the project chose for its own queries: without autocommit, other
+        # processes would not see the locks; and each store would block a connection of the pool.
+        chosen = self.connection.settings_dict
+        options = {name: value for name, value in chosen["OPTIONS"].items() if name != "pool"}
+        self.connection.settings_dict = {**chosen, "AUTOCOMMIT": True, "OPTIONS": options}
         # Another thread may close the store.
         self.connection.inc_thread_sharing()
         close_before_forks(self.connection)
-        vendor = self.connection.vendor
-        if vendor not in DIALECTS:
-            raise ImproperlyConfigured(
-                f"DATABASES[{self.alias!r}] is {vendor}: locks need PostgreSQL, MySQL, MariaDB "
-                "or SQLite. Route the cache table to one of them, or use another cache."
-            )
-        self.dialect = DIALECTS[vendor]()
+        self.vendor = self.connection.vendor
         self.table: str = cache._table  # noqa: SLF001 - LOCATION; Django has no public name for it
-        self.place = f"table {self.table} of DATABASES[{self.alias!r}]"
-        self._prepare(self.connection.ops.quote_name(self.table), self.dialect)
+        self.places = frozenset({f"table {self.table} of DATABASES[{self.alias!r}]"})
+        self.quoted = self.connection.ops.quote_name(self.table)
+        self.dialect = DIALECTS[self.vendor]
+        self.now = self.dialect.now.format(shift=0 if settings.USE_TZ else SHIFT)
+        self.then = self.dialect.then.format(now=self.now)
 
     def set_timeouts(self, seconds: float) -> None:
         self.close()
-        chosen = self.connection.settings_dict
-        options: dict[str, Any] = dict(chosen["OPTIONS"])
-        for name, unit in TIMEOUTS[self.connection.vendor].items():
-            limit = math.ceil(seconds * unit)
-            options[name] = min(options.get(name) or limit, limit)
-        self.connection.settings_dict = {**chosen, "OPTIONS": options}
-        if self.connection.vendor == "postgresql":
-            before = options.get("options", "")
+        units = self.dialect.timeouts.items()
+        options = self.connection.settings_dict["OPTIONS"]
+        options.update({name: math.ceil(seconds * unit) for name, unit in units})
+        if self.vendor == "postgresql":
+            self._options_before = before = options.get("options", "")
             options["options"] = f"{before} -c statement_timeout={math.ceil(seconds * 1000)}"
-            self._options_before = before
 
-    def _connection(self) -> Any:
-        connection = connections.create_connection(self.alias)
-        # Change options that the project chose for its own queries: without autocommit, other
-        # processes would not see the locks; and each store would block a connection of the pool.
-        chosen = connection.settings_dict
-        options = {name: value for name, value in chosen["OPTIONS"].items() if name != "pool"}
-        connection.settings_dict = {**chosen, "AUTOCOMMIT": True, "OPTIONS": options}
-        return connection
-
-    def _prepare(self, table: str, dialect: Dialect) -> None:
-        now, then = dialect.now, dialect.then
-        values = f"INTO {table} (cache_key, value, expires) VALUES (%s, %s, {then})"
-        self._upsert = (
-            f"INSERT {values} ON CONFLICT (cache_key) DO UPDATE SET value = excluded.value, "
-            f"expires = excluded.expires WHERE {table}.expires <= {now}"
-        )
-        self._insert = f"INSERT IGNORE {values}"
-        number = dialect.microseconds
-        greater = dialect.greater.format(last=f"{table}.value", microseconds=number)
-        self._raise = (
-            f"INSERT INTO {table} (cache_key, value, expires) VALUES (%s, {number}, {then}) "
-            f"ON CONFLICT (cache_key) DO UPDATE SET value = {greater} RETURNING value"
-            if dialect.upsert
-            else f"INSERT INTO {table} (cache_key, value, expires) "
-            f"VALUES (%s, LAST_INSERT_ID({number}), {then}) "
-            f"ON DUPLICATE KEY UPDATE value = LAST_INSERT_ID({greater})"
-        )
-        update = f"UPDATE {table} SET value = %s, expires = {then} WHERE cache_key = %s"
-        self._take_over = f"{update} AND expires <= {now}"
-        self._update = f"{update} AND value IN (%s, %s)"
-        self._delete = f"DELETE FROM {table} WHERE cache_key = %s AND value = %s"
-        live = f"value, {dialect.left} FROM {table} WHERE expires > {now}"
-        self._select = f"SELECT {live} AND cache_key = %s"
-        self._select_many = f"SELECT cache_key, {live} AND cache_key IN "
-        self._select_all = f"SELECT cache_key, {live} AND cache_key LIKE %s ESCAPE '!'"
-        self._purge = f"DELETE FROM {table} WHERE cache_key LIKE %s ESCAPE '!' AND expires < {then}"
-
-    def add(self, key: str, value: bytes, lease: float) -> Entry | None:
+    def insert(self, key: str, value: bytes, lease: float) -> Any:
         cache_key, text = self.make_key(key), value.decode()
-        seconds = self.dialect.seconds(lease)
-        for _ in range(TRIES):
-            if self.dialect.upsert:
-                taken = self.execute(self._upsert, [cache_key, text, seconds])
-            else:
-                taken = self.execute(self._insert, [cache_key, text, seconds]) or self.execute(
-                    self._take_over, [text, seconds, cache_key]
-                )
-            if taken:
-                return None
-            entry = self.read(key)
-            if entry is not None:
-                return None if entry.value == value else entry
-            # The lock was released, or it expired, between the statements: try again.
-        return Entry(b"", None)
+        row = f"INTO {self.quoted} (cache_key, value, expires) VALUES (%s, %s, {self.then})"
+        if self.vendor != "mysql":
+            upsert = (
+                f"INSERT {row} ON CONFLICT (cache_key) DO UPDATE SET value = excluded.value, "
+                f"expires = excluded.expires WHERE {self.quoted}.expires <= {self.now}"
+            )
+            return self.execute(upsert, [cache_key, text, lease])
+        # The row count of ON DUPLICATE KEY UPDATE is the same for an insert and an unchanged row.
+        return self.execute(f"INSERT IGNORE {row}", [cache_key, text, lease]) or self._update(
+            f"expires <= {self.now}", text, lease, cache_key
+        )
+
+    def _update(self, condition: str, text: str, *params: Any) -> Any:
+        update = f"UPDATE {self.quoted} SET value = %s, expires = {self.then} WHERE cache_key = %s"
+        return self.execute(f"{update} AND {condition}", [text, *params])
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        row = [self.make_key(key), old.decode()]
-        sent = clock.now()
-        if lease is None:
-            statement, params = self._delete, row
-        else:
-            # The holder still has a row with its value, even an expired one.
-            text = new.decode()
-            statement, params = self._update, [text, self.dialect.seconds(lease), *row, text]
+        cache_key, before, after = self.make_key(key), old.decode(), new.decode()
+        delete = f"DELETE FROM {self.quoted} WHERE cache_key = %s AND value = %s"
         for _ in range(TRIES):
-            if self.execute(statement, params):
+            if lease is None:
+                changed = self.execute(delete, [cache_key, before])
+            else:
+                # The holder still has a row with its value, even an expired one.
+                changed = self._update("value IN (%s, %s)", after, lease, cache_key, before, after)
+            if changed:
                 return Outcome.OK
-            was_sent_twice = lease is None and self.was_sent_twice
+            deleted_twice = lease is None and self.was_sent_twice
             entry = self.read(key)
             if entry is None:
-                return self.sent_twice(key, old, sent) if was_sent_twice else Outcome.GONE
+                return Outcome.SENT_TWICE if deleted_twice else Outcome.GONE
             if entry.value not in (old, new):
                 return Outcome.TAKEN
             # Another thread of the holder took it again between the statements: try again.
         return Outcome.TAKEN
 
-    def read(self, key: str) -> Entry | None:
-        rows = self.execute(self._select, [self.make_key(key)])
-        return Entry(rows[0][0].encode(), float(rows[0][1])) if rows else None
-
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        cache_keys = {self.make_key(key): key for key in keys}
-        names, entries = list(cache_keys), {}
-        for start in range(0, len(names), BATCH):
-            batch = names[start : start + BATCH]
-            marks = ", ".join(["%s"] * len(batch))
-            for name, value, left in self.execute(f"{self._select_many} ({marks})", batch):
-                entries[cache_keys[name]] = Entry(value.encode(), float(left))
-        return {key: entries[key] for key in cache_keys.values() if key in entries}
+        names = {key: self.make_key(key) for key in keys}
+        marks = ", ".join(["%s"] * len(names)) or "NULL"
+        entries = dict(self._live(f"cache_key IN ({marks})", [*names.values()]))
+        return {key: entries[name] for key, name in names.items() if name in entries}
 
-    def fence(self, key: str, value: bytes) -> int | None:
-        # Two statements without a transaction: a stopped process with an open transaction would
-        # block all others.
-        number = 0
-        while not number:  # MySQL returns 0 if the connection was closed in between
-            rows = self.execute(self._raise, [self.make_key(FENCE), self.dialect.seconds(FOREVER)])
-            if not self.dialect.upsert:
-                rows = self.execute("SELECT LAST_INSERT_ID()")
-            number = int(rows[0][0])
-        entry = self.read(key)
-        return number if entry is not None and entry.value == value else None
+    def _live(self, condition: str, params: Sequence[Any]) -> Iterator[tuple[str, Entry]]:
+        """Yield the cache key and entry of each row that has not expired."""
+        ends, now = map(self.dialect.seconds.format, ("expires", self.now))
+        query = f"SELECT cache_key, value, {ends} - {now} FROM {self.quoted} WHERE {condition}"
+        for cache_key, value, left in self.execute(f"{query} AND expires > {self.now}", params):
+            yield cache_key, Entry(value.encode(), float(left))
 
-    def entries(self) -> Iterator[tuple[str, Entry]]:
-        for cache_key, value, left in self.execute(self._select_all, [self._pattern()]):
-            key = self.lock_key(cache_key)
-            if key is not None:
-                yield key, Entry(value.encode(), float(left))
+    def microseconds(self) -> int:
+        now = self.dialect.seconds.format(self.dialect.now.format(shift=0))
+        return int(self.execute(f"SELECT {now}")[0][0] * 1_000_000)
+
+    def scan(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        return self._live(LIKE, [like(prefix)])
 
     def purge(self) -> int:
         # Nothing else deletes rows of a dedicated table. A process that sleeps for less than a day
         # finds its row again.
-        params = [self._pattern(), self.dialect.seconds(-24 * 60 * 60)]
-        return int(self.execute(self._purge, params))
-
-    def _pattern(self) -> str:
-        return "".join(f"!{char}" if char in "!%_" else char for char in self.prefix()) + "%"
+        statement = f"DELETE FROM {self.quoted} WHERE {LIKE} AND expires < {self.then}"
+        return int(self.execute(statement, [like(self.prefix()), -24 * 60 * 60]))
 
     def close(self) -> None:
         with undivided(self.connection):
@@ -264,8 +190,11 @@ class DatabaseStore(Store):
                 with undivided(self.connection), self.connection.cursor() as cursor:
                     cursor.execute(sql, params)
                     return cursor.fetchall() if cursor.description else cursor.rowcount
-            except self.client_errors as error:
+            except BaseException as error:
+                # After a signal, such as a soft time limit, there may be an unread reply.
                 self.connection.close()
+                if not isinstance(error, self.client_errors):
+                    raise
                 if self._options_before is not None and not was_open:
                     # PgBouncer and RDS Proxy refuse this option.
                     self.connection.settings_dict["OPTIONS"]["options"] = self._options_before
@@ -274,64 +203,44 @@ class DatabaseStore(Store):
                 # If the server has closed the connection, try again: every statement here can be
                 # sent twice. Only a deletion then has another result.
                 was_closed = was_open and isinstance(error, (OperationalError, InterfaceError))
-                next_step = self._next_step(error)
-                again = not next_step and (was_closed or asks_again(error))
-                if not attempts_left or not again:
-                    reason = str(error).partition("\n")[0].rstrip(".")
-                    told = type(error)(f"{reason}{next_step}") if next_step else error
-                    raise self.unavailable(told) from error
+                what = trouble(error)
+                cure = CURES.get(what, "").format(self.alias)
+                if cure or not (attempts_left and (was_closed or what == "race")):
+                    raise self.unavailable(error, cure) from error
                 self.was_sent_twice |= was_closed
-            except BaseException:
-                # A signal, such as a soft time limit: the connection may have an unread reply.
-                self.connection.close()
-                raise
 
-    def _next_step(self, error: Exception) -> str:
-        if is_busy(error):
-            return (
-                f": DATABASES[{self.alias!r}] is an SQLite file in which this or another "
-                "connection has an open transaction, and SQLite allows only one writer. Keep the "
-                "locks in a separate SQLite file, with a second entry in DATABASES and a router "
-                "for the cache table, as 'Choosing a cache' in the documentation shows"
-            )
-        if is_missing(error):
-            command = f"manage.py createcachetable --database {self.alias}"
-            return f". Create the table of the lock cache: {command}"
-        return ""
 
+CURES = {
+    "busy": (
+        ": DATABASES[{!r}] is an SQLite file in which this or another connection has an open "
+        "transaction, and SQLite allows only one writer. Keep the locks in a separate SQLite file, "
+        "with a second entry in DATABASES and a router for the cache table, as 'Choosing a cache' "
+        "in the documentation shows"
+    ),
+    "table": ". Create the table of the lock cache: manage.py createcachetable --database {}",
+}
+"""What to do about a :func:`trouble`."""
 
 # On MySQL, two takes and a release of one key can cause a deadlock. On PostgreSQL, the loser of a
 # race gets an error if the default isolation level is not READ COMMITTED.
-RACES = {1205, 1213, "40001", "40P01"}
-# A table, or a column, is missing, on MySQL and on PostgreSQL.
-MISSING, NO_COLUMN = {1146, "42P01"}, {1054, "42703"}
-# SQLite has only texts.
-LOCKED = re.compile("database( table| schema)? is locked")
-NO_SUCH = re.compile("no such (table|column)|has no column named")
+CODES = {
+    **dict.fromkeys((1205, 1213, "40001", "40P01"), "race"),
+    **dict.fromkeys((1146, "42P01"), "table"),
+    **dict.fromkeys((1054, "42703"), "column"),
+}
+SQLITE = re.compile(
+    "(?P<busy>database (table |schema )?is locked)|(?P<table>no such table)"
+    "|(?P<column>no such column|has no column named)"
+)
+"""SQLite's errors have no codes."""
 
 
-def asks_again(error: Exception) -> bool:
-    """Return whether the statement is worth another try: a lost race, or a busy SQLite file."""
-    return _code(error) in RACES or is_busy(error)
+def trouble(error: Exception) -> str:
+    """Return what is wrong, if the error shows it.
 
-
-def is_busy(error: Exception) -> bool:
-    """Return whether another connection blocks this one in an SQLite file."""
-    return bool(LOCKED.search(str(error)))
-
-
-def is_missing(error: Exception) -> bool:
-    """Return whether a table or a column is missing."""
-    return _code(error) in (*MISSING, *NO_COLUMN) or bool(NO_SUCH.search(str(error)))
-
-
-def lacks_column(error: Exception) -> bool:
-    """Return whether a column is missing, so the table is that of another version."""
-    match = NO_SUCH.search(str(error))
-    return _code(error) in NO_COLUMN or bool(match and "column" in match[0])
-
-
-def _code(error: Exception) -> Any:
-    cause = error.__cause__
+    It is a lost ``"race"``, a missing ``"table"`` or ``"column"``, or ``"busy"``: another
+    connection blocks this one in an SQLite file.
+    """
+    cause, match = error.__cause__, SQLITE.search(str(error))
     code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)  # psycopg 3, 2
-    return code or next(iter(error.args), None)
+    return CODES.get(code or next(iter(error.args), None)) or (match and match.lastgroup) or ""

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from django_singletask.stores.base import FENCE, Entry, Outcome, Store
+from django_singletask.stores.base import Entry, Outcome, Store
 
 
 class LocMemStore(Store):
     """Keep the entries in the cache's own dict, so that ``cache.clear()`` in a test frees them."""
 
     family = "locmem"
-    place = "in the memory of this process"
+    places = frozenset({"the memory of this process"})
 
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: Any, alias: str) -> None:
+        super().__init__(cache, alias)
         # Not by Django's methods, which are not atomic.
         self.lock = cache._lock  # noqa: SLF001
         self.values: dict[str, bytes] = cache._cache  # noqa: SLF001
         self.expiries: dict[str, float] = cache._expire_info  # noqa: SLF001
 
-    def add(self, key: str, value: bytes, lease: float) -> Entry | None:
+    def insert(self, key: str, value: bytes, lease: float) -> bool:
+        cache_key = self.make_key(key)
         with self.lock:
-            entry = self._find(key)
-            if entry is None:
-                self._write(self.make_key(key), value, lease)
-            return entry
+            is_free = self._find(cache_key) is None
+            if is_free:
+                self._write(cache_key, value, lease)
+        return is_free
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         cache_key = self.make_key(key)
         with self.lock:
-            entry = self._find(key)
+            entry = self._find(cache_key)
             if entry is None:
                 return Outcome.GONE
             if entry.value not in (old, new):
@@ -44,36 +45,19 @@ class LocMemStore(Store):
                 self._write(cache_key, new, lease)
             return Outcome.OK
 
-    def read(self, key: str) -> Entry | None:
+    def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         with self.lock:
-            return self._find(key)
+            return {key: entry for key in keys if (entry := self._find(self.make_key(key)))}
 
-    def fence(self, key: str, value: bytes) -> int | None:
+    def scan(self, prefix: str) -> list[tuple[str, Entry]]:
         with self.lock:
-            entry = self._find(key)
-            return None if entry is None or entry.value != value else self._next_number()
+            return [(key, entry) for key in self.values if (entry := self._find(key))]
 
-    def entries(self) -> Iterator[tuple[str, Entry]]:
-        self.prefix()  # raises CannotList
-        with self.lock:
-            cache_keys = list(self.values)
-        for key in filter(None, map(self.lock_key, cache_keys)):
-            entry = self.read(key)
-            if entry is not None:
-                yield key, entry
-
-    def _find(self, key: str) -> Entry | None:
-        cache_key = self.make_key(key)
+    def _find(self, cache_key: str) -> Entry | None:
         value = self.values.get(cache_key)
         # A foreign entry may have no expiry.
         remaining = (self.expiries.get(cache_key) or math.inf) - time.time()
         return None if value is None or remaining <= 0 else Entry(value, remaining)
-
-    def _next_number(self) -> int:
-        last = self._find(FENCE)
-        number = max(int(last.value) + 1 if last else 0, time.time_ns() // 1000)
-        self._write(self.make_key(FENCE), b"%d" % number, math.inf)
-        return number
 
     def _write(self, cache_key: str, value: bytes, lease: float) -> None:
         self.values[cache_key] = value

@@ -6,11 +6,21 @@ import math
 import re
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import urlsplit
 
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.stores.base import MAX_KEY, TRIES, Entry, Outcome, Slots
-from django_singletask.stores.epoch import EPOCH, ForgetfulStore, Forgotten
+from django_singletask.stores.base import (
+    EPOCH,
+    MAX_KEY,
+    TRIES,
+    Entry,
+    Forgotten,
+    Outcome,
+    Slots,
+    Store,
+    address,
+)
 
 PLAIN_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY}}}")
 """Keys that memcached accepts; Django's own check takes fifty times as long."""
@@ -28,11 +38,20 @@ PAST = 30 * 24 * 60 * 60 + 1
 
 
 def _expiry(lease: float) -> int:
+    if lease == math.inf:
+        return 0
     # memcached counts whole seconds, so an entry can end up to a second early.
     return min(math.ceil(lease) + 1, PAST - 1)
 
 
-class MemcachedStore(ForgetfulStore):
+def _place(server: str) -> str:
+    parts = urlsplit(f"//{server}")
+    return (
+        server.removeprefix("unix:") if parts.path else address(parts.hostname, parts.port or 11211)
+    )
+
+
+class MemcachedStore(Store):
     """Read an entry with ``gets``, and change it with ``cas``.
 
     memcached cannot compare and delete, but it can compare and set an expiry in the past:
@@ -43,31 +62,31 @@ class MemcachedStore(ForgetfulStore):
     """
 
     family = "memcached"
+    forgets = True
 
     client: Any
     not_found: Any = ()
     """What the client raises if there is no entry."""
-    hung_up: Any = ConnectionError
-    """What the client raises if the server has closed the connection."""
+    hung_up: Any = ()
+    """What the client raises if the server has closed the connection, as after a restart."""
+    resends: dict[str, Any] = {"cas": ()}
+    """The errors after which a request is sent again, by its name; others after ``hung_up``."""
     is_open = False
 
-    def make_key(self, key: str) -> str:
-        """Return the cache key, or raise ``InvalidCacheKey`` if the server would refuse it."""
-        cache_key: str = self.cache.make_key(key)
-        if not PLAIN_KEY.fullmatch(cache_key):
-            self.cache.validate_key(cache_key)
-        return cache_key
+    def __init__(self, cache: Any, alias: str) -> None:
+        super().__init__(cache, alias)
+        self.places = frozenset(map(_place, cache.client_servers))
 
-    def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        name, expiry = self._name(key), _expiry(lease)
-        for _ in range(TRIES):
-            present = self._repeat(self._add, name, value, expiry)
-            if present == value:
-                return None
-            if present is not None:
-                return Entry(present, None)
-            # The lock was released between the two requests: try again.
-        return Entry(b"", None)
+    def insert(self, key: str, value: bytes, lease: float) -> Any:
+        return self._ask("add", self._name(key), value, _expiry(lease))
+
+    # If the epoch is the same after the add as it was known before, the cache has forgotten nothing
+    # in between. In the other order a flush could come between the look and the add:
+    #
+    #   cache:                             flushed
+    #   taker:  looks: the same epoch                 adds -> taken, beside the holder
+    #
+    # With several servers, the epoch is on one of them, and speaks only for that one.
 
     def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
@@ -86,96 +105,58 @@ class MemcachedStore(ForgetfulStore):
                 raise
         return taken
 
-    # If the epoch is the same after the add as it was known before, the cache has forgotten nothing
-    # in between. In the other order a flush could come between the look and the add:
-    #
-    #   cache:                             flushed
-    #   taker:  looks: the same epoch                 adds -> taken, beside the holder
-    #
-    # With several servers, the epoch is on one of them, and speaks only for that one.
-
     def _look_after_add(self, key: str, value: bytes) -> None:
-        epoch = self._repeat(self._ask, self.client.get, self._name(EPOCH))
-        if epoch is None:
-            self.look()  # adds one
-        else:
-            self.epoch.see(epoch)
+        self.look()
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         name = self._name(key)
         expiry = PAST if lease is None else _expiry(lease)
         for _ in range(TRIES):
-            present, cas = self._remembered(name, old) or self._repeat(self._gets, name)
+            present, cas = self._recall(name, old) or self._ask("gets", name) or (None, None)
             if present is None:
-                return Outcome.GONE
+                if self.read(key) is None:  # otherwise the server only did not answer: try again
+                    return Outcome.GONE
+                continue
             if present not in (old, new):
                 return Outcome.TAKEN
-            if self._cas(name, new, cas, expiry):
+            if self._ask("cas", name, new, cas, expiry):
                 return Outcome.OK
             # Another request changed the entry between these two: try again.
         return Outcome.TAKEN
 
-    def read(self, key: str) -> Entry | None:
-        value, _cas = self._repeat(self._gets, self._name(key))
-        return None if value is None else Entry(value, None)
-
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        cache_keys = {self.make_key(key): key for key in keys}
-        values = self._repeat(self._get_many, [*cache_keys])
-        return {
-            cache_keys[each]: Entry(values[each], None) for each in cache_keys if each in values
-        }
+        names = {self._name(key): key for key in keys}
+        values = self._get_many([*names])
+        return {names[name]: Entry(values[name], None) for name in names if name in values}
 
     def fence(self, key: str, value: bytes) -> int | None:
+        # This is for good: memcached has no clock to give either, only whole seconds.
         raise NotImplementedError(
-            "memcached has no fencing tokens: it can lose a counter at any time, and then a later "
-            "holder would get a smaller number. Keep locks that need a token in Redis or in a "
-            "database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
+            "memcached has no fencing tokens: it can lose a counter at any time, and then a "
+            "later holder would get a smaller number. Keep locks that need a token in Redis or in "
+            "a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
         )
-
-    def add_epoch(self, value: bytes) -> None:
-        self._ask(self.client.add, self._name(EPOCH), value, 0)
 
     def close(self) -> None:
         self.client.disconnect_all()
 
     def _name(self, key: str) -> Any:
-        """Return the cache key in the client's type."""
-        return self.make_key(key)
+        """Return the cache key in the client's type; raise ``InvalidCacheKey`` for a bad one."""
+        name = self.make_key(key)
+        if not PLAIN_KEY.fullmatch(name):
+            self.cache.validate_key(name)
+        return name
 
-    def _add(self, name: Any, value: bytes, expiry: int) -> Any:
-        """Add an entry if there is none; return the value that is there, None if it is gone again.
+    def _recall(self, name: Any, value: bytes) -> Any:
+        """Return the value and its cas number from memory, if it was just added here."""
 
-        A request that was sent twice finds its own value there.
-        """
-        return value if self._ask(self.client.add, name, value, expiry) else self._gets(name)[0]
+    def _get_many(self, names: list[Any]) -> Any:
+        return self._ask("get_multi", names)
 
-    def _remembered(self, name: Any, value: bytes) -> Any:
-        """Return, once, the value and the cas number of the entry that was just added here."""
-        return None
+    def _ask(self, request: str, *args: Any) -> Any:
+        """Call this method of the client; after any error, close the connection.
 
-    def _gets(self, name: Any) -> Any:
-        """Return the value and its cas number; None for each if there is no entry."""
-        return self._ask(self.client.gets, name) or (None, None)
-
-    def _get_many(self, cache_keys: list[str]) -> Any:
-        return self._ask(self.client.get_multi, cache_keys)
-
-    def _repeat(self, ask: Any, *args: Any) -> Any:
-        """Send a request again if the server has closed the connection, as after a restart."""
-        was_open = self.is_open
-        try:
-            return ask(*args)
-        except LockUnavailable as error:
-            if not was_open or not isinstance(error.__cause__, self.hung_up):
-                raise
-            return ask(*args)
-
-    def _cas(self, *args: Any) -> Any:
-        return self._ask(self.client.cas, *args)
-
-    def _ask(self, request: Any, *args: Any) -> Any:
-        """Send a request; after any error, close the connection.
+        If the connection was open, some errors mean that the request can be sent again.
 
         An error that a signal raises, such as SystemExit, leaves the reply unread. pymemcache
         would use it as the reply to its next request:
@@ -184,28 +165,28 @@ class MemcachedStore(ForgetfulStore):
           server:             a: "STORED" (unread)                   b: ...
           client:                                      b: "STORED"
         """
-        self.is_open = False
-        try:
-            reply = request(*args)
-        except self.not_found:
-            reply = None
-        except BaseException as error:
-            self.hang_up()
-            if isinstance(error, self.client_errors):
-                raise self.unavailable(error) from error
-            raise
-        self.is_open = True
-        return reply
-
-    def hang_up(self) -> None:
-        self.client.disconnect_all()
+        while True:
+            was_open, self.is_open = self.is_open, False
+            try:
+                reply = getattr(self.client, request)(*args)
+            except self.not_found:
+                reply = None
+            except BaseException as error:
+                self.close()
+                if was_open and isinstance(error, self.resends.get(request, self.hung_up)):
+                    continue
+                if isinstance(error, self.client_errors):
+                    raise self.unavailable(error) from error
+                raise
+            self.is_open = True
+            return reply
 
 
 class PyLibMCStore(MemcachedStore):
     """Keep locks through a separate pylibmc client, with the text or binary protocol."""
 
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: Any, alias: str) -> None:
+        super().__init__(cache, alias)
 
         class Client(cache._class):  # type: ignore[misc] # noqa: SLF001 - it is pylibmc.Client
             """Return bytes unchanged: a lock is never unpickled."""
@@ -218,75 +199,68 @@ class PyLibMCStore(MemcachedStore):
         self.client.behaviors.update(
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
         )
+        pylibmc = cache._lib  # noqa: SLF001
         self.not_found = cache.LibraryValueNotFoundException
-        self.client_errors = (cache._lib.Error, OSError)  # noqa: SLF001 - it is pylibmc
-        self.unsent = cache._lib.ServerDown  # noqa: SLF001
+        self.client_errors = (pylibmc.Error, OSError)
+        # With the binary protocol and a proxy, libmemcached sometimes refuses to send a cas (error
+        # 47) after a successful gets, for an unknown reason. The cas number is valid on any
+        # connection.
+        self.resends = {"cas": pylibmc.ServerDown, "get": ()}
         errors = ("ConnectionError", "ReadError", "ServerDown", "SomeErrors", "UnknownReadFailure")
-        self.hung_up = tuple(getattr(cache._lib, name) for name in errors)  # noqa: SLF001
+        self.hung_up = tuple(getattr(pylibmc, name) for name in errors)
 
     def set_timeouts(self, seconds: float) -> None:
-        units = {"connect_timeout": 1e3, "_poll_timeout": 1e3}  # in milli- and microseconds
-        units |= {"receive_timeout": 1e6, "send_timeout": 1e6}
-        for name, unit in units.items():
-            limit = int(seconds * unit)
-            before = self.client.behaviors[name]
-            self.client.behaviors[name] = min(before, limit) if before > 0 else limit
-        self.hang_up()
+        milliseconds = dict.fromkeys(("connect_timeout", "_poll_timeout"), int(seconds * 1e3))
+        microseconds = dict.fromkeys(("receive_timeout", "send_timeout"), int(seconds * 1e6))
+        self.client.behaviors.update(milliseconds | microseconds)
+        self.close()
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         # After an error libmemcached does not connect for two seconds, and with the binary protocol
         # never again. A copy connects at once.
-        super().hang_up()
+        super().close()
         self.client = self.client.clone()
 
-    def _name(self, key: str) -> bytes:
+    def _name(self, key: str) -> Any:
         # gets() of pylibmc 1.6.3 converts a str to bytes, and frees them before it sends them,
         # without the GIL. Meanwhile another thread may put its own key at that address:
         #
         #   thread 1: gets("a") -> frees b"a" .............. sends b"b" -> reads the entry of b
         #   thread 2:                          b"b" ...
-        return self.make_key(key).encode()
+        return super()._name(key).encode()
 
-    def _gets(self, name: bytes) -> Any:
-        # gets reports "no entry" also if the server does not answer, but get raises. If get finds
-        # an entry, send gets again for the cas number.
+    # gets and get_multi report "no entry" also if the server does not answer, but get raises. So
+    # this is asked if an entry is missing. After such an error, begin again: on a new connection,
+    # get may call the entry of a server that hangs missing, too.
+
+    def _get_many(self, names: list[bytes]) -> Any:
+        # One server always has the epoch. Of several servers, ask only those of the keys.
+        has_one = len(self.cache.client_servers) == 1
+        asked = {*names, self._name(EPOCH)} if has_one else {*names}
+        was_open = self.is_open
         while True:
-            value, cas = super()._gets(name)
-            if value is not None or self._ask(self.client.get, name) is None:
-                return value, cas
-
-    def _cas(self, *args: Any) -> Any:
-        # With the binary protocol and a proxy, libmemcached sometimes refuses to send a cas (error
-        # 47) after a successful gets, for an unknown reason. The cas number is valid on any
-        # connection.
-        try:
-            return super()._cas(*args)
-        except LockUnavailable as error:
-            if not isinstance(error.__cause__, self.unsent):
-                raise
-            return super()._cas(*args)
-
-    def _get_many(self, cache_keys: list[str]) -> dict[str, bytes]:
-        # get_multi returns no entries also if the server has closed the connection. One server
-        # always has the epoch. With several servers, check each missing key.
-        names = [*(cache_key.encode() for cache_key in cache_keys), self._name(EPOCH)]
-        while True:
-            values = self._ask(self.client.get_multi, names)
-            missing = [name for name in names if name not in values]
-            doubtful = missing if len(self.cache.client_servers) > 1 or not values else []
-            if all(self._ask(self.client.get, name) is None for name in doubtful):
-                return {name.decode(): value for name, value in values.items()}
+            try:
+                found = self._ask("get_multi", [*asked])
+                doubtful = set() if found and has_one else asked.difference(found)
+                if {self._ask("get", name) for name in doubtful} <= {None}:
+                    return found
+            except LockUnavailable as error:
+                if not was_open or not isinstance(error.__cause__, self.hung_up):
+                    raise
+                was_open = False
 
 
 class PyMemcacheStore(MemcachedStore):
     """Keep locks through a separate pymemcache client."""
 
-    _taken: tuple[Any, ...] = (None,)
+    taken: tuple[Any, ...] = ()
+    """The name, value, cas number and connection of the last take, and until when they count."""
 
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache)
-        self.client_errors = (cache._lib.MemcacheError, OSError)  # noqa: SLF001 - pymemcache
-        self.hung_up = (ConnectionError, cache._lib.MemcacheUnexpectedCloseError)  # noqa: SLF001
+    def __init__(self, cache: Any, alias: str) -> None:
+        super().__init__(cache, alias)
+        pymemcache = cache._lib  # noqa: SLF001
+        self.client_errors = (pymemcache.MemcacheError, OSError)
+        self.hung_up = (ConnectionError, pymemcache.MemcacheUnexpectedCloseError)
         # Without a serializer a lock is never unpickled. ignore_exc would turn an outage into a
         # miss, and noreply into a success. By default the client stops asking a server after
         # errors, or asks another one, which does not have the locks. With no attempts and no dead
@@ -301,15 +275,14 @@ class PyMemcacheStore(MemcachedStore):
         }
         self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
         self.clients: dict[str, Any] = self.client.clients
-        if type(self.client) is cache._lib.HashClient and len(self.clients) == 1:  # noqa: SLF001
+        if type(self.client) is pymemcache.HashClient and len(self.clients) == 1:
             # The choice among one server would take longer than the request.
             (self.client,) = self.clients.values()
 
     def set_timeouts(self, seconds: float) -> None:
         for client in self.clients.values():
-            client.timeout = min(client.timeout or seconds, seconds)
-            client.connect_timeout = min(client.connect_timeout or seconds, seconds)
-        self.hang_up()
+            client.timeout = client.connect_timeout = seconds
+        self.close()
 
     # One request reads the epoch and the cas number of the new entry, so the release need not read
     # it. A restarted server may use the number again for another holder. A restart closes
@@ -323,19 +296,17 @@ class PyMemcacheStore(MemcachedStore):
 
     def _look_after_add(self, key: str, value: bytes) -> None:
         name, epoch = self._name(key), self._name(EPOCH)
-        found = self._repeat(self._ask, self.client.gets_many, [name, epoch])
+        found = self._ask("gets_many", [name, epoch])
         present, cas = found.get(name, (None, None))
         sock = getattr(self.client, "sock", None)  # not of several servers, or of a pool
         if present == value and sock is not None:
-            self._taken = name, value, cas, sock, clock.now() + FRESH
+            self.taken = name, value, cas, sock, clock.now() + FRESH
         if epoch in found:
             self.epoch.see(found[epoch][0])
         else:
-            self.look()
+            self.look()  # adds one
 
-    def _remembered(self, name: Any, value: bytes) -> Any:
-        taken, self._taken = self._taken, (None,)
-        if taken[:2] != (name, value):
-            return None
-        *_, cas, sock, until = taken
-        return (value, cas) if sock is self.client.sock and clock.now() < until else None
+    def _recall(self, name: Any, value: bytes) -> Any:
+        taken, self.taken = self.taken, ()
+        if taken[:2] == (name, value) and taken[3] is self.client.sock and clock.now() < taken[4]:
+            return taken[1:3]

@@ -3,24 +3,87 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet
 
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask import clock
-from django_singletask.stores.base import FENCE, Entry, Outcome, Slots
-from django_singletask.stores.epoch import EPOCH, ForgetfulStore
-from django_singletask.stores.scripts import CHANGE, FENCE_SCRIPT, LIST, READ, TAKE
+from django_singletask.forks import at_fork
+from django_singletask.stores.base import EPOCH, FENCE, Entry, Outcome, Slots, Store, address
 from django_singletask.threads import are_greenlets
 
+# The server runs nothing else during a script, so nothing happens between its read and its change:
+#
+#   holder A: GET -> mine            (its lease ends here, B takes the lock)
+#   holder A: DEL                    frees B's lock: impossible inside a script
+#
+# A process takes a lock only in the epoch that it knows. SET NX would take the lock in any epoch.
+# The client reads one text in a small part of the time of an array. It contains for each entry the
+# number of the key, the milliseconds that are left, the length of the value and the value.
+TAKE = """
+local value, lease, allowed, mark, epoch = unpack(ARGV)
+if epoch ~= '' and redis.call('GET', KEYS[1]) ~= epoch then return '' end
+local entries, free, own = {}, false, false
+for i = 2, #KEYS do
+    local found = redis.call('GET', KEYS[i])
+    if found == value then
+        redis.call('PEXPIRE', KEYS[i], lease)
+        return i - 2
+    end
+    if found then
+        local left = redis.call('PTTL', KEYS[i])
+        entries[#entries + 1] = i - 2 .. ' ' .. left .. ' ' .. #found .. ' ' .. found
+        own = own or mark ~= '' and string.find(found, mark, 1, true)
+    elseif i <= allowed + 1 then
+        free = free or i
+    end
+end
+if own or not free then return table.concat(entries) end
+redis.call('SET', KEYS[free], value, 'PX', lease)
+return free - 2
+"""
+CHANGE = """
+local old, new, lease = unpack(ARGV)
+local value = redis.call('GET', KEYS[1])
+if value ~= old and value ~= new then return value and -1 or 0 end
+if lease == '' then
+    redis.call('DEL', KEYS[1])
+else
+    redis.call('SET', KEYS[1], new, 'PX', lease)
+end
+return 1
+"""
+READ = """
+local entries = {}
+for i, key in ipairs(KEYS) do
+    local value = redis.call('GET', key)
+    if value then
+        local left = redis.call('PTTL', key)
+        entries[#entries + 1] = i - 1 .. ' ' .. left .. ' ' .. #value .. ' ' .. value
+    end
+end
+return table.concat(entries)
+"""
+# Lua's numbers are exact only up to 2**53, and it prints 14 digits. So the server increases the
+# counter and returns it as text. The counter has no expiry, so "volatile" policies do not evict it.
+FENCE_SCRIPT = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return false end
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+if redis.call('INCR', KEYS[2]) < now then
+    redis.call('SET', KEYS[2], string.format('%.0f', now))
+end
+return redis.call('GET', KEYS[2])
+"""
+
+HEAD = re.compile(rb"(\d+) (-?\d+) (\d+) ")
 OUTCOMES = {1: Outcome.OK, 0: Outcome.GONE, -1: Outcome.TAKEN}
-TEXTS = (CHANGE, FENCE_SCRIPT, LIST, READ, TAKE)
+TEXTS = (CHANGE, FENCE_SCRIPT, READ, TAKE)
 SHA = {text: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for text in TEXTS}
 
 MOST = 20
@@ -29,58 +92,35 @@ BATCH = 1000
 """Keys that are listed and read in one trip."""
 
 
-def _milliseconds(lease: float) -> int:
-    return max(1, int(lease * 1000))
-
-
-def _bytes(value: bytes | str) -> bytes:
-    # A str with the cache's option decode_responses=True.
-    return value.encode() if isinstance(value, str) else value
-
-
-def _entry(reply: Any) -> Entry | None:
-    if reply is None:
-        return None
-    value, milliseconds = reply
-    return Entry(_bytes(value), _left(milliseconds))
-
-
-def _left(milliseconds: int) -> float | None:
-    return milliseconds / 1000 if milliseconds >= 0 else None
-
-
-def _packed(encoding: str, words: Iterable[str | bytes | int]) -> bytes:
+def _packed(words: tuple[Any, ...]) -> bytes:
     """Return a request in the server's protocol, in half the time of the client's packer."""
-    request = []
-    for word in words:
-        encoded = word if isinstance(word, bytes) else str(word).encode(encoding)
-        request.append(b"$%d\r\n%b\r\n" % (len(encoded), encoded))
-    return b"*%d\r\n%b" % (len(request), b"".join(request))
+    encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    lines = [b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded]
+    return b"*%d\r\n%b" % (len(lines), b"".join(lines))
 
 
-def _script(text: str, keys: Sequence[str], args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the request to run a script that the server knows."""
-    return "EVALSHA", SHA[text], len(keys), *keys, *args
+def _entries(keys: Sequence[str], text: bytes) -> dict[str, Entry]:
+    """Return entries by key, from a script's text about those that exist."""
+    entries, end = {}, 0
+    while match := HEAD.match(text, end):
+        number, left, length = map(int, match.groups())
+        start, end = match.end(), match.end() + length
+        # A foreign entry may have no lease.
+        entries[keys[number]] = Entry(text[start:end], left / 1000 if left >= 0 else None)
+    return entries
 
 
-# The connections of the greenlets of this process, by the alias of the cache. A thread keeps its
-# connection. A worker may have a greenlet for each of thousands of tasks, so a greenlet borrows a
-# connection for each request, and nobody else has it meanwhile.
-_free: defaultdict[str, list[Any]] = defaultdict(list)
-_open: defaultdict[str, WeakSet[Any]] = defaultdict(WeakSet)
+# The connections of the greenlets of this process that are not in use, by the alias of the cache;
+# None is one to open. A thread keeps its connection. A worker may have a greenlet for each of
+# thousands of tasks, so a greenlet borrows a connection for each request, and nobody else has it
+# meanwhile.
+_shared: defaultdict[str, list[Any]] = defaultdict(lambda: [None] * MOST)
+
+# The sockets are the parent's. A connection that is deleted here closes only the child's copy.
+at_fork(after_in_child=_shared.clear)
 
 
-def _after_fork() -> None:
-    # The sockets are the parent's. A connection that is deleted here closes only the child's copy.
-    _free.clear()
-    _open.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-class RedisStore(ForgetfulStore):
+class RedisStore(Store):
     """Run one script for each request, on the primary server, on a separate connection.
 
     Django's RedisCache reads from replicas, where a new lock still looks free. django-redis with
@@ -89,238 +129,162 @@ class RedisStore(ForgetfulStore):
     """
 
     family = "redis"
-    client_package = "redis"
-    """The package of the client and its exceptions."""
+    forgets = True
     batch = 500
 
-    connection: Any = None
-    """The connection that this thread keeps; None during a request."""
-    was_sent_twice = False
-    """Whether the last request was sent again, because the connection was closed."""
-
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache)
-        self.errors: Any = import_module(f"{self.client_package}.exceptions")
-        self.client_errors = (getattr(self.errors, f"{self.client_package.title()}Error"), OSError)
-        self.client = self._client()
+    def __init__(self, cache: Any, alias: str) -> None:
+        super().__init__(cache, alias)
+        if hasattr(cache, "client"):  # of django-redis or django-valkey
+            self.client = cache.client.get_client(write=True)
+        else:
+            self.client = cache._cache.get_client(None, write=True)  # noqa: SLF001 - no public way
+        is_valkey = any(base.__module__.startswith("django_valkey.") for base in type(cache).mro())
+        package = "valkey" if is_valkey else "redis"
+        self.errors: Any = import_module(f"{package}.exceptions")
+        self.client_errors = (getattr(self.errors, f"{package.title()}Error"), OSError)
         self.epoch_key = self.make_key(EPOCH)
         pool = self.client.connection_pool
         self.options = dict(pool.connection_kwargs)
         self.connect = pool.connection_class
-        self.borrows = are_greenlets()
-
-    def _client(self) -> Any:
-        return self.cache._cache.get_client(None, write=True)  # noqa: SLF001 - no public way
+        host = self.options.get("host") or getattr(pool, "service_name", None)  # of Sentinel
+        server = self.options.get("path") or address(host, self.options.get("port", 6379))
+        self.places = frozenset({f"{server} database {self.options.get('db') or 0}"})
+        # A thread opens a second one only if a signal handler interrupts a request.
+        self.connections = _shared[alias] if are_greenlets() else [None] * MOST
 
     def set_timeouts(self, seconds: float) -> None:
-        for name in ("socket_timeout", "socket_connect_timeout"):
-            self.options[name] = min(self.options.get(name) or seconds, seconds)
-        retry, backoff = (import_module(f"{self.client_package}.{n}") for n in ("retry", "backoff"))
-        self.options["retry"] = retry.Retry(backoff.NoBackoff(), 0)
-        self.borrows = False
+        self.options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), seconds)
+        # Without these options a connection is tried once.
+        for name in ("retry", "retry_on_error", "retry_on_timeout"):
+            self.options.pop(name, None)
         self.close()
+        self.connections = [None] * MOST
 
-    def _ask(
-        self, *requests: tuple[Any, ...], takes: bool = False, retries: bool = True
-    ) -> list[Any]:
+    def _ask(self, *requests: tuple[Any, ...], takes: bool = False) -> list[Any]:
         """Send requests together, and return their replies.
 
         If the server has closed the connection, send them again: if it has handled them already,
         the replies are the same, but for a deletion. ``takes``: raise Forgotten if the cache has
-        just forgotten its locks. ``retries``: send them as often as the options of the cache say.
-        """
-        # A signal handler that interrupts this call finds None, and opens another connection.
-        connection, self.connection = self.connection, None
-        if connection is None:
-            connection = self._borrow() if self.borrows else self.connect(**self.options)
-        try:
-            self.was_sent_twice = False
-            was_open = connection._sock is not None  # noqa: SLF001 - public only in new versions
-            try:
-                return self._send(connection, requests, takes, retries)
-            except self.errors.ConnectionError:
-                if not was_open:
-                    raise
-                self.was_sent_twice = True
-                return self._send(connection, requests, takes, retries)
-        except self.client_errors as error:
-            raise self.unavailable(error) from error
-        finally:
-            if self.borrows:
-                _free[self.cache_alias].append(connection)
-            elif self.connection is None:
-                self.connection = connection
-            else:
-                connection.disconnect()
+        just forgotten its locks.
 
-    def _borrow(self) -> Any:
-        free, others, pause = _free[self.cache_alias], _open[self.cache_alias], 0.001
-        while not free and len(others) >= MOST:
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
-        if free:
-            return free.pop()
-        connection = self.connect(**self.options)
-        others.add(connection)
-        return connection
-
-    def _send(
-        self, connection: Any, requests: Sequence[Any], takes: bool, retries: bool
-    ) -> list[Any]:
-        """Send requests, read all replies, and raise the first error among them.
-
-        After any other error, close the connection. A signal such as a soft time limit could leave
-        a reply unread, and the next call would read it:
+        Keep the connection only after the whole reply. A signal such as a soft time limit could
+        leave a reply unread, and the next call would read it. After a failover, an error may be all
+        that shows that the server is no primary any more.
 
           here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
           server:             "a is yours" ->               "b is held" ->
         """
-
-        def attempt() -> list[Any]:
-            refused, replies = None, []
-            try:
-                if connection._sock is None:  # noqa: SLF001 - the last attempt closed it
-                    self._connect(connection)
-                if takes:
-                    self.epoch.check()
-                connection.send_packed_command(packed)
-                for _ in requests:
-                    try:
-                        replies.append(connection.read_response())
-                    except self.errors.ResponseError as error:
-                        refused = refused or error
-            except BaseException:
-                connection.disconnect()
-                raise
-            if refused is not None:
-                if isinstance(refused, self.errors.ReadOnlyError):  # it is no primary any more
+        packed = [_packed(request) for request in requests]
+        connections, kept = self.connections, None
+        while not connections:
+            time.sleep(0.01)
+        self.was_sent_twice = False
+        try:
+            connection = connections.pop() or self.connect(**self.options)
+            while True:
+                was_open = connection._sock is not None  # noqa: SLF001 - public in new versions
+                try:
+                    if not was_open:
+                        self._open(connection)
+                    if takes:
+                        self.epoch.check()
+                    # A health check would open a closed connection without a look at the server.
+                    connection.send_packed_command([b"".join(packed)], check_health=False)
+                    replies = [connection.read_response(disable_decoding=True) for _ in packed]
+                    kept = connection
+                    return replies[-len(requests) :]
+                except BaseException as error:
                     connection.disconnect()
-                raise refused
-            return replies
+                    if isinstance(error, self.errors.NoScriptError):  # a new or flushed server
+                        packed[:0] = [_packed(("SCRIPT", "LOAD", text)) for text in TEXTS]
+                    elif was_open and isinstance(error, self.errors.ConnectionError):
+                        self.was_sent_twice = True
+                    elif isinstance(error, self.client_errors):
+                        raise self.unavailable(error) from error
+                    else:
+                        raise
+        finally:
+            connections.append(kept)
 
-        encoding = connection.encoder.encoding
-        packed = [b"".join([_packed(encoding, request) for request in requests])]
-        if connection._sock is None:  # noqa: SLF001
-            self._connect(connection)  # with the retries of the options
-        try:
-            if not retries:
-                return attempt()
-            replies: list[Any] = connection.retry.call_with_retry(attempt, lambda error: None)
-            return replies
-        except self.errors.NoScriptError:  # a new or flushed server
-            load = [("SCRIPT", "LOAD", text) for text in TEXTS]
-            return self._send(connection, [*load, *requests], takes, retries)[len(load) :]
-
-    def _connect(self, connection: Any) -> None:
+    def _open(self, connection: Any) -> None:
         """Connect, and note the server: another one may have forgotten the locks."""
+        connection.connect()  # with the retries of the options
+        connection.send_command("INFO", "server")
         try:
-            connection.connect()
-            connection.send_command("INFO", "server")
-            self._see_server(_bytes(connection.read_response()).decode())
+            facts = connection.read_response(disable_decoding=True).splitlines()
         except self.errors.ResponseError:
             return  # it is forbidden: only the epoch shows that locks were forgotten
-        except BaseException:
-            connection.disconnect()
-            raise
-
-    def _see_server(self, facts: str) -> None:
-        for line in facts.splitlines():
-            if line == "redis_mode:cluster":
-                raise ImproperlyConfigured(
-                    f"The cache {self.cache_alias!r} cannot hold locks: its server belongs to a "
-                    "Redis Cluster, and one request needs several keys. Use a Redis or Valkey "
-                    "server that is not in cluster mode, with Sentinel if it must not fail."
-                )
-            if line.startswith("run_id:"):
-                self.epoch.see_server(line)
+        if b"redis_mode:cluster" in facts:
+            raise ImproperlyConfigured(
+                f"The cache {self.cache_alias!r} cannot hold locks: its server belongs to a "
+                "Redis Cluster, and one request needs several keys. Use a Redis or Valkey "
+                "server that is not in cluster mode, with Sentinel if it must not fail."
+            )
+        for line in facts:
+            if line.startswith(b"run_id:"):
+                self.epoch.note("server", line)
 
     def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
     ) -> str | dict[str, Entry]:
         keys = [self.epoch_key, *map(self.make_key, slots.keys)]
-        limits = slots[1:] if len(slots.keys) > 1 else ()
-        epoch = b""
+        script = "EVALSHA", SHA[TAKE], len(keys), *keys
+        args = value, max(1, int(lease * 1000)), slots.allowed, slots.mark
         while True:
-            if heeds_epoch:
-                epoch = self.epoch.value or b"unknown"
-            args = [value, _milliseconds(lease), epoch, *limits]
-            (reply,) = self._ask(_script(TAKE, keys, args), takes=heeds_epoch)
+            epoch = (self.epoch.value or b"unknown") if heeds_epoch else b""
+            (reply,) = self._ask((*script, *args, epoch), takes=heeds_epoch)
             if isinstance(reply, int):
                 return slots.keys[reply]
             if reply:
-                parts = (_bytes(each).split(b" ", 2) for each in reply)
-                return {slots.keys[int(i)]: Entry(each, _left(int(ms))) for i, ms, each in parts}
+                return _entries(slots.keys, reply)
             self.look()  # if the epoch has changed, the next check raises
 
-    def add_epoch(self, value: bytes) -> None:
-        self._ask(("SET", self.epoch_key, value, "NX"))
-
-    def add(self, key: str, value: bytes, lease: float) -> Entry | None:
-        taken = self.take(Slots((key,)), value, lease, heeds_epoch=False)
-        return None if isinstance(taken, str) else taken[key]
+    def insert(self, key: str, value: bytes, lease: float) -> Any:
+        expiry = () if lease == math.inf else ("PX", max(1, int(lease * 1000)))
+        return self._ask(("SET", self.make_key(key), value, "NX", *expiry))[0]
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        if lease is not None:
-            (reply,) = self._ask(self._changing(key, old, new, lease))
-            return OUTCOMES[reply]
-        sent = clock.now()
-        (reply,) = self._ask(_script(CHANGE, [self.make_key(key)], [old]), retries=False)
-        if self.was_sent_twice and OUTCOMES[reply] is Outcome.GONE:
-            return self.sent_twice(key, old, sent)
+        milliseconds = "" if lease is None else max(1, int(lease * 1000))
+        words = self.make_key(key), old, new, milliseconds
+        (reply,) = self._ask(("EVALSHA", SHA[CHANGE], 1, *words))
+        if lease is None and reply == 0 and self.was_sent_twice:
+            return Outcome.SENT_TWICE
         return OUTCOMES[reply]
 
-    def _changing(self, key: str, old: bytes, new: bytes, lease: float) -> tuple[Any, ...]:
-        # Unchanged bytes are sent once.
-        args = [*dict.fromkeys((old, _milliseconds(lease), new))]
-        return _script(CHANGE, [self.make_key(key)], args)
-
     def _extend(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
-        changes = [self._changing(key, value, value, lease) for key, value, lease in requests]
-        return [OUTCOMES[reply] for reply in self._ask(*changes)]
+        words = [
+            (self.make_key(key), value, value, max(1, int(lease * 1000)))
+            for key, value, lease in requests
+        ]
+        replies = self._ask(*(("EVALSHA", SHA[CHANGE], 1, *each) for each in words))
+        return [OUTCOMES[reply] for reply in replies]
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         wanted = list(keys)
-        (replies,) = self._ask(_script(READ, [*map(self.make_key, wanted)], []))
-        found = zip(wanted, map(_entry, replies), strict=True)
-        return {key: entry for key, entry in found if entry is not None}
+        return self._read(wanted, map(self.make_key, wanted))
 
-    def read(self, key: str) -> Entry | None:
-        ((reply,),) = self._ask(_script(READ, [self.make_key(key)], []))
-        return _entry(reply)
+    def _read(self, keys: Sequence[str], cache_keys: Iterable[str]) -> dict[str, Entry]:
+        (text,) = self._ask(("EVALSHA", SHA[READ], len(keys), *cache_keys))
+        return _entries(keys, text)
 
     def fence(self, key: str, value: bytes) -> int | None:
-        keys = [self.make_key(key), self.make_key(FENCE)]
-        (number,) = self._ask(_script(FENCE_SCRIPT, keys, [value]))
+        keys = self.make_key(key), self.make_key(FENCE)
+        (number,) = self._ask(("EVALSHA", SHA[FENCE_SCRIPT], 2, *keys, value))
         return None if number is None else int(number)
 
-    def entries(self) -> Iterator[tuple[str, Entry]]:
-        pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self.prefix()) + "*"
+    def scan(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        pattern = re.sub(r"([*?[\]\\])", r"\\\1", prefix) + "*"
         cursor: Any = None
         seen: set[str] = set()
-        while cursor not in (b"0", "0"):
-            args = [cursor or 0, pattern, BATCH]
-            ((cursor, names, values, left),) = self._ask(_script(LIST, [], args))
-            for name, value, milliseconds in zip(names, values, left.split(), strict=True):
-                key = self.lock_key(_bytes(name).decode(errors="replace"))
-                # SCAN may name an entry twice.
-                if value is not None and key is not None and key not in seen:
-                    seen.add(key)
-                    yield key, Entry(_bytes(value), _left(int(milliseconds)))
+        while cursor != b"0":
+            request = "SCAN", cursor or 0, "MATCH", pattern, "COUNT", BATCH, "TYPE", "string"
+            ((cursor, names),) = self._ask(request)
+            # SCAN may name an entry twice.
+            new = [*{name.decode(errors="replace") for name in names}.difference(seen)]
+            seen.update(new)
+            yield from self._read(new, new).items()
 
     def close(self) -> None:
-        connection, self.connection = self.connection, None
-        if connection is not None:
-            connection.disconnect()
-
-
-class DjangoRedisStore(RedisStore):
-    """The same on django-redis, with its default or Sentinel client."""
-
-    def _client(self) -> Any:
-        return self.cache.client.get_client(write=True)
-
-
-class DjangoValkeyStore(DjangoRedisStore):
-    """The same on django-valkey, with its default client: valkey-py has the API of redis-py."""
-
-    client_package = "valkey"
+        if not are_greenlets():  # those share their connections
+            for connection in filter(None, self.connections):
+                connection.disconnect()

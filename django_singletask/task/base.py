@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from functools import partialmethod
 from typing import Any
 
 from celery import Task, current_app
@@ -19,31 +20,95 @@ from django.db import transaction
 from django.utils.module_loading import autodiscover_modules
 from vine import promise
 
-from django_singletask.conf import check_installed
+from django_singletask.conf import DOCS, check_installed
 from django_singletask.exceptions import DuplicateTask, LockConflict
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
-from django_singletask.locks.parameters import Parameters
-from django_singletask.locks.run import Run
-from django_singletask.task.definition import bind_functions, check_definition, refuse_unsendable
-from django_singletask.task.delivery import QUEUED_AGAIN, deliver
+from django_singletask.locks.parameters import Parameters, refuse_deferred
+from django_singletask.task.delivery import QUEUED_CALL, deliver
 from django_singletask.task.header import Header, hidden_arguments
-from django_singletask.task.options import LockOptions
-from django_singletask.task.policies import ON_CONFLICT
+from django_singletask.task.options import NAMES, Attributes, LockOptions
 from django_singletask.task.unique import QueuedCall, delay_of
+
+ELSEWHERE = {
+    "once": "lock_on, unique_until, unique_for and on_duplicate",
+    "unique_on": "lock_on",
+    "lock_expiry": "unique_for, and lock_timeout for the run",
+    "raise_on_duplicate": "on_duplicate='raise'",
+}
+"""Options of celery-once and celery-singleton, which Celery would accept and ignore."""
+
+OF_ONLY_ONE = {
+    **{name: f"lock_{name}" for name in ("slots", "at_least", "timeout", "renew", "wait")},
+    **{"key": "lock_name", "lock_key": "lock_name", "unique": "unique_until"},
+}
+"""Options of ``only_one`` that a user may pass to a task by mistake."""
+
+
+def check_definition(cls: type, base: type) -> None:
+    """Raise ``TypeError`` for an error in the body of a class, or in its decorator.
+
+    ``base`` is the class whose attributes are valid options. The system check reports numbers that
+    cannot work, with a hint.
+    """
+    what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
+    for name in cls.__dict__ if "_decorated" in cls.__dict__ else ():
+        refuse_foreign(what, name, ELSEWHERE | OF_ONLY_ONE)
+        if name in dir(base):  # hasattr() would bind the class to an application
+            continue
+        for similar in difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
+            raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
+        if name.startswith(("lock_", "unique_")):
+            options = ", ".join(sorted(NAMES))
+            raise TypeError(f"{what} has no option {name!r}; the options are {options}.")
+    # A property has a value only on the task.
+    values = {n: v for n in NAMES if callable(v := getattr(cls, n)) or not hasattr(v, "__get__")}
+    for names, error in LockOptions(**values).problems(f"of {what}"):
+        inherited = cls.__dict__.keys().isdisjoint(names)
+        # A subclass may still add a lock_timeout that is missing.
+        missing = names == ("lock_renew", "lock_timeout")
+        if isinstance(error, TypeError) and not inherited and not missing:
+            raise error
+    run = cls.__dict__.get("run")
+    if run is not None:
+        refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
+    for inner in cls.__mro__[cls.__mro__.index(Task) + 1 : -1]:  # all but object
+        if "__call__" in inner.__dict__:
+            raise TypeError(
+                f"{inner.__qualname__}.__call__ would never be called for {what}, since Celery's "
+                f"Task comes before it. Derive {inner.__qualname__} from celery.Task, or "
+                f"put it before {base.__name__} in the list of base classes."
+            )
+
+
+def bind_functions(cls: type) -> None:
+    """Keep functions from the decorator from becoming methods, which would get the task first.
+
+    Only ``on_skip`` gets the task if the body does, too (``bind=True``).
+    """
+    for name in ("lock_name", "on_skip"):
+        function = cls.__dict__.get(name)
+        bound = name == "on_skip" and not isinstance(cls.__dict__["run"], staticmethod)
+        if callable(function):
+            setattr(cls, name, partialmethod(function) if bound else staticmethod(function))
+
+
+def refuse_foreign(what: str, name: str, elsewhere: Mapping[str, str]) -> None:
+    if name in elsewhere:
+        guide = f"{DOCS}/guides/coming-from.html"
+        raise TypeError(f"{what} has no option {name!r}: use {elsewhere[name]}. See {guide}")
+
 
 # Not in worker.startup, which only an installed app connects.
 celeryd_after_setup.connect(check_installed)
 
 
-# Celery's __call__ ends the chain of super().__call__(). It pushes another request, empty (Celery
-# 5.4) or a copy, so the request of the message does not see what the body does, such as retry().
-# In a worker Celery prevents that only for the class that is called first.
-ENDS_HERE = "singletask_chain_ends_here"
-"""Attribute of a request that is to be pushed again instead of another request."""
+CHAIN_RUNS = 2
+"""``_protected`` of a request for which the ``__call__`` of other bases runs under the lock."""
 
 
-class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
+class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
     """A task that runs only once at a time for the same arguments.
 
     Use it as ``@shared_task(base=SingletonTask)``. A message, ``.apply()`` and a direct call
@@ -81,23 +146,6 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
 
     abstract = True
 
-    lock_timeout: float | None
-    lock_renew: bool
-    lock_on: Sequence[str] | None
-    lock_name: Any
-    on_conflict: str
-    lock_wait: float | None
-    lock_at_least: float
-    lock_slots: int
-    on_skip: Any
-    on_outage: str
-    skip_result: Any
-    unique_until: str | None
-    unique_for: float
-    on_duplicate: str
-    lock_history: bool
-    vars().update(LockOptions._field_defaults)
-
     parameters: Parameters
     """The parameters of the body."""
 
@@ -128,7 +176,7 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
         """
         options = LockOptions.of(self)
-        return options.lock(self.lock_key(args, kwargs, partial=True), self.name)
+        return options.lock(TaskLock, self.lock_key(args, kwargs, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
         """Return the result of a queued call with these arguments; None if there is none.
@@ -157,7 +205,11 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         args: Any = None,
         kwargs: Any = None,
         task_id: str | None = None,
-        *rest: Any,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        *,
         lock_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncResult[Any]:
@@ -171,36 +223,39 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         """
         # Pass these by name, and only if the caller did: another base may override this method as
         # apply_async(self, args, kwargs, **options), and set defaults in its options.
-        if len(rest) > len(POSITIONAL):
-            raise TypeError(f"apply_async of {self.name} takes at most 7 arguments by position.")
-        passed = {n: v for n, v in zip(POSITIONAL, rest, strict=False) if v is not None}
-        options = dict(**passed, **options)  # it raises for an option that is passed twice
-        refuse_unsendable(f"apply_async of {self.name}", options, lock_options)
-        again = Header.of(options.get("headers"), task_id, self.name) is not None
+        passed = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
+        options |= {name: value for name, value in passed.items() if value is not None}
+        what = f"apply_async of {self.name}"
+        for name in UNSENDABLE & options.keys():
+            refuse_foreign(what, name, ELSEWHERE)
+            raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
         # A call with an id (as in a chain or a group), a callback or a chord must be sent, because
         # other calls wait for it.
-        awaited = task_id or any(map(options.get, AWAITED))
-        header = self._header(args, kwargs, task_id or uuid(), lock_options, options)
-        when = options.get("countdown") or options.get("eta")
-        queued_call = None if again else self._queued_call(header)
-        try:
-            if queued_call is not None:
-                holder = queued_call.enqueue(delay_of(when))
-                header = header.next(queued=queued_call.value, ticket=queued_call.ticket)
-                header = header.without_ticket() if awaited else header
-                if holder is not None and not awaited:
-                    return self.AsyncResult(queued_call.duplicate_of(holder))
-            due = header.due or round(time.time() + delay_of(when), 3)
-            options["headers"] = header._replace(due=due).into(options.get("headers"))
-            result = super().apply_async(args, kwargs, task_id=header.task_id, **options)
-        except BaseException:
-            if queued_call is not None:
-                queued_call.give_back()
-            raise
-        if queued_call is not None:
-            queued_call.note()
-        if again and header.queued:
-            setattr(self.request, QUEUED_AGAIN, delay_of(when))
+        awaited = bool(task_id or any(map(options.get, AWAITED)))
+        earlier = Header.of(options.get("headers"), task_id, self.name)
+        header = earlier or Header(task_id or uuid(), self.name)
+        merged = self._fill_in(header, args, kwargs, lock_options, options)
+        if lock_options and callable(lock_options.get("on_skip")):
+            raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
+        delay = delay_of(options.get("countdown") or options.get("eta"))
+        header.due = header.due or round(time.time() + delay, 3)
+
+        def publish() -> AsyncResult[Any]:
+            options["headers"] = header.into(options.get("headers"))
+            return super(SingletonTask, self).apply_async(
+                args, kwargs, task_id=header.id, **options
+            )
+
+        # Without a lock there are no duplicates, and an eager call is never queued. Celery takes
+        # 5 µs to look up a setting, so that comes last.
+        key = None if earlier or not merged.unique_until else header.lock_key
+        if key and key != NO_LOCK and not self.app.conf.task_always_eager:
+            queued_call = QueuedCall(key, merged, Run(self.name, header.id))
+            duplicate_of, result = queued_call.send(header, delay, publish, awaited=awaited)
+            return self.AsyncResult(duplicate_of) if duplicate_of else result
+        result = publish()
+        if earlier and header.queued and hasattr(self.request, QUEUED_CALL):
+            getattr(self.request, QUEUED_CALL).again = delay
         return result
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -212,19 +267,12 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
 
         :class:`DuplicateTask` is not raised, because it would stop the transaction's other hooks.
         """
-        transaction.on_commit(partial(self._send_unless_queued, *args, **kwargs))
 
-    def _send_unless_queued(self, *args: Any, **kwargs: Any) -> None:
-        with suppress(DuplicateTask):
-            self.apply_async(*args, **kwargs)
+        def send() -> None:
+            with suppress(DuplicateTask):
+                self.apply_async(*args, **kwargs)
 
-    def _queued_call(self, header: Header) -> QueuedCall | None:
-        options, key = LockOptions.of(self).but(header.overrides), header.lock_key
-        # Without a lock there are no duplicates, and an eager call is never queued. Celery takes
-        # 5 µs to look up a setting, so that comes last.
-        if not options.unique_until or key in (None, NO_LOCK) or self.app.conf.task_always_eager:
-            return None
-        return QueuedCall(key, options, Run(self.name, header.task_id))
+        transaction.on_commit(send)
 
     def apply(
         self,
@@ -239,8 +287,11 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
     ) -> EagerResult[Any]:
         """Run the task here and now, under its lock; see :meth:`apply_async`."""
         if lock_options:
-            header = self._header(args, kwargs, task_id or uuid(), lock_options, options)
-            task_id, options["headers"] = header.task_id, header.into(options.get("headers"))
+            task_id = task_id or uuid()
+            headers = options.get("headers")
+            header = Header.of(headers, task_id, self.name) or Header(task_id, self.name)
+            self._fill_in(header, args, kwargs, lock_options, options)
+            options["headers"] = header.into(headers)
         return super().apply(args, kwargs, link, link_error, task_id, *rest, **options)
 
     def signature_from_request(
@@ -251,11 +302,10 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         request = self.request if request is None else request
         header = Header.of(signature.options.get("headers"), request.id, self.name)
         if header is not None:
-            header = header.next()
+            header.forget_message()
             if args is not None or kwargs is not None:
                 # Other arguments may need another lock: compute the key again, keep the options.
-                key = header.lock_key.key if header.lock_key else None
-                header = header.next(lock_key=None, previous_key=key)
+                header.was, header.name, header.key = header.key, None, None
             signature.options["headers"] = header.into(signature.options["headers"])
         return signature
 
@@ -264,54 +314,52 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
         lock = current_lock()
         run = lock.run if lock else None  # None for a TaskLock of the body
         if self.request.is_eager and lock and lock.lease and run and run.task_id == self.request.id:
-            lock.lease.give_back("ignored")
+            lock.lease.give_back(result="ignored")
         return super().on_replace(sig)
 
-    def _header(
+    def _fill_in(
         self,
+        header: Header,
         args: Any,
         kwargs: Any,
-        task_id: str,
         lock_options: Mapping[str, Any] | None,
         options: Mapping[str, Any],
-    ) -> Header:
-        """Return the header of a message, given the arguments of ``apply_async``."""
-        header = Header.of(options.get("headers"), task_id, self.name)
-        header = header or Header(task_id, self.name)
-        overrides = header.overrides
+    ) -> LockOptions:
+        """Write options and key of a call's lock into its header; return all its lock options."""
+        header.token = None
         if lock_options is not None:
-            LockOptions.of(self).check_call(self.name, lock_options)
-            overrides = {**overrides, **lock_options}
-        elif header.lock_key is not None:
-            return header._replace(token=None)
-        merged = LockOptions.of(self).but(overrides)
+            LockOptions.check_call(self, lock_options)
+            header.options = {**(header.options or {}), **lock_options}
+        merged = LockOptions.of(self, header.options)
+        if lock_options is None and header.key is not None:
+            return merged
         key = self.lock_key(args, kwargs, merged, shown=hidden_arguments(options))
-        previous = header.previous_key or (header.lock_key.key if header.lock_key else None)
-        if key.key != previous:  # the duplicate entry and the ticket belong to the previous lock
-            header = header._replace(queued=None, ticket=None, never_gives_way=False)
-        return header._replace(
-            token=None,
-            lock_key=key,
-            previous_key=None,
+        if key.key != (header.was or header.key):
+            # The duplicate entry and the ticket belong to the previous lock.
+            header.queued, header.ticket, header.never_gives_way = None, None, False
+        header.lock_key, header.was = key, None
+        if callable(merged.lock_name) and header.options:
             # A function cannot travel, and the key that it made is in the header.
-            overrides={n: v for n, v in overrides.items() if n != "lock_name" or not callable(v)},
-        )
+            header.options.pop("lock_name", None)
+        return merged
 
     # Running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock."""
         request: Any = self.request_stack.top
+        call = super().__call__
         if request is None or request.called_directly or request._protected:  # noqa: SLF001
-            return deliver(self, ON_CONFLICT, Header("", self.name), super().__call__, args, kwargs)
-        # A call by the worker or by apply(): the request is already pushed, and Celery's __call__
-        # would push an empty one above it in eager mode. Celery uses the same private mark; with
-        # it, a call of this task from its own body counts as a direct call.
+            if request is not None:
+                request._protected = 1  # noqa: SLF001
+            return deliver(self, None, Header("", self.name), call, args, kwargs)
+        # A call by the worker or by apply(): the request is already pushed. Celery uses the same
+        # private mark; with it, a call of this task from its own body counts as a direct call.
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
-        request._protected = 1  # noqa: SLF001
-        body = self.rest_of_call(request)
+        others = getattr(call, "__func__", None) is not Task.__call__
+        request._protected = CHAIN_RUNS if others else 1  # noqa: SLF001
         try:
-            return deliver(self, ON_CONFLICT, header, body, args, kwargs, request)
+            return deliver(self, request, header, call if others else self.run, args, kwargs)
         except TaskPredicate:
             raise
         except Exception:
@@ -319,34 +367,26 @@ class SingletonTask(DjangoTask):  # type: ignore[type-arg] # it is not generic a
             request._protected = 0  # noqa: SLF001
             raise
 
-    def rest_of_call(self, request: Any) -> Callable[..., Any]:
-        """Return what to call under the lock: the body, or the ``__call__`` of other bases."""
-        call = super().__call__
-        if getattr(call, "__func__", None) is Task.__call__:
-            return self.run  # no other base has one
-
-        def call_others(*args: Any, **kwargs: Any) -> Any:
-            setattr(request, ENDS_HERE, True)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                vars(request).pop(ENDS_HERE, None)
-
-        return call_others
-
     def push_request(self, *args: Any, **kwargs: Any) -> None:
-        """Push a new request, or the current one again if its chain of calls ends here."""
+        """Push a new request, or the current one again if its chain of calls ends here.
+
+        Celery's ``__call__`` ends the chain of ``super().__call__()`` of other bases. It pushes
+        another request, empty (Celery 5.4) or a copy, so the request of the message would not see
+        what the body does, such as ``retry()``. In a worker Celery prevents that only for the class
+        that is called first.
+        """
         request: Any = self.request_stack.top
-        ends_here = request is not None and vars(request).pop(ENDS_HERE, False)
         # Only Celery's __call__ passes exactly these two. If another base calls run() instead, this
         # request was pushed by the body.
-        if ends_here and not args and kwargs.keys() == {"args", "kwargs"}:
+        ends_here = not args and kwargs.keys() == {"args", "kwargs"}
+        if ends_here and request is not None and request._protected == CHAIN_RUNS:  # noqa: SLF001
+            request._protected = 1  # noqa: SLF001
             self.request_stack.push(request)
         else:
             super().push_request(*args, **kwargs)
 
 
-POSITIONAL = ("producer", "link", "link_error", "shadow")
+UNSENDABLE = NAMES | ELSEWHERE.keys()
 AWAITED = ("chain", "chord", "group_id", "link", "link_error")
 
 

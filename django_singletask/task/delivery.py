@@ -5,121 +5,211 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
-from datetime import datetime
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from celery import Task
+from celery import Celery, Task
+from celery.app.autoretry import add_autoretry_behaviour
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
-from django_singletask.exceptions import Dropped, LockUnavailable, Postponed
-from django_singletask.locks.keys import NO_LOCK
-from django_singletask.locks.run import NO_RUN, Run, result_of
-from django_singletask.task.delivery_lock import DeliveryLock
-from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message, is_marked
+from django_singletask.exceptions import Dropped, LockConflict, LockUnavailable, Postponed
+from django_singletask.locks.address import NO_RUN, Run
+from django_singletask.locks.keys import NO_LOCK, LockKey
+from django_singletask.locks.lease import Lease
+from django_singletask.locks.lock import TaskLock
+from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
+from django_singletask.task.latest import Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
-from django_singletask.task.postpone import FIRST_HOP, SHORT_HOP, hop, postpone, raise_or_retry
-from django_singletask.task.rerun import gives_way
 from django_singletask.task.unique import QueuedCall
 
 logger = logging.getLogger("django_singletask")
 
+SHORT_WAIT = 0.02
+"""Seconds for which a delivery of "requeue" waits before it is postponed.
+
+Many calls that wait for one lock often meet a very short run, and postponing a call takes longer.
+"""
+
+
+class DeliveryLock(TaskLock):
+    """The lock of a delivery, which handles a conflict and an outage of the cache itself.
+
+    ``outage`` is the error of a cache that could not be used. Then a body may run without the lock.
+    """
+
+    outage: LockUnavailable | None = None
+    lease: Lease
+
+    def meet_conflict(self) -> None:
+        """Do nothing: the delivery handles the conflict."""
+
+    def __enter__(self) -> DeliveryLock:
+        try:
+            super().__enter__()
+        except LockUnavailable as error:
+            self.outage = error
+            self.enter_block()
+        return self
+
+    def check(self) -> None:
+        """Raise :class:`LockLost` if the lock is lost; do nothing if the body runs without it."""
+        if self.outage is None:
+            super().check()
+
+
+try:
+    from celery.utils.quorum_queues import detect_quorum_queues
+except ImportError:  # Celery 5.4
+    detect_quorum_queues = None  # type: ignore[assignment]
+
+
+FIRST_HOP = 1.0
+SHORT_HOP = 0.05
+"""Seconds of the first hop; the short one is behind an earlier run that is about to end."""
+
+
+def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = math.inf) -> float:
+    """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
+
+    ``lease`` is the length of the holder's lease in seconds, 0 if unknown. Hops are short, because
+    the broker delivers a message again that waits longer than the visibility timeout.
+    """
+    transport = app.conf.broker_transport_options or {}
+    longest = float(transport.get("visibility_timeout") or 3600) / 3
+    if lease:
+        longest = min(longest, lease / 4)
+    # After a short first hop, continue with the ordinary ones.
+    seconds = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
+    seconds = min(min(seconds, longest) * random.uniform(0.75, 1), at_most)
+    if detect_quorum_queues is not None:
+        driver = app.producer_pool.connections.connection.transport.driver_type
+        if detect_quorum_queues(app, driver)[0]:
+            # RabbitMQ delays a message itself, for a whole second at least.
+            return max(float(seconds), 1.0)
+    return float(seconds)
+
+
+def as_retry(task: Task[..., Any], error: BaseException) -> BaseException:
+    """Return an error of the lock, or the ``Retry`` that ``autoretry_for`` makes of it.
+
+    Celery's wrapper is around the body, so it does not see this error. This function wraps a body
+    that raises the error, in a copy of the task, because Celery wraps a task only once.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> NoReturn:
+        raise error
+
+    failing = object.__new__(type(task))
+    vars(failing).update(vars(task), run=run)
+    vars(failing).pop("_orig_run", None)
+    add_autoretry_behaviour(failing)
+    try:
+        failing.run()
+    except BaseException as raised:
+        return raised
+    raise AssertionError("the body above returns nothing")
+
+
 CLOCK_SKEW = 1.0
 """Seconds by which the clocks of two hosts may differ; see the timelines in header.py."""
 
-QUEUED_AGAIN = "singletask_queued_again"
-"""Attribute of a request whose body has sent its call again: seconds until that call starts."""
+QUEUED_CALL = "singletask_queued_call"
+"""Attribute of a request: the :class:`QueuedCall`, to note that the body sent its call again."""
 
 
-@dataclasses.dataclass
 class Delivery:
     """One delivery: the body of a task, with its lock, options and header.
 
-    ``policy`` is called if the lock is held. ``request`` is the request of the message; it is None
-    for a call without a message, which cannot be postponed. The header of a direct call has no
-    task id.
+    ``request`` is the request of the message; it is None for a call without a message, which cannot
+    be postponed. The header of a direct call has no id. ``marked``: the broker says that it
+    delivered the message before; ``again``: it does, or an earlier delivery of the message does.
     """
 
-    task: Task[..., Any]
     lock: DeliveryLock
-    options: LockOptions
-    header: Header
-    body: partial[Any]
-    policy: Callable[[Delivery], Any]
-    request: Any = None
     queued_call: QueuedCall | None = None
-    redelivered: bool = False  # the broker says so, or an earlier delivery met its own run
-    has_begun: bool = False
-    outcome: tuple[Any, BaseException | None] | None = None
+    has_ended = False
+    result: Any = None
+    failure: BaseException | None = None
     """The result and the error of the body, when it has ended."""
 
-    def run(self) -> Any:
+    def __init__(
+        self, task: Any, request: Any, header: Header, options: LockOptions, body: partial[Any]
+    ) -> None:
+        self.task = task
+        self.request = request
+        self.header = header
+        self.options = options
+        self.body = body
+        self.marked = bool(request and (request.delivery_info or {}).get("redelivered"))
+        self.again = self.marked or bool(header.redelivered)
+
+    def run(self, key: LockKey, run: Run) -> Any:
         """Run the body under its lock, or do what ``on_conflict`` says.
 
         The result or the error of the body stands. An error that comes after it is logged, such as
         a soft time limit during the release.
         """
         try:
-            return self._run_and_free()
+            return self._run(key, run)
         except Exception as error:
-            if self.outcome is None or error is self.outcome[1]:
+            if not self.has_ended or error is self.failure:
                 raise
-            result, failure = self.outcome
-            if self.lock.lease is not None and self.lock.lease.held:
-                self.lock.lease.give_back(result_of(failure))
+            self.lock.lease.give_back(self.failure)
             if self.queued_call is not None:
-                self.queued_call.give_back(kept=self.lock.is_kept)
+                self._free(self.queued_call, self.failure)
             logger.exception(
                 "%s: this error came after the body had ended, so it changes nothing.",
                 self.lock.address,
             )
+            result, failure = self.result, self.failure
         finally:
-            self.outcome = None  # the error refers to this object
+            self.failure = None  # it refers to this object
         if failure is not None:
             raise failure
         return result
 
-    def _run_and_free(self) -> Any:
-        queued_call = self.queued_call
-        if queued_call is None:
-            return self._run()
+    def _run(self, key: LockKey, run: Run) -> Any:
+        policy, wait, error = self.options.on_conflict, 0.0, None
         try:
-            result = self._run()
-        except (Postponed, Dropped):
-            raise  # another delivery of this message exists, and the entry belongs to it
-        except BaseException as error:
-            # The body's own error decides, not a soft time limit that came after it.
-            self._queue_again(queued_call, self.outcome[1] if self.outcome else error)
-            queued_call.give_back(kept=self.lock.is_kept)
-            raise
-        self._queue_again(queued_call)
-        queued_call.give_back(kept=self.lock.is_kept)
-        return result
-
-    def _queue_again(self, queued_call: QueuedCall, error: BaseException | None = None) -> None:
-        """Keep the entry if the call was sent again, or goes back to the broker."""
-        delay = getattr(self.request, QUEUED_AGAIN, None)
-        if isinstance(error, Reject) and getattr(error, "requeue", False) and self.task.acks_late:
-            delay = 0.0
-        if delay is not None:
-            queued_call.queue_again(delay)
-
-    def _run(self) -> Any:
-        try:
+            if policy in ("wait", "requeue"):
+                wait = SHORT_WAIT if policy == "requeue" else self.options.lock_wait or 0
+            self.lock = self.options.lock(DeliveryLock, key, self.task.name, run, wait)
+            self.lock.at_least = self.options.lock_at_least
             return self._run_under_lock()
-        except (Ignore, Reject):
+        except (Postponed, Dropped):
+            self.queued_call = None  # another delivery of this message exists, and has the entry
             raise
-        except Exception as error:
-            if self.has_begun or not self.header.task_id:
-                raise
-            raise_or_retry(self.task, error)
+        except BaseException as raised:
+            error = self.failure if self.has_ended else raised
+            if not (self.has_ended or isinstance(error, (Ignore, Reject))) and self.header.id:
+                error = raised = as_retry(self.task, raised)
+            raise raised
+        finally:
+            if self.queued_call is not None:
+                self._free(self.queued_call, error)
+            error = None  # it refers to this frame
+
+    def _free(self, queued_call: QueuedCall, error: BaseException | None) -> None:
+        """Free the entry of a queued call, unless the call or its lock goes on."""
+        self._keep_entry(queued_call, error)
+        queued_call.give_back(kept=self.has_ended and self.lock.lease.kept)
+
+    def _keep_entry(self, queued_call: QueuedCall, error: BaseException | None) -> None:
+        """Keep the entry if the call was sent again, or goes back to the broker."""
+        if isinstance(error, Reject) and getattr(error, "requeue", False) and self.task.acks_late:
+            queued_call.again = 0.0
+        queued_call.queue_again()
 
     def _run_under_lock(self) -> Any:
-        if is_marked(self.request):
+        if self.marked:
             self._drop_if_done(marked=True)
         # The first run of a redelivery may still be running; this result must not replace its own.
-        if not self.redelivered and self._is_superseded():
+        ticket = self.header.ticket
+        if ticket and not self.again and self._is_superseded(ticket):
             return self.options.skip_result
         # The lock is released before Celery stores the result and publishes the next link of a
         # chain, which may want the same lock.
@@ -127,93 +217,98 @@ class Delivery:
             if lock.outage is not None:
                 return self._meet_outage(lock.outage)
             if lock:
-                if self.header.redelivered and not (lock.lease and lock.lease.took_over):
-                    self._leave_to_first_run()
+                if self.header.redelivered and not lock.lease.took_over:
+                    self._meet_own_run()
                 # A later call may have run while this one waited for the lock.
-                asks = lock.wait or self.redelivered
-                if asks and lock.lease and self._is_superseded():
-                    lock.lease.give_back("ignored")
+                if ticket and (lock.wait or self.again) and self._is_superseded(ticket):
+                    lock.lease.give_back(result="ignored")
                     return self.options.skip_result
                 return self._run_body()
+        if self.options.on_conflict == "requeue":
+            lock.note = ""  # the call has not given up
         if self.request is not None:
-            self._postpone_behind_itself()
-        return self.policy(self)
+            self._meet_own_run()
+        match self.options.on_conflict:
+            case "skip":
+                return self.skip()
+            case "requeue":
+                self.requeue()
+            case "rerun":
+                self.rerun()
+        self.refuse()
 
     def _meet_outage(self, outage: LockUnavailable) -> Any:
         """Postpone a message that was promised its turn; else do what ``on_outage`` says."""
         # The first run, or a holder that this delivery has met, may still be running.
-        if self.redelivered:
+        if self.again:
             self.postpone("redelivery", redelivered=WAITS)
-        runs = self.options.on_outage == "run" and self.lock.blocker is None
-        if not runs:
-            if self.lock.is_requeued:
-                self.policy(self)
+        lock, on_outage = self.lock, self.options.on_outage
+        if on_outage != "run" or lock.blocker is not None:
+            if self.options.on_conflict == "requeue":
+                self.requeue()
             if self.header.hops:
                 self.postpone("outage")
-            if self.options.on_outage != "skip":
+            if on_outage != "skip":
                 raise outage
-        self.lock.report_outage()
-        return self._run_body() if runs else self.options.skip_result
+        address, holder = lock.address, lock.lease.holder
+        if on_outage == "skip":
+            text = "%s: %s is skipped (on_outage='skip'). %s"
+            logger.warning(text, address, holder, outage)
+            address.tell("conflict", caller=holder, reason="outage", result="skipped")
+            return self.options.skip_result
+        text = "%s: %s runs without its lock (on_outage='run'). %s"
+        logger.error(text, address, holder, outage)
+        address.tell("unguarded", holder, reason=str(outage))
+        return self._run_body()
 
     def _run_body(self) -> Any:
-        self.has_begun = True
         if self.header.ticket is not None and self.request is not None:
             # From now on, no later call replaces this call or its retries.
-            self.request.headers = self.header.without_ticket().into(self.request.headers)
+            self.header.ticket, self.header.never_gives_way = None, True
+            self.request.headers = self.header.into(self.request.headers)
         if self.queued_call is not None:
             self.queued_call.start()
         try:
-            self.outcome = self.body(), None
+            self.result, self.has_ended = self.body(), True
         except BaseException as error:
-            self.outcome = None, error
-        result, failure = self.outcome
+            self.failure, self.has_ended = error, True
         if self.queued_call is not None:
-            self._queue_again(self.queued_call, failure)
-        if failure is not None:
-            raise failure
-        return result
+            self._keep_entry(self.queued_call, self.failure)
+        if self.failure is not None:
+            raise self.failure
+        return self.result
 
     # A message that meets its own earlier run; the timelines are in header.py
 
-    def _postpone_behind_itself(self) -> None:
-        """Postpone the message if it met its own earlier run, now or before; else return."""
-        blocker, request = self.lock.blocker, self.request
-        if blocker is None:
+    def _meet_own_run(self) -> None:
+        """Postpone or drop the message if its first run runs or has just ended; else return."""
+        blocker, request, redelivered = self.lock.blocker, self.request, self.header.redelivered
+        is_own = blocker is not None and blocker.is_run_of(request.id)
+        if blocker is not None:
+            # If a chain replaces a task, its first link has a new id, and the task is its parent.
+            replaces = request.replaced_task_nesting > 0 and any(
+                other.is_run_of(request.parent_id) for other in (blocker, *self.lock.lease.others)
+            )
+            # A retry that was sent by a body has more retries: it is not a redelivery.
+            if replaces or (is_own and blocker.retries < request.retries):
+                self.postpone("redelivery", SHORT_HOP)
+            if is_own and not blocker.kept:
+                self.postpone("redelivery", redelivered=WAITS)
+        if not (is_own or redelivered):
             return
-        # If a chain replaces a task, its first link has a new id, and the task is its parent.
-        others = (blocker, *(self.lock.lease.others if self.lock.lease else ()))
-        replaces = request.replaced_task_nesting > 0 and any(
-            other.is_run_of(request.parent_id) for other in others
-        )
-        itself = blocker.is_run_of(request.id)
-        # A retry that was sent by a body that returned has more retries: it is not a redelivery.
-        if itself and blocker.kept and blocker.retries >= request.retries:
-            # The result may be stored already, or soon; or there is none.
-            self._drop_if_done()
-            if self.header.redelivered != LOOKS:
-                self.postpone("redelivery", redelivered=LOOKS)
-            # A run from before this message was due belongs to another call with this id.
-            # Otherwise the body has returned: the call must neither fail nor run again. A skip lets
-            # the rest of its chain run.
-            its_own = blocker.since > self.header.due - CLOCK_SKEW
-            if its_own and self.options.on_conflict != "skip":
-                logger.info("Task %s was delivered again after it returned: dropped.", request.id)
-                raise Dropped
-            return
-        if replaces or (itself and blocker.retries < request.retries):
-            self.postpone("redelivery", SHORT_HOP)
-        if itself:
-            self.postpone("redelivery", redelivered=WAITS)
-        if self.header.redelivered:
-            # Another run has the lock by now. The first run's result may not be stored yet.
-            if self.header.redelivered == LOOKS:
-                self._drop_if_done()
-            self.postpone("redelivery", redelivered=LOOKS)
-
-    def _leave_to_first_run(self) -> None:
-        if self.header.redelivered == WAITS:
-            self.postpone(None, longest=FIRST_HOP, redelivered=LOOKS)
+        # The first run has ended. If its result is not stored yet, look again after one hop.
         self._drop_if_done()
+        if redelivered != LOOKS or (blocker is not None and not is_own):
+            reason = None if blocker is None else "redelivery"
+            longest = FIRST_HOP if blocker is None else math.inf
+            self.postpone(reason, longest=longest, redelivered=LOOKS)
+        # A run from before this message was due belongs to another call with this id. Otherwise
+        # the body has returned and keeps the lock: the call must neither fail nor run again. A skip
+        # lets the rest of its chain run.
+        returned = blocker is not None and blocker.since > self.header.due - CLOCK_SKEW
+        if returned and self.options.on_conflict != "skip":
+            logger.info("Task %s was delivered again after it returned: dropped.", request.id)
+            raise Dropped
 
     def _drop_if_done(self, *, marked: bool = False) -> None:
         """Drop the message if the result backend shows that its work is done, or that it retries.
@@ -226,8 +321,8 @@ class Delivery:
             return
         try:
             result = self.task.AsyncResult(self.request.id)
-            state = result.state
-            newer = self._seconds_until(result.date_done) if state == "SUCCESS" else 0
+            state, due = result.state, self.header.due
+            ended = result.date_done if state == "SUCCESS" else None
         except NotImplementedError:
             return  # there is no result backend: run again
         except SoftTimeLimitExceeded:
@@ -239,18 +334,14 @@ class Delivery:
             return
         # In the state RETRY, the message of the next try is already published.
         retries = state == "RETRY" and not self.request.retries and not marked
+        # The meaning of a time without a zone depends on the backend and its settings.
+        newer = ended.timestamp() - due if due and ended and ended.tzinfo else 0.0
         done = state == "SUCCESS" and newer > (CLOCK_SKEW if marked else -CLOCK_SKEW)
         if done or retries:
             logger.info(
                 "Task %s was delivered again, but its work is done: dropped.", self.request.id
             )
             raise Dropped
-
-    def _seconds_until(self, moment: datetime | None) -> float:
-        """Return the seconds from when the message was due until ``moment``; 0 if unknown."""
-        # The meaning of a time without a zone depends on the backend and its settings.
-        known = self.header.due and moment is not None and moment.tzinfo is not None
-        return moment.timestamp() - self.header.due if moment and known else 0.0
 
     # Postponing
 
@@ -261,67 +352,123 @@ class Delivery:
         longest: float = math.inf,
         **changes: Any,
     ) -> NoReturn:
-        """Publish the message again, at most ``longest`` seconds later, and end this delivery.
+        """Publish the message again, at most ``longest`` seconds later, and raise ``Postponed``.
 
-        ``reason``, or the outage, is reported at the first hop. ``changes`` change the header.
+        ``reason`` is reported once for each holder that the message meets, and an outage at the
+        first hop. ``changes`` change the header.
         """
-        count = "hops" if self.lock.outage is None else "outage_hops"
+        lock, lease = self.lock, self.lock.lease
+        count = "hops" if lock.outage is None else "outage_hops"
         hops = getattr(self.header, count)
-        if reason and not hops:
-            self.lock.report_conflict(reason, "waiting")
-        lease = self.lock.lease
-        assert lease is not None
+        met = lease.blocker.token if lease.blocker else self.header.met
+        if lock.outage is None:
+            if reason and (not hops or met != self.header.met):
+                lock.report_conflict(reason, "waiting")
+        elif reason and not hops:
+            text = "%s: the call of %s is postponed. %s"
+            logger.warning(text, lock.address, lease.holder, lock.outage)
         delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
-        fresh = {"token": None, "outage_hops": 0, "requeued_at": 0.0, count: hops + 1}
-        header = self.header._replace(lock_key=self.lock.lock_key, **{**fresh, **changes})
-        postpone(self.task, self.request, header, delay, lost=reason != "redelivery")
+        fresh = {"token": None, "outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
+        header = dataclasses.replace(self.header, **{**fresh, **changes})
+        header.lock_key = lock.lock_key
+        # Task id, chord, chain, headers and retries stay the same. With acks_late this delivery is
+        # acknowledged after the next one is published: a process that is killed in between leaves
+        # two, and the lock decides between them.
+        task, request = self.task, self.request
+        signature = task.signature_from_request(request, countdown=delay, retries=request.retries)
+        # Celery does not keep these by itself: no version keeps the first two, 5.4 not the third.
+        names = ("argsrepr", "kwargsrepr", "ignore_result")
+        kept = {name: vars(request)[name] for name in names if name in vars(request)}
+        headers = header.into(signature.options.get("headers"))
+        try:
+            signature.set(headers=headers, **kept).apply_async()
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:
+            logger.exception("Task %s could not be postponed.", request.id)
+            if reason != "redelivery" and not task.acks_late:
+                raise  # the broker may not have the message any more
+            # The task has not failed: return the message to the broker.
+            raise Reject(error, requeue=True) from error
+        raise Postponed
 
-    def _is_superseded(self) -> bool:
+    # What on_conflict says
+
+    def skip(self) -> Any:
+        self.lock.report_conflict("skip", "skipped")
+        if self.options.on_skip is None:
+            return self.options.skip_result
+        conflict = LockConflict.of(self.lock)
+        # As other code has it: it raises for a conflict.
+        conflict.lock = self.options.lock(TaskLock, self.lock.lock_key, self.task.name)
+        return self.options.on_skip(conflict, *self.body.args, **self.body.keywords)
+
+    def refuse(self) -> NoReturn:
+        """Raise ``LockConflict``, or the error of an outage; ``wait`` has already waited."""
+        if self.lock.outage is not None:
+            raise self.lock.outage
+        self.lock.refuse(self.options.on_conflict)
+
+    def requeue(self) -> NoReturn:
+        limit = math.inf if self.options.lock_wait is None else self.options.lock_wait
+        since = self.header.requeued_at or time.time()
+        left = since + limit - time.time()
+        if left <= 0:
+            self.lock.say_gave_up(limit)
+            self.refuse()
+        self.postpone("requeue", longest=left, requeued_at=since)
+
+    def rerun(self) -> NoReturn:
+        """Postpone the message behind the holder, as the last one that has met a conflict."""
+        entry, ticket = (self.lock.address, self.task.name), None
+        with suppress(LockUnavailable):  # the next delivery meets the outage itself
+            has_one = self.header.ticket or self.header.never_gives_way
+            ticket = None if has_one else take_ticket(*entry)
+        # Without a new one it has one already, or gets one the next time since others were faster.
+        try:
+            self.postpone("rerun", ticket=ticket or self.header.ticket)
+        except Postponed:
+            # From here on the message is queued, and this delivery must not fail.
+            with suppress(SoftTimeLimitExceeded):
+                if ticket is not None:
+                    gives_way(*entry, ticket)
+            raise
+
+    def _is_superseded(self, ticket: Ticket) -> bool:
         """Return whether a later call replaces this one (``"rerun"`` or ``"replace"``)."""
-        address, ticket = self.lock.address, self.header.ticket
-        if ticket is None or not gives_way(address, self.task.name, ticket):
+        address = self.lock.address
+        if not gives_way(address, self.task.name, ticket):
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
-            logger.info("%s: a later call replaces task %s.", address, self.header.task_id)
-            address.tell_of_conflict("superseded", "skipped", self.lock.run or NO_RUN, None)
+            logger.info("%s: a later call replaces task %s.", address, self.header.id)
+            caller = self.lock.run or NO_RUN
+            address.tell("conflict", caller=caller, reason="superseded", result="skipped")
         return True
 
 
 def deliver(
-    task: Any,
-    policies: Mapping[str, Callable[[Delivery], Any]],
-    header: Header,
-    body: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    request: Any = None,
+    task: Any, request: Any, header: Header, body: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Run the body of a task under its lock, or apply the policy of ``on_conflict``.
 
     ``request`` is the request of the message or of ``apply()``; None for a direct call.
     """
-    options = LockOptions.of(task).but(header.overrides)
+    options = LockOptions.of(task, header.options)
     key = header.lock_key
     if key is None:
         hidden = request and hidden_in_message(task.app, request, args, kwargs)
         key = task.lock_key(args, kwargs, options, shown=hidden)
     if key == NO_LOCK:
         return body(*args, **kwargs)
-    task_id, retries = (request.id, request.retries or 0) if request is not None else (None, 0)
-    message = None if request is None or request.is_eager else request
-    if message is None:  # the rest of the header is about a message
-        header = Header(header.task_id, header.task)
-        if options.on_conflict in {"requeue", "rerun"}:  # it cannot be postponed
-            options = options._replace(on_conflict="raise")
-    again = bool(header.redelivered or is_marked(message))
-    run = Run(task.name, task_id, retries, header.token, not options.lock_history, again)
-    queued_call = QueuedCall(key, options, run, header.queued) if header.queued else None
-    try:
-        options.check_run(task.name)
-        lock = DeliveryLock(key, options, run)
-    except (TypeError, ValueError):
-        if queued_call is not None:
-            queued_call.give_back()  # otherwise it would stop duplicates for unique_for
-        raise
-    policy, call = policies[options.on_conflict], partial(body, *args, **kwargs)
-    return Delivery(task, lock, options, header, call, policy, message, queued_call, again).run()
+    task_id, retries = (request.id, request.retries or 0) if request else (None, 0)
+    if request and request.is_eager:
+        request, header = None, Header(header.id, header.task)  # the rest is about a message
+    if request is None and options.on_conflict in ("requeue", "rerun"):  # it cannot be postponed
+        options = LockOptions.of(options, {"on_conflict": "raise"})
+    delivery = Delivery(task, request, header, options, partial(body, *args, **kwargs))
+    quiet = not options.lock_history
+    run = Run(task.name, task_id, retries, header.token, quiet, delivery.again)
+    if header.queued:
+        delivery.queued_call = QueuedCall(key, options, run, header.queued)
+        setattr(request, QUEUED_CALL, delivery.queued_call)
+    return delivery.run(key, run)

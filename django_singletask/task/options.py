@@ -3,40 +3,89 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from inspect import iscoroutinefunction
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockError
-from django_singletask.locks.keys import NO_LOCK, LockKey, check_slots, template_errors
+from django_singletask.locks.address import Run
+from django_singletask.locks.keys import NO_LOCK, LockKey, check_slots, template_fields
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters
-from django_singletask.locks.run import Run
-from django_singletask.task.pairs import Problem, shown, wrong_pairs
 
-Rule = Callable[[str, str, Any], object]
-"""Raises an error if an option, at a place, has an invalid value."""
+L = TypeVar("L", bound=TaskLock)
+Problem = tuple[tuple[str, ...], Exception]
+"""Names of options, and their error. A ``UserWarning`` is only reported by the system check."""
 
-POLICIES = ("skip", "raise", "wait", "requeue", "rerun")
+SECONDS: dict[str, dict[str, bool]] = {
+    "lock_timeout": {},
+    "lock_wait": {"zero": True, "infinite": True},
+    "lock_at_least": {"zero": True},
+    "unique_for": {},
+}
+"""The options that are seconds, and what :func:`check_seconds` allows for each."""
 
-CHECKS = {"number": "E008", "lock_on": "E009", "lock_name": "E010", "choice": "E012"}
-"""Ids of the system checks of single options; pairs have E011."""
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "on_conflict": ("skip", "raise", "wait", "requeue", "rerun"),
+    "on_outage": ("raise", "run", "skip"),
+    "unique_until": (None, "start", "finish", "expiry"),
+    "on_duplicate": ("return", "raise", "replace"),
+    "lock_renew": (True, False),
+    "lock_history": (True, False),
+}
+"""The options that are one of a few values."""
+WAITING = ("wait", "requeue")
 
 
-class LockOptions(NamedTuple):
-    """The lock options of one task, or of one call; see :class:`SingletonTask`."""
+def shown(value: Any) -> str:
+    """Return the value of an option as text; of a function the name, without its address."""
+    return str(getattr(value, "__qualname__", None) or repr(value))
+
+
+def check_value(option: str, where: str, value: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a value that the option cannot have."""
+    is_text = isinstance(value, str)
+    if option in SECONDS:
+        check_seconds(f"{option} {where}", value, **SECONDS[option])
+    elif option == "lock_slots":
+        check_slots(f"{option} {where}", value)
+    elif option in CHOICES:
+        choices = CHOICES[option]
+        # 1 == True, but 1 is not valid.
+        fits = type(value) is bool if True in choices else value is None or is_text
+        if not fits or value not in choices:
+            error = ValueError if fits else TypeError
+            names = ", ".join(map(str, choices))
+            raise error(f"{option}={value!r} {where} is not one of {names}.")
+    elif option == "lock_on" and is_text:
+        raise TypeError(f"{option}={value!r} {where} is a string; did you mean [{value!r}]?")
+    else:
+        are_names = isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+        is_valid, kind = {
+            "lock_on": (are_names, "a list of argument names"),
+            "lock_name": (is_text or callable(value), "a format string or a callable"),
+            "on_skip": (callable(value) and not iscoroutinefunction(value), "a plain function"),
+            "skip_result": (not callable(value), "a value (for a function use on_skip)"),
+        }[option]
+        if not is_valid:
+            raise TypeError(f"{option} {where} must be {kind}, not {shown(value)}.")
+
+
+class Attributes:
+    """The lock options of a task, and their defaults; see :class:`SingletonTask`."""
 
     lock_timeout: float | None = None
     lock_renew: bool = True
     lock_on: Sequence[str] | None = None
-    lock_name: str | Callable[..., str | None] | None = None
+    lock_name: Any = None
     on_conflict: str = "skip"
     lock_wait: float | None = None
     lock_at_least: float = 0
     lock_slots: int = 1
-    on_skip: Callable[..., Any] | None = None
+    on_skip: Any = None
     on_outage: str = "raise"
     skip_result: Any = None
     unique_until: str | None = None
@@ -44,99 +93,125 @@ class LockOptions(NamedTuple):
     on_duplicate: str = "return"
     lock_history: bool = True
 
+
+FIELDS = tuple(Attributes.__annotations__)
+NAMES = frozenset(FIELDS)
+_values = operator.attrgetter(*FIELDS)
+
+
+class LockOptions(SimpleNamespace, Attributes):
+    """The lock options of one call, or of all calls of a task."""
+
     @classmethod
-    def of(cls, task: object) -> LockOptions:
-        return cls._make(_values(task))
+    def of(cls, task: object, overrides: Mapping[str, Any] | None = None) -> LockOptions:
+        """Return the options of a task, or of other options, with the changes of one call."""
+        options = cls(**dict(zip(FIELDS, _values(task), strict=True)))
+        if overrides:
+            if "lock_on" in overrides or "lock_name" in overrides:
+                # Only one of the two can be set, so the call's one replaces the task's one.
+                options.lock_on = options.lock_name = None
+            vars(options).update(overrides)
+        return options
 
-    def but(self, overrides: Mapping[str, Any]) -> LockOptions:
-        """Return these options with the changes of one call; see :meth:`check_call`."""
-        if not overrides:
-            return self
-        if "lock_on" in overrides or "lock_name" in overrides:
-            # Only one of the two can be set, so the call's one replaces the task's one.
-            overrides = {"lock_on": None, "lock_name": None, **overrides}
-        return self._replace(**overrides)
-
-    def check_run(self, task: str) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for what cannot work in a run.
-
-        Some projects run no system checks. The result is cached.
-        """
-        _check_run(task, *_values_of_run(self))
-
-    def lock(self, key: LockKey, task: str) -> TaskLock:
+    def lock(
+        self, kind: type[L], key: LockKey, task: str, run: Run | None = None, wait: float = 0
+    ) -> L:
         """Return the lock of a task with these options, not acquired.
 
-        Raises :class:`LockError` if the call takes none.
+        Raises :class:`LockError` if the call takes none, and ``TypeError`` or ``ValueError`` for
+        options that cannot work.
         """
-        self.check_run(task)
+        _check_run(task, *_values_of_run(self))
         if key == NO_LOCK:
             raise LockError(f"lock_name of {task} returned None: this call takes no lock.")
-        run = Run(task, quiet=not self.lock_history)
-        return TaskLock(
-            key, timeout=self.lock_timeout, renew=self.lock_renew, slots=self.lock_slots, run=run
+        return kind(
+            key,
+            timeout=self.lock_timeout,
+            renew=self.lock_renew,
+            wait=wait,
+            slots=self.lock_slots,
+            run=run or Run(task, quiet=not self.lock_history),
         )
 
-    def check_call(self, task: str, overrides: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for invalid options of one call."""
-        where = f"in lock_options of {task}"
+    @classmethod
+    def check_call(cls, task: Any, overrides: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for invalid options of one call of a task."""
         if not isinstance(overrides, Mapping):
-            raise TypeError(f"lock_options of {task} must be a dict, not {overrides!r}.")
+            raise TypeError(f"lock_options of {task.name} must be a dict, not {overrides!r}.")
+        where = f"in lock_options of {task.name}"
         unknown = sorted(map(str, overrides.keys() - NAMES))
         if unknown:
             raise TypeError(
                 f"{unknown[0]!r} {where} is unknown; the options are {', '.join(sorted(NAMES))}."
             )
-        for problem in self.but(overrides).problems(where):
-            # Leave out the problems of the task's own options.
-            if problem.error is not None and overrides.keys() & set(problem.options):
-                raise problem.error(problem.text)
+        cls.of(task, overrides).check(where, frozenset(overrides))
+
+    def check(self, where: str, changed: frozenset[str]) -> None:
+        """Raise the first error of one of the ``changed`` options."""
+        for names, error in self.problems(where):
+            if not isinstance(error, Warning) and not changed.isdisjoint(names):
+                raise error
 
     def problems(self, where: str, parameters: Parameters | None = None) -> Iterator[Problem]:
         """Yield the problems of these options: for a class body, for one call and for the check.
 
         In the texts, ``where`` follows the name of an option: ``"of shop.tasks.add"``. The names of
-        arguments are checked only with the ``parameters`` of the body.
+        arguments are checked only with the ``parameters`` of the body. Pairs of options are checked
+        only if each value is valid by itself.
         """
-        wrong: set[str] = set()
-        for problem in self._wrong_values(where):
-            wrong.update(problem.options)
-            yield problem
-        if parameters is not None and wrong.isdisjoint({"lock_on", "lock_name"}):
-            yield from self._wrong_arguments(where, parameters)
-        yield from wrong_pairs(self, where, wrong)
-
-    def _wrong_values(self, where: str) -> Iterator[Problem]:
-        for option, (rule, kind, right) in RULES.items():
+        is_valid = True
+        for option in FIELDS:
             value = getattr(self, option)
-            if value is self._field_defaults[option]:
+            if value is getattr(Attributes, option):
                 continue
             try:
-                rule(option, where, value)
+                check_value(option, where, value)
+                if parameters and option == "lock_on" and not parameters.takes_any_name:
+                    parameters.check_names(f"{option}={value!r} {where}", value)
+                if parameters and option == "lock_name" and isinstance(value, str):
+                    template_fields(f"{option}={value!r} {where}", value, parameters)
             except (TypeError, ValueError) as error:
-                hint = f"Set {option} to {right}, or remove it."
-                early = isinstance(error, TypeError)
-                yield Problem((option,), str(error), hint, CHECKS[kind], type(error), early)
+                is_valid = False
+                yield (option,), error
+        if is_valid:
+            yield from self._wrong_pairs(where)
 
-    def _wrong_arguments(self, where: str, parameters: Parameters) -> Iterator[Problem]:
-        arguments = ", ".join(parameters.names)
-        for name in self.lock_on or ():
-            if name not in parameters.names and not parameters.takes_any_name:
-                text = f"lock_on={self.lock_on!r} {where} names {name!r}, which is not an argument."
-                hint = f"Its arguments are: {arguments or 'none; use lock_on=[]'}."
-                yield Problem(("lock_on",), text, hint, CHECKS["lock_on"], TypeError)
-        if isinstance(self.lock_name, str):
-            what = f"lock_name={self.lock_name!r} {where}"
-            for error in template_errors(what, self.lock_name, parameters):
-                hint = f"Its arguments are: {arguments or 'none'}."
-                if isinstance(error, ValueError):
-                    example = "'customer:{customer_id}'"
-                    hint = f"Add a fixed text, as in {example}; double a literal brace."
-                yield Problem(("lock_name",), str(error), hint, CHECKS["lock_name"], type(error))
+    def _wrong_pairs(self, where: str) -> Iterator[Problem]:
+        def named(option: str) -> str:
+            return f"{option}={shown(getattr(self, option))}"
 
+        until, policy = self.unique_until, self.on_conflict
+        excluded = {
+            ("lock_on", "lock_name"): self.lock_on is not None and self.lock_name is not None,
+            ("lock_slots", "unique_until"): self.lock_slots > 1 and until in ("finish", "expiry"),
+            ("on_duplicate", "unique_until"): self.on_duplicate == "replace" and until == "expiry",
+        }
+        for (one, other), is_wrong in excluded.items():
+            if is_wrong:
+                text = f"{named(one)} and {named(other)} {where} cannot be combined."
+                yield (one, other), TypeError(text)
+        if not self.lock_renew and self.lock_timeout is None:
+            needs = "needs lock_timeout, a lease that is longer than any run"
+            yield ("lock_renew", "lock_timeout"), TypeError(f"lock_renew=False {where} {needs}.")
+        if policy == "wait" and not self.lock_wait:
+            text = f'on_conflict="wait" {where} needs lock_wait, the longest wait in seconds.'
+            yield ("on_conflict", "lock_wait"), ValueError(text)
+        # An outage and a newer call return skip_result, too.
+        returned_once = self.on_outage != "skip" and self.on_duplicate != "replace"
+        only_skip = returned_once and self.skip_result is not None
+        useless = {
+            ("lock_wait", "on_conflict"): self.lock_wait is not None and policy not in WAITING,
+            ("unique_for", "unique_until"): not until and self.unique_for != Attributes.unique_for,
+            ("on_duplicate", "unique_until"): not until and self.on_duplicate != "return",
+            ("on_skip", "on_conflict"): self.on_skip is not None and policy != "skip",
+            ("skip_result", "on_conflict"): only_skip and policy in ("raise", *WAITING),
+            ("skip_result", "on_skip"): only_skip and self.on_skip is not None,
+        }
+        for (one, other), is_wrong in useless.items():
+            if is_wrong:
+                text = f"{named(one)} {where} has no effect with {named(other)}."
+                yield (one, other), UserWarning(text)
 
-NAMES = frozenset(LockOptions._fields)
-_values = operator.attrgetter(*LockOptions._fields)
 
 OF_RUN = ("on_conflict", "lock_wait", "lock_timeout", "lock_renew", "lock_at_least", "lock_slots")
 _values_of_run = operator.attrgetter(*OF_RUN)
@@ -144,69 +219,6 @@ _values_of_run = operator.attrgetter(*OF_RUN)
 
 @lru_cache(maxsize=1024, typed=True)
 def _check_run(task: str, *values: Any) -> None:
+    """Raise an error for what cannot work in a run: some projects run no system checks."""
     options = LockOptions(**dict(zip(OF_RUN, values, strict=True)))
-    for problem in options.problems(f"of {task}"):
-        if problem.error is not None:
-            raise problem.error(problem.text)
-
-
-# The values that each option may have
-
-
-def _number(check: Callable[..., Any] = check_seconds, **allowed: bool) -> Rule:
-    return lambda option, where, value: check(f"{option} {where}", value, **allowed)
-
-
-def _choice(*choices: Any) -> Rule:
-    def check(option: str, where: str, value: Any) -> None:
-        # 1 == True, but 1 is not valid.
-        if value not in choices or (True in choices and not isinstance(value, bool)):
-            error = ValueError if isinstance(value, str) and True not in choices else TypeError
-            names = ", ".join(map(str, choices))
-            raise error(f"{option}={value!r} {where} is not one of {names}.")
-
-    return check
-
-
-def _function(option: str, where: str, value: Any) -> None:
-    if not callable(value) or iscoroutinefunction(value):
-        raise TypeError(f"{option} {where} must be a plain function, not {shown(value)}.")
-
-
-def _value(option: str, where: str, value: Any) -> None:
-    if callable(value):
-        raise TypeError(f"{option} {where} must be a value, not {shown(value)}: use on_skip.")
-
-
-def _names(option: str, where: str, value: Any) -> None:
-    if isinstance(value, str):
-        raise TypeError(f"{option}={value!r} {where} is a string; did you mean [{value!r}]?")
-    if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"{option} {where} must be a list of argument names, not {value!r}.")
-
-
-def _name(option: str, where: str, value: Any) -> None:
-    if not isinstance(value, str) and not callable(value):
-        raise TypeError(f"{option} {where} must be a format string or a callable, not {value!r}.")
-
-
-SECONDS = "seconds, such as 60"
-BOOLEAN = _choice(True, False), "choice", "one of these values"
-RULES: dict[str, tuple[Rule, str, str]] = {
-    "lock_timeout": (_number(), "number", SECONDS),
-    "lock_wait": (_number(zero=True, infinite=True), "number", f"{SECONDS}, or math.inf"),
-    "lock_at_least": (_number(zero=True), "number", SECONDS),
-    "unique_for": (_number(), "number", SECONDS),
-    "lock_slots": (_number(check_slots), "number", "a number of runs"),
-    "on_conflict": (_choice(*POLICIES), "choice", "one of these values"),
-    "on_outage": (_choice("raise", "run", "skip"), "choice", "one of these values"),
-    "unique_until": (_choice(None, "start", "finish", "expiry"), "choice", "one of these values"),
-    "on_duplicate": (_choice("return", "raise", "replace"), "choice", "one of these values"),
-    "lock_renew": BOOLEAN,
-    "lock_history": BOOLEAN,
-    "on_skip": (_function, "choice", "a function"),
-    "skip_result": (_value, "choice", "a value"),
-    "lock_on": (_names, "lock_on", "a list"),
-    "lock_name": (_name, "lock_name", "a string or a function"),
-}
-"""The rule of each option, the kind of its check, and a valid value for the hint."""
+    options.check(f"of {task}", NAMES)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
-from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from django_singletask import clock
 from django_singletask.conf import MAX_LEASE, conf
 from django_singletask.exceptions import DuplicateTask, LockUnavailable
 from django_singletask.holder import Holder
-from django_singletask.locks.address import Address, lease_length
+from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.renewal import renewers
-from django_singletask.locks.run import Run
 from django_singletask.stores import get_store
 from django_singletask.task.header import Header
+from django_singletask.task.latest import Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
-from django_singletask.task.rerun import Ticket, gives_way, take_ticket
 
 logger = logging.getLogger("django_singletask")
 
@@ -56,77 +55,105 @@ logger = logging.getLogger("django_singletask")
 
 
 class QueuedCall:
-    """The entry next to a lock that stops duplicates of a call.
+    """The entry next to a lock that stops duplicates of a call."""
 
-    ``value`` is the bytes of the entry while the call is queued; None if the call has no entry.
+    ticket: Ticket | None = None
+    """The place of the call among the calls that replace each other."""
+    lease: Lease | None = None
+    """The entry: of the queued call, or of this process while a call with ``"finish"`` runs.
+
+    It is ``held`` until the call frees the entry or leaves it.
     """
+    again: float | None = None
+    """The seconds until the next try of the call starts, after it was sent again."""
+    value = b""
+    """The bytes of the entry while the call is queued."""
 
     def __init__(
-        self, key: LockKey, options: LockOptions, run: Run, value: bytes | None = None
+        self, key: LockKey, options: LockOptions, run: Run, queued: str | None = None
     ) -> None:
+        """``queued`` is the entry in the header of the message."""
         cache = conf.cache
         self.lock_address = Address(cache, key, quiet=not options.lock_history)
         self.address = Address(cache, key.beside(QUEUED, run.task or ""), silent=True)
         self.options = options
         self.run = run
-        self.value = value
-        self.ticket: Ticket | None = None
-        """The place of the call among the calls that replace each other."""
-        self.lease: Lease | None = None
-        """The entry as a lease of this process, while a call with ``"finish"`` runs."""
+        if queued:
+            self.value = queued.encode(errors="replace")
+            self.lease = self._lease(Holder.decode(self.value))
+            self.lease.value, self.lease.held = self.value, True
+
+    def _lease(self, holder: Holder) -> Lease:
+        lease = Lease(self.address.cache, self.address.lock_key, holder)
+        lease.silent = True
+        return lease
 
     # In the producer
 
-    def enqueue(self, delay: float) -> Holder | None:
+    def send(
+        self, header: Header, delay: float, publish: Callable[[], Any], *, awaited: bool
+    ) -> tuple[str, Any]:
+        """Add the entry, note it in the header, and publish the call.
+
+        Return the task id of an identical queued call, which stops this one; or else an empty id,
+        and the result of ``publish``. A call that is ``awaited`` by others is sent in any case,
+        without an entry. ``delay`` is the number of seconds before which the call will not start.
+        """
+        try:
+            blocker = self.add(delay)
+            # Without a task id the entry belongs to no call. Send the call; its lock decides.
+            if blocker and blocker.task_id and not awaited:
+                self._refuse_duplicate(blocker)
+                return blocker.task_id, None
+            if self.lease and self.lease.held:
+                header.queued = self.lease.value.decode()
+            header.ticket = None if awaited else self.ticket
+            header.never_gives_way = awaited and self.ticket is not None
+            result = publish()
+        except BaseException:
+            self.give_back()
+            raise
+        if self.ticket is not None:
+            # Let this call, which is now published, replace the calls before it.
+            gives_way(self.lock_address, self.run.task or "", self.ticket)
+        return "", result
+
+    def add(self, delay: float) -> Holder | None:
         """Add the entry, or return the holder of the entry of an identical queued call.
 
-        A call that replaces the queued one takes over its entry, and takes a ticket. ``delay`` is
-        the number of seconds before which the call will not start. If the cache cannot be used,
-        this raises :class:`LockUnavailable`; if ``on_outage`` is not ``"raise"``, the call is sent
-        without an entry.
+        A call that replaces the queued one takes over its entry, and takes a ticket. If the cache
+        cannot be used, this raises :class:`LockUnavailable`; if ``on_outage`` is not ``"raise"``,
+        the call is sent without an entry.
         """
         # Store no process: the producer may end while its call is queued.
         name, length = self.address.lock_key.name, self._queued_for(delay)
-        lease = Lease(self.address, self.run.holder(name, length, pid=0, start=""))
-        self.value = lease.value  # before the take, so that give_back() can free it after any error
-        replaces = self.options.on_duplicate == "replace"
+        lease = self.lease = self._lease(self.run.holder(name, length, pid=0, start=""))
         try:
-            queued_call = lease.take()
-            if replaces:
-                self.ticket = take_ticket(self.lock_address, self.run.task or "")
-            if queued_call is None or (replaces and self._take_over(lease)):
-                return None
+            blocker = lease.take()
+            if self.options.on_duplicate != "replace":
+                return blocker
+            self.ticket = take_ticket(self.lock_address, self.run.task or "")
+            if blocker is not None:
+                entry, holder = self.address.look()
+                # The entry of a run has a process, and stays until the run is finished.
+                if entry is not None and not holder.pid:
+                    lease.replace(entry.value)
         except LockUnavailable as error:
-            if self.options.on_outage not in {"run", "skip"}:
+            if self.options.on_outage == "raise":
                 raise
             text = "%s: the call is sent, but duplicates of it are not stopped: %s"
             logger.error(text, self.lock_address, error)
-            self.discard()
-            queued_call = self.ticket = None
-        self.value = None
-        # Without a task id the entry belongs to no call. Send the call; its lock decides.
-        return queued_call if queued_call and queued_call.task_id and not replaces else None
+            lease.abandon()
+            self.ticket = None
+        return None
 
-    def _take_over(self, lease: Lease) -> bool:
-        """Replace the entry of a queued call by the entry of this one; return whether it did."""
-        entry, holder = self.address.look()
-        # The entry of a run has a process, and stays until the run is finished.
-        return entry is not None and not holder.pid and lease.replace(entry.value)
-
-    def note(self) -> None:
-        """Let this call, which is now published, replace the calls before it."""
-        if self.ticket is not None:
-            gives_way(self.lock_address, self.run.task or "", self.ticket)
-
-    def duplicate_of(self, holder: Holder) -> str:
-        """Report a duplicate, and return the task id of the queued call or raise."""
-        task_id = holder.task_id or ""
-        reason = "kept" if holder.kept else "queued"
+    def _refuse_duplicate(self, holder: Holder) -> None:
+        task_id, reason = holder.task_id or "", "kept" if holder.kept else "queued"
         logger.info("%s: not sent, duplicate of task %s (%s).", self.lock_address, task_id, reason)
-        self.lock_address.tell_of_conflict(reason, "", Run(self.run.task), holder)
+        caller = Run(self.run.task)
+        self.lock_address.tell("duplicate", caller=caller, blocker=holder, reason=reason)
         if self.options.on_duplicate == "raise":
             raise DuplicateTask(self.lock_address.lock_key.name, task_id)
-        return task_id
 
     def holder(self) -> Holder | None:
         """Ask the cache which call stops duplicates now."""
@@ -142,63 +169,58 @@ class QueuedCall:
     def start(self) -> None:
         """Free the entry of a call that has its lock now, or keep it as ``unique_until`` says.
 
-        An error ends the protection against duplicates, not the run.
+        If the cache cannot be used, the protection against duplicates ends, not the run.
         """
-        if self.options.unique_until not in ("finish", "expiry"):
+        until, queued = self.options.unique_until, self.lease
+        if until not in ("finish", "expiry") or queued is None:
             self.give_back()
             return
-        assert self.value is not None
         try:
-            if self.options.unique_until == "expiry":
-                queued_value, self.value = self.value, None
-                self._let_stay(queued_value)
+            if until == "expiry":
+                queued.held = False
+                self._let_stay(queued)
                 return
-            length = lease_length(self.options.lock_timeout)
+            length = self.options.lock_timeout or conf.lock_timeout
             holder = self.run.holder(self.address.lock_key.name, length)
-            self.lease = Lease(self.address, holder, at_least=self.options.lock_at_least)
+            self.lease = lease = self._lease(holder)
+            lease.at_least = self.options.lock_at_least
             # If the entry has ended, or was freed with a killed earlier run, take it again, unless
             # another call is queued by now.
-            if not self.lease.replace(self.value) and self.lease.take() is not None:
+            if not lease.replace(self.value) and lease.take() is not None:
                 logger.warning("%s: an identical call was queued meanwhile.", self.address)
-        except SoftTimeLimitExceeded:
-            raise  # it is meant for the task
-        except Exception:
+        except LockUnavailable:
             logger.exception("%s: duplicates of this call are not stopped.", self.address)
+        finally:
+            if self.lease is not None and not self.lease.held:
+                self.lease = queued
 
-    def _let_stay(self, queued_value: bytes) -> None:
+    def _let_stay(self, queued: Lease) -> None:
         """Note in the entry that the call has begun, without changing its end."""
-        queued_call = Holder.decode(queued_value)
-        begun = queued_call.without_process(queued_call.timeout, kept=True).encode()
+        begun = queued.holder.without_process(queued.length, kept=True).encode()
         # The clocks of both hosts decide if the entry is gone (freed with a killed run, or lost by
         # the cache), or if the cache does not report its end. A retry adds no entry, because an
         # operator may have cleared it.
-        left = max(0.0, queued_call.since + queued_call.timeout - time.time())
-        key, store, entry = self.address.key, get_store(self.address.cache), self.address.read()
+        left = max(0.0, queued.holder.since + queued.length - time.time())
+        store, entry = get_store(queued.cache), self.address.read()
         if entry is None and left and not self.run.retries:
-            store.add(key, begun, left)
-        elif entry is not None and entry.value == queued_value:
+            store.add(queued.key, begun, left)
+        elif entry is not None and entry.value == self.value:
             left = left if entry.remaining is None else entry.remaining
-            store.replace(key, queued_value, begun, left)
+            store.replace(queued.key, self.value, begun, left)
 
-    def queue_again(self, delay: float) -> None:
-        """Keep the entry for the next try of the call, which starts after ``delay`` seconds.
+    def queue_again(self) -> None:
+        """Keep the entry for the next try of the call, if there is one.
 
-        Call this before the run's lock is free: after that the entry can belong to the next run. A
-        call that was skipped has no lease, and only the length of its entry changes.
+        Call this before the run's lock is free: after that the entry can belong to the next run.
         """
-        if self.value is None or (self.lease is not None and not self.lease.held):
+        if self.again is None or self.lease is None or not self.lease.held:
             return
-        queued_value, self.value = self.value, None
-        length = self._queued_for(delay)
+        if self.options.unique_until == "expiry":
+            self.lease.held = False  # its end never moves
+            return
         try:
-            if self.lease is not None:
-                self.lease.hand_back(queued_value, length)
-            elif self.options.unique_until != "expiry":  # whose end never moves
-                store, key = get_store(self.address.cache), self.address.key
-                store.replace(key, queued_value, queued_value, length)
-        except SoftTimeLimitExceeded:
-            raise  # it is meant for the task
-        except Exception:
+            self.lease.leave(new=self.value, until=clock.now() + self._queued_for(self.again))
+        except LockUnavailable:
             logger.exception("%s: duplicates of the next try are not stopped.", self.address)
 
     # In either
@@ -209,23 +231,12 @@ class QueuedCall:
         ``kept``: the run keeps its lock, and therefore this entry.
         """
         if self.lease is not None and self.lease.held:
-            self.lease.give_back("returned" if kept else "")
-        elif self.value is not None:
-            try:
-                get_store(self.address.cache).release(self.address.key, self.value)
-            except BaseException as error:
-                self.discard()
-                if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
-                    raise
-                text = "%s: the entry of a queued call could not be deleted; trying again: %s"
-                logger.warning(text, self.address, error)
-        self.value = None
+            self.lease.give_back(result="returned" if kept else "raised")
 
     def discard(self) -> None:
         """Free the entry in the background: the worker's main process must not wait for a cache."""
-        if self.value is not None:
-            length = Holder.decode(self.value).timeout
-            renewers[self.address.cache].owe(self.address.key, self.value, length)
+        if self.lease is not None:
+            self.lease.abandon()
 
 
 def discard(header: Header | None) -> None:

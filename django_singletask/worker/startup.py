@@ -18,8 +18,59 @@ from django_singletask.history.recorder import flush
 from django_singletask.locks.renewal import release_owed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, look_at_epoch
-from django_singletask.worker.tokens import free_revoked, free_unreadable, hand_out_token
-from django_singletask.worker.watcher import watch
+from django_singletask.task.base import SingletonTask
+from django_singletask.task.header import Header
+from django_singletask.task.unique import discard
+from django_singletask.worker.watcher import Accepted, current_watcher, has_processes, watch
+
+
+def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
+    """Choose the token of this delivery's lock, and note which process runs the delivery.
+
+    So the main process and the child know the same token. This changes the request itself, because
+    a request class of this package would replace the user's.
+    """
+    if not isinstance(request.task, SingletonTask) or not has_processes(sender):
+        return
+    name = request.task.name
+    try:
+        header = Header.of(request.request_dict, request.id, name) or Header(request.id, name)
+    except ValueError:
+        return  # the run itself fails with this error
+    header.token = os.urandom(16).hex()
+    request.request_dict.update(header.into(None))
+    delivery = Accepted(request, header)
+    accepted, succeeded = request.on_accepted, request.on_success
+
+    def on_accepted(pid: int, time_accepted: float) -> None:
+        del request.on_accepted  # a cycle, which would keep the request until a collection
+        watcher = current_watcher()
+        if watcher is not None and pid:
+            watcher.deliveries[pid] = delivery
+        accepted(pid, time_accepted)
+
+    def on_success(*args: Any, **kwargs: Any) -> None:
+        del request.on_success
+        delivery.ended = True
+        succeeded(*args, **kwargs)
+
+    request.on_accepted = on_accepted
+    if header.queued:
+        request.on_success = on_success
+
+
+def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:
+    """Free the entry of a call that was revoked, or expired, before its start."""
+    if not terminated:
+        with suppress(ValueError):  # a malformed header names no entry
+            discard(Header.of(request.headers, request.id, sender.name))
+
+
+def free_unreadable(message: Any, **kwargs: Any) -> None:
+    """Free the entry of a call whose message or task the worker does not know."""
+    headers = getattr(message, "headers", None) or {}
+    with suppress(ValueError):
+        discard(Header.of(headers, headers.get("id"), str(headers.get("task"))))
 
 
 def connect() -> None:
@@ -31,10 +82,8 @@ def connect() -> None:
         (signals.task_rejected, free_unreadable),
         (signals.task_unknown, free_unreadable),
         (signals.worker_ready, watch),
-        (signals.worker_process_shutdown, release),
-        (signals.worker_shutdown, release),
-        (signals.worker_process_shutdown, flush_history),
-        (signals.worker_shutdown, flush_history),
+        (signals.worker_process_shutdown, finish),
+        (signals.worker_shutdown, finish),
     ):
         uid = f"django_singletask.{receiver.__name__}"
         signal.connect(receiver, dispatch_uid=uid, weak=False)
@@ -83,11 +132,10 @@ def load(**kwargs: Any) -> None:
     router.db_for_write(TaskLockEvent)
 
 
-def flush_history(**kwargs: Any) -> None:
-    """Write all events, because the processes of a pool end without exit handlers."""
-    flush(2.0)
+def finish(**kwargs: Any) -> None:
+    """Make the releases that are owed, and write all events: they are lost with the process.
 
-
-def release(**kwargs: Any) -> None:
-    """Make the releases that are owed: they are lost with the process, and locks would stay."""
+    The processes of a pool end without exit handlers.
+    """
     release_owed(1.0)
+    flush(2.0)

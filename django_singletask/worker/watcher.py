@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.db import connections
 
@@ -15,13 +16,11 @@ from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
 from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
-from django_singletask.locks.address import lease_length
+from django_singletask.locks.address import Run
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock
-from django_singletask.locks.run import Run
 from django_singletask.stores import get_store, look_at_epoch
-from django_singletask.stores.base import CannotList
-from django_singletask.stores.epoch import epoch_of
+from django_singletask.stores.base import CannotList, epoch_of
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
@@ -30,8 +29,6 @@ logger = logging.getLogger("django_singletask")
 
 LOOK = 0.2
 """Seconds between two checks of the processes of the pool."""
-RETRY = 1.0
-"""Seconds until the next attempt if a store is down."""
 SWEEP = 60.0
 """Seconds between two sweeps of the history."""
 LEARN = 1.0
@@ -39,39 +36,43 @@ LEARN = 1.0
 
 
 class Accepted:
-    """The last delivery that a pool process has accepted."""
+    """The last delivery that a pool process has accepted; its lock is freed if the process dies."""
 
     start = ""
     """When the process started, to distinguish it from a later one with the same pid."""
     ended = False
+    how = ""
+    """How the process is known to be dead."""
+    until = math.inf
+    """When the lease of the dead process has ended, so that there is nothing to free."""
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, header: Header) -> None:
         self.request = request
+        self.header = header
 
-    @property
-    def header(self) -> Header:
-        request = self.request
-        name = request.task.name
-        return Header.of(request.request_dict, request.id, name) or Header(request.id, name)
-
-
-class Killed(NamedTuple):
-    """A delivery whose process is dead; its lock must be freed unless its lease has ended."""
-
-    delivery: Accepted
-    lock: TaskLock
-    how: str
-    until: float
+    def lock(self) -> TaskLock | None:
+        """Return the lock of the delivery, not acquired; None if it takes none."""
+        task, header = self.request.task, self.header
+        try:
+            key, options = header.lock_key, LockOptions.of(task, header.options)
+            if key is None:
+                args, kwargs, _embed = self.request._payload  # noqa: SLF001, Celery has no other way
+                key = task.lock_key(args, kwargs, options)
+            return options.lock(TaskLock, key, task.name)
+        except (TypeError, ValueError, LockError):
+            return None  # the run itself failed with this error, or it takes no lock
 
     def free(self) -> None:
-        header = self.delivery.header
-        token = header.token or ""
-        self.lock.address_of(token).bury(token, self.how)
-        if header.queued is None:
+        """Free the lock of the dead process, and the entry of its queued call."""
+        lock, token = self.lock(), self.header.token or ""
+        if lock is None:
             return
-        lock_key = self.lock.lock_key
-        queued_call = QueuedCall(lock_key, LockOptions(), Run(header.task), header.queued)
-        if not self.delivery.ended:
+        lock.address_of(token).bury(token, self.how)
+        if self.header.queued is None:
+            return
+        run = Run(self.header.task)
+        queued_call = QueuedCall(lock.lock_key, LockOptions(), run, self.header.queued)
+        if not self.ended:
             # Not if the delivery has ended: then it may have queued its call again with that entry.
             queued_call.discard()
         queued_call.address.bury(token, self.how)
@@ -106,32 +107,20 @@ class Watcher(threading.Thread):
         self.deliveries: dict[int, Accepted] = {}
         self.someone_died = False
         self.timer: Any = None
-        self.killed: list[Killed] = []
-        self.free_at = 0.0
-        self.sweep_at = time.monotonic() + SWEEP
-        self.sweeper: threading.Thread | None = None
-        self.sweep_failed = False
+        self.killed: list[Accepted] = []
+        self.free_failed = False
 
     def run(self) -> None:
+        # In a separate thread, since a database may hang.
+        threading.Thread(target=sweep_each_minute, name="singletask-sweep", daemon=True).start()
         while True:
             time.sleep(LOOK)
             try:
                 self.look()
                 self.free()
-                self.sweep()
                 self.learn_epoch()
             except Exception:
                 logger.exception("The check of the pool's processes failed; trying again.")
-
-    def sweep(self) -> None:
-        """Sweep each minute, in a separate thread, since a database may hang."""
-        if time.monotonic() < self.sweep_at or (self.sweeper and self.sweeper.is_alive()):
-            return
-        self.sweep_at = time.monotonic() + SWEEP
-        self.sweeper = threading.Thread(
-            target=sweep, args=(self,), name="singletask-sweep", daemon=True
-        )
-        self.sweeper.start()
 
     def learn_epoch(self) -> None:
         """Read the epoch of the cache, so that a process that is forked later inherits it.
@@ -150,61 +139,59 @@ class Watcher(threading.Thread):
                 continue
             if self.deliveries.get(pid) is delivery:
                 del self.deliveries[pid]
-            self.someone_died = True
-            lock = lock_of(delivery)
+            self.someone_died, delivery.how = True, how
+            lock = delivery.lock()
             if lock is not None:
-                until = time.monotonic() + lease_length(lock.timeout)
-                self.killed.append(Killed(delivery, lock, how, until))
+                delivery.until = time.monotonic() + (lock.timeout or conf.lock_timeout)
+                self.killed.append(delivery)
 
     def free(self) -> None:
-        """Free the locks of killed runs; if the store is down, try again each second."""
-        if not self.killed or time.monotonic() < self.free_at:
+        """Free the locks of killed runs; if the store is down, the next look tries again."""
+        if not self.killed:
             return
         try:
             while self.killed:
                 self.killed[0].free()
                 del self.killed[0]
+            self.free_failed = False
         except Exception as error:
-            logger.warning("The locks of killed runs are not freed yet; trying again: %s", error)
-            now = time.monotonic()
-            self.free_at = now + RETRY
-            self.killed = [one for one in self.killed if now < one.until]
+            if not self.free_failed:  # logged once per outage
+                text = "The locks of killed runs are not freed yet; trying again: %s"
+                logger.warning(text, error)
+            self.free_failed = True
+            self.killed = [one for one in self.killed if time.monotonic() < one.until]
         finally:
             connections.close_all()
 
 
-def lock_of(delivery: Accepted) -> TaskLock | None:
-    """Return the lock of a delivery, not acquired; None if it takes none."""
-    task = delivery.request.task
-    try:
-        header = delivery.header
-        key, options = header.lock_key, LockOptions.of(task).but(header.overrides)
-        if key is None:
-            args, kwargs, _embed = delivery.request._payload  # noqa: SLF001, Celery has no other way
-            key = task.lock_key(args, kwargs, options)
-        return options.lock(key, task.name)
-    except (TypeError, ValueError, LockError):
-        return None  # the run itself failed with this error, or it takes no lock
+def sweep_each_minute() -> None:
+    failed = False
+    while True:
+        time.sleep(SWEEP)
+        failed = sweep(failed)
 
 
-def sweep(watcher: Watcher) -> None:
-    """Close the history's rows of locks that are no longer held, and clean up the lock table."""
+def sweep(failed: bool = False) -> bool:
+    """Close the history's rows of locks that are no longer held, and clean up the lock table.
+
+    Return whether that failed. The error is logged unless the sweep before ``failed``, too.
+    """
     try:
         if history.takes_turn():
             with suppress(CannotList):  # a key function hides which entries are locks
                 get_store(conf.cache).purge()
             if conf.history != "off":
                 history.sweep()
-        watcher.sweep_failed = False
+        return False
     except Exception as error:
-        if not watcher.sweep_failed:
+        if not failed:
             logger.warning(
                 "The history cannot be cleaned up (%s: %s); trying again each minute. Until then "
                 "the history may show killed runs as held.",
                 type(error).__name__,
                 str(error).partition("\n")[0].rstrip("."),
             )
-        watcher.sweep_failed = True
+        return True
     finally:
         connections.close_all()
 

@@ -9,6 +9,7 @@ from uuid import UUID
 from django.utils import timezone
 
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators.names import locks_of
 
 FEED = "news.tasks.fetch_feed(feed_url='https://example.org/{}.xml')"
 MONTHLY = "reports.tasks.monthly()"
@@ -31,7 +32,13 @@ def fill() -> None:
             "pid": 8000 + number,
             "timeout": 60,
         }
-        usual = {"kind": "run", "name": name, "key": name, "task": task, "at": at}
+        usual = {
+            "kind": "run",
+            "name": name,
+            "key": next(iter(locks_of(name))),
+            "task": task,
+            "at": at,
+        }
         rows.append(TaskLockEvent(**{**usual, **run, **facts}))
         return rows[-1]
 

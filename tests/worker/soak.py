@@ -35,7 +35,7 @@ DELAY = 0.5
 """Seconds until a worker handles a message, or until the broker sees that a worker is dead."""
 
 RAN = "ran"
-SKIPPED = "skipped: an equal call ran"
+SKIPPED = "skipped: an identical call ran"
 NOT_SENT = "not sent: the broker was down"
 STORE_DOWN = "failed: the lock store was down"
 OLD_CONNECTION = "failed: first request since the store was down"

@@ -13,7 +13,7 @@ from celery import Celery
 from celery.result import AsyncResult
 from kombu import Connection, Exchange, Queue
 
-from django_singletask.task.postpone import detect_quorum_queues
+from django_singletask.task.delivery import detect_quorum_queues
 from tests import servers
 from tests.deadline import wait_for
 from tests.testapp import tasks
@@ -77,7 +77,7 @@ class Site:
 
     def wait_for_drop(self, result: AsyncResult) -> None:
         line = f"{result.id} was delivered again, but its work is done"
-        wait_for(lambda: line in self.worker.text(), "it is dropped")
+        wait_for(lambda: line in self.worker.text(), "it is dropped", deadline=60)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def broker():
 
 
 @pytest.fixture(scope="module")
-def sites(broker, tmp_path_factory):
+def sites(broker, tmp_path_factory, django_db_setup):
     sites = {kind: Site(broker, kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
     try:
         for site in sites.values():
@@ -179,7 +179,7 @@ def after_the_kill(broker, sites):
         calls[kind] = {
             "succeeded": site.start(tasks.late, 2, "succeeded"),
             "unknown": site.start(tasks.late, 2, "unknown", ignore_result=True),
-            "long": site.start(tasks.late, 14, "long"),
+            "long": site.start(tasks.late, 24, "long"),
         }
     broker.kill()
     for kind, site in sites.items():

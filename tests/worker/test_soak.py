@@ -67,5 +67,11 @@ def test_soak(start_worker, store, tmp_path, monkeypatch, request, record_proper
         assert is_lost(pair.first) or recording.is_forgotten(pair), recording.words(pair)
     assert recording.beside_one() <= 1
     assert recording.longest_block() < 2
-    alive = {hold.token for hold in recording.holds if hold.killed == math.inf}
-    assert alive.isdisjoint(line["token"] for line in recording.of("dead"))
+    # An entry can outlast its hold: the store was down, and the worker ended before it was back.
+    lived_on = {
+        hold.token: hold.trusted[-1][1]
+        for hold in recording.holds
+        if hold.killed == math.inf and hold.trusted
+    }
+    for line in recording.of("dead"):
+        assert line["at"] > lived_on.get(line["token"], 0), line

@@ -19,6 +19,7 @@ from celery.result import AsyncResult
 
 from django_singletask import DuplicateTask, TaskLock
 from django_singletask.holder import Holder
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import LATEST, QUEUED
 from django_singletask.stores import get_store
 from tests import canvases
@@ -137,7 +138,7 @@ def held(flow, *keys):
     values = {}
     for key in keys:
         lock = lock_of(key)
-        holder = Holder.new(lock.name, 0.5, task="other", task_id="other", retries=0)
+        holder = Run("other", "other").holder(lock.name, 0.5)
         values[lock.key] = holder.encode()
         assert store.add(lock.key, values[lock.key], 120) is None
     try:

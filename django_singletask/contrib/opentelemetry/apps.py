@@ -1,19 +1,59 @@
-"""The app that a project adds to ``INSTALLED_APPS``."""
+"""Count what happens to the locks, with the API of OpenTelemetry.
+
+* ``singletask.lock.hold``: a histogram of how many seconds locks were held, by ``task`` and
+  ``outcome``.
+* ``singletask.lock.conflicts``: calls that found their lock held, by ``task``, ``result`` and
+  ``reason``.
+* ``singletask.lock.duplicates``: calls that were not sent, by ``task``.
+* ``singletask.lock.trouble``: locks of dead processes, locks that expired, were lost, retaken or
+  cleared, and runs without their lock, by ``task`` and ``kind``.
+
+Lock names are not attributes, because their number is unlimited. The metrics go to the meter
+provider of the process, which may be set later.
+"""
 
 from __future__ import annotations
 
-from django.apps import AppConfig
+from typing import Any
 
-__all__: list[str] = []
+from django.apps import AppConfig
+from opentelemetry import metrics
+
+from django_singletask.signals import LockEvent, lock_event
+
+meter = metrics.get_meter("django_singletask")
+holds = meter.create_histogram(
+    "singletask.lock.hold", unit="s", description="Seconds for which a lock was held."
+)
+conflicts = meter.create_counter(
+    "singletask.lock.conflicts", description="Calls that found their lock held."
+)
+duplicates = meter.create_counter(
+    "singletask.lock.duplicates", description="Calls that an identical queued call stopped."
+)
+trouble = meter.create_counter(
+    "singletask.lock.trouble", description="Locks that expired, were lost, retaken or cleared."
+)
 
 
 class OpenTelemetryConfig(AppConfig):
-    """Record metrics of the locks in this process."""
+    """The app that a project adds to ``INSTALLED_APPS``; it records metrics in this process."""
 
     name = "django_singletask.contrib.opentelemetry"
     label = "django_singletask_opentelemetry"
 
     def ready(self) -> None:
-        from django_singletask.contrib.opentelemetry import metrics
+        lock_event.connect(record, sender=LockEvent, dispatch_uid=__name__)
 
-        metrics.connect()
+
+def record(*, event: LockEvent, **kwargs: Any) -> None:
+    task = {"task": event.task}
+    if event.held_for is not None:
+        outcome = event.result or event.outcome or event.kind
+        holds.record(event.held_for, {**task, "outcome": outcome})
+    if event.kind == "conflict":
+        conflicts.add(1, {**task, "result": event.result, "reason": event.reason})
+    elif event.kind == "duplicate":
+        duplicates.add(1, task)
+    elif event.kind not in ("acquired", "released"):
+        trouble.add(1, {**task, "kind": event.kind})

@@ -2,44 +2,92 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
+import logging
 import os
+import re
 import socket
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import chain, islice
-from typing import Any
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from datetime import datetime, timedelta
+from itertools import chain
+from typing import Any, NoReturn
 
-from django.core.management.base import (
-    BaseCommand,
-    CommandError,
-    CommandParser,
-    no_translations,
-)
+from django.core.cache import caches
+from django.core.cache.backends.locmem import LocMemCache
+from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
+from django.utils import timezone
 
-from django_singletask.checks import check_cache
 from django_singletask.conf import conf
-from django_singletask.history.queries import reading
+from django_singletask.exceptions import LockUnavailable
+from django_singletask.history.queries import NoHistory, reading
 from django_singletask.history.sweep import prune
-from django_singletask.management import alarms, output
-from django_singletask.management.alarms import UNKNOWN
-from django_singletask.management.arguments import add_actions, check_choice, with_action
-from django_singletask.management.output import explain, printable
-from django_singletask.models import Result, TaskLockEvent
+from django_singletask.holder import clean
+from django_singletask.management import output
+from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
-from django_singletask.operators.errors import cannot_ask
-from django_singletask.operators.explain import why
-from django_singletask.operators.names import SCANNED, find, select
+from django_singletask.operators.explain import HOLDING, facts, why
+from django_singletask.operators.held import SAID, cannot_ask
+from django_singletask.operators.names import SCANNED, WORDS, find, select
 from django_singletask.operators.probe import probe
-from django_singletask.operators.rows import HeldLock
-from django_singletask.operators.words import compact, plural
+from django_singletask.operators.starving import HOUR, Starving, starving
+from django_singletask.operators.windows import to_moment
+from django_singletask.operators.words import duration, few, parse_duration, plural
 from django_singletask.stores import get_store
+from django_singletask.stores.base import PREFIX
 
 __all__ = ["Command"]
 
-LOCMEM = {"django_singletask.E004", "django_singletask.W001"}
-"""Checks that say that each process has locks of its own."""
+ACTIONS = {
+    "list": "List the locks that are held now. This is the default action.",
+    "why": "Explain why one lock is held, or that it is free; or sum up a task.",
+    "clear": "Free locks. Their tasks keep running.",
+    "history": "List what happened, the latest first.",
+    "probe": "Test whether the cache is fit to hold locks.",
+    "prune": "Delete old history, in small batches.",
+}
+LOCKS = (
+    "a lock (its name or key), a call such as 'import_feed(feed_id=7)', a task (its name, or the "
+    "last part of it), a task id, a token or a host (not of history); * stands for any text"
+)
+WORDS_OF_LOCKS = "lock", "free", "Freed"
+WORDS_OF_CALLS = "queued call", "forget", "Forgot"
+UNKNOWN = 3
+"""Exit code if nothing can be said; Django itself uses 1, for broken settings."""
+
+
+def named(text: str) -> str:
+    """Refuse an empty text, as from an unset variable of the shell, and broken Unicode."""
+    if not text or text != text.encode(errors="replace").decode():
+        raise argparse.ArgumentTypeError(f"'{clean(text)}' is not a name.")
+    return text
+
+
+def moment(text: str) -> datetime:
+    """Read a time, in the time zone of the project, or how long ago it is."""
+    with suppress(ValueError, OverflowError):
+        return to_moment(text)
+    with suppress(argparse.ArgumentTypeError):
+        return timezone.now() - timedelta(seconds=parse_duration(text))
+    message = f"{text!r} is neither a time such as '2026-11-21 14:05' nor a duration such as 2h."
+    raise argparse.ArgumentTypeError(message)
+
+
+def count(text: str) -> int:
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number.")
+    return int(text)
+
+
+def usage_exit(status: int = 0, message: str | None = None) -> NoReturn:
+    sys.stderr.write(message or "")
+    sys.exit(UNKNOWN if status else 0)
+
+
+class Alarm(CommandError):
+    """What a monitor must know."""
 
 
 class Command(BaseCommand):
@@ -50,12 +98,6 @@ class Command(BaseCommand):
 
     def run_from_argv(self, argv: list[str]) -> None:
         """Run as a separate process, whose output may end early."""
-        argv = [*argv[:2], *with_action(argv[2:])]
-        self._called_from_command_line = True
-        try:
-            self.create_parser(*argv[:2]).parse_args(argv[2:])
-        except SystemExit as end:
-            sys.exit(UNKNOWN if end.code == 2 else end.code)
         try:
             try:
                 super().run_from_argv(argv)
@@ -67,218 +109,245 @@ class Command(BaseCommand):
             sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
 
     def add_arguments(self, parser: CommandParser) -> None:
-        add_actions(parser)
+        """Add the options; keep the actions and the default of each."""
+        parser.allow_abbrev = False  # "clear --al" must not mean --all
+        # Options may stand between the words, and a wrong one is no alarm.
+        parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
+        parser.exit = usage_exit  # type: ignore[method-assign]
+        parser.add_argument("names", nargs="*", type=named, metavar="LOCK", help=LOCKS)
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.usage = "%(prog)s [ACTION] [LOCK ...] [options]"
+        groups = {name: parser.add_argument_group(name, what) for name, what in ACTIONS.items()}
+        self.options: dict[str, tuple[str, Any]] = {}
+
+        def add(actions: str, option: str, what: str, **facts: Any) -> None:
+            facts = facts or {"action": "store_true"}
+            added = groups[actions.split()[0]].add_argument(option, help=what, **facts)
+            self.options[added.dest] = actions, added.default
+
+        longer = "exit with 2 if a lock is held for longer than this"
+        hungry = (
+            "exit with 2 if the calls of a lock have found it held for this long, none completed, "
+            "and calls still come"
+        )
+        queued = "forget queued calls instead of freeing locks, so that identical calls can be sent"
+        older = "delete rows that are older than this (default: SINGLETASK_HISTORY_DAYS)"
+        starve = (
+            "list the locks that starve: their calls find them held, and no run has completed, for "
+            "an hour or more"
+        )
+        add("list", "--starving", starve)
+        add("list", "--fail-if-held-over", longer, type=parse_duration, metavar="1h")
+        add("list", "--fail-if-starving", hungry, type=parse_duration, metavar="1h")
+        add("clear", "--dead", "free the locks of processes that are proven dead")
+        add("clear", "--all", "free every lock")
+        add("clear", "--queued", queued)
+        add("clear", "--reason", "why, for the history, which keeps 255 characters", default="")
+        add("clear", "--yes", "do not ask")
+        add("clear or prune", "--dry-run", "only show what would be freed, or be deleted")
+        time = "a time, such as '2026-11-21 14:05', or how long ago it is"
+        add("history", "--what", "only runs and calls of which the list says this", choices=WORDS)
+        add("history", "--since", f"only rows that began after {time}", type=moment, metavar="2h")
+        add("history", "--until", "only rows that began before this time", type=moment)
+        add("history", "--limit", "print at most this many rows (50)", type=count, default=50)
+        add("prune", "--older-than", older, type=parse_duration, metavar="7d")
 
     @no_translations  # only the words that the admin has, too, are translated
     def handle(self, *args: Any, **options: Any) -> None:
-        action = options["action"] or "list"
-        for message in check_cache() if action in {"list", "why", "clear"} else []:
-            if message.id in LOCMEM:
-                unseen = "This command cannot see the locks of other processes."
-                raise CommandError(f"{message.msg} {unseen} {message.hint}", returncode=UNKNOWN)
-        getattr(self, action)(options)
+        self.prints_json, names = options["json"], options["names"]
+        action = names.pop(0) if names and names[0] in ACTIONS else "list"
+        try:
+            if problem := self.problem_of(action, options):
+                raise CommandError(problem, returncode=UNKNOWN)
+            getattr(self, action)(options)
+        except (*SAID, LockUnavailable, RuntimeError) as error:
+            raise CommandError(clean(cannot_ask(error)), returncode=UNKNOWN) from error
+        except KeyboardInterrupt as error:
+            text = "Interrupted. What is done is done: run the command again to continue."
+            raise CommandError(text) from error
+
+    def problem_of(self, action: str, options: dict[str, Any]) -> str:
+        """Return what does not fit the action, or makes it impossible; empty if all is well."""
+        for option, (actions, default) in self.options.items():
+            if action not in actions and options[option] != default:
+                return f"--{option.replace('_', '-')} is an option of {actions}."
+        names, is_clear = options["names"], action == "clear"
+        narrowed = names or any(options[option] for option in ("dead", "queued", "all"))
+        asks = not (options["yes"] or options["dry_run"])
+        if action in {"probe", "prune"} and names:
+            return f"{action!r} takes no name."
+        if action == "why" and (len(names) != 1 or "*" in names[0]):
+            return (
+                "'why' explains one lock or one task. 'manage.py locks' lists what fits a pattern."
+            )
+        if is_clear and options["json"] and asks:
+            return "With --json the command cannot ask you: add --yes or --dry-run."
+        if is_clear and not narrowed:
+            return (
+                "Say what to clear: a lock, a call, a task, an id or a host, or --dead, --queued "
+                "or --all. 'manage.py locks' lists what is held."
+            )
+        if action in {"history", "prune"}:
+            return ""
+        try:
+            get_store(conf.cache).read(PREFIX)
+        except Exception as error:  # a cache that is set up wrongly has errors of its own
+            return clean(cannot_ask(error))
+        unseen = "this command cannot see the locks of other processes"
+        here = f"SINGLETASK_CACHE = {conf.cache!r} is in local memory: {unseen}."
+        is_local = isinstance(caches[conf.cache], LocMemCache) and action != "probe"
+        return here if is_local else ""
 
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
-        with asking():
-            names = [*map(select, options["names"])]
-            locks = held.with_history(held.held(names))
-            held.must_be_known(names, locks)
-        if options["json"]:
-            self.print_lines(output.json_rows("locks", locks))
-        elif locks:
-            self.print_table(output.lock_table(locks))
-        else:
-            self.stdout.write("No matching lock is held." if names else "No lock is held.")
-        held_over, starving_for = options["fail_if_held_over"], options["fail_if_starving"]
-        alarms.watch(locks, names, held_over=held_over, starving_for=starving_for)
+        selectors = [*map(select, options["names"])]
+        locks = held.with_history(held.held(selectors))
+        held.must_be_known(selectors, locks)
+        hungry = list[Starving]()
+        with nullcontext() if options["starving"] else suppress(NoHistory):
+            hungry = starving(HOUR, selectors)
+        lines = output.starving_table(hungry) if options["starving"] else output.lock_table(locks)
+        none = "starves" if options["starving"] else "is held"
+        matching = "matching " * bool(selectors)
+        self.show({"starving": hungry, "locks": locks}, lines, f"No {matching}lock {none}.")
+        if hungry and not (options["json"] or options["starving"]):
+            number = f"{plural(len(hungry), 'lock')} starve{'s' * (len(hungry) == 1)}"
+            self.stdout.write(f"{number}: manage.py locks --starving names them.")
+        alarms = {}
+        if limit := options["fail_if_held_over"]:
+            alarms[f"Held for more than {duration(limit)}"] = [
+                f"{lock.name} ({duration(lock.held_for)})"
+                for lock in locks
+                if lock.state in HOLDING - {"kept"} and lock.held_for > limit
+            ]
+        if limit := options["fail_if_starving"]:
+            alarms[f"Starving for {duration(limit)} or more"] = [
+                f"{state.name} ({plural(state.conflicts, 'conflict')} in {duration(state.unmet)})"
+                for state in starving(limit, selectors)
+            ]
+        if sentences := [f"{what}: {few(names)}." for what, names in alarms.items() if names]:
+            raise Alarm(" ".join(sentences), returncode=2)
 
     def why(self, options: dict[str, Any]) -> None:
-        with asking():
-            facts = why(options["name"])
-        if options["json"]:
-            self.print_json(output.as_json(facts))
-        else:
-            self.stdout.write("\n".join(explain(facts, options["name"])))
+        known = why(options["names"][0])
+        self.show(vars(known), output.facts(known.name, known.state, facts(known)))
 
     def clear(self, options: dict[str, Any]) -> None:
         """Show the locks that were asked for, ask, and free them."""
-        check_choice(options)
-        with asking():
-            names = [*map(select, options["names"])]
-            if options["queued"] and not options["names"]:
-                # The history does not say which calls are queued.
-                next(get_store(conf.cache).entries(), None)
-            locks = held.held(names)
-            held.must_be_known(names, locks)
-            chosen = held.with_history([lock for lock in locks if _is_chosen(lock, options)])
-            missing = [each.text for each in names if not any(map(each.matches, chosen))]
-        if missing or not chosen:
-            nothing = _not_there(missing, locks, options)
-            if names:
-                raise CommandError(nothing)
-            # Nothing was named, so finding nothing is not an error.
-            if options["json"]:
-                self.print_lines(output.json_rows("locks", []))
-            else:
-                self.stdout.write(nothing)
-            return
-        if not options["json"]:
-            self.print_table(output.lock_table(chosen))
-        if not (options["yes"] or options["dry_run"]):
-            self.confirm(len(chosen), options)
-        with asking():
-            to_free = [] if options["dry_run"] else chosen
-            by = {"actor": actor(), "reason": options["reason"]}
-            freed = {lock.key for lock in to_free if held.clear(lock, **by)}
-        self.report(chosen, freed, options)
-
-    def confirm(self, count: int, options: dict[str, Any]) -> None:
-        """Ask; anything but yes ends the command."""
-        if options["queued"]:
-            question = (
-                f"Forget {plural(count, 'queued call')}? If the broker still has the message, "
-            )
-            question += "the call runs, and an identical call can run at the same time."
-        else:
-            task = "The" if count == 1 else "Each"
-            question = f"Free {plural(count, 'lock')}? {task} task keeps running, and a second "
-            question += "copy can start at the same time."
-        try:
-            answer = input(f"{question} [y/N] ")
-        except (EOFError, KeyboardInterrupt):
-            self.stdout.write("")
-            answer = ""
-        if answer.strip().lower() not in {"y", "yes"}:
-            raise CommandError("Nothing was freed. To skip the question, add --yes.")
-
-    def report(
-        self, locks: Sequence[HeldLock], freed: Collection[str], options: dict[str, Any]
-    ) -> None:
-        """Say what was freed (``freed`` are keys), or would be; exit with 1 if a lock was not."""
-        queued = ("queued call", "Would forget", "Forgot")
-        noun, would, done = queued if options["queued"] else ("lock", "Would free", "Freed")
-        if options["json"]:
-            rows = [{**output.as_json(lock), "freed": lock.key in freed} for lock in locks]
-            self.print_lines(output.json_rows("locks", rows))
-        elif options["dry_run"]:
-            self.stdout.write(f"{would} {plural(len(locks), noun)}.")
-        elif freed:
-            self.stdout.write(self.style.SUCCESS(f"{done} {plural(len(freed), noun)}."))
-        kept = [printable(lock.name) for lock in locks if lock.key not in freed]
-        if kept and not options["dry_run"]:
+        queued, dead, dry_run = options["queued"], options["dead"], options["dry_run"]
+        noun, verb, done = WORDS_OF_CALLS if queued else WORDS_OF_LOCKS
+        selectors = [*map(select, options["names"])]
+        locks = held.held(selectors)
+        held.must_be_known(selectors, locks)
+        clearable = [lock for lock in locks if lock.queued == queued and lock.state != "expired"]
+        chosen = held.with_history([lock for lock in clearable if lock.state == "dead" or not dead])
+        missing = [each.text for each in selectors if not held.among(chosen, each)]
+        nothing = _not_there(missing, {lock.state for lock in locks}, queued, dead)
+        if queued and (missing or not chosen):  # the history does not say which calls are queued
+            next(get_store(conf.cache).entries(), None)
+        if missing:
+            raise CommandError(clean(nothing))
+        if not (chosen and options["json"]):
+            self.show({"locks": []}, output.lock_table(chosen), nothing)
+        if not chosen:
+            return  # nothing was named, so finding nothing is not an error
+        number = plural(len(chosen), noun)
+        if not (options["yes"] or dry_run):
+            confirm(number, queued, dead)
+        log = logging.getLogger("django_singletask")
+        if not log.hasHandlers():
+            log.setLevel(logging.ERROR)  # the table and the result say what the warnings do
+        by = {"actor": actor(), "reason": options["reason"]}
+        freed = {lock.key for lock in chosen if not dry_run and held.clear(lock, **by)}
+        rows = [{**output.as_json(lock), "freed": lock.key in freed} for lock in chosen]
+        result = f"Would {verb} {number}." if dry_run else f"{done} {plural(len(freed), noun)}."
+        self.show({"locks": rows}, iter(()), result)
+        kept = [lock.name for lock in chosen if not (dry_run or lock.key in freed)]
+        if kept:
             raise CommandError(
                 f"Not freed: {', '.join(kept)}. The holder in the table no longer has the lock. "
                 "List the locks again."
             )
 
     def history(self, options: dict[str, Any]) -> None:
-        narrowed = {name: options[name] for name in ("kind", "outcome", "since", "limit")}
-        if narrowed["outcome"] in Result.values:
-            narrowed["result"], narrowed["outcome"] = narrowed["outcome"], None
-        with asking():
-            names = [*map(select, options["names"])]
-            conditions = [each for name in names for each in name.conditions()] if names else [{}]
-            rows, complete = find(conditions, **narrowed)
-            held.must_be_known(names)
+        selectors = [*map(select, options["names"])]
+        conditions = [each for selector in selectors for each in selector.conditions()]
+        narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
+        rows, complete = find(conditions if selectors else [{}], **narrowed)
+        held.must_be_known(selectors)
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
             self.stderr.write(
                 "SINGLETASK_HISTORY = 'off': nothing is recorded, and all rows are old."
             )
-        if options["json"]:
-            self.print_lines(output.json_rows("rows", rows))
-        elif rows:
-            held.judge(rows)
-            self.print_table(output.history_table(rows))
-        else:
-            self.stdout.write("The history has no matching row.")
+        self.show({"rows": rows}, output.history_table(rows), "The history has no matching row.")
 
     def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
-        with asking():
-            result = probe(conf.cache)
-        if options["json"]:
-            self.print_json({**output.as_json(result), "fit": result.fit})
-        else:
-            self.stdout.write("\n".join(output.probe_report(result)))
+        result = probe(conf.cache)
+        found = [(finding.level, finding.text) for finding in result.findings]
+        server = f"{result.backend.rpartition('.')[2]}, {result.server}"
+        lines = output.facts(f"Cache {result.cache!r}", server, found)
+        end = ["Fit to hold locks."] if result.fit else []
+        self.show(output.as_json(result), chain(lines, end))
         if not result.fit:
             raise CommandError(f"The cache {conf.cache!r} cannot hold locks: see 'unfit' above.")
 
     def prune(self, options: dict[str, Any]) -> None:
-        """Delete old history, and say meanwhile how many rows are gone."""
+        """Delete old history, and say how many rows are gone."""
         older_than, dry_run = options["older_than"], options["dry_run"]
-        count, interrupted = 0, True
-        with asking(), reading(even_if_off=True), suppress(KeyboardInterrupt):
-            if dry_run:
-                count = TaskLockEvent.objects.primary().older_than(older_than).count()
-            for deleted in () if dry_run else prune(older_than=older_than):
-                count += deleted
-                if self.stdout.isatty() and not options["json"]:
-                    self.stdout.write(f"\r{count} rows deleted …\r", ending="")
-                    self.stdout.flush()
-            interrupted = False
-        if interrupted:
-            gone = f"Interrupted: {plural(count, 'row')} deleted."
-            raise CommandError(f"{gone} Run the command again to continue.")
+        with reading(even_if_off=True):
+            old = TaskLockEvent.objects.primary().older_than(older_than)
+            number = old.count() if dry_run else sum(prune(older_than=older_than))
         seconds = older_than or conf.history_days * 86_400
-        if options["json"]:
-            self.print_json({"deleted": count, "older_than": seconds, "dry_run": dry_run})
+        rows = f"{plural(number, 'row')} older than {duration(seconds)}"
+        facts = {"deleted": number, "older_than": seconds, "dry_run": dry_run}
+        self.show(facts, iter(()), f"{'Would delete' if dry_run else 'Deleted'} {rows}.")
+
+    def show(self, known: dict[str, Any], lines: Iterator[str], none: str = "") -> None:
+        """Print JSON, or else a table, its head in colour on a terminal; without rows, say so."""
+        if self.prints_json:
+            text = output.to_json(known)
+        elif head := next(lines, ""):
+            text = "\n".join([self.style.MIGRATE_HEADING(head), *lines])
         else:
-            verb = "Would delete" if dry_run else "Deleted"
-            self.stdout.write(f"{verb} {plural(count, 'row')} older than {compact(seconds)}.")
-
-    def print_json(self, data: Any) -> None:
-        self.stdout.write(output.to_json({"version": output.VERSION, **data}, indent=2))
-
-    def print_table(self, lines: Iterator[str]) -> None:
-        """Print a table, its head in colour on a terminal."""
-        self.print_lines(chain([self.style.MIGRATE_HEADING(next(lines))], lines))
-
-    def print_lines(self, lines: Iterator[str]) -> None:
-        """Print lines while they are made: there may be very many."""
-        while some := [*islice(lines, 1000)]:
-            self.stdout.write("\n".join(some))
+            text = none
+        self.stdout.write(text)
 
 
-@contextmanager
-def asking() -> Iterator[None]:
-    """Turn any error of the block, since each client has errors of its own, into one message."""
-    try:
-        yield
-    except CommandError:
-        raise
-    except Exception as error:
-        raise CommandError(printable(cannot_ask(error)), returncode=UNKNOWN) from error
+def confirm(number: str, queued: bool, dead: bool) -> None:
+    """Ask; anything but yes ends the command."""
+    question = f"Free {number}?"
+    if queued:
+        question = (
+            f"Forget {number}? If the broker still has the message, the call runs, and an "
+            "identical call can run at the same time."
+        )
+    elif not dead:
+        question += " What runs keeps running, and a second copy can start meanwhile."
+    answer = ""
+    with suppress(EOFError, KeyboardInterrupt):
+        answer = input(f"{question} [y/N] ")
+    if answer.strip().lower() not in {"y", "yes"}:
+        raise CommandError("Nothing was freed. To skip the question, add --yes.")
 
 
 def actor() -> str:
     """Name the user who runs the command."""
-    try:
+    user = "unknown user"
+    # A container may run under a user that has no name.
+    with suppress(ImportError, KeyError, OSError):
         user = getpass.getuser()
-    except (ImportError, KeyError, OSError):  # a container may run under a user that has no name
-        user = "unknown user"
-    return f"{user} on {socket.gethostname()}{output.COMMAND}"
+    return f"{user} on {socket.gethostname()} (manage.py locks)"
 
 
-def _is_chosen(lock: HeldLock, options: dict[str, Any]) -> bool:
-    return (
-        lock.queued == options["queued"]
-        and lock.state != "expired"
-        and (lock.state == "dead" or not options["dead"])
-    )
-
-
-def _not_there(missing: Sequence[str], locks: Sequence[HeldLock], options: dict[str, Any]) -> str:
+def _not_there(missing: list[str], states: set[str], queued: bool, dead: bool) -> str:
     """Say that what was asked for is not there, and why, where that is known."""
-    queued, dead = options["queued"], options["dead"]
     what = "call is queued" if queued else f"lock is held{' by a dead process' * dead}"
-    criteria = ", ".join(map(printable, missing))
-    sentences = [f"No matching {what}: {criteria}." if criteria else f"No {what}."]
-    states = {lock.state for lock in locks}
+    text = f"No matching {what}: {', '.join(missing)}." if missing else f"No {what}."
     if "expired" in states:
-        sentences.append("An expired lock is not held: there is nothing to free.")
+        text += " An expired lock is not held: there is nothing to free."
     if "queued" in states and not (queued or dead):
-        sentences.append("A call is queued: add --queued to forget it.")
-    return " ".join(sentences)
+        text += " A call is queued: add --queued to forget it."
+    return text

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import NamedTuple
-
-from celery.exceptions import SoftTimeLimitExceeded
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Store
-
-logger = logging.getLogger("django_singletask")
 
 # Of all calls that conflict, the last runs ("rerun")
 #
@@ -52,11 +48,8 @@ LEASE = 24 * 60 * 60
 TRIES = 100
 
 
-class Ticket(NamedTuple):
-    """The number under which a message met its conflict."""
-
-    epoch: str
-    number: int
+Ticket = Sequence[Any]
+"""The epoch and the number under which a message met its conflict; a list in the message."""
 
 
 class State(NamedTuple):
@@ -81,50 +74,37 @@ class State(NamedTuple):
 
 def take_ticket(lock: Address, task: str) -> Ticket | None:
     """Take the next number; None if other calls were faster at each attempt."""
-    store, key = _entry(lock, task)
+    store, key = get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
     for _ in range(TRIES):
         entry = store.read(key)
         state = State.decode(b"" if entry is None else entry.value)
-        state = state._replace(taken=state.taken + 1)
-        value = state.encode()
-        if entry is not None:
-            taken = store.replace(key, entry.value, value, LEASE)
+        value = state._replace(taken=state.taken + 1).encode()
+        if entry is None:
+            taken = store.add(key, value, LEASE) is None
         else:
-            there = store.add(key, value, LEASE)
-            taken = there is None or there.value == value
+            taken = store.replace(key, entry.value, value, LEASE)
         if taken:
-            return Ticket(state.epoch, state.taken)
+            return [state.epoch, state.taken + 1]
     return None
 
 
 def gives_way(lock: Address, task: str, ticket: Ticket) -> bool:
-    """Return whether a later message is noted; if not, note this one, which is published."""
-    try:
-        return is_superseded(*_entry(lock, task), ticket)
-    except SoftTimeLimitExceeded:
-        raise
-    except LockUnavailable:  # whoever takes the lock next reports it
-        return False
-    except Exception:
-        logger.exception("%s: cannot check for a later call, so this call runs.", lock)
-        return False
+    """Return whether a later message is noted; if not, note this one, which is published.
 
-
-def _entry(lock: Address, task: str) -> tuple[Store, str]:
-    return get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
-
-
-def is_superseded(store: Store, key: str, ticket: Ticket) -> bool:
-    for _ in range(TRIES):
-        entry = store.read(key)
-        if entry is None:
-            return False
-        state = State.decode(entry.value)
-        if state.epoch != ticket.epoch:
-            return state.noted > 0
-        if state.noted >= ticket.number:
-            return state.noted > ticket.number
-        value = state._replace(noted=ticket.number).encode()
-        if store.replace(key, entry.value, value, LEASE):
-            return False
+    If the cache cannot be used, the call runs, and whoever takes the lock next reports it.
+    """
+    with suppress(LockUnavailable, TypeError, ValueError):  # another program wrote the ticket
+        (epoch, number), key = ticket, lock.lock_key.beside(LATEST, task).key
+        for _ in range(TRIES):
+            entry = get_store(lock.cache).read(key)
+            if entry is None:
+                return False
+            state = State.decode(entry.value)
+            if state.epoch != epoch:
+                return state.noted > 0
+            if state.noted >= number:
+                return bool(state.noted > number)
+            value = state._replace(noted=number).encode()
+            if get_store(lock.cache).replace(key, entry.value, value, LEASE):
+                return False
     return False

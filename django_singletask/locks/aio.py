@@ -1,0 +1,141 @@
+"""Make requests in other threads, so that the event loop never waits for them."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextvars
+import functools
+import queue
+import threading
+from asyncio import _get_running_loop
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from asgiref.sync import sync_to_async
+from django.db import connections
+
+from django_singletask.conf import conf
+from django_singletask.forks import at_fork
+from django_singletask.stores import close_stores
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+GRACE = 1.0
+"""Seconds for which a cancelled call waits for the reply to its request, to release at once."""
+MAX_THREADS = 8
+"""Threads for each cache, so that a cache that does not answer delays no other."""
+IDLE = 5.0
+"""Seconds without a job after which a thread closes its connections and ends."""
+
+
+class Pool:
+    """The threads for one cache; each has separate connections.
+
+    They are daemons, so that a process can end while a server does not answer.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: Any = queue.SimpleQueue()
+        self.counting = threading.Lock()
+        self.unfinished = 0
+        self.threads = 0
+
+    def add(self, job: Callable[[], object]) -> None:
+        with self.counting:
+            self.unfinished += 1
+            if self.threads < min(self.unfinished, MAX_THREADS):
+                _thread.start_new_thread(self.run, ())
+                self.threads += 1
+        self.jobs.put(job)
+
+    def run(self) -> None:
+        while True:
+            try:
+                job = self.jobs.get(timeout=IDLE)
+            except queue.Empty:
+                with self.counting:
+                    # A job that add() has counted arrives at once.
+                    if self.unfinished < self.threads:
+                        self.threads -= 1
+                        break
+                continue
+            job()
+            del job  # it refers to a lock
+            with self.counting:
+                self.unfinished -= 1
+        close_stores()
+        connections.close_all()
+
+
+pools: defaultdict[str, Pool] = defaultdict(Pool)
+
+at_fork(after_in_child=pools.clear)  # the child has none of the threads
+
+
+def submit(cache: str, work: Callable[[], Any]) -> asyncio.Future[Any] | None:
+    """Do a job in a thread of the cache, in a copy of the current context.
+
+    Return the future of its result and its error; None if no loop runs here, since a coroutine is
+    closed after the end of its loop.
+    """
+    context, loop = contextvars.copy_context(), _get_running_loop()
+
+    def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return context.run(work), None
+        except BaseException as error:
+            return None, error
+
+    # As in tests, the history is written in the caller's transaction, which is in the thread that
+    # Django uses for asyncio code.
+    if loop is not None and conf.history == "inline":
+        return asyncio.ensure_future(sync_to_async(outcome)())
+    if loop is None:
+        pools[cache].add(outcome)
+        return None
+    ended = loop.create_future()
+
+    def job() -> None:
+        result = outcome()
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set_result, result)
+
+    pools[cache].add(job)
+    return ended
+
+
+async def in_thread(cache: str, work: Callable[[], T], *, grace: float = GRACE) -> T:
+    """Do a job with requests to a cache in another thread, and return its result.
+
+    A cancel does not stop the job: the call ends with it, or ``grace`` seconds later.
+    """
+    ended = submit(cache, work)
+    assert ended is not None
+    try:
+        await asyncio.wait([ended])
+    except asyncio.CancelledError:
+        await asyncio.wait([ended], timeout=grace)
+        raise
+    result: T
+    result, error = ended.result()
+    if error is not None:
+        raise error
+    return result
+
+
+def offer_in_thread(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Return a method of a lock as a coroutine function, which runs it in another thread."""
+
+    @functools.wraps(method)
+    async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await in_thread(self.address.cache, functools.partial(method, self, *args, **kwargs))
+
+    call.__name__ = f"a{method.__name__}"
+    call.__qualname__ = method.__qualname__.replace(method.__name__, call.__name__)
+    return call
