@@ -83,12 +83,13 @@ def test_a_child_inherits_no_connection_of_the_history(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_history_in(settings, "sqlite")
+    settings.SINGLETASK_HISTORY = "background"
     connections["sqlite"].close()
     monkeypatch.setattr(recorder, "writer", recorder.Writer())
-    recorder.writer.put(event())
+    recorder.receive(event=event())
     assert recorder.flush(10)
     assert not child_has_open(str(connections["sqlite"].settings_dict["NAME"]))
-    recorder.writer.put(event())  # opens again what the fork has closed
+    recorder.receive(event=event())  # opens again what the fork has closed
     recorder.stop()
     assert TaskLockEvent.objects.count() == 2
 

@@ -276,14 +276,14 @@ def test_a_signal_before_the_thread_starts_costs_no_event(background, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(background, "begin", strike)
         with pytest.raises(KeyboardInterrupt):
-            background.put(event())
+            recorder.receive(event=event())
     put(runs(1))
     wait_for(lambda: len(rows()) == 2, "both are written")
 
 
 @pytest.mark.parametrize("way", ["looks again", "control: it ends"])
 def test_event_that_comes_while_the_thread_ends_waits_for_no_other(background, monkeypatch, way):
-    """For put() the thread still runs, but it has looked for events already."""
+    """For receive() the thread still runs, but it has looked for events already."""
     if way != "looks again":
         monkeypatch.delattr(recorder.Writer, "_begin")
     monkeypatch.setattr(recorder, "GATHER", 0.01)
@@ -292,7 +292,7 @@ def test_event_that_comes_while_the_thread_ends_waits_for_no_other(background, m
 
     def put_and_close():
         if late:
-            background.put(late.pop())
+            recorder.receive(event=late.pop())
         close()
 
     monkeypatch.setattr(background, "close", put_and_close)

@@ -454,7 +454,7 @@ def test_too_many_owed_releases_are_dropped_and_logged(no_thread, monkeypatch, c
 def test_a_release_that_always_fails_does_not_block_the_others(no_thread, monkeypatch):
     store, freed = get_store("redis"), []
 
-    def release(key, value):
+    def release(key, *_):
         if key == "poison":
             raise ValueError("this entry is no lock")
         freed.append(key)
@@ -472,7 +472,7 @@ def test_a_release_that_always_fails_does_not_block_the_others(no_thread, monkey
 def test_an_owed_release_is_tried_once_although_its_lease_has_ended(no_thread, monkeypatch):
     """Memcached keeps an entry for up to two seconds longer than its lease."""
     store, freed = get_store("redis"), []
-    monkeypatch.setattr(store, "release", lambda key, value: freed.append(key))
+    monkeypatch.setattr(store, "release", lambda key, *_: freed.append(key))
     no_thread.owe("late", b"x", -1)
     no_thread.release_some()
     assert freed == ["late"]

@@ -59,7 +59,12 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
     if mode == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
         return
     if mode == "background" and has_threads():
-        writer.put(event)
+        writer.events.append(event)
+        if len(writer.events) > BOUND:
+            writer.events.popleft()
+            writer.lost += 1
+        if writer.thread is None:
+            writer.begin()
         return
     try:
         write_at_once(event)
@@ -135,14 +140,6 @@ class Writer(Background):
         self.failing_since: float | None = None
         self.has_warned = False  # of this failure
 
-    def put(self, event: LockEvent) -> None:
-        self.events.append(event)
-        if len(self.events) > BOUND:
-            self.events.popleft()
-            self.lost += 1
-        if self.thread is None:
-            self.begin()
-
     def run(self) -> None:
         idle = 0.0
         while idle < IDLE and not self.stopping:
@@ -157,7 +154,7 @@ class Writer(Background):
         # Look again when the thread counts as ended. Otherwise an event could wait for the next:
         #
         #   thread: no event                                      ends
-        #   put():             adds an event   a thread? yes
+        #   receive():         adds an event   a thread? yes
         if self.events and not self.stopping:
             self.begin()
 

@@ -43,7 +43,7 @@ from django_singletask.holder import Holder
 from django_singletask.locks import liveness
 from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import LockKey
-from django_singletask.locks.renewal import leave_entry, renewers
+from django_singletask.locks.renewal import renewers
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Entry, Forgotten, Outcome, Slots, marker_key
 
@@ -52,16 +52,12 @@ logger = logging.getLogger("django_singletask")
 MAX_RETRIES = 3
 """How often a take tries again: it has freed the entry of a dead holder, it has waited since the
 cache has forgotten its locks, or its lease ended before the reply came."""
+TRUST = 0.99
+"""The part of a lease that is trusted: the speed of two clocks differs by far less than 1 %."""
+ROUNDING = 0.002
+"""Seconds by which the store may round a lease."""
 CHILD_ASKS = 1.0
 """Seconds between two requests of a forked child that check its parent's lock."""
-
-
-def trusted(length: float) -> float:
-    """Return for how many seconds a lease of this length is trusted.
-
-    The speed of two clocks differs by far less than 1%; 2 ms cover the store's rounding.
-    """
-    return length * 0.99 - 0.002
 
 
 def result_of(error: BaseException) -> str:
@@ -123,7 +119,7 @@ class Lease(Address):
         self.value = holder.encode()
         self.length = holder.timeout
         self.renews = holder.pid > 0
-        self.slots = slots or Slots((self.key,))
+        self.slots = slots
 
     # Taking
 
@@ -146,13 +142,14 @@ class Lease(Address):
             for retries in reversed(range(MAX_RETRIES + 1)):
                 store, sent = get_store(self.cache), clock.now()
                 try:
-                    taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
+                    slots = self.slots or Slots((self.key,))
+                    taken = store.take(slots, self.value, self.length, heeds_epoch=heeds_epoch)
                 except Forgotten as forgotten:
                     heeds_epoch = retries > 1  # the last attempt does not wait
                     yield forgotten.args[0]
                     continue
                 if not isinstance(taken, str):
-                    if not self._meet_dead(taken, may_free=retries > 0):
+                    if not self._meet_dead(taken, slots, may_free=retries > 0):
                         return
                 else:
                     self.key = taken
@@ -167,7 +164,7 @@ class Lease(Address):
             self.abandon()
             raise
 
-    def _meet_dead(self, entries: dict[str, Entry], *, may_free: bool) -> bool:
+    def _meet_dead(self, entries: dict[str, Entry], slots: Slots, *, may_free: bool) -> bool:
         """Free the other entry if its holder is dead; else note the holder as ``blocker``.
 
         Of several slots it is the one of the run itself, else of a dead holder, else the first to
@@ -178,7 +175,7 @@ class Lease(Address):
         deaths = {key: liveness.proof_of_death(holder) for key, holder in holders.items()}
 
         def rank(key: str) -> tuple[bool, bool, float]:
-            is_own = self.slots.is_own(entries[key])
+            is_own = slots.is_own(entries[key])
             return not is_own, deaths[key] is None, entries[key].remaining or math.inf
 
         key = self.key = min(entries, key=rank) if len(entries) > 1 else next(iter(entries))
@@ -212,7 +209,7 @@ class Lease(Address):
           here:    sent --------------------------- reply (late) ---- sent + length: no trust
           server:        granted ------------------------------------------- ends: free
         """
-        deadline = sent + trusted(self.length)
+        deadline = sent + self.length * TRUST - ROUNDING
         if clock.now() >= deadline:
             get_store(self.cache).release(self.key, self.value)
             return False
@@ -236,7 +233,9 @@ class Lease(Address):
         """
         self.held = False
         renewers[self.cache].drop(self)
-        keys = (self.key,) if self.taken_at else self.slots.keys[: self.slots.allowed]
+        keys: Sequence[str] = (self.key,)
+        if self.slots and not self.taken_at:
+            keys = self.slots.keys[: self.slots.allowed]
         for key in keys:
             renewers[self.cache].owe(key, self.value, self.length, new, until)
 
@@ -273,7 +272,7 @@ class Lease(Address):
         try:
             renewers[self.cache].drop(self)
             self.held = False
-            outcome = leave_entry(get_store(self.cache), self.key, self.value, new, until)
+            outcome = get_store(self.cache).release(self.key, self.value, new, until)
             if outcome is Outcome.SENT_TWICE:
                 outcome = Outcome.OK if sent < self.deadline else Outcome.GONE
             if outcome is not Outcome.OK or self._lost:
@@ -421,7 +420,7 @@ class Lease(Address):
             if self.held and length < self.length:
                 # Trust only the shorter lease from now on: the request may fail, although the
                 # server has handled it.
-                self.deadline = min(self.deadline, sent + trusted(length))
+                self.deadline = min(self.deadline, sent + length * TRUST - ROUNDING)
                 self.length = length
                 renewers[self.cache].keep(self)
             if self.renews:
@@ -460,7 +459,7 @@ class Lease(Address):
             )
             self.tell("retaken", self.holder, retaken=self.retaken)
         self.length = length
-        self.deadline = sent + trusted(length)
+        self.deadline = sent + length * TRUST - ROUNDING
 
     def fencing_token(self) -> int:
         if self.holder.slots > 1:

@@ -21,7 +21,7 @@ from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
 from django_singletask.locks.address import NO_RUN, Address, Run
 from django_singletask.locks.aio import GRACE, in_thread, offer_in_thread, submit
-from django_singletask.locks.keys import MAX_NAME, LockKey, check_slots, name_key
+from django_singletask.locks.keys import MAX_NAME, LockKey, check_slots, lock_of_slot, name_key
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.renewal import renewers
@@ -45,7 +45,7 @@ def here() -> Place:
 
 logger = logging.getLogger("django_singletask")
 
-_innermost: ContextVar[weakref.ref[TaskLock] | None] = ContextVar("innermost", default=None)
+innermost: ContextVar[weakref.ref[TaskLock] | None] = ContextVar("innermost", default=None)
 """The lock of the innermost block.
 
 The reference is weak: if a signal strikes between a body and its ``__exit__``, the context would
@@ -68,8 +68,8 @@ BEHIND_ITSELF = "the same code already holds it, and a lock is not re-entrant"
 
 def current_lock() -> TaskLock | None:
     """Return the lock of the innermost ``with`` block, function or task body that runs here."""
-    innermost = _innermost.get()
-    lock = None if innermost is None else innermost()
+    reference = innermost.get()
+    lock = None if reference is None else reference()
     # A signal at the end of a block can leave the lock here.
     return None if lock is None or lock._block is None else lock  # noqa: SLF001
 
@@ -134,8 +134,10 @@ class TaskLock:
         self.name, self.key = self.lock_key
         self.timeout = timeout
         self.cache = cache
-        self.slots = check_slots("slots", slots)
+        self.slots = slots
         self.run = run
+        if type(slots) is not int or slots != 1:
+            check_slots("slots", slots)
         if timeout is not None:
             check_seconds("timeout", timeout)
         elif not renew:
@@ -195,7 +197,7 @@ class TaskLock:
             for pause in attempts:
                 time.sleep(pause)
             if in_block and self.blocker is None:
-                self.enter_block()
+                self._block = innermost.set(weakref.ref(self))
         except BaseException as error:  # Python does not call __exit__
             self._undo(attempts, place, error)
             raise
@@ -215,7 +217,7 @@ class TaskLock:
             while (pause := await in_thread(cache, step, grace=0)) is not None:
                 await asyncio.sleep(pause)
             if in_block and self.blocker is None:
-                self.enter_block()
+                self._block = innermost.set(weakref.ref(self))
         except BaseException as error:
             undone = submit(cache, functools.partial(self._undo, attempts, place, error))
             # After the end of the loop nothing can be awaited.
@@ -319,7 +321,7 @@ class TaskLock:
         other: Lease
         for other in renewers[lease.cache].held():
             is_outer = other.in_block and other.place == lease.place
-            if is_outer and other.key in lease.slots.keys and not other.lost:
+            if is_outer and lock_of_slot(other.key) == lease.key and not other.lost:
                 return other
         return None
 
@@ -391,15 +393,11 @@ class TaskLock:
             block, self._block = self._block, None
             self._leave_block(block)
 
-    def enter_block(self) -> None:
-        """Make this the current lock until the end of the block."""
-        self._block = _innermost.set(weakref.ref(self))
-
     def _leave_block(self, block: Token[Any] | None) -> None:
         """Note that the block, if there was one, has ended: the object can be used again."""
         try:
             if block is not None:
-                _innermost.reset(block)
+                innermost.reset(block)
         except ValueError:
             pass  # the loop may close an asynchronous generator in another context
         finally:

@@ -17,7 +17,7 @@ from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork
 from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import LOOK, Outcome, Store, epoch_of
+from django_singletask.stores.base import LOOK, Store, epoch_of
 from django_singletask.threads import Background
 
 logger = logging.getLogger("django_singletask")
@@ -34,14 +34,6 @@ Owed = tuple[str, bytes, float, bytes, float]
 Its key and value; until when it is tried, since its lease has ended then; the value that replaces
 the entry, and until when.
 """
-
-
-def leave_entry(store: Store, key: str, value: bytes, new: bytes, until: float) -> Outcome:
-    """Delete the entry ``value``, or replace it by ``new`` until then."""
-    left = until - clock.now()
-    if new and left > 0:
-        return store.change(key, value, new, left)
-    return store.release(key, value)
 
 
 class Renewer(Background):
@@ -264,7 +256,7 @@ class Renewer(Background):
         for _ in range(len(self.owed)):
             key, value, until, new, new_until = owed = self.owed[0]
             try:
-                leave_entry(self.store(), key, value, new, new_until)
+                self.store().release(key, value, new, new_until)
             except Exception:
                 if clock.now() < until:
                     self.owed.append(owed)  # so that one that always fails does not block others

@@ -326,12 +326,14 @@ class Store(ABC):
     #   here:   DELETE ->                 (no reply)   DELETE ->
     #   store:            deleted                                nothing to delete
 
-    def release(self, key: str, value: bytes) -> Outcome:
-        """Delete the entry if it is ``value``; return OK, SENT_TWICE, GONE or TAKEN.
+    def release(self, key: str, value: bytes, new: bytes = b"", until: float = 0.0) -> Outcome:
+        """Delete the entry ``value``, or replace it by ``new`` until then, by :mod:`clock`.
 
-        SENT_TWICE: this request has deleted it, unless the lease had ended before, which the caller
-        knows.
+        Return OK, SENT_TWICE, GONE or TAKEN. SENT_TWICE: this request has deleted it, unless the
+        lease had ended before, which the caller knows.
         """
+        if new and (left := until - clock.now()) > 0:
+            return self.change(key, value, new, left)
         changed_at = self.epoch.changed_at
         outcome = self.change(key, value, value, None)
         if outcome is Outcome.SENT_TWICE:

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ from django_singletask.exceptions import Dropped, LockConflict, LockUnavailable,
 from django_singletask.locks.address import NO_RUN, Run
 from django_singletask.locks.keys import NO_LOCK, LockKey
 from django_singletask.locks.lease import Lease
-from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.lock import TaskLock, innermost
 from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
@@ -52,7 +53,7 @@ class DeliveryLock(TaskLock):
             super().__enter__()
         except LockUnavailable as error:
             self.outage = error
-            self.enter_block()
+            self._block = innermost.set(weakref.ref(self))
         return self
 
     def check(self) -> None:
