@@ -60,7 +60,7 @@ def held(rounds: int, levels: list[int]) -> Table:
         Check(
             f"one more with {listed:,} held: ≤ 1.25 × with {levels[0]}", f"{flat:.2f}", flat <= 1.25
         ),
-        Check("memory of a held lock: < 2 KB", f"{memory:,.0f} bytes", memory < 2048),
+        Check("memory of a held lock: < 1,200 bytes", f"{memory:,.0f} bytes", memory < 1200),
         Check(
             f"one renewal of {renewed:,} leases: < 1 s", f"{renewal_took:.2f} s", renewal_took < 1
         ),
