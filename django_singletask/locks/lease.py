@@ -85,7 +85,7 @@ class Lease(Address):
 
     held = False
     at_least: float = 0
-    place: object = None
+    origin: object = None
     """The thread and asyncio task of the take."""
     deadline = renewed_at = taken_at = 0.0
     longest_gap = 0.0
@@ -108,7 +108,7 @@ class Lease(Address):
     others: Sequence[Holder] = ()
     """The holders of all slots, after a conflict."""
     in_block = False
-    """Whether a ``with`` block of this place holds it."""
+    """Whether a ``with`` block of this origin holds it."""
 
     def __init__(
         self, cache: str, lock_key: LockKey, holder: Holder, slots: Slots | None = None

@@ -28,11 +28,11 @@ from django_singletask.locks.renewal import renewers
 from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX, SLOT, Entry
 
-Place = tuple[object, int | None]
+Origin = tuple[object, int | None]
 """A mark of a thread, and the id of the asyncio task that runs in it."""
 
 
-def here() -> Place:
+def here() -> Origin:
     loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
     # Mark each thread with an object, because the number of a thread can be used again.
@@ -107,8 +107,8 @@ class TaskLock:
     """A body that returns keeps the lock until so many seconds after its start."""
     lease: Lease = object.__new__(Lease)
     """The last acquisition (at first, one that was never held); ``lease.held``: it lasts."""
-    _user: Place | None = None
-    """The place whose acquisition uses this object now."""
+    _user: Origin | None = None
+    """The origin of the acquisition that uses this object now."""
     blocker: Holder | None = None
     """The holder that the last acquisition met."""
     note = ""
@@ -190,16 +190,16 @@ class TaskLock:
         return self.blocker is None
 
     def _take(self, wait: float | None = None, *, in_block: bool = False) -> None:
-        place = here()
-        attempts = self._try(wait, in_block, self.run or Run.current(), place)
+        origin = here()
+        attempts = self._try(wait, in_block, self.run or Run.current(), origin)
         try:
-            self._reserve(place, in_block)
+            self._reserve(origin, in_block)
             for pause in attempts:
                 time.sleep(pause)
             if in_block and self.blocker is None:
                 self._block = innermost.set(weakref.ref(self))
         except BaseException as error:  # Python does not call __exit__
-            self._undo(attempts, place, error)
+            self._undo(attempts, origin, error)
             raise
 
     # In asyncio code, other threads make the attempts. The request of a call that fails or is
@@ -209,17 +209,17 @@ class TaskLock:
     #   thread:  add ->                                -> added     undo: release ->
 
     async def _take_in_threads(self, wait: float | None = None, *, in_block: bool = False) -> None:
-        cache, place = self.address.cache, here()
-        attempts = self._try(wait, in_block, self.run or Run.current(), place)
+        cache, origin = self.address.cache, here()
+        attempts = self._try(wait, in_block, self.run or Run.current(), origin)
         try:
-            self._reserve(place, in_block)
+            self._reserve(origin, in_block)
             step = functools.partial(next, attempts, None)
             while (pause := await in_thread(cache, step, grace=0)) is not None:
                 await asyncio.sleep(pause)
             if in_block and self.blocker is None:
                 self._block = innermost.set(weakref.ref(self))
         except BaseException as error:
-            undone = submit(cache, functools.partial(self._undo, attempts, place, error))
+            undone = submit(cache, functools.partial(self._undo, attempts, origin, error))
             # After the end of the loop nothing can be awaited.
             if undone is not None and not isinstance(error, GeneratorExit):
                 await asyncio.wait([undone], timeout=GRACE)
@@ -236,33 +236,33 @@ class TaskLock:
     # setdefault() and pop() are atomic between threads. The first caller gets the object, whichever
     # thread makes its first request.
 
-    def _reserve(self, place: Place, in_block: bool) -> None:
+    def _reserve(self, origin: Origin, in_block: bool) -> None:
         # A lock that is held, although nothing uses the object, was received: a block may enter it.
-        if (not in_block and self) or vars(self).setdefault("_user", place) is not place:
+        if (not in_block and self) or vars(self).setdefault("_user", origin) is not origin:
             raise LockError(
                 f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
                 "time. Create one for each use: with TaskLock(…):"
             )
 
-    def _try(self, wait: float | None, in_block: bool, run: Run, place: Place) -> Attempts:
+    def _try(self, wait: float | None, in_block: bool, run: Run, origin: Origin) -> Attempts:
         """Try to take the lock; yield the seconds until each further attempt.
 
         After the last attempt, handle a conflict as the options say. ``wait`` is in seconds (None:
         the lock's own). ``in_block``: it is for a ``with`` block. The attempts of asyncio code are
-        made in other threads than that of ``place``.
+        made in other threads than that of ``origin``.
         """
         if wait is None:
             wait = self.wait
         else:
             check_seconds("wait", wait, zero=True, infinite=True)
         if self.lease.held:
-            self.lease.place, self.lease.in_block = place, True
+            self.lease.origin, self.lease.in_block = origin, True
             return
         self.note = ""
         until = clock.now() + wait
         next_pause = min(POLL, wait / 16)
         while True:
-            lease = self._new_lease(run, place)
+            lease = self._new_lease(run, origin)
             outer = self._outer_lease(lease) if self.slots > 1 else None
             if outer is None:
                 yield from lease.attempts()
@@ -276,7 +276,7 @@ class TaskLock:
                 return
             if self.run and blocker.is_run_of(self.run.task_id):
                 break  # an earlier run of the same message
-            own = renewers[lease.cache].find(blocker.token, lease.key, place)
+            own = renewers[lease.cache].find(blocker.token, lease.key, origin)
             self.note = BEHIND_ITSELF if own is not None else ""
             if not wait:
                 break
@@ -299,7 +299,7 @@ class TaskLock:
             self.report_conflict("skip", "skipped")
             vars(self).pop("_user", None)
 
-    def _new_lease(self, run: Run, place: Place) -> Lease:
+    def _new_lease(self, run: Run, origin: Origin) -> Lease:
         """Return a new lease of the lock, with a new token."""
         length = conf.lock_timeout if self.timeout is None else self.timeout
         holder = run.holder(self.name, length, slots=self.slots)
@@ -309,23 +309,23 @@ class TaskLock:
         # Set before the take, so that the lock can release it after any error or signal.
         lease = self.lease = Lease(self.cache or conf.cache, self.lock_key, holder, slots)
         lease.quiet, lease.at_least = delivery.quiet, self.at_least
-        lease.renews, lease.place = self.renew, place
+        lease.renews, lease.origin = self.renew, origin
         return lease
 
     def _outer_lease(self, lease: Lease) -> Lease | None:
-        """Return the lease of a block around this place that has another slot of the lock.
+        """Return the lease of a block around this call that has another slot of the lock.
 
         Otherwise a nested call could take another slot, and would wait for itself when none is
         free. With one slot the store finds that.
         """
         other: Lease
         for other in renewers[lease.cache].held():
-            is_outer = other.in_block and other.place == lease.place
+            is_outer = other.in_block and other.origin == lease.origin
             if is_outer and lock_of_slot(other.key) == lease.key and not other.lost:
                 return other
         return None
 
-    def _undo(self, attempts: Attempts, place: Place, error: BaseException) -> None:
+    def _undo(self, attempts: Attempts, origin: Origin, error: BaseException) -> None:
         """End an acquisition that failed: by a conflict, or by a signal, perhaps after the take."""
         while True:
             try:
@@ -333,7 +333,7 @@ class TaskLock:
                 break
             except ValueError:  # in asyncio code, another thread may still wait for a reply
                 time.sleep(0.01)
-        if self._user is place:
+        if self._user is origin:
             self.__exit__(None, error, None)
 
     # A lock that outlives its process

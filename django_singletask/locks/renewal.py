@@ -94,11 +94,11 @@ class Renewer(Background):
     def drop(self, lease: Any) -> None:
         self.leases.pop((lease.token, lease.key), None)
 
-    def find(self, token: str, key: str, place: object) -> Any:
+    def find(self, token: str, key: str, origin: object) -> Any:
         """Return the lease of an entry that this thread and asyncio task took, or None."""
         reference = self.leases.get((token, key))
         lease = None if reference is None else reference()
-        return lease if lease is not None and lease.place == place else None
+        return lease if lease is not None and lease.origin == origin else None
 
     def owe(
         self, key: str, value: bytes, lease: float, new: bytes = b"", new_until: float = 0.0
