@@ -22,8 +22,8 @@ from django.urls import path, reverse
 from django.utils import timezone, translation
 
 from django_singletask import TaskLock
-from django_singletask.admin import pages as held_page
-from django_singletask.admin.pages import TaskLockEventAdmin
+from django_singletask import admin as held_page
+from django_singletask.admin import TaskLockEventAdmin
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
@@ -319,7 +319,7 @@ def test_starving_locks_stand_above(operator):
 
 def test_starving_locks_say_when_they_were_last_completed_and_are_cut(operator, monkeypatch):
     state = Starving("a", "", 1, 7200.0, 3700.0, 2.0)
-    monkeypatch.setattr(held_page, "starving", lambda longer_than: [state] * 30)
+    monkeypatch.setattr(held_page, "starving", lambda: [state] * 30)
     text = "1 conflict in 1h 01m, the last 2s ago; no run completed. Last completed 2h ago."
     content = content_of(operator)
     assert content.count(text) == 20
