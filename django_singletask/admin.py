@@ -30,12 +30,11 @@ from django_singletask.holder import clean
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
+from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
 from django_singletask.operators.names import NOT_RECORDED, SCANNED, WORDS, of_what, recorded_tasks
-from django_singletask.operators.per_task import per_task
 from django_singletask.operators.starving import starving
-from django_singletask.operators.timeline import draw, headline
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
 from django_singletask.templatetags.singletask import long_id, task_id

@@ -42,9 +42,10 @@ def table(
         for column, least in ((name, 24), (last, 8), (name, 10)):
             too_wide = max(0, sum(widths) + 2 * last - room)
             widths[column] -= min(max(0, widths[column] - least), too_wide)
-    aligned = [f"{{:{'>' if n in right else '<'}{wide}}}" for n, wide in enumerate(widths)]
+        lines = [[*map(cut, line, widths)] for line in lines]
+    form = "  ".join(f"{{:{'>' if n in right else '<'}{wide}}}" for n, wide in enumerate(widths))
     for line in lines:
-        yield "  ".join(aligned).format(*map(cut, line, widths)).rstrip()
+        yield form.format(*line).rstrip()
 
 
 def cut(text: str, width: int) -> str:
