@@ -69,11 +69,11 @@ def draw(
 ) -> dict[str, Any]:
     """Draw a window of the history, of all locks, of one lock or of one task, for the template.
 
-    ``lanes`` are the marks of each lock, by its name. If there are too many events to draw each,
-    ``summed`` is the length of the steps that are summed up; then the lanes are tasks, unless a
-    lock or a task is chosen. ``read_back_to`` is empty if all events of the window were read; else
-    ``unread`` is the width of the part before that time. The number of rows that are read has a
-    limit, and an index finds each of them. ``event`` is drawn in any case.
+    ``lanes`` are the marks of each lock, by its name, which is their ``field``. If there are too
+    many events to draw each, ``summed`` is the length of the steps that are summed up; then the
+    lanes are tasks, unless a lock or a task is chosen. ``read_back_to`` is empty if all events of
+    the window were read; else ``unread`` is the width of the part before that time. The number of
+    rows that are read has a limit, and an index finds each of them. ``event`` is drawn in any case.
     """
 
     def chosen(rows: TaskLockEventQuerySet) -> TaskLockEventQuerySet:
@@ -82,8 +82,7 @@ def draw(
     newest, cut = chosen(rows.since(window.start, window.until)), None
     events = list(newest[: ROWS + 1])
     is_summed = len(events) > ROWS
-    by_task = is_summed and not (name or task)
-    field = "task" if by_task else "name"
+    field = "task" if is_summed and not (name or task) else "name"
     # However many others there are, what is open and what is trouble is drawn one by one.
     alone = [(rows.open().filter(at__lte=window.end), ROWS)]
     single = [event] if event else []
@@ -103,13 +102,13 @@ def draw(
     for row in single:
         lanes[getattr(row, field)] += marks_of(row, window, now, is_summed)
     labels = _important(lanes)
-    if not by_task:
+    if field == "name":
         labels += [row.name for row in events]
         newest = newest.filter(name__in=[*dict.fromkeys(labels)][:LANES])
     if is_summed:
         ends_of, cut = ends_by(newest, window, BUCKETS, field)
         for label, ends in ends_of.items():
-            filters = {"task" if by_task else "q": label} if label else {}
+            filters = {"task" if field == "task" else "q": label} if label else {}
             lanes[label] += bars(ends, window, BUCKETS, **filters)
     important = _important(lanes)
     drawn = {label: lanes[label] for label in sorted(important[:LANES])}
@@ -121,14 +120,14 @@ def draw(
         legend |= {(look, str(word), "bar", "") for look, word in LOOKS.items()}
     return {
         "lanes": drawn,
-        "by_task": by_task,
+        "field": field,
         "lanes_left_out": len({*labels, *important}) - len(drawn),
         "labels": list(window.labels()),
         "marks": sorted(marks, key=lambda mark: mark["event"].at, reverse=True),
         "legend": sorted(legend),
         "most": ROWS,
         "summed": words.duration(window.rounded(BUCKETS)[1].total_seconds()) if is_summed else "",
-        "read_back_to": words.clock_time(cut, dated=window.is_dated) if cut else "",
+        "read_back_to": window.clock_time(cut) if cut else "",
         "unread": f"{window.percent(cut):.2f}%" if cut else "",
     }
 
@@ -172,7 +171,7 @@ def marks_of(
         looks.append(("sign", state, word, noticed_at, noticed_at))
     parts = {"bar": (9, 47), "tick": (64, min(36, 12 + 5 * math.log2(event.count)))}
     for shape, look, text, start, until in looks:
-        clock = [words.clock_time(at, dated=window.is_dated) for at in (start, until)]
+        clock = [window.clock_time(at) for at in (start, until)]
         x = window.percent(start if shape == "bar" else until)
         if until >= window.start:
             yield {
@@ -221,7 +220,8 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
             for kind, key, at, *facts in recent.of_task(task).values_list(*COLUMNS)[:NEWEST]
             if kind == "run" and facts[0] not in ("", "unguarded") and not key.startswith(QUEUED)
             if (end := hold_end(*facts))
-        )
+        ) or [None]
+        spans = {each: lengths[math.ceil(part * len(lengths)) - 1] for each, part in SHARES.items()}
         tasks.append(
             {
                 "task": task,
@@ -234,10 +234,7 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
                 "raised": numbers.pop("raised", 0),
                 "other": numbers.total(),
                 "others": sorted((str(WORDS[state]), number) for state, number in numbers.items()),
-                **{
-                    name: lengths[math.ceil(share * len(lengths)) - 1] if lengths else None
-                    for name, share in SHARES.items()
-                },
+                **spans,
             }
         )
     return {
@@ -285,7 +282,7 @@ def bars(ends: Ends, window: Window, parts: int, **filters: str) -> Iterator[dic
         yield {
             "query": part.query(**filters),
             "rank": (False, False, part.end),
-            "when": words.clock_time(part.start, dated=window.is_dated),
+            "when": window.clock_time(part.start),
             "text": ", ".join(f"{LOOKS[look]}: {looks[look]}" for look in LOOKS if looks[look]),
             "x": x,
             "width": 0.9 * (window.percent(part.end) - x),

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
-from datetime import timezone as offset
 from typing import Any
 from urllib.parse import urlencode
 
-from django.conf import settings
-from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from django_singletask.operators.words import clock_time, parse_duration
+from django_singletask.operators.words import (
+    clock_time,
+    parse_duration,
+    to_local,
+    to_moment,
+    to_utc,
+)
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 SPANS = {
@@ -53,10 +55,9 @@ class Window:
         """The end for a query; None if it is now: the clock of another host may be ahead."""
         return None if self.span else self.end
 
-    @property
-    def is_dated(self) -> bool:
-        """Whether the times within it need their date."""
-        return self.end - self.start >= DAY or not self.span
+    def clock_time(self, at: datetime) -> str:
+        """Write a time within it, with the date where that is needed."""
+        return clock_time(at, dated=self.end - self.start >= DAY or not self.span)
 
     def percent(self, at: datetime) -> float:
         return min(100.0, max(0.0, 100 * ((at - self.start) / (self.end - self.start))))
@@ -102,21 +103,3 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
         return Window(start, end), ""
     text = _("The window must end after it begins: write a time after {} into the second field.")
     return None, text.format(clock_time(start, dated=True))
-
-
-def to_moment(text: str) -> datetime:
-    """Read a time; without an offset it is in the time zone of the page. Raises ``ValueError``."""
-    at = parse_datetime(text)  # Python 3.10's own reads no "Z"
-    if at is None:
-        raise ValueError(text)
-    if not settings.USE_TZ:
-        return at if timezone.is_naive(at) else timezone.make_naive(at)
-    return to_utc(timezone.make_aware(at) if timezone.is_naive(at) else at)
-
-
-def to_local(at: datetime) -> datetime:
-    return timezone.localtime(at) if timezone.is_aware(at) else at
-
-
-def to_utc(at: datetime) -> datetime:
-    return at.astimezone(offset.utc) if timezone.is_aware(at) else at

@@ -12,8 +12,10 @@ from itertools import pairwise
 from urllib.parse import quote
 
 from celery.app import app_or_default
+from django.conf import settings
+from django.utils.dateparse import parse_datetime
 from django.utils.formats import date_format
-from django.utils.timezone import is_aware, localtime
+from django.utils.timezone import is_naive, localtime, make_aware, make_naive
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import TASK_URL, conf
@@ -90,8 +92,25 @@ def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False)
             at = datetime.fromtimestamp(at, tz=timezone.utc)
         except (OverflowError, OSError, ValueError):
             return ""
-    local = localtime(at) if is_aware(at) else at
-    return date_format(local, f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
+    return date_format(to_local(at), f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
+
+
+def to_moment(text: str) -> datetime:
+    """Read a time; without an offset it is in the time zone of the user. Raises ``ValueError``."""
+    at = parse_datetime(text)  # Python 3.10's own reads no "Z"
+    if at is None:
+        raise ValueError(text)
+    if not settings.USE_TZ:
+        return at if is_naive(at) else make_naive(at)
+    return to_utc(make_aware(at) if is_naive(at) else at)
+
+
+def to_local(at: datetime) -> datetime:
+    return at if is_naive(at) else localtime(at)
+
+
+def to_utc(at: datetime) -> datetime:
+    return at if is_naive(at) else at.astimezone(timezone.utc)
 
 
 def process(host: str, pid: int) -> str:
