@@ -108,9 +108,7 @@ def for_viewers(view: View) -> View:
     """Return a view that needs the permission to view, and says if there is no history to read."""
 
     @wraps(view)
-    def view_or_reason(
-        self: TaskLockEventAdmin, request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
+    def guarded(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         if not self.has_view_permission(request):
             raise PermissionDenied
         if "%00" in request.META.get("QUERY_STRING", ""):
@@ -122,7 +120,7 @@ def for_viewers(view: View) -> View:
         except NoHistory as error:
             return self.render(request, "unreadable", trouble=cannot_ask(error))
 
-    return view_or_reason
+    return guarded
 
 
 class TaskFilter(admin.SimpleListFilter):
@@ -375,22 +373,17 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Show who holds the locks, and a form that frees them."""
         states = {lock.state for lock in locks}
         is_queued = states <= {"queued", "blocking"}
-        [*others, last] = locks
+        task_id = locks[0].task_id if len(locks) == 1 and states & {"held", "queued"} else None
         return self.render(
             request,
             "clear",
             title=_("Forget these calls?") if is_queued else _("Clear these locks?"),
-            rows=[
-                (lock, is_alive(lock), proof_of_death(lock))
-                for lock in held.with_history(locks[:SHOWN])
-            ],
+            rows=[(lock, is_alive(lock), proof_of_death(lock)) for lock in locks[:SHOWN]],
             left_out=max(0, len(locks) - SHOWN),
             notes=[note for state, note in NOTES.items() if state in states],
             is_queued=is_queued,
             asked=asked,
-            stop=words.stop_command(last.task_id, queued=is_queued)
-            if last.task_id and not others and states & {"held", "queued"}
-            else "",
+            stop=words.stop_command(task_id, queued=is_queued) if task_id else "",
         )
 
     def report_cleared(self, request: HttpRequest, locks: list[HeldLock], reason: str) -> None:

@@ -24,7 +24,7 @@ from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_stopped, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import Selector, UnknownName, unknown
-from django_singletask.operators.words import STATES, process
+from django_singletask.operators.words import STATES, place
 from django_singletask.stores import get_store
 from django_singletask.stores.base import CannotList, is_key
 
@@ -72,8 +72,7 @@ class HeldLock(Holder):
 
     def mentions(self, text: str) -> bool:
         """Say whether the lock's name, task, ids or process have a text in them, in any case."""
-        place = process(self.host, self.pid) or self.host
-        facts = (self.name, self.task, self.task_id, self.token, self.key, place)
+        facts = (self.name, self.task, self.task_id, self.token, self.key, place(self, ""))
         return text.lower() in "\n".join(filter(None, facts)).lower()
 
     @property

@@ -19,7 +19,7 @@ from django.utils.timezone import is_naive, localtime, make_aware, make_naive
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import TASK_URL, conf
-from django_singletask.holder import clean
+from django_singletask.holder import Holder, clean
 from django_singletask.models import TaskLockEvent
 
 STATES = {
@@ -116,6 +116,11 @@ def to_utc(at: datetime) -> datetime:
 def process(host: str, pid: int) -> str:
     """Name a process, as in ``web-1:8121``; empty if it is not known, or there is none."""
     return f"{host}:{pid}" if host and pid else ""
+
+
+def place(run: Holder | TaskLockEvent, unknown: str = "-") -> str:
+    """Name the process of a run, or else its host."""
+    return process(run.host, run.pid) or run.host or unknown
 
 
 def task_page(task_id: str | None) -> str:
