@@ -373,7 +373,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Show who holds the locks, and a form that frees them."""
         states = {lock.state for lock in locks}
         is_queued = states <= {"queued", "blocking"}
-        task_id = locks[0].task_id if len(locks) == 1 and states & {"held", "queued"} else None
+        running = locks[0].task_id if len(locks) == 1 and states & {"held", "queued"} else None
         return self.render(
             request,
             "clear",
@@ -383,7 +383,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             notes=[note for state, note in NOTES.items() if state in states],
             is_queued=is_queued,
             asked=asked,
-            stop=words.stop_command(task_id, queued=is_queued) if task_id else "",
+            stop=words.stop_command(running, queued=is_queued) if running else "",
         )
 
     def report_cleared(self, request: HttpRequest, locks: list[HeldLock], reason: str) -> None:

@@ -230,20 +230,20 @@ def with_history(locks: list[HeldLock]) -> list[HeldLock]:
     """
     if conf.history == "off":
         return locks
-    met: Counter[tuple[str, str]] = Counter()
+    met, waiting = Counter[str](), Counter[str]()
     try:
         with reading():
             tokens = [lock.token for lock in locks]
             counts = TaskLockEvent.objects.values_list("blocked_by", "result", "count")
             for token, result, count in counts.blocked_by(tokens):
-                met[token, ""] += count
-                met[token, result] += count * bool(result)
+                met[token] += count
+                waiting[token] += count * (result == "waiting")
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     holds: dict[str, UsualHold | None] = {}
     for lock in locks:
-        lock.conflicts, lock.waiting = met[lock.token, ""], met[lock.token, "waiting"]
+        lock.conflicts, lock.waiting = met[lock.token], waiting[lock.token]
         if lock.state == "held":
             owner = lock.task or lock.name
             if owner not in holds and len(holds) < USUAL:
