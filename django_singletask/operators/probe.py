@@ -63,8 +63,7 @@ def probe(alias: str) -> SimpleNamespace:
         spans.append(time.perf_counter() - began)
     median, slowest = statistics.median(spans), statistics.quantiles(spans, n=100)[98]
     times = f"{median * 1000:.2f} ms (median), {slowest * 1000:.2f} ms (99%)"
-    findings.append(Finding("ok", f"a lock is acquired and released in {times}"))
-    findings += look_at(store)
+    findings += [Finding("ok", f"a lock is acquired and released in {times}"), *look_at(store)]
     return SimpleNamespace(
         cache=alias,
         backend=f"{type(store.cache).__module__}.{type(store.cache).__qualname__}",

@@ -12,13 +12,7 @@ from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from django_singletask.operators.words import (
-    clock_time,
-    parse_duration,
-    to_local,
-    to_moment,
-    to_utc,
-)
+from django_singletask.operators import words
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 SPANS = {
@@ -43,7 +37,7 @@ class Window:
 
     @classmethod
     def past(cls, span: str, now: datetime) -> Window:
-        return cls(now - timedelta(seconds=parse_duration(span)), now, span)
+        return cls(now - timedelta(seconds=words.parse_duration(span)), now, span)
 
     def query(self, **others: Any) -> str:
         """Return an address's parameters: ``others``, and those that name this window."""
@@ -57,7 +51,7 @@ class Window:
 
     def clock_time(self, at: datetime) -> str:
         """Write a time within it, with the date where that is needed."""
-        return clock_time(at, dated=self.end - self.start >= DAY or not self.span)
+        return words.clock_time(at, dated=self.end - self.start >= DAY or not self.span)
 
     def percent(self, at: datetime) -> float:
         return min(100.0, max(0.0, 100 * ((at - self.start) / (self.end - self.start))))
@@ -68,18 +62,18 @@ class Window:
         Return the last such time that is not after the start, and the length of a part.
         """
         step = next(step for step in STEPS if (self.end - self.start) / step <= parts)
-        local = to_local(self.start)
+        local = words.to_local(self.start)
         midnight = local.replace(hour=0, minute=0, second=0, microsecond=0)
-        return to_utc(midnight + step * ((local - midnight) // step)), step
+        return words.to_utc(midnight + step * ((local - midnight) // step)), step
 
     def labels(self) -> Iterator[tuple[str, str]]:
         """Return the places and the texts of the round times."""
         start, step = self.rounded(LABELS)
-        at = to_local(start)
+        at = words.to_local(start)
         text = "D j" if step >= DAY else "H:i:s" if step < STEPS[3] else "H:i"
         while (at := at + step) <= self.end:
             # Converted, since the clock change may leave the hour out.
-            yield f"{self.percent(at):.2f}%", date_format(to_local(to_utc(at)), text)
+            yield f"{self.percent(at):.2f}%", date_format(words.to_local(words.to_utc(at)), text)
 
 
 def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, str]:
@@ -92,14 +86,14 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
         span = query.get("range", "")
         return Window.past(span, now) if span in SPANS else None, ""
     try:
-        first, last = (to_moment(text) if text else None for text in texts)
+        first, last = (words.to_moment(text) if text else None for text in texts)
         end = min(last or now, now)
         start = max(first or end - HOUR, now - STEPS[-1])
     except (ValueError, OverflowError):
         text = _("{} is not a time: write it as {}.")
         typed = repr(" … ".join(filter(None, texts)))
-        return None, text.format(typed, f"{to_local(now):%Y-%m-%dT%H:%M}")
+        return None, text.format(typed, f"{words.to_local(now):%Y-%m-%dT%H:%M}")
     if start < end:
         return Window(start, end), ""
     text = _("The window must end after it begins: write a time after {} into the second field.")
-    return None, text.format(clock_time(start, dated=True))
+    return None, text.format(words.clock_time(start, dated=True))
