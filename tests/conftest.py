@@ -13,7 +13,7 @@ from django.db import connections
 from django.test.utils import setup_databases
 
 from django_singletask import TaskLock
-from django_singletask.admin.history import tasks_of_history
+from django_singletask.admin import tasks_of_history
 from django_singletask.locks.renewal import Renewer, renewers
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store

@@ -15,8 +15,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from django_singletask.admin.history import UncountedPaginator
-from django_singletask.admin.pages import TaskLockEventAdmin
+from django_singletask.admin import TaskLockEventAdmin, UncountedPaginator
 from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import names

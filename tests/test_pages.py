@@ -22,16 +22,16 @@ from django.urls import path, reverse
 from django.utils import timezone, translation
 
 from django_singletask import TaskLock
-from django_singletask.admin import pages as held_page
-from django_singletask.admin.pages import TaskLockEventAdmin
+from django_singletask import admin as held_page
+from django_singletask.admin import TaskLockEventAdmin
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators import charts
 from django_singletask.operators import held as held_locks
-from django_singletask.operators import timeline
+from django_singletask.operators.charts import SIGNS
 from django_singletask.operators.held import ENOUGH
 from django_singletask.operators.starving import Starving
-from django_singletask.operators.timeline import SIGNS
 from django_singletask.stores import get_store
 from tests.admin_pages import (
     BASE,
@@ -319,7 +319,7 @@ def test_starving_locks_stand_above(operator):
 
 def test_starving_locks_say_when_they_were_last_completed_and_are_cut(operator, monkeypatch):
     state = Starving("a", "", 1, 7200.0, 3700.0, 2.0)
-    monkeypatch.setattr(held_page, "starving", lambda longer_than: [state] * 30)
+    monkeypatch.setattr(held_page, "starving", lambda: [state] * 30)
     text = "1 conflict in 1h 01m, the last 2s ago; no run completed. Last completed 2h ago."
     content = content_of(operator)
     assert content.count(text) == 20
@@ -796,7 +796,7 @@ def test_places_of_marks_are_written_for_the_browser_in_every_language(operator,
 
 
 def test_timeline_that_leaves_out_locks_leads_to_the_tasks(operator, monkeypatch):
-    monkeypatch.setattr(timeline, "LANES", 1)
+    monkeypatch.setattr(charts, "LANES", 1)
     event(name="a")
     event(name="b")
     content = content_of(operator, TIMELINE)
@@ -808,7 +808,7 @@ def test_timeline_says_that_it_draws_sums(operator, monkeypatch):
     event(name="a", outcome="released", ended_at=timezone.now())
     event(name="a", outcome="released", ended_at=timezone.now())
     assert "Sums of" not in content_of(operator, TIMELINE)
-    monkeypatch.setattr(timeline, "ROWS", 1)
+    monkeypatch.setattr(charts, "ROWS", 1)
     content = content_of(operator, TIMELINE, {"name": "a"})
     assert "Sums of 1m each, because there are more than 1 events." in content
     assert f'<a href="{LIST}?q=a&amp;from=' in content

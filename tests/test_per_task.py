@@ -13,7 +13,7 @@ from django.utils.timezone import override
 
 from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.per_task import per_task
+from django_singletask.operators.charts import per_task
 from django_singletask.operators.windows import Window
 from tests.admin_pages import BASE, drop_table, log_in, rows_of
 from tests.past_rows import keep_history_in, ran, row, skipped
@@ -77,7 +77,7 @@ def test_every_database_gives_the_same_sums(settings, alias):
 
 
 def test_percentiles_are_those_of_the_newest_runs(monkeypatch):
-    monkeypatch.setattr("django_singletask.operators.per_task.NEWEST", 3)
+    monkeypatch.setattr("django_singletask.operators.charts.NEWEST", 3)
     for lasted in (90, 1, 2, 3):
         ran(60, lasted, task="a")
     a = facts()["a"]

@@ -11,8 +11,8 @@ from django.utils import timezone
 
 from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import per_task, timeline
-from django_singletask.operators.timeline import draw
+from django_singletask.operators import charts
+from django_singletask.operators.charts import draw
 from django_singletask.operators.windows import Window
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -200,7 +200,7 @@ def test_project_without_time_zones_has_a_timeline(settings):
 
 
 def test_only_the_most_important_locks_are_drawn(monkeypatch):
-    monkeypatch.setattr(timeline, "LANES", 3)
+    monkeypatch.setattr(charts, "LANES", 3)
     hold(50, 49, name="trouble", retaken=1)
     hold(50, name="open")
     for number in range(5):
@@ -215,7 +215,7 @@ def test_only_the_most_important_locks_are_drawn(monkeypatch):
 
 @pytest.fixture
 def summed(monkeypatch):
-    monkeypatch.setattr(timeline, "ROWS", 1)
+    monkeypatch.setattr(charts, "ROWS", 1)
 
 
 def sums_in(lane):
@@ -229,7 +229,7 @@ def sums(span="1h", **only):
 
 
 def test_as_many_events_as_can_be_drawn_are_not_summed_up(monkeypatch):
-    monkeypatch.setattr(timeline, "ROWS", 2)
+    monkeypatch.setattr(charts, "ROWS", 2)
     hold(90, 80)
     hold(30, 29)
     hold(20, 19)
@@ -279,11 +279,11 @@ def test_parts_of_a_bar_stand_on_each_other_and_the_highest_bar_fills_its_lane(s
 
 
 def test_only_the_locks_of_a_task_that_are_drawn_are_summed_up(summed, monkeypatch):
-    monkeypatch.setattr(timeline, "LANES", 3)
-    monkeypatch.setattr(timeline, "ROWS", 9)
+    monkeypatch.setattr(charts, "LANES", 3)
+    monkeypatch.setattr(charts, "ROWS", 9)
     asked = []
     monkeypatch.setattr(
-        per_task, "sums", lambda rows, *of: asked.append(rows) or queries.sums(rows, *of)
+        charts, "sums", lambda rows, *of: asked.append(rows) or queries.sums(rows, *of)
     )
     trouble(49, name="trouble", task="t")
     for number in range(10):
@@ -344,7 +344,7 @@ def test_drawing_says_how_far_back_its_sums_go(summed, monkeypatch):
 
 @pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
 def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch, only):
-    monkeypatch.setattr(timeline, "ROWS", 2)
+    monkeypatch.setattr(charts, "ROWS", 2)
     hold(500, name="old", task="t", key="z")
     for number in range(5):
         hold(400, name=f"open {number}", key=f"a{number}")
@@ -355,8 +355,8 @@ def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch
 
 @pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
 def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only):
-    monkeypatch.setattr(timeline, "ROWS", 2)
-    monkeypatch.setattr(timeline, "TROUBLES", 2)
+    monkeypatch.setattr(charts, "ROWS", 2)
+    monkeypatch.setattr(charts, "TROUBLES", 2)
     for minutes in (40, 39, 38):
         trouble(minutes, name="old", task="t")
     for minutes in (30, 29, 28):

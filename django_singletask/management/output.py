@@ -42,9 +42,10 @@ def table(
         for column, least in ((name, 24), (last, 8), (name, 10)):
             too_wide = max(0, sum(widths) + 2 * last - room)
             widths[column] -= min(max(0, widths[column] - least), too_wide)
-    aligned = [f"{{:{'>' if n in right else '<'}{wide}}}" for n, wide in enumerate(widths)]
+        lines = [[*map(cut, line, widths)] for line in lines]
+    form = "  ".join(f"{{:{'>' if n in right else '<'}{wide}}}" for n, wide in enumerate(widths))
     for line in lines:
-        yield "  ".join(aligned).format(*map(cut, line, widths)).rstrip()
+        yield form.format(*line).rstrip()
 
 
 def cut(text: str, width: int) -> str:
@@ -75,27 +76,23 @@ def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
         words.duration(lock.held_for),
         "-" if lock.remaining is None or lock.queued else words.duration(lock.remaining),
         f"{conflicts} ({lock.waiting} waiting)" if lock.waiting else conflicts,
-        (lock.queued and lock.task_id) or _place(lock),
+        (lock.queued and lock.task_id) or words.place(lock, "unknown"),
     )
-
-
-def _place(run: HeldLock | TaskLockEvent) -> str:
-    return words.process(run.host, run.pid) or run.host or "unknown"
 
 
 def starving_table(states: Sequence[Starving]) -> Iterator[str]:
     heads = ("LOCK", "CONFLICTS", "STARVING FOR", "LAST CONFLICT", "COMPLETED")
-    cells = (
-        (
-            state.name,
-            str(state.conflicts),
-            words.duration(state.unmet),
-            words.duration(state.last_conflict),
-            "-" if state.since_completed is None else words.duration(state.since_completed),
-        )
-        for state in states
+    return table(heads, map(_starving_cells, states), name=0, right=(1, 2, 3, 4))
+
+
+def _starving_cells(state: Starving) -> tuple[str, ...]:
+    return (
+        state.name,
+        str(state.conflicts),
+        words.duration(state.unmet),
+        words.duration(state.last_conflict),
+        "-" if state.since_completed is None else words.duration(state.since_completed),
     )
-    return table(heads, cells, name=0, right=(1, 2, 3, 4))
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
@@ -108,7 +105,7 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
 
 def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     """Say what a row is about, what became of a call, and who cleared the lock, or had it."""
-    what, by, held = words.status(row)[1], _place(row), "-"
+    what, by, held = words.status(row)[1], words.place(row, "unknown"), "-"
     if row.kind == "conflict":
         what += f" {words.reason(row)}"
     what += f", {RETAKEN}" * bool(row.retaken) + f" ×{row.count}" * (row.count > 1)

@@ -100,7 +100,7 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
             rows = [*(history.of_task(task) if task else history.named(*names))[:NEWEST]]
     except NoHistory as error:
         no_history = str(error)
-    within = DAY if len(rows) < NEWEST else min(DAY, _age(rows[-1]))
+    within = DAY if len(rows) < NEWEST else min(DAY, ago(rows[-1].last_at or rows[-1].at))
     name, key, same_name = task, "", list[str]()
     if not task:
         # The slot that was named comes first, then those that are held.
@@ -120,15 +120,14 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
         rows = [row for row in rows if lock_of_slot(row.key) in meant]
     holding = [lock for lock in locks if lock.state in HOLDING]
     holder = holding[0] if holding and key else None
-    # The other locks of the task are told only of a free lock.
-    # A lock that the history knows was not misspelled.
+    # A free lock that the history does not know may be misspelled: the others of its task help.
     ask = key and task and not (holding or selector.is_exact)
     others = look([Selector(task, {}, [task])]) if ask else []
     newest = {trouble: row for row in reversed(rows) for trouble in row.troubles}
     met = [row for row in rows if row.is_counted]
     conflicts: Counter[str] = Counter()
     for row in met:
-        conflicts[row.result or "duplicates"] += row.count * (_age(row) <= within)
+        conflicts[row.result or "duplicates"] += row.count * (ago(row.end) <= within)
     return Why(
         name=name,
         key=key,
@@ -141,7 +140,7 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
         death=proof_of_death(holder) if holder else None,
         usual=history.usual_hold(name if key else "", task),
         completed=next((row for row in rows if row.is_completed), None),
-        conflict=min(met, key=_age, default=None),
+        conflict=max(met, key=attrgetter("end"), default=None),
         conflicts=+conflicts,
         within=within,
         troubles=sorted({*newest.values()}, key=attrgetter("pk"), reverse=True),
@@ -150,11 +149,6 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
         others=[lock.name for lock in others if lock.state in HOLDING],
         no_history=no_history,
     )
-
-
-def _age(row: TaskLockEvent) -> float:
-    """Return when it last happened, in seconds before now."""
-    return ago(row.last_at or row.at)
 
 
 # In words

@@ -17,27 +17,14 @@ from django.utils.translation import gettext as _
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.history.queries import (
-    NEWEST,
-    OPEN,
-    NoHistory,
-    UsualHold,
-    reading,
-    timestamp,
-)
+from django_singletask.history.queries import NEWEST, OPEN, NoHistory, UsualHold, reading, timestamp
 from django_singletask.holder import Holder, Process, clean
 from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_stopped, proof_of_death
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.names import (
-    Selector,
-    UnknownName,
-    nearest,
-    recorded_tasks,
-    task_names,
-)
-from django_singletask.operators.words import STATES, process
+from django_singletask.operators.names import Selector, UnknownName, unknown
+from django_singletask.operators.words import STATES, place
 from django_singletask.stores import get_store
 from django_singletask.stores.base import CannotList, is_key
 
@@ -85,8 +72,7 @@ class HeldLock(Holder):
 
     def mentions(self, text: str) -> bool:
         """Say whether the lock's name, task, ids or process have a text in them, in any case."""
-        place = process(self.host, self.pid) or self.host
-        facts = (self.name, self.task, self.task_id, self.token, self.key, place)
+        facts = (self.name, self.task, self.task_id, self.token, self.key, place(self, ""))
         return text.lower() in "\n".join(filter(None, facts)).lower()
 
     @property
@@ -124,10 +110,9 @@ class HeldLock(Holder):
         Of runs that are all alike, the next is longer than the five before it in one case of six:
         so the limit is twice the longest. A second instead of a hundredth is nothing to look at.
         """
-        usual = self.usual
-        if usual is None or usual.runs < ENOUGH:
-            return False
-        return self.held_for > max(2 * usual.longest, usual.median + CLEARLY)
+        if (usual := self.usual) and usual.runs >= ENOUGH:
+            return self.held_for > max(2 * usual.longest, usual.median + CLEARLY)
+        return False
 
 
 SAID = (CannotList, ImproperlyConfigured, NoHistory, UnknownName)
@@ -151,8 +136,6 @@ logger = logging.getLogger("django_singletask")
 PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
 USUAL = 30
 """Locks whose usual hold is looked up."""
-MATCHES = 2000
-"""Newest rows among whose names those like an unknown name are looked for."""
 
 
 def among(locks: Sequence[HeldLock], selector: Selector) -> list[HeldLock]:
@@ -222,10 +205,9 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
 
 def look(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     """List what :func:`held` does; nothing where the cache cannot list its entries."""
-    try:
+    with suppress(CannotList):
         return held(selectors)
-    except CannotList:
-        return []
+    return []
 
 
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
@@ -236,12 +218,8 @@ def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ())
         listed = list[HeldLock]()
         with suppress(LockUnavailable):
             listed = look()
-        if among(listed, selector):
-            continue
-        names = [*(lock.name for lock in listed), *recorded_tasks(), *task_names()]
-        with suppress(NoHistory), reading():
-            names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
-        raise UnknownName(selector.text, nearest(selector.text, names))
+        if not among(listed, selector):
+            raise unknown(selector.text, [lock.name for lock in listed])
 
 
 def with_history(locks: list[HeldLock]) -> list[HeldLock]:
@@ -252,20 +230,20 @@ def with_history(locks: list[HeldLock]) -> list[HeldLock]:
     """
     if conf.history == "off":
         return locks
-    met: Counter[tuple[str, str]] = Counter()
+    met, waiting = Counter[str](), Counter[str]()
     try:
         with reading():
             tokens = [lock.token for lock in locks]
             counts = TaskLockEvent.objects.values_list("blocked_by", "result", "count")
             for token, result, count in counts.blocked_by(tokens):
-                met[token, ""] += count
-                met[token, result] += count * bool(result)
+                met[token] += count
+                waiting[token] += count * (result == "waiting")
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     holds: dict[str, UsualHold | None] = {}
     for lock in locks:
-        lock.conflicts, lock.waiting = met[lock.token, ""], met[lock.token, "waiting"]
+        lock.conflicts, lock.waiting = met[lock.token], waiting[lock.token]
         if lock.state == "held":
             owner = lock.task or lock.name
             if owner not in holds and len(holds) < USUAL:

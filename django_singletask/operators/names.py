@@ -113,6 +113,8 @@ def of_what(rows: Any, what: str) -> tuple[Any, bool]:
 
 RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
+MATCHES = 2000
+"""Newest rows among whose names those like an unknown name are looked for."""
 NOT_RECORDED = _(
     "A task id must be whole, and of the calls that a holder blocks only the first is recorded: "
     "look for the others in the log of the worker."
@@ -203,6 +205,14 @@ def tasks_of(text: str) -> list[str]:
         if ends:
             return sorted(ends)
     return []
+
+
+def unknown(text: str, names: Iterable[str]) -> UnknownName:
+    """Return the error for a text that means nothing: names and tasks that are like it."""
+    names = [*names, *recorded_tasks(), *task_names()]
+    with suppress(NoHistory), reading():
+        names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
+    return UnknownName(text, nearest(text, names))
 
 
 def nearest(text: str, names: Iterable[str]) -> list[str]:

@@ -63,12 +63,10 @@ def probe(alias: str) -> SimpleNamespace:
         spans.append(time.perf_counter() - began)
     median, slowest = statistics.median(spans), statistics.quantiles(spans, n=100)[98]
     times = f"{median * 1000:.2f} ms (median), {slowest * 1000:.2f} ms (99%)"
-    findings.append(Finding("ok", f"a lock is acquired and released in {times}"))
-    backend = f"{type(store.cache).__module__}.{type(store.cache).__qualname__}"
-    findings += look_at(store)
+    findings += [Finding("ok", f"a lock is acquired and released in {times}"), *look_at(store)]
     return SimpleNamespace(
         cache=alias,
-        backend=backend,
+        backend=f"{type(store.cache).__module__}.{type(store.cache).__qualname__}",
         server=store.place,
         findings=findings,
         median=median,
@@ -147,12 +145,9 @@ def _answers(store: Any) -> Iterator[tuple[str, str]]:
         text = f"with a limit it would evict locks too (maxmemory-policy is {policy})"
         yield "note", f"the server evicts nothing, as maxmemory is not set; {text}"
     else:
-        so_far = f"{plural(evicted, 'key')} so far"
-        text = f"evicts locks too when the memory is full ({so_far}): set noeviction"
-        yield (
-            "warning",
-            f"maxmemory-policy {policy} {text}, and use a dedicated server for locks",
-        )
+        text = f"evicts locks too when the memory is full ({plural(evicted, 'key')} so far)"
+        cure = "set noeviction, and use a dedicated server for locks"
+        yield "warning", f"maxmemory-policy {policy} {text}: {cure}"
     if info.get("role") != "master":
         yield "unfit", f"the server is a {info.get('role')}: locks need the primary"
     if replicas := info.get("connected_slaves"):

@@ -55,7 +55,7 @@ class Starving:
 # old as the hold. If the holder has completed since, the name is left out.
 
 
-def starving(longer_than: float, selectors: Collection[Selector] = ()) -> list[Starving]:
+def starving(longer_than: float = HOUR, selectors: Collection[Selector] = ()) -> list[Starving]:
     """List the locks that starve, those first that have starved for longest.
 
     They have starved for ``longer_than`` seconds. Those that ``selectors`` name are looked at

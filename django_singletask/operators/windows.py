@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
-from datetime import timezone as offset
 from typing import Any
 from urllib.parse import urlencode
 
-from django.conf import settings
-from django.utils import timezone
-from django.utils.dateparse import parse_datetime
 from django.utils.formats import date_format
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from django_singletask.operators.words import clock_time, parse_duration
+from django_singletask.operators import words
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 SPANS = {
@@ -41,7 +37,7 @@ class Window:
 
     @classmethod
     def past(cls, span: str, now: datetime) -> Window:
-        return cls(now - timedelta(seconds=parse_duration(span)), now, span)
+        return cls(now - timedelta(seconds=words.parse_duration(span)), now, span)
 
     def query(self, **others: Any) -> str:
         """Return an address's parameters: ``others``, and those that name this window."""
@@ -53,10 +49,9 @@ class Window:
         """The end for a query; None if it is now: the clock of another host may be ahead."""
         return None if self.span else self.end
 
-    @property
-    def is_dated(self) -> bool:
-        """Whether the times within it need their date."""
-        return self.end - self.start >= DAY or not self.span
+    def clock_time(self, at: datetime) -> str:
+        """Write a time within it, with the date where that is needed."""
+        return words.clock_time(at, dated=self.end - self.start >= DAY or not self.span)
 
     def percent(self, at: datetime) -> float:
         return min(100.0, max(0.0, 100 * ((at - self.start) / (self.end - self.start))))
@@ -67,18 +62,18 @@ class Window:
         Return the last such time that is not after the start, and the length of a part.
         """
         step = next(step for step in STEPS if (self.end - self.start) / step <= parts)
-        local = to_local(self.start)
+        local = words.to_local(self.start)
         midnight = local.replace(hour=0, minute=0, second=0, microsecond=0)
-        return to_utc(midnight + step * ((local - midnight) // step)), step
+        return words.to_utc(midnight + step * ((local - midnight) // step)), step
 
     def labels(self) -> Iterator[tuple[str, str]]:
         """Return the places and the texts of the round times."""
         start, step = self.rounded(LABELS)
-        at = to_local(start)
+        at = words.to_local(start)
         text = "D j" if step >= DAY else "H:i:s" if step < STEPS[3] else "H:i"
         while (at := at + step) <= self.end:
             # Converted, since the clock change may leave the hour out.
-            yield f"{self.percent(at):.2f}%", date_format(to_local(to_utc(at)), text)
+            yield f"{self.percent(at):.2f}%", date_format(words.to_local(words.to_utc(at)), text)
 
 
 def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, str]:
@@ -91,32 +86,14 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
         span = query.get("range", "")
         return Window.past(span, now) if span in SPANS else None, ""
     try:
-        first, last = (to_moment(text) if text else None for text in texts)
+        first, last = (words.to_moment(text) if text else None for text in texts)
         end = min(last or now, now)
         start = max(first or end - HOUR, now - STEPS[-1])
     except (ValueError, OverflowError):
         text = _("{} is not a time: write it as {}.")
         typed = repr(" … ".join(filter(None, texts)))
-        return None, text.format(typed, f"{to_local(now):%Y-%m-%dT%H:%M}")
+        return None, text.format(typed, f"{words.to_local(now):%Y-%m-%dT%H:%M}")
     if start < end:
         return Window(start, end), ""
     text = _("The window must end after it begins: write a time after {} into the second field.")
-    return None, text.format(clock_time(start, dated=True))
-
-
-def to_moment(text: str) -> datetime:
-    """Read a time; without an offset it is in the time zone of the page. Raises ``ValueError``."""
-    at = parse_datetime(text)  # Python 3.10's own reads no "Z"
-    if at is None:
-        raise ValueError(text)
-    if not settings.USE_TZ:
-        return at if timezone.is_naive(at) else timezone.make_naive(at)
-    return to_utc(timezone.make_aware(at) if timezone.is_naive(at) else at)
-
-
-def to_local(at: datetime) -> datetime:
-    return timezone.localtime(at) if timezone.is_aware(at) else at
-
-
-def to_utc(at: datetime) -> datetime:
-    return at.astimezone(offset.utc) if timezone.is_aware(at) else at
+    return None, text.format(words.clock_time(start, dated=True))

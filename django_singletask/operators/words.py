@@ -12,12 +12,14 @@ from itertools import pairwise
 from urllib.parse import quote
 
 from celery.app import app_or_default
+from django.conf import settings
+from django.utils.dateparse import parse_datetime
 from django.utils.formats import date_format
-from django.utils.timezone import is_aware, localtime
+from django.utils.timezone import is_naive, localtime, make_aware, make_naive
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import TASK_URL, conf
-from django_singletask.holder import clean
+from django_singletask.holder import Holder, clean
 from django_singletask.models import TaskLockEvent
 
 STATES = {
@@ -90,13 +92,35 @@ def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False)
             at = datetime.fromtimestamp(at, tz=timezone.utc)
         except (OverflowError, OSError, ValueError):
             return ""
-    local = localtime(at) if is_aware(at) else at
-    return date_format(local, f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
+    return date_format(to_local(at), f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
+
+
+def to_moment(text: str) -> datetime:
+    """Read a time; without an offset it is in the time zone of the user. Raises ``ValueError``."""
+    at = parse_datetime(text)  # Python 3.10's own reads no "Z"
+    if at is None:
+        raise ValueError(text)
+    if not settings.USE_TZ:
+        return at if is_naive(at) else make_naive(at)
+    return to_utc(make_aware(at) if is_naive(at) else at)
+
+
+def to_local(at: datetime) -> datetime:
+    return at if is_naive(at) else localtime(at)
+
+
+def to_utc(at: datetime) -> datetime:
+    return at if is_naive(at) else at.astimezone(timezone.utc)
 
 
 def process(host: str, pid: int) -> str:
     """Name a process, as in ``web-1:8121``; empty if it is not known, or there is none."""
     return f"{host}:{pid}" if host and pid else ""
+
+
+def place(run: Holder | TaskLockEvent, unknown: str = "-") -> str:
+    """Name the process of a run, or else its host."""
+    return process(run.host, run.pid) or run.host or unknown
 
 
 def task_page(task_id: str | None) -> str:

@@ -8,18 +8,13 @@ from django import template
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from django_singletask.operators.held import HeldLock
-from django_singletask.operators.words import clock_time, duration, hold_time, process, task_page
+from django_singletask.operators.words import clock_time, duration, hold_time, place, task_page
 
 register = template.Library()
 register.filter(duration)
 register.filter(hold_time)
+register.filter(place)
 register.filter("moment", partial(clock_time, dated=True))
-
-
-@register.filter
-def place(lock: HeldLock) -> str:
-    return process(lock.host, lock.pid) or lock.host or "-"
 
 
 @register.filter

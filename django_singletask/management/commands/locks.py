@@ -33,8 +33,7 @@ from django_singletask.operators.held import SAID, cannot_ask
 from django_singletask.operators.names import SCANNED, WORDS, find, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.windows import to_moment
-from django_singletask.operators.words import duration, few, parse_duration, plural
+from django_singletask.operators.words import duration, few, parse_duration, plural, to_moment
 from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
 
@@ -52,8 +51,6 @@ LOCKS = (
     "a lock (its name or key), a call such as 'import_feed(feed_id=7)', a task (its name, or the "
     "last part of it), a task id, a token or a host (not of history); * stands for any text"
 )
-WORDS_OF_LOCKS = "lock", "free", "Freed"
-WORDS_OF_CALLS = "queued call", "forget", "Forgot"
 UNKNOWN = 3
 """Exit code if nothing can be said; Django itself uses 1, for broken settings."""
 
@@ -235,7 +232,8 @@ class Command(BaseCommand):
     def clear(self, options: dict[str, Any]) -> None:
         """Show the locks that were asked for, ask, and free them."""
         queued, dead, dry_run = options["queued"], options["dead"], options["dry_run"]
-        noun, verb, done = WORDS_OF_CALLS if queued else WORDS_OF_LOCKS
+        of_calls, of_locks = ("queued call", "forget", "Forgot"), ("lock", "free", "Freed")
+        noun, verb, done = of_calls if queued else of_locks
         selectors = [*map(select, options["names"])]
         locks = held.held(selectors)
         held.must_be_known(selectors, locks)

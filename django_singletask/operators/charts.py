@@ -1,22 +1,27 @@
-"""Draw the history for an SVG: a lane for each lock, a bar for each hold, a sign for trouble."""
+"""Draw the history for an SVG: a lane for each lock; and what the runs of each task have in common.
+
+In a lane is a bar for each hold, and a sign for trouble; if these are too many, and for each task,
+there are bars of sums.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
 
-from django_singletask.history.queries import OPEN, TaskLockEventQuerySet
-from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent
+from django_singletask.history.queries import OPEN, TaskLockEventQuerySet, sums
+from django_singletask.locks.keys import QUEUED
+from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent, hold_end
 from django_singletask.operators import words
 from django_singletask.operators.held import judge
 from django_singletask.operators.names import WORDS
-from django_singletask.operators.per_task import LOOKS, bars, ends_by
-from django_singletask.operators.windows import DAY, Window
+from django_singletask.operators.windows import DAY, HOUR, Window
 
 ROWS = 1000
 """Newest events that are drawn one by one. If there are more, the drawing has their sums."""
@@ -36,6 +41,21 @@ SIGNS = {
 """Paths around (0, 0): triangles, diamond, square, cross and circle differ not only in colour."""
 NARROW = 0.3
 """Width of a mark, in percent, that can still be seen."""
+NEWEST = 5000
+"""Newest rows of a task, at most, of whose runs p50, p95 and the longest are told."""
+BARS = 42
+"""Bars of a chart at most; then a bar is an hour, or four."""
+LOOKS = {
+    "returned": gettext_lazy("runs"),
+    "raised": gettext_lazy("raised"),
+    "expired": gettext_lazy("trouble"),
+    "conflict": gettext_lazy("conflicts"),
+}
+"""The parts of a bar, from below, and their words. A run is in one of the first three."""
+COLUMNS = ("kind", "key", "at", "outcome", "ended_at", "noticed_at")
+SHARES = {"p50": 0.5, "p95": 0.95, "longest": 1}
+Ends = dict[int, Counter[str]]
+"""Numbers of calls by the step in which they began, and by their state."""
 
 
 def draw(
@@ -49,11 +69,11 @@ def draw(
 ) -> dict[str, Any]:
     """Draw a window of the history, of all locks, of one lock or of one task, for the template.
 
-    ``lanes`` are the marks of each lock, by its name. If there are too many events to draw each,
-    ``summed`` is the length of the steps that are summed up; then the lanes are tasks, unless a
-    lock or a task is chosen. ``read_back_to`` is empty if all events of the window were read; else
-    ``unread`` is the width of the part before that time. The number of rows that are read has a
-    limit, and an index finds each of them. ``event`` is drawn in any case.
+    ``lanes`` are the marks of each lock, by its name, which is their ``field``. If there are too
+    many events to draw each, ``summed`` is the length of the steps that are summed up; then the
+    lanes are tasks, unless a lock or a task is chosen. ``read_back_to`` is empty if all events of
+    the window were read; else ``unread`` is the width of the part before that time. The number of
+    rows that are read has a limit, and an index finds each of them. ``event`` is drawn in any case.
     """
 
     def chosen(rows: TaskLockEventQuerySet) -> TaskLockEventQuerySet:
@@ -62,8 +82,7 @@ def draw(
     newest, cut = chosen(rows.since(window.start, window.until)), None
     events = list(newest[: ROWS + 1])
     is_summed = len(events) > ROWS
-    by_task = is_summed and not (name or task)
-    field = "task" if by_task else "name"
+    field = "task" if is_summed and not (name or task) else "name"
     # However many others there are, what is open and what is trouble is drawn one by one.
     alone = [(rows.open().filter(at__lte=window.end), ROWS)]
     single = [event] if event else []
@@ -83,13 +102,13 @@ def draw(
     for row in single:
         lanes[getattr(row, field)] += marks_of(row, window, now, is_summed)
     labels = _important(lanes)
-    if not by_task:
+    if field == "name":
         labels += [row.name for row in events]
         newest = newest.filter(name__in=[*dict.fromkeys(labels)][:LANES])
     if is_summed:
-        sums, cut = ends_by(newest, window, BUCKETS, field)
-        for label, ends in sums.items():
-            filters = {"task" if by_task else "q": label} if label else {}
+        ends_of, cut = ends_by(newest, window, BUCKETS, field)
+        for label, ends in ends_of.items():
+            filters = {"task" if field == "task" else "q": label} if label else {}
             lanes[label] += bars(ends, window, BUCKETS, **filters)
     important = _important(lanes)
     drawn = {label: lanes[label] for label in sorted(important[:LANES])}
@@ -101,14 +120,14 @@ def draw(
         legend |= {(look, str(word), "bar", "") for look, word in LOOKS.items()}
     return {
         "lanes": drawn,
-        "by_task": by_task,
+        "field": field,
         "lanes_left_out": len({*labels, *important}) - len(drawn),
         "labels": list(window.labels()),
         "marks": sorted(marks, key=lambda mark: mark["event"].at, reverse=True),
         "legend": sorted(legend),
         "most": ROWS,
         "summed": words.duration(window.rounded(BUCKETS)[1].total_seconds()) if is_summed else "",
-        "read_back_to": words.clock_time(cut, dated=window.is_dated) if cut else "",
+        "read_back_to": window.clock_time(cut) if cut else "",
         "unread": f"{window.percent(cut):.2f}%" if cut else "",
     }
 
@@ -152,7 +171,7 @@ def marks_of(
         looks.append(("sign", state, word, noticed_at, noticed_at))
     parts = {"bar": (9, 47), "tick": (64, min(36, 12 + 5 * math.log2(event.count)))}
     for shape, look, text, start, until in looks:
-        clock = [words.clock_time(at, dated=window.is_dated) for at in (start, until)]
+        clock = [window.clock_time(at) for at in (start, until)]
         x = window.percent(start if shape == "bar" else until)
         if until >= window.start:
             yield {
@@ -181,3 +200,91 @@ def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
         text = _("{} after {}") if event.hold_ended_at else _("{} for {}")
         word = text.format(word, words.hold_time(words.hold_seconds(event, until)))
     return word
+
+
+def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
+    """Return the facts of each task since the window's start, for the template.
+
+    ``cut`` is a later time, if there are too many rows to sum up all of them. ``others`` has the
+    numbers of runs that neither returned nor raised, by words; ``p50``, ``p95`` and ``longest``
+    are the seconds that half, 95 %, and all of the newest holds do not exceed, or None. The locks
+    without a task are one task, "".
+    """
+    recent, tasks = rows.since(window.start), []
+    lanes, cut = ends_by(recent, window, BARS, "task")
+    for task, ends in lanes.items():
+        numbers: Counter[str] = sum(ends.values(), Counter())
+        lengths = sorted(
+            max(0.0, (end - at).total_seconds())
+            # Objects of so many rows would take several times as long.
+            for kind, key, at, *facts in recent.of_task(task).values_list(*COLUMNS)[:NEWEST]
+            if kind == "run" and facts[0] not in ("", "unguarded") and not key.startswith(QUEUED)
+            if (end := hold_end(*facts))
+        ) or [None]
+        spans = {each: lengths[math.ceil(part * len(lengths)) - 1] for each, part in SHARES.items()}
+        tasks.append(
+            {
+                "task": task,
+                "bars": bars(ends, window, BARS),
+                "conflicts": numbers.pop("conflict", 0),
+                "duplicates": numbers.pop("duplicate", 0),
+                # What is left are runs; then, their other ends.
+                "runs": numbers.total(),
+                "returned": numbers.pop("returned", 0),
+                "raised": numbers.pop("raised", 0),
+                "other": numbers.total(),
+                "others": sorted((str(WORDS[state]), number) for state, number in numbers.items()),
+                **spans,
+            }
+        )
+    return {
+        "rows": tasks,
+        "hours": window.rounded(BARS)[1] // HOUR,
+        "start": words.clock_time(window.start, dated=True),
+        "cut": words.clock_time(cut, dated=True) if cut else "",
+    }
+
+
+def ends_by(
+    rows: TaskLockEventQuerySet, window: Window, parts: int, field: str
+) -> tuple[dict[str, Ends], datetime | None]:
+    """Return how the calls of each task or name ended; and a later time, if cut there."""
+    totals, cut = sums(rows, *window.rounded(parts), field)
+    lanes = defaultdict[str, Ends](lambda: defaultdict(Counter))
+    for total in totals:
+        lane, step, number = map(total.pop, ("lane", "slot", "number"))
+        lanes[lane][int(step)][words.status(TaskLockEvent(**total))[0]] += number
+    return lanes, cut
+
+
+def bars(ends: Ends, window: Window, parts: int, **filters: str) -> Iterator[dict[str, Any]]:
+    """Yield a bar for each step of the window in which there was a run or a conflict.
+
+    Places and heights are in percent; the highest bar has 100. ``query`` are the parameters of an
+    address that lists what is summed up: those in ``filters`` and the time.
+    """
+    start, length = window.rounded(parts)
+    steps = defaultdict[int, Counter[str]](Counter)
+    for step, states in ends.items():
+        for state in states.keys() - {"duplicate"}:
+            look = "expired" if state in TROUBLE else state if state in LOOKS else "returned"
+            steps[step][look] += states[state]
+    highest = max((looks.total() for looks in steps.values()), default=1)
+    for step, looks in sorted(steps.items()):
+        at = start + step * length
+        part = Window(max(at, window.start), min(at + length, window.end))
+        x, y, rects = window.percent(part.start), 100.0, []
+        for look in filter(looks.get, LOOKS):
+            height = 100 * looks[look] / highest
+            y -= height
+            rects.append((look, y, height))
+        looks["returned"] = looks.total() - looks["conflict"]  # in words, they are all runs
+        yield {
+            "query": part.query(**filters),
+            "rank": (False, False, part.end),
+            "when": window.clock_time(part.start),
+            "text": ", ".join(f"{LOOKS[look]}: {looks[look]}" for look in LOOKS if looks[look]),
+            "x": x,
+            "width": 0.9 * (window.percent(part.end) - x),
+            "parts": rects,
+        }

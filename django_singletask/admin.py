@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import wraps
-from typing import Any, TypeVar
+from functools import lru_cache, wraps
+from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin, messages
@@ -16,34 +17,32 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils import timezone
+from django.utils.formats import number_format
+from django.utils.functional import cached_property
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, pgettext_lazy
 
-from django_singletask.admin.history import (
-    WINDOW,
-    EventList,
-    TaskFilter,
-    UncountedPaginator,
-    WhatFilter,
-    known_tasks,
-)
 from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.holder import clean
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
+from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.per_task import per_task
-from django_singletask.operators.starving import HOUR, starving
-from django_singletask.operators.timeline import draw, headline
-from django_singletask.operators.windows import HOUR as AN_HOUR
-from django_singletask.operators.windows import SPANS, Window, window_of
+from django_singletask.operators.names import NOT_RECORDED, SCANNED, WORDS, of_what, recorded_tasks
+from django_singletask.operators.starving import starving
+from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
+from django_singletask.task.base import import_tasks, singleton_tasks
 from django_singletask.templatetags.singletask import long_id, task_id
 
+__all__ = ["TaskLockEventAdmin"]
+
+WINDOW = ["range", "from", "to"]
+"""What can name a window in an address; it has a form above the list."""
 TABS = {
     "changelist": gettext_lazy("Held now"),
     "events": pgettext_lazy("page", "History"),
@@ -94,14 +93,10 @@ NOTES = {
     ),
 }
 """What it means to clear a lock in a state whose word does not say so."""
-T = TypeVar("T")
-Otherwise = TypeVar("Otherwise")
 View = Callable[..., HttpResponse]
 
 
-def attempt(
-    otherwise: Otherwise, ask: Callable[..., T], *args: Any, **kwargs: Any
-) -> tuple[T | Otherwise, str]:
+def attempt(otherwise: Any, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
     """Return the answer of the cache or the history; or ``otherwise``, and why there is none."""
     try:
         return ask(*args, **kwargs), ""
@@ -113,9 +108,7 @@ def for_viewers(view: View) -> View:
     """Return a view that needs the permission to view, and says if there is no history to read."""
 
     @wraps(view)
-    def view_or_reason(
-        self: TaskLockEventAdmin, request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
+    def guarded(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         if not self.has_view_permission(request):
             raise PermissionDenied
         if "%00" in request.META.get("QUERY_STRING", ""):
@@ -127,7 +120,98 @@ def for_viewers(view: View) -> View:
         except NoHistory as error:
             return self.render(request, "unreadable", trouble=cannot_ask(error))
 
-    return view_or_reason
+    return guarded
+
+
+class TaskFilter(admin.SimpleListFilter):
+    """Offer the tasks that take locks, and those that did according to the history."""
+
+    title = gettext_lazy("task")
+    parameter_name = "task"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [(name, name) for name in known_tasks()]
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset.of_task(str(self.value())) if self.value() else queryset
+
+
+def known_tasks() -> list[str]:
+    """Return the tasks that take locks, and those that did according to the history."""
+    import_tasks()
+    return sorted({*singleton_tasks(), *tasks_of_history(int(time.monotonic() // 60))})
+
+
+@lru_cache(maxsize=1)
+def tasks_of_history(minute: int) -> list[str]:
+    """Return the first tasks of the history; ``minute`` makes the cache ask once a minute."""
+    return recorded_tasks()
+
+
+class WhatFilter(admin.SimpleListFilter):
+    """Offer what can have become of a run or a call."""
+
+    title = gettext_lazy("what happened")
+    parameter_name = "what"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return list(WORDS.items())
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        return queryset  # EventList narrows it to the window first
+
+
+class UncountedPaginator(Paginator):  # type: ignore[type-arg]
+    """Count the rows up to a limit only: to count millions of rows takes seconds."""
+
+    limit = 5000
+
+    @cached_property
+    def count(self) -> int:
+        """Return the number of rows, at most ``limit``; ``has_more`` says if there are more."""
+        rows: Any = self.object_list
+        number: int = rows[: self.limit + 1].count()
+        self.has_more = number > self.limit
+        return min(number, self.limit)
+
+
+class EventList(ChangeList):
+    """A page of events that knows the rows of the runs which blocked them."""
+
+    def get_filters_params(self, params: Any = None) -> dict[str, Any]:
+        found = super().get_filters_params(params)
+        return {name: value for name, value in found.items() if name not in WINDOW}
+
+    def get_ordering(self, request: HttpRequest, queryset: Any) -> list[Any]:
+        """Order the events of one task as their index does, which has the latest first, too."""
+        return list(queryset.query.order_by)
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> Any:
+        """Keep what the window and the filter for what happened leave."""
+        rows: Any = super().get_queryset(request, exclude_parameters)
+        self.window, _problem = window_of(request.GET, timezone.now())
+        if self.window:
+            rows = rows.since(self.window.start, self.window.until)
+        what = request.GET.get(WhatFilter.parameter_name, "")
+        rows, is_whole = of_what(rows, what if what in WORDS else "")
+        if not is_whole:
+            text = _("Only the newest {} rows were searched: choose a time, a task or a lock.")
+            messages.info(request, text.format(number_format(SCANNED, force_grouping=True)))
+        return rows
+
+    def get_results(self, request: HttpRequest) -> None:
+        super().get_results(request)
+        is_filtered = self.query.strip() or self.get_filters_params() or self.window
+        # Only if these differ, Django says how many results there are, and offers to show all.
+        self.full_result_count = None if is_filtered else self.result_count
+        events = self.result_list = list(self.result_list)
+        held.judge(events)
+        if not events and self.query.strip():
+            messages.info(request, NOT_RECORDED)
+        rows: Any = self.root_queryset
+        pks = {run.token: run.pk for run in rows.runs(event.blocked_by for event in events)}
+        for event in events:
+            event.blocker_pk = pks.get(event.blocked_by)
 
 
 @admin.register(TaskLockEvent)
@@ -219,7 +303,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         query = request.GET.get("q", "").strip()
         order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-held")
         locks, trouble = attempt((), listed, query, column, order != column)
-        hungry, unknown = attempt((), starving, HOUR)
+        hungry, unknown = attempt((), starving)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
         refresh = request.GET.get("refresh", "")
         refresh = refresh if refresh in REFRESH else ""
@@ -289,22 +373,17 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Show who holds the locks, and a form that frees them."""
         states = {lock.state for lock in locks}
         is_queued = states <= {"queued", "blocking"}
-        [*others, last] = locks
+        running = locks[0].task_id if len(locks) == 1 and states & {"held", "queued"} else None
         return self.render(
             request,
             "clear",
             title=_("Forget these calls?") if is_queued else _("Clear these locks?"),
-            rows=[
-                (lock, is_alive(lock), proof_of_death(lock))
-                for lock in held.with_history(locks[:SHOWN])
-            ],
+            rows=[(lock, is_alive(lock), proof_of_death(lock)) for lock in locks[:SHOWN]],
             left_out=max(0, len(locks) - SHOWN),
             notes=[note for state, note in NOTES.items() if state in states],
             is_queued=is_queued,
             asked=asked,
-            stop=words.stop_command(last.task_id, queued=is_queued)
-            if last.task_id and not others and states & {"held", "queued"}
-            else "",
+            stop=words.stop_command(running, queued=is_queued) if running else "",
         )
 
     def report_cleared(self, request: HttpRequest, locks: list[HeldLock], reason: str) -> None:
@@ -382,7 +461,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         event = self.get_object(request, object_id)
         if event is None:
             return super().change_view(request, object_id, *args)
-        window = Window(event.at - AN_HOUR / 4, event.end + AN_HOUR / 4)
+        window = Window(event.at - HOUR / 4, event.end + HOUR / 4)
         query = window.query(name=event.name, event=event.pk)
         return HttpResponseRedirect(f"{self.url('timeline')}?{query}#singletask-drawn")
 
