@@ -21,7 +21,7 @@ from django_singletask.stores import close_stores, look_at_epoch
 from django_singletask.task.base import SingletonTask
 from django_singletask.task.header import Header
 from django_singletask.task.unique import discard
-from django_singletask.worker.watcher import Accepted, current_watcher, has_processes, watch
+from django_singletask.worker.watcher import Accepted, has_processes, watch, watcher
 
 
 def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
@@ -44,9 +44,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
 
     def on_accepted(pid: int, time_accepted: float) -> None:
         del request.on_accepted  # a cycle, which would keep the request until a collection
-        watcher = current_watcher()
-        if watcher is not None and pid:
-            watcher.deliveries[pid] = delivery
+        watcher.deliveries[pid] = delivery
         accepted(pid, time_accepted)
 
     def on_success(*args: Any, **kwargs: Any) -> None:
