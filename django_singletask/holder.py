@@ -15,6 +15,8 @@ from types import NoneType
 from typing import Any
 from unicodedata import category
 
+from django_singletask.forks import at_fork
+
 # A token is part of the key of a marker, and memcached must accept that key.
 IS_TOKEN = re.compile("[!-9;-~]{0,32}")
 LONGEST = 255
@@ -94,8 +96,7 @@ class Holder(Process):
             if type(value) not in types:
                 return UNKNOWN
             if type(value) is str:
-                if len(value) > LONGEST or not value.isprintable():
-                    value = clean(value, LONGEST)
+                value = clean(value, LONGEST)
             elif not 0 <= (value or 0) <= limit:
                 return UNKNOWN
             fields[name] = value
@@ -170,8 +171,7 @@ def this_process() -> Process:
     return Process(socket.gethostname(), boot_id(), pid_ns, time_ns, pid, start_time(pid))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=this_process.cache_clear)
+at_fork(after_in_child=this_process.cache_clear)
 
 
 def boot_id() -> str:
