@@ -52,7 +52,7 @@ def _place(server: str) -> str:
 
 
 class MemcachedStore(Store):
-    """Read an entry with ``gets``, and change it with ``cas``.
+    """Change an entry with ``cas``, and the number that ``gets`` returns with the entry.
 
     memcached cannot compare and delete, but it can compare and set an expiry in the past:
 
@@ -127,7 +127,7 @@ class MemcachedStore(Store):
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         names = {self._name(key): key for key in keys}
         values = self._get_many([*names])
-        return {names[name]: Entry(values[name], None) for name in names if name in values}
+        return {key: Entry(values[name], None) for name, key in names.items() if name in values}
 
     def fence(self, key: str, value: bytes) -> int | None:
         # This is for good: memcached has no clock to give either, only whole seconds.
@@ -229,12 +229,13 @@ class PyLibMCStore(MemcachedStore):
         #   thread 2:                          b"b" ...
         return super()._name(key).encode()
 
-    # gets and get_multi report "no entry" also if the server does not answer, but get raises. So
-    # this is asked if an entry is missing. After such an error, begin again: on a new connection,
-    # get may call the entry of a server that hangs missing, too.
+    # gets and get_multi report "no entry" also if the server does not answer, but get raises then.
+    # So if get_multi finds nothing, get asks for each entry. After an error of get, begin again:
+    # on a new connection, get may call the entry of a server that hangs missing, too.
 
     def _get_many(self, names: list[bytes]) -> Any:
-        # One server always has the epoch. Of several servers, ask only those of the keys.
+        # One server always has the epoch, so it finds something if it answers. Of several servers,
+        # only those of the keys are asked, and get asks again for each entry that is missing.
         has_one = len(self.cache.client_servers) == 1
         asked = {*names, self._name(EPOCH)} if has_one else {*names}
         was_open = self.is_open

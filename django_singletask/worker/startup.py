@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -97,13 +96,12 @@ def refuse(**kwargs: Any) -> None:
         return
     errors = [message for message in run() if message.is_serious() and not message.is_silenced()]
     if errors:
-        stop("\n".join(str(error) for error in errors))
+        stop("\n".join(map(str, errors)))
 
 
 def stop(text: str) -> None:
-    sys.stderr.write(f"The worker does not start: its locks would not work.\n{text}\n")
-    sys.stderr.flush()
-    raise SystemExit(1)
+    """Let the process end with exit code 1 and this text on stderr."""
+    raise SystemExit(f"The worker does not start: its locks would not work.\n{text}")
 
 
 def load(**kwargs: Any) -> None:

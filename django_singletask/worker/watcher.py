@@ -97,14 +97,14 @@ class Watcher(Background):
     """Watch the pool's processes in a thread, since a store that is down must not stop the hub."""
 
     name = "singletask-watcher"
+    someone_died = False
+    timer: Any = None
+    free_failed = False
 
     def __init__(self) -> None:
         self.deliveries: dict[int, Accepted] = {}
-        self.someone_died = False
-        self.timer: Any = None
         # How to free the locks of killed runs, each until its lease has ended.
         self.killed: list[tuple[float, Callable[[], None]]] = []
-        self.free_failed = False
 
     def run(self) -> None:
         while True:
