@@ -80,7 +80,7 @@ def check_cache() -> Messages:
             fine = "This is fine for tests in one process, but never for workers."
             return [_message("W001", text, fine)]
         return [_message("E004", text, hint)]
-    if (reason := refusal(cache)) is not None:
+    if reason := refusal(cache):
         numbers = [number for kind, number in REFUSED.items() if isinstance(cache, kind)]
         other = "E005" if hasattr(cache, "_client_cls") else "E006"
         return [_message([*numbers, other][0], f"{named}: {reason}.", hint)]

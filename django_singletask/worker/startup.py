@@ -11,7 +11,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import router
 
 from django_singletask.checks import run
-from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.recorder import flush
 from django_singletask.locks.renewal import release_owed
@@ -120,7 +119,7 @@ def load(**kwargs: Any) -> None:
     """
     try:
         with suppress(LockUnavailable):
-            look_at_epoch(conf.cache)
+            look_at_epoch()
     except ImproperlyConfigured as error:  # a server in cluster mode
         if not os.environ.get("CELERY_SKIP_CHECKS"):
             stop(str(error))

@@ -123,7 +123,7 @@ class Watcher(Background):
         """
         if clock.now() >= epoch_of(conf.cache).seen_at + LEARN:
             with suppress(Exception):  # if the cache is down, the next lock reports it
-                look_at_epoch(conf.cache)
+                look_at_epoch()
 
     def look(self) -> None:
         for pid, delivery in list(self.deliveries.items()):
