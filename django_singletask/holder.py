@@ -15,8 +15,6 @@ from types import NoneType
 from typing import Any
 from unicodedata import category
 
-from django_singletask.forks import at_fork
-
 # A token is part of the key of a marker, and memcached must accept that key.
 IS_TOKEN = re.compile("[!-9;-~]{0,32}")
 LONGEST = 255
@@ -171,7 +169,8 @@ def this_process() -> Process:
     return Process(socket.gethostname(), boot_id(), pid_ns, time_ns, pid, start_time(pid))
 
 
-at_fork(after_in_child=this_process.cache_clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=this_process.cache_clear)
 
 
 def boot_id() -> str:

@@ -76,19 +76,15 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
         raise NoHistory(f"The history cannot be read: {reason}.{remedy(error)}") from error
 
 
-MIGRATE = (
-    " Run 'manage.py migrate'. 'Deploying' in the documentation says what to do first if the table "
-    "is that of an earlier version."
-)
-WAL = (
-    " Give the SQLite file 'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL, as 'The "
-    "history' in the documentation shows."
-)
-
-
 def remedy(error: Exception) -> str:
     """Return what to do about a failed statement of the history, if the error shows it."""
-    return {"table": MIGRATE, "column": MIGRATE, "busy": WAL}.get(trouble(error), "")
+    what = trouble(error)
+    if what in {"table", "column"}:
+        text = " Run 'manage.py migrate'. 'Deploying' in the documentation says what to do first"
+        return f"{text} if the table is that of an earlier version."
+    cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL"
+    where = "as 'The history' in the documentation shows"
+    return f" Give the SQLite file {cure}, {where}." if what == "busy" else ""
 
 
 @dataclasses.dataclass(frozen=True)

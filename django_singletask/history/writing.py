@@ -97,11 +97,7 @@ def write(events: Iterable[LockEvent]) -> None:
     #   other:         changes b ...... waits for a
     #
     # What comes after them changes the same rows again.
-    with (
-        undivided(connection),
-        transaction.atomic(using=connection.alias),
-        connection.cursor() as cursor,
-    ):
+    with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
         for batch in [sorted(rows.values(), key=_place), *more]:
             _upsert(connection, cursor, batch)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 from django.db import connections
 
 from django_singletask import clock
-from django_singletask.conf import conf
+from django_singletask.conf import conf, logger
 from django_singletask.exceptions import LockError
 from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
@@ -25,8 +24,6 @@ from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
 from django_singletask.threads import Background
-
-logger = logging.getLogger("django_singletask")
 
 LOOK = 0.2
 """Seconds between two checks of the processes of the pool."""
