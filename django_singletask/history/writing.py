@@ -109,8 +109,8 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 def _row(event: LockEvent, adapt: Any) -> Row:
     """Return what an event knows of a row, in texts that fit, and in times of the database."""
-    known, kind, at = vars(event), event.kind, event.at
-    facts = {name: known.get(name, default) for name, default in DEFAULTS.items()}
+    kind, at = event.kind, event.at
+    facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
     if kind in COUNTED:
         facts["last_at"] = at
         ref = event.blocked_by and f"{event.blocked_by}:{event.reason}:{event.result}"
