@@ -68,8 +68,8 @@ class MemcachedStore(Store):
     """What the client raises if there is no entry."""
     hung_up: Any = ()
     """What the client raises if the server has closed the connection, as after a restart."""
-    resends: dict[str, Any] = {"cas": ()}
-    """The errors after which a request is sent again, by its name; others after ``hung_up``."""
+    resends_cas: Any = ()
+    """The errors after which a ``cas`` is sent again; other requests are after ``hung_up``."""
     is_open = False
 
     def __init__(self, cache: Any, alias: str) -> None:
@@ -169,7 +169,8 @@ class MemcachedStore(Store):
                 reply = None
             except BaseException as error:
                 self.close()
-                if was_open and isinstance(error, self.resends.get(request, self.hung_up)):
+                resends = self.resends_cas if request == "cas" else self.hung_up
+                if was_open and isinstance(error, resends):
                     continue
                 if isinstance(error, self.client_errors):
                     raise self.unavailable(error) from error
@@ -217,7 +218,7 @@ class PyLibMCStore(MemcachedStore):
         # With the binary protocol and a proxy, libmemcached sometimes refuses to send a cas (error
         # 47) after a successful gets, for an unknown reason. The cas number is valid on any
         # connection.
-        self.resends = {"cas": pylibmc.ServerDown}
+        self.resends_cas = pylibmc.ServerDown
         errors = ("ConnectionError", "ReadError", "ServerDown", "SomeErrors", "UnknownReadFailure")
         self.hung_up = tuple(getattr(pylibmc, name) for name in errors)
 

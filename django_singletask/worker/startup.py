@@ -81,8 +81,7 @@ def connect() -> None:
         (signals.worker_process_shutdown, finish),
         (signals.worker_shutdown, finish),
     ):
-        uid = f"django_singletask.{receiver.__name__}"
-        signal.connect(receiver, dispatch_uid=uid, weak=False)
+        signal.connect(receiver)
 
 
 def refuse(**kwargs: Any) -> None:
