@@ -64,7 +64,7 @@ def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> 
 
 def free_unreadable(message: Any, **kwargs: Any) -> None:
     """Free the entry of a call whose message or task the worker does not know."""
-    headers = getattr(message, "headers", None) or {}
+    headers = message.headers or {}
     with suppress(ValueError):
         discard(Header.of(headers, headers.get("id"), str(headers.get("task"))))
 

@@ -204,7 +204,7 @@ def watch(sender: Any, **kwargs: Any) -> None:
     """Start to watch the processes; called again after each lost connection to the broker."""
     watcher.begin()
     sweeper.begin()
-    if has_processes(sender) and getattr(sender, "hub", None) is not None:
+    if has_processes(sender) and sender.hub:
         # The pool itself replaces a dead process only within 5 seconds. Without a hub (filesystem
         # broker), it has a thread for that.
         def replace() -> None:
