@@ -45,12 +45,9 @@ def run(**kwargs: Any) -> Messages:
     return [*check_cache(), *check_settings(), *check_tasks()]
 
 
-def _message(
-    number: str, text: str, hint: str, obj: str | None = None, *, error: bool | None = None
-) -> checks.CheckMessage:
+def _message(number: str, text: str, hint: str, obj: str | None = None, kind: Any = None) -> Any:
     """Return an error for ``E…``, a warning for ``W…``; its hint links to the documentation."""
-    is_error = number.startswith("E") if error is None else error
-    message = checks.Error if is_error else checks.Warning
+    message = kind or (checks.Error if number.startswith("E") else checks.Warning)
     hint = f"{hint} See {DOCS}/reference/checks.html#{number.lower()}"
     return message(text, hint=hint, obj=obj, id=f"django_singletask.{number}")
 
@@ -80,7 +77,7 @@ def check_cache() -> Messages:
             fine = "This is fine for tests in one process, but never for workers."
             return [_message("W001", text, fine)]
         return [_message("E004", text, hint)]
-    if (reason := refusal(cache)) is not None:
+    if reason := refusal(cache):
         numbers = [number for kind, number in REFUSED.items() if isinstance(cache, kind)]
         other = "E005" if hasattr(cache, "_client_cls") else "E006"
         return [_message([*numbers, other][0], f"{named}: {reason}.", hint)]
@@ -170,8 +167,8 @@ def _task(task: SingletonTask) -> Messages:
     for names, error in problems:
         number = "E011" if len(names) > 1 else OF_OPTION.get(names[0], "E012")
         hint = f"Change {names[-1]}, or remove {names[0] if len(names) > 1 else 'it'}."
-        is_error = not isinstance(error, Warning)
-        found.append(_message(number, str(error), hint, task.name, error=is_error))
+        kind = checks.Warning if isinstance(error, Warning) else None
+        found.append(_message(number, str(error), hint, task.name, kind))
     limits = [
         getattr(task, name) or getattr(task.app.conf, f"task_{name}") or 0
         for name in ("time_limit", "soft_time_limit")

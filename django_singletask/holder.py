@@ -94,8 +94,7 @@ class Holder(Process):
             if type(value) not in types:
                 return UNKNOWN
             if type(value) is str:
-                if len(value) > LONGEST or not value.isprintable():
-                    value = clean(value, LONGEST)
+                value = clean(value, LONGEST)
             elif not 0 <= (value or 0) <= limit:
                 return UNKNOWN
             fields[name] = value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import logging
 import queue
 import sys
 import threading
@@ -11,9 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from django_singletask.conf import logger
 from django_singletask.forks import at_fork
-
-logger = logging.getLogger("django_singletask")
 
 # Why only these primitives
 #

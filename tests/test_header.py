@@ -97,7 +97,7 @@ class TestMainProcess:
     ) -> None:
         pool = type("TaskPool", (), {"__module__": "celery.concurrency.prefork"})()
         pool_watcher = Watcher()
-        monkeypatch.setattr(startup, "current_watcher", lambda: pool_watcher)
+        monkeypatch.setattr(startup, "watcher", pool_watcher)
         headers = headers_of(tasks.requeue, **{"hops": 1, **wrong})
         request = Request(tasks.requeue, headers)
         stopped = SimpleNamespace(state=None)

@@ -10,6 +10,7 @@ import pytest
 
 from django_singletask.task.header import HEADER, Header
 from django_singletask.worker import startup
+from django_singletask.worker.watcher import Watcher
 from tests.deliveries import wait_for_debts
 from tests.testapp import tasks
 
@@ -49,10 +50,9 @@ def request_of(calls):
 @pytest.fixture
 def watched(monkeypatch):
     """Collect the deliveries that the watcher looks after, by pid."""
-    deliveries = {}
-    watcher = SimpleNamespace(deliveries=deliveries)
-    monkeypatch.setattr(startup, "current_watcher", lambda: watcher)
-    return deliveries
+    watcher = Watcher()
+    monkeypatch.setattr(startup, "watcher", watcher)
+    return watcher.deliveries
 
 
 class Request:
@@ -137,12 +137,12 @@ class TestHandOutToken:
         finally:
             gc.enable()
 
-    def test_before_the_worker_is_ready_there_is_no_watcher(self, request_of, calls, monkeypatch):
-        monkeypatch.setattr(startup, "current_watcher", lambda: None)
+    def test_before_the_worker_is_ready_the_watcher_notes_it(self, request_of, calls, watched):
         request = request_of(tasks.hold)
         startup.hand_out_token(consumer("prefork"), request)
         request.on_accepted(77, 0.5)
         assert calls == [("accepted", 77, 0.5)]
+        assert [*watched] == [77]
 
 
 class TestDiscardedCall:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from django_singletask.locks.liveness import is_gone
 from django_singletask.stores.base import epoch_of
 from django_singletask.task.header import Header
 from django_singletask.worker import watcher
-from django_singletask.worker.watcher import Accepted, Watcher
+from django_singletask.worker.watcher import Accepted, Sweeper, Watcher
 from tests.deliveries import wait_for_debts
 from tests.testapp.tasks import hold, unique
 
@@ -63,11 +64,10 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     monkeypatch.setattr(connections, "close_all", lambda: None)
     pool = Watcher()
     now = time.monotonic()
-    killed, over = accepted(hold, "a"), accepted(hold, "b")
-    killed.until, over.until = now + 100, now - 1
-    pool.killed = [killed, over]
+    free = partial(accepted(hold, "a").free, hold.lock("a"), "process 1 is gone")
+    pool.killed = [(now + 100, free), (now - 1, free)]
     pool.free()
-    assert pool.killed == [killed]
+    assert pool.killed == [(now + 100, free)]
     pool.free()
     assert caplog.text.count("not freed yet") == 1
 
@@ -181,7 +181,7 @@ class TestSweep:
         monkeypatch.setattr(watcher, "sweep", sweep)
         monkeypatch.setattr(watcher, "time", SimpleNamespace(sleep=sleep))
         with pytest.raises(Stop):
-            watcher.sweep_each_minute()
+            Sweeper().run()
         assert seen == [False, False, True, False]
 
     def test_an_error_is_logged_once(self, settings, dead_redis, monkeypatch, caplog):

@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""The history of the locks, in the database."""

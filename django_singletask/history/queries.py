@@ -244,9 +244,9 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return UsualHold(statistics.median(holds), max(holds), len(holds)) if holds else None
 
 
-def ago(at: datetime | None) -> float:
+def ago(at: datetime) -> float:
     """Return the age of a time of the history in seconds, by the clock of this host."""
-    return 0.0 if at is None else max(0.0, time.time() - timestamp(at))
+    return max(0.0, time.time() - timestamp(at))
 
 
 def timestamp(at: datetime) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import logging
 import time
 from collections import deque
 from contextlib import suppress
@@ -14,7 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.core.signals import setting_changed
 from django.db import Error, connections, transaction
 
-from django_singletask.conf import conf
+from django_singletask.conf import conf, logger
 from django_singletask.forks import at_fork, close_before_forks, leak, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
@@ -24,8 +23,6 @@ from django_singletask.stores.database import trouble
 from django_singletask.threads import Background, has_threads
 
 __all__ = ["flush"]
-
-logger = logging.getLogger("django_singletask")
 
 LISTENER = "django_singletask.history"
 BOUND = 50_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from uuid import uuid4
@@ -12,7 +11,7 @@ from django.db import connections, router
 from django.db.migrations.recorder import MigrationRecorder
 from django.utils.timezone import now
 
-from django_singletask.conf import conf
+from django_singletask.conf import conf, logger
 from django_singletask.forks import undivided
 from django_singletask.history.queries import BATCH, ago
 from django_singletask.holder import Holder
@@ -22,8 +21,6 @@ from django_singletask.locks.liveness import proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
-
-logger = logging.getLogger("django_singletask")
 
 SWEPT = 50_000
 """The maximum number of rows that one sweep deletes."""

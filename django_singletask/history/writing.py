@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable
 from hashlib import md5
-from operator import itemgetter
 from typing import Any
 
 from django import db
@@ -32,7 +31,6 @@ TIMES = [field.name for field in fields if isinstance(field, models.DateTimeFiel
 LENGTHS = {field.name: field.max_length for field in fields if field.max_length}
 """The maximum number of characters in each text column."""
 DEFAULTS = {field.name: field.get_default() for field in fields}
-values = itemgetter(*DEFAULTS)
 Row = dict[str, Any]
 
 # What a row keeps of two writes
@@ -99,11 +97,7 @@ def write(events: Iterable[LockEvent]) -> None:
     #   other:         changes b ...... waits for a
     #
     # What comes after them changes the same rows again.
-    with (
-        undivided(connection),
-        transaction.atomic(using=connection.alias),
-        connection.cursor() as cursor,
-    ):
+    with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
         for batch in [sorted(rows.values(), key=_place), *more]:
             _upsert(connection, cursor, batch)
 
@@ -115,8 +109,8 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 def _row(event: LockEvent, adapt: Any) -> Row:
     """Return what an event knows of a row, in texts that fit, and in times of the database."""
-    known, kind, at = vars(event), event.kind, event.at
-    facts = {name: known.get(name, default) for name, default in DEFAULTS.items()}
+    kind, at = event.kind, event.at
+    facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
     if kind in COUNTED:
         facts["last_at"] = at
         ref = event.blocked_by and f"{event.blocked_by}:{event.reason}:{event.result}"
@@ -134,9 +128,7 @@ def _row(event: LockEvent, adapt: Any) -> Row:
         ref = md5(repr(event).encode(errors="replace"), usedforsecurity=False).hexdigest()
     facts["ref"] = ref
     for name, length in LENGTHS.items():
-        text = facts[name]
-        if len(text) > length or not text.isprintable():
-            facts[name] = clean(text, length)
+        facts[name] = clean(facts[name], length)
     for name in TIMES:
         if time := facts[name]:
             facts[name] = adapt(
@@ -149,7 +141,8 @@ def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
     quote, vendor = connection.ops.quote_name, connection.vendor
     table, columns = quote(TaskLockEvent._meta.db_table), ", ".join(map(quote, DEFAULTS))
     changes = ", ".join(f"{name} = {rule.format(name)}" for name, rule in RULES.items())
-    conflict, lines = "ON CONFLICT (ref) DO UPDATE SET", list(map(values, rows))
+    conflict = "ON CONFLICT (ref) DO UPDATE SET"
+    lines = [list(row.values()) for row in rows]  # in the order of DEFAULTS
     if vendor == "postgresql":  # an array for each column; but for its brackets it is JSON
         arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
         source = f"INTO {table} AS old ({columns}) SELECT * FROM unnest({arrays})"

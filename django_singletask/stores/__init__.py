@@ -72,8 +72,8 @@ def _named(alias: str) -> str:
     return f"SINGLETASK_CACHE = {alias!r}" if alias == conf.cache else f"TaskLock's cache={alias!r}"
 
 
-def refusal(cache: Any) -> str | None:
-    """Return why a cache cannot hold locks; None if it can."""
+def refusal(cache: Any) -> str:
+    """Return why a cache cannot hold locks; an empty text if it can."""
     classes = {"caches": type(cache)}
     if hasattr(cache, "_client_cls"):  # CLIENT_CLASS of django-redis or django-valkey, loaded
         classes["clients"] = cache._client_cls  # noqa: SLF001
@@ -87,15 +87,14 @@ def refusal(cache: Any) -> str | None:
         vendor = connections[alias].vendor
         if vendor not in DIALECTS:
             return f"DATABASES[{alias!r}] is {vendor}, not PostgreSQL, MySQL, MariaDB or SQLite"
-    return None
+    return ""
 
 
 def open_store(alias: str) -> Store:
     """Return a new store for an alias; raise ``ImproperlyConfigured`` if it cannot hold locks."""
     check_installed()
     cache = open_cache(alias)
-    reason = refusal(cache)
-    if reason is not None:
+    if reason := refusal(cache):
         raise ImproperlyConfigured(
             f"{_named(alias)} cannot hold locks: {reason}. "
             "Use Redis, memcached or Django's DatabaseCache: "
@@ -167,9 +166,9 @@ def get_store(alias: str) -> Store:
     return store
 
 
-def look_at_epoch(alias: str) -> None:
-    """Read the epoch of a cache that can forget its locks, in a background thread."""
-    store = get_store(alias)
+def look_at_epoch() -> None:
+    """Read the epoch of the cache if it can forget its locks, in a background thread."""
+    store = get_store(conf.cache)
     store.limit(LOOK_WITHIN)
     store.look()
 

@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from django_singletask import clock
-from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores.base import (
     EPOCH,
     MAX_KEY,
@@ -52,7 +51,7 @@ def _place(server: str) -> str:
 
 
 class MemcachedStore(Store):
-    """Read an entry with ``gets``, and change it with ``cas``.
+    """Change an entry with ``cas``, and the number that ``gets`` returns with the entry.
 
     memcached cannot compare and delete, but it can compare and set an expiry in the past:
 
@@ -69,8 +68,8 @@ class MemcachedStore(Store):
     """What the client raises if there is no entry."""
     hung_up: Any = ()
     """What the client raises if the server has closed the connection, as after a restart."""
-    resends: dict[str, Any] = {"cas": ()}
-    """The errors after which a request is sent again, by its name; others after ``hung_up``."""
+    resends_cas: Any = ()
+    """The errors after which a ``cas`` is sent again; other requests are after ``hung_up``."""
     is_open = False
 
     def __init__(self, cache: Any, alias: str) -> None:
@@ -126,8 +125,8 @@ class MemcachedStore(Store):
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         names = {self._name(key): key for key in keys}
-        values = self._get_many([*names])
-        return {names[name]: Entry(values[name], None) for name in names if name in values}
+        values = self._ask("get_multi", [*names])
+        return {key: Entry(values[name], None) for name, key in names.items() if name in values}
 
     def fence(self, key: str, value: bytes) -> int | None:
         # This is for good: memcached has no clock to give either, only whole seconds.
@@ -150,9 +149,6 @@ class MemcachedStore(Store):
     def _recall(self, name: Any, value: bytes) -> Any:
         """Return the value and its cas number from memory, if it was just added here."""
 
-    def _get_many(self, names: list[Any]) -> Any:
-        return self._ask("get_multi", names)
-
     def _ask(self, request: str, *args: Any) -> Any:
         """Call this method of the client; after any error, close the connection.
 
@@ -173,7 +169,8 @@ class MemcachedStore(Store):
                 reply = None
             except BaseException as error:
                 self.close()
-                if was_open and isinstance(error, self.resends.get(request, self.hung_up)):
+                resends = self.resends_cas if request == "cas" else self.hung_up
+                if was_open and isinstance(error, resends):
                     continue
                 if isinstance(error, self.client_errors):
                     raise self.unavailable(error) from error
@@ -187,12 +184,28 @@ class PyLibMCStore(MemcachedStore):
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
+        epoch, has_one = self._name(EPOCH), len(cache.client_servers) == 1
 
         class Client(cache._class):  # type: ignore[misc] # noqa: SLF001 - it is pylibmc.Client
             """Return bytes unchanged: a lock is never unpickled."""
 
             def deserialize(self, value: bytes, flags: int) -> bytes:
                 return value
+
+            # gets and get_multi report "no entry" also if the server does not answer, but a get
+            # after them raises. One server always has the epoch, so it finds something if it
+            # answers. Of several servers, only those of the keys are asked, and get asks again for
+            # each entry that is missing. For _ask() this is one request: after an error it begins
+            # again, since on a new connection a get alone may call the entry of a server that hangs
+            # missing, too.
+
+            def get_multi(self, names: list[bytes]) -> Any:
+                asked = {*names, epoch} if has_one else {*names}
+                while True:
+                    found = super().get_multi([*asked])
+                    doubtful = set() if found and has_one else asked.difference(found)
+                    if {self.get(name) for name in doubtful} <= {None}:
+                        return found
 
         self.client = Client(cache.client_servers, **cache._options)  # noqa: SLF001
         # Without these the client would report success before the server does.
@@ -205,7 +218,7 @@ class PyLibMCStore(MemcachedStore):
         # With the binary protocol and a proxy, libmemcached sometimes refuses to send a cas (error
         # 47) after a successful gets, for an unknown reason. The cas number is valid on any
         # connection.
-        self.resends = {"cas": pylibmc.ServerDown, "get": ()}
+        self.resends_cas = pylibmc.ServerDown
         errors = ("ConnectionError", "ReadError", "ServerDown", "SomeErrors", "UnknownReadFailure")
         self.hung_up = tuple(getattr(pylibmc, name) for name in errors)
 
@@ -228,26 +241,6 @@ class PyLibMCStore(MemcachedStore):
         #   thread 1: gets("a") -> frees b"a" .............. sends b"b" -> reads the entry of b
         #   thread 2:                          b"b" ...
         return super()._name(key).encode()
-
-    # gets and get_multi report "no entry" also if the server does not answer, but get raises. So
-    # this is asked if an entry is missing. After such an error, begin again: on a new connection,
-    # get may call the entry of a server that hangs missing, too.
-
-    def _get_many(self, names: list[bytes]) -> Any:
-        # One server always has the epoch. Of several servers, ask only those of the keys.
-        has_one = len(self.cache.client_servers) == 1
-        asked = {*names, self._name(EPOCH)} if has_one else {*names}
-        was_open = self.is_open
-        while True:
-            try:
-                found = self._ask("get_multi", [*asked])
-                doubtful = set() if found and has_one else asked.difference(found)
-                if {self._ask("get", name) for name in doubtful} <= {None}:
-                    return found
-            except LockUnavailable as error:
-                if not was_open or not isinstance(error.__cause__, self.hung_up):
-                    raise
-                was_open = False
 
 
 class PyMemcacheStore(MemcachedStore):

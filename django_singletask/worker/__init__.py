@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""What runs in the main process of a worker."""

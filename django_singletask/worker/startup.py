@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +11,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import router
 
 from django_singletask.checks import run
-from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.recorder import flush
 from django_singletask.locks.renewal import release_owed
@@ -21,7 +19,7 @@ from django_singletask.stores import close_stores, look_at_epoch
 from django_singletask.task.base import SingletonTask
 from django_singletask.task.header import Header
 from django_singletask.task.unique import discard
-from django_singletask.worker.watcher import Accepted, current_watcher, has_processes, watch
+from django_singletask.worker.watcher import Accepted, has_processes, watch, watcher
 
 
 def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
@@ -44,9 +42,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
 
     def on_accepted(pid: int, time_accepted: float) -> None:
         del request.on_accepted  # a cycle, which would keep the request until a collection
-        watcher = current_watcher()
-        if watcher is not None and pid:
-            watcher.deliveries[pid] = delivery
+        watcher.deliveries[pid] = delivery
         accepted(pid, time_accepted)
 
     def on_success(*args: Any, **kwargs: Any) -> None:
@@ -68,7 +64,7 @@ def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> 
 
 def free_unreadable(message: Any, **kwargs: Any) -> None:
     """Free the entry of a call whose message or task the worker does not know."""
-    headers = getattr(message, "headers", None) or {}
+    headers = message.headers or {}
     with suppress(ValueError):
         discard(Header.of(headers, headers.get("id"), str(headers.get("task"))))
 
@@ -85,8 +81,7 @@ def connect() -> None:
         (signals.worker_process_shutdown, finish),
         (signals.worker_shutdown, finish),
     ):
-        uid = f"django_singletask.{receiver.__name__}"
-        signal.connect(receiver, dispatch_uid=uid, weak=False)
+        signal.connect(receiver)
 
 
 def refuse(**kwargs: Any) -> None:
@@ -99,13 +94,12 @@ def refuse(**kwargs: Any) -> None:
         return
     errors = [message for message in run() if message.is_serious() and not message.is_silenced()]
     if errors:
-        stop("\n".join(str(error) for error in errors))
+        stop("\n".join(map(str, errors)))
 
 
 def stop(text: str) -> None:
-    sys.stderr.write(f"The worker does not start: its locks would not work.\n{text}\n")
-    sys.stderr.flush()
-    raise SystemExit(1)
+    """Let the process end with exit code 1 and this text on stderr."""
+    raise SystemExit(f"The worker does not start: its locks would not work.\n{text}")
 
 
 def load(**kwargs: Any) -> None:
@@ -124,7 +118,7 @@ def load(**kwargs: Any) -> None:
     """
     try:
         with suppress(LockUnavailable):
-            look_at_epoch(conf.cache)
+            look_at_epoch()
     except ImproperlyConfigured as error:  # a server in cluster mode
         if not os.environ.get("CELERY_SKIP_CHECKS"):
             stop(str(error))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from django.db import connections
 
 from django_singletask import clock
-from django_singletask.conf import conf
+from django_singletask.conf import conf, logger
 from django_singletask.exceptions import LockError
 from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
@@ -24,8 +23,7 @@ from django_singletask.stores.base import CannotList, epoch_of
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
-
-logger = logging.getLogger("django_singletask")
+from django_singletask.threads import Background
 
 LOOK = 0.2
 """Seconds between two checks of the processes of the pool."""
@@ -41,10 +39,6 @@ class Accepted:
     start = ""
     """When the process started, to distinguish it from a later one with the same pid."""
     ended = False
-    how = ""
-    """How the process is known to be dead."""
-    until = math.inf
-    """When the lease of the dead process has ended, so that there is nothing to free."""
 
     def __init__(self, request: Any, header: Header) -> None:
         self.request = request
@@ -62,20 +56,17 @@ class Accepted:
         except (TypeError, ValueError, LockError):
             return None  # the run itself failed with this error, or it takes no lock
 
-    def free(self) -> None:
-        """Free the lock of the dead process, and the entry of its queued call."""
-        lock, token = self.lock(), self.header.token or ""
-        if lock is None:
+    def free(self, lock: TaskLock, how: str) -> None:
+        """Free the lock of the process that is dead, and the entry of its queued call."""
+        header, token = self.header, self.header.token or ""
+        lock.address_of(token).bury(token, how)
+        if header.queued is None:
             return
-        lock.address_of(token).bury(token, self.how)
-        if self.header.queued is None:
-            return
-        run = Run(self.header.task)
-        queued_call = QueuedCall(lock.lock_key, LockOptions(), run, self.header.queued)
+        queued_call = QueuedCall(lock.lock_key, LockOptions(), Run(header.task), header.queued)
         if not self.ended:
             # Not if the delivery has ended: then it may have queued its call again with that entry.
             queued_call.discard()
-        queued_call.address.bury(token, self.how)
+        queued_call.address.bury(token, how)
 
 
 # Which process frees the lock of a killed process
@@ -99,20 +90,20 @@ class Accepted:
 #   process 7:                      runs   killed   new process 7
 
 
-class Watcher(threading.Thread):
+class Watcher(Background):
     """Watch the pool's processes in a thread, since a store that is down must not stop the hub."""
 
+    name = "singletask-watcher"
+    someone_died = False
+    timer: Any = None
+    free_failed = False
+
     def __init__(self) -> None:
-        super().__init__(name="singletask-watcher", daemon=True)
         self.deliveries: dict[int, Accepted] = {}
-        self.someone_died = False
-        self.timer: Any = None
-        self.killed: list[Accepted] = []
-        self.free_failed = False
+        # How to free the locks of killed runs, each until its lease has ended.
+        self.killed: list[tuple[float, Callable[[], None]]] = []
 
     def run(self) -> None:
-        # In a separate thread, since a database may hang.
-        threading.Thread(target=sweep_each_minute, name="singletask-sweep", daemon=True).start()
         while True:
             time.sleep(LOOK)
             try:
@@ -129,7 +120,7 @@ class Watcher(threading.Thread):
         """
         if clock.now() >= epoch_of(conf.cache).seen_at + LEARN:
             with suppress(Exception):  # if the cache is down, the next lock reports it
-                look_at_epoch(conf.cache)
+                look_at_epoch()
 
     def look(self) -> None:
         for pid, delivery in list(self.deliveries.items()):
@@ -139,11 +130,10 @@ class Watcher(threading.Thread):
                 continue
             if self.deliveries.get(pid) is delivery:
                 del self.deliveries[pid]
-            self.someone_died, delivery.how = True, how
-            lock = delivery.lock()
+            self.someone_died, lock = True, delivery.lock()
             if lock is not None:
-                delivery.until = time.monotonic() + (lock.timeout or conf.lock_timeout)
-                self.killed.append(delivery)
+                until = time.monotonic() + (lock.timeout or conf.lock_timeout)
+                self.killed.append((until, partial(delivery.free, lock, how)))
 
     def free(self) -> None:
         """Free the locks of killed runs; if the store is down, the next look tries again."""
@@ -151,7 +141,8 @@ class Watcher(threading.Thread):
             return
         try:
             while self.killed:
-                self.killed[0].free()
+                _until, free = self.killed[0]
+                free()
                 del self.killed[0]
             self.free_failed = False
         except Exception as error:
@@ -159,16 +150,21 @@ class Watcher(threading.Thread):
                 text = "The locks of killed runs are not freed yet; trying again: %s"
                 logger.warning(text, error)
             self.free_failed = True
-            self.killed = [one for one in self.killed if time.monotonic() < one.until]
+            self.killed = [one for one in self.killed if time.monotonic() < one[0]]
         finally:
             connections.close_all()
 
 
-def sweep_each_minute() -> None:
-    failed = False
-    while True:
-        time.sleep(SWEEP)
-        failed = sweep(failed)
+class Sweeper(Background):
+    """Sweep each minute, in a thread of its own, since a database may hang."""
+
+    name = "singletask-sweep"
+
+    def run(self) -> None:
+        failed = False
+        while True:
+            time.sleep(SWEEP)
+            failed = sweep(failed)
 
 
 def sweep(failed: bool = False) -> bool:
@@ -196,12 +192,8 @@ def sweep(failed: bool = False) -> bool:
         connections.close_all()
 
 
-_watcher: Watcher | None = None
-
-
-def current_watcher() -> Watcher | None:
-    """Return the watcher of this process, if it is the main process of a ready worker."""
-    return _watcher
+watcher, sweeper = Watcher(), Sweeper()
+"""Those of this process; they begin if it is the main process of a worker."""
 
 
 def has_processes(consumer: Any) -> bool:
@@ -210,19 +202,15 @@ def has_processes(consumer: Any) -> bool:
 
 def watch(sender: Any, **kwargs: Any) -> None:
     """Start to watch the processes; called again after each lost connection to the broker."""
-    global _watcher
-    if _watcher is None:
-        _watcher = Watcher()
-        _watcher.start()
-    if has_processes(sender) and getattr(sender, "hub", None) is not None:
+    watcher.begin()
+    sweeper.begin()
+    if has_processes(sender) and sender.hub:
         # The pool itself replaces a dead process only within 5 seconds. Without a hub (filesystem
         # broker), it has a thread for that.
-        pool, watcher = sender.pool, _watcher
-
         def replace() -> None:
             if watcher.someone_died:
                 watcher.someone_died = False
-                pool.maintain_pool()
+                sender.pool.maintain_pool()
 
         if watcher.timer is not None:
             watcher.timer.cancel()

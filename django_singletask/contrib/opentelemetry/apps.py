@@ -43,7 +43,7 @@ class OpenTelemetryConfig(AppConfig):
     label = "django_singletask_opentelemetry"
 
     def ready(self) -> None:
-        lock_event.connect(record, sender=LockEvent, dispatch_uid=__name__)
+        lock_event.connect(record, sender=LockEvent)
 
 
 def record(*, event: LockEvent, **kwargs: Any) -> None:
