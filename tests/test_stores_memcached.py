@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from django.core.cache.backends.base import InvalidCacheKey
 from pymemcache.client.base import Client
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.stores import close_stores, get_store, memcached
+from django_singletask.stores import close_stores, get_store, memcached, open_store
 from django_singletask.stores.base import Entry, Outcome, Slots, Store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
@@ -33,6 +34,16 @@ def store(cache_alias: str) -> Iterator[Store]:
     yield get_store(cache_alias)
     close_stores()
     caches[cache_alias].close()
+
+
+@on_pylibmc
+def test_a_store_opens_its_client_without_a_word(
+    cache_alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    open_store(cache_alias).close()
+    assert said == []
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from datetime import datetime, timezone
@@ -11,14 +10,12 @@ from typing import Any, NamedTuple
 from celery._state import get_current_task
 from celery.exceptions import SoftTimeLimitExceeded
 
-from django_singletask.conf import MAX_LEASE
+from django_singletask.conf import MAX_LEASE, logger
 from django_singletask.holder import Holder, clean, this_process
 from django_singletask.locks.keys import LockKey
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
 from django_singletask.stores.base import MAX_SLOTS, Entry, Outcome, Slots
-
-logger = logging.getLogger("django_singletask")
 
 KEPT = "kept for"
 """The history's reason for a run that keeps its lock begins with this."""

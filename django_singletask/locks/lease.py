@@ -26,7 +26,6 @@ entry is owed: the thread in :mod:`django_singletask.locks.renewal` leaves it la
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -37,7 +36,7 @@ from typing import Any
 from celery.exceptions import Ignore, Reject, Retry
 
 from django_singletask import clock
-from django_singletask.conf import check_seconds
+from django_singletask.conf import check_seconds, logger
 from django_singletask.exceptions import LockError, LockLost, LockUnavailable, Postponed
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness
@@ -46,8 +45,6 @@ from django_singletask.locks.keys import LockKey
 from django_singletask.locks.renewal import renewers
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Entry, Forgotten, Outcome, Slots, marker_key
-
-logger = logging.getLogger("django_singletask")
 
 MAX_RETRIES = 3
 """How often a take tries again: it has freed the entry of a dead holder, it has waited since the

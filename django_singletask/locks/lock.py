@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import math
 import random
 import re
@@ -16,7 +15,7 @@ from contextvars import ContextVar, Token
 from typing import Any, NoReturn
 
 from django_singletask import clock, threads
-from django_singletask.conf import check_seconds, conf
+from django_singletask.conf import check_seconds, conf, logger
 from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
 from django_singletask.locks.address import NO_RUN, Address, Run
@@ -42,8 +41,6 @@ def here() -> Origin:
         mark = threads.put("mark", object())
     return mark, None if task is None else id(task)
 
-
-logger = logging.getLogger("django_singletask")
 
 innermost: ContextVar[weakref.ref[TaskLock] | None] = ContextVar("innermost", default=None)
 """The lock of the innermost block.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import weakref
@@ -14,13 +13,12 @@ from typing import Any
 from django.db import connections
 
 from django_singletask import clock
+from django_singletask.conf import logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.base import LOOK, Store, epoch_of
 from django_singletask.threads import Background
-
-logger = logging.getLogger("django_singletask")
 
 LONGEST = 2.0
 """Seconds that a request of the thread takes at most; with short leases less."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext as _
 
-from django_singletask.conf import conf
+from django_singletask.conf import conf, logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import NEWEST, OPEN, NoHistory, UsualHold, reading, timestamp
 from django_singletask.holder import Holder, Process, clean
@@ -130,8 +129,6 @@ def cannot_ask(error: Exception) -> str:
         repr(conf.cache), f"{type(error).__name__}: {reason}"
     )
 
-
-logger = logging.getLogger("django_singletask")
 
 PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
 USUAL = 30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import os
 import re
@@ -16,11 +15,9 @@ from typing import Any, NamedTuple
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import clock
-from django_singletask.conf import conf, is_test
+from django_singletask.conf import conf, is_test, logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
-
-logger = logging.getLogger("django_singletask")
 
 PREFIX = "singletask:"
 MARKER = ":cleared:"

@@ -207,7 +207,9 @@ class PyLibMCStore(MemcachedStore):
                     if {self.get(name) for name in doubtful} <= {None}:
                         return found
 
-        self.client = Client(cache.client_servers, **cache._options)  # noqa: SLF001
+        # Without behaviors, pylibmc 1.6 prints 30 errors on Python 3.13.
+        options = {"behaviors": {}, **cache._options}  # noqa: SLF001
+        self.client = Client(cache.client_servers, **options)
         # Without these the client would report success before the server does.
         self.client.behaviors.update(
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
