@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import reprlib
 import string
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from django.core.signals import setting_changed
@@ -66,7 +66,7 @@ NO_LOCK = LockKey("no lock", "none")
 """For a call without a lock, because ``lock_name`` returned None; messages carry it, too."""
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def name_key(name: str) -> LockKey:
     """Return the lock of an explicit name.
 
@@ -177,16 +177,17 @@ def _check_name(option: str, name: str) -> None:
         raise ValueError(f"{option} contains control characters or lone surrogates{shown}.")
 
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _repr.maxlong = 120
-_repr.maxdict = _repr.maxlist = 10
+_form = reprlib.Repr()
+_form.maxstring = _form.maxother = _form.maxlong = 120
+_form.maxdict = _form.maxlist = 10
+_repr = functools.partial(_form.repr1, level=_form.maxlevel)
 
 
 def _call_name(task: str, forms: Mapping[str, Any], key: str, shown: str | None) -> str:
     if shown is None and forms and not conf.record_arguments:
         shown = _mark(key)
     if shown is None:
-        shown = ", ".join([f"{name}={_repr.repr(form)}" for name, form in forms.items()])
+        shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
     name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 2]}…)"
 

@@ -26,7 +26,7 @@ from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
-from django_singletask.task.delivery import QUEUED_CALL, deliver
+from django_singletask.task.delivery import QUEUED_CALL, Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import NAMES, Attributes, LockOptions
 from django_singletask.task.unique import QueuedCall, delay_of
@@ -337,7 +337,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if key.key != (header.was or header.key):
             # The duplicate entry and the ticket belong to the previous lock.
             header.queued, header.ticket, header.never_gives_way = None, None, False
-        header.lock_key, header.was = key, None
+        header.name, header.key = key
+        header.was = None
         if callable(merged.lock_name) and header.options:
             # A function cannot travel, and the key that it made is in the header.
             header.options.pop("lock_name", None)
@@ -352,14 +353,15 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if request is None or request.called_directly or request._protected:  # noqa: SLF001
             if request is not None:
                 request._protected = 1  # noqa: SLF001
-            return deliver(self, None, Header("", self.name), call, args, kwargs)
+            return Delivery(self, None, Header("", self.name), call, args, kwargs).run()
         # A call by the worker or by apply(): the request is already pushed. Celery uses the same
         # private mark; with it, a call of this task from its own body counts as a direct call.
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
         others = getattr(call, "__func__", None) is not Task.__call__
         request._protected = CHAIN_RUNS if others else 1  # noqa: SLF001
         try:
-            return deliver(self, request, header, call if others else self.run, args, kwargs)
+            body = call if others else self.run
+            return Delivery(self, request, header, body, args, kwargs).run()
         except TaskPredicate:
             raise
         except Exception:

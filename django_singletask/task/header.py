@@ -126,10 +126,6 @@ class Header:
     def lock_key(self) -> LockKey | None:
         return LockKey(self.name or self.key, self.key) if self.key else None
 
-    @lock_key.setter
-    def lock_key(self, lock_key: LockKey) -> None:
-        self.name, self.key = lock_key
-
     def forget_message(self) -> None:
         """Empty what the next message of the call, such as a retry, does not keep."""
         self.token, self.met, self.redelivered = None, None, 0

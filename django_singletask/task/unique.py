@@ -73,9 +73,8 @@ class QueuedCall:
         self, key: LockKey, options: LockOptions, run: Run, queued: str | None = None
     ) -> None:
         """``queued`` is the entry in the header of the message."""
-        cache = conf.cache
-        self.lock_address = Address(cache, key, quiet=not options.lock_history)
-        self.address = Address(cache, key.beside(QUEUED, run.task or ""), silent=True)
+        self.lock_key = key
+        self.key = key.beside(QUEUED, run.task or "")
         self.options = options
         self.run = run
         if queued:
@@ -83,8 +82,16 @@ class QueuedCall:
             self.lease = self._lease(Holder.decode(self.value))
             self.lease.value, self.lease.held = self.value, True
 
+    @property
+    def address(self) -> Address:
+        return Address(conf.cache, self.key, silent=True)
+
+    @property
+    def lock_address(self) -> Address:
+        return Address(conf.cache, self.lock_key, quiet=not self.options.lock_history)
+
     def _lease(self, holder: Holder) -> Lease:
-        lease = Lease(self.address.cache, self.address.lock_key, holder)
+        lease = Lease(conf.cache, self.key, holder)
         lease.silent = True
         return lease
 
@@ -126,15 +133,15 @@ class QueuedCall:
         the call is sent without an entry.
         """
         # Store no process: the producer may end while its call is queued.
-        name, length = self.address.lock_key.name, self._queued_for(delay)
-        lease = self.lease = self._lease(self.run.holder(name, length, pid=0, start=""))
+        holder = self.run.holder(self.key.name, self._queued_for(delay), pid=0, start="")
+        lease = self.lease = self._lease(holder)
         try:
             blocker = lease.take()
             if self.options.on_duplicate != "replace":
                 return blocker
             self.ticket = take_ticket(self.lock_address, self.run.task or "")
             if blocker is not None:
-                entry, holder = self.address.look()
+                entry, holder = lease.look()
                 # The entry of a run has a process, and stays until the run is finished.
                 if entry is not None and not holder.pid:
                     lease.replace(entry.value)
@@ -181,15 +188,15 @@ class QueuedCall:
                 self._let_stay(queued)
                 return
             length = self.options.lock_timeout or conf.lock_timeout
-            holder = self.run.holder(self.address.lock_key.name, length)
+            holder = self.run.holder(self.key.name, length)
             self.lease = lease = self._lease(holder)
             lease.at_least = self.options.lock_at_least
             # If the entry has ended, or was freed with a killed earlier run, take it again, unless
             # another call is queued by now.
             if not lease.replace(self.value) and lease.take() is not None:
-                logger.warning("%s: an identical call was queued meanwhile.", self.address)
+                logger.warning("%s: an identical call was queued meanwhile.", lease)
         except LockUnavailable:
-            logger.exception("%s: duplicates of this call are not stopped.", self.address)
+            logger.exception("%s: duplicates of this call are not stopped.", queued)
         finally:
             if self.lease is not None and not self.lease.held:
                 self.lease = queued
@@ -201,7 +208,7 @@ class QueuedCall:
         # the cache), or if the cache does not report its end. A retry adds no entry, because an
         # operator may have cleared it.
         left = max(0.0, queued.holder.since + queued.length - time.time())
-        store, entry = get_store(queued.cache), self.address.read()
+        store, entry = get_store(queued.cache), queued.read()
         if entry is None and left and not self.run.retries:
             store.add(queued.key, begun, left)
         elif entry is not None and entry.value == self.value:
@@ -221,7 +228,7 @@ class QueuedCall:
         try:
             self.lease.leave(new=self.value, until=clock.now() + self._queued_for(self.again))
         except LockUnavailable:
-            logger.exception("%s: duplicates of the next try are not stopped.", self.address)
+            logger.exception("%s: duplicates of the next try are not stopped.", self.lease)
 
     # In either
 
