@@ -158,7 +158,7 @@ def template_fields(what: str, template: str, parameters: Parameters) -> list[st
     if not "".join([text for text, _ in parts]).strip():
         raise ValueError(f"{what} has no fixed text: two tasks could share a lock by accident.")
     names = [re.split(r"[.\[]", field)[0] for _, field in parts if field is not None]
-    extra = filter(str.isidentifier, names) if parameters.takes_any_name else ()
+    extra = filter(str.isidentifier, names) if parameters.extra else ()
     parameters.check_names(what, names, [*extra])
     return names
 

@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 from celery import Task, current_app
@@ -176,7 +176,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
         """
         options = LockOptions.of(self)
-        return options.lock(TaskLock, self.lock_key(args, kwargs, partial=True), self.name)
+        return options.lock(TaskLock, self.lock_key(args, kwargs, options, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
         """Return the result of a queued call with these arguments; None if there is none.
@@ -184,17 +184,15 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
         as :meth:`lock` does.
         """
-        key, options = self.lock_key(args, kwargs, partial=True), LockOptions.of(self)
+        options = LockOptions.of(self)
+        key = self.lock_key(args, kwargs, options, partial=True)
         if key == NO_LOCK:
             return None
         holder = QueuedCall(key, options, Run(self.name)).holder()
         return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
 
-    def lock_key(
-        self, args: Any, kwargs: Any, options: LockOptions | None = None, **facts: Any
-    ) -> LockKey:
+    def lock_key(self, args: Any, kwargs: Any, options: LockOptions, **facts: Any) -> LockKey:
         """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""
-        options = LockOptions.of(self) if options is None else options
         facts |= {"lock_on": options.lock_on, "lock_name": options.lock_name}
         return call_key(self.name, self.parameters, args or (), kwargs or {}, **facts)
 
@@ -318,12 +316,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         return super().on_replace(sig)
 
     def _fill_in(
-        self,
-        header: Header,
-        args: Any,
-        kwargs: Any,
-        lock_options: Mapping[str, Any] | None,
-        options: Mapping[str, Any],
+        self, header: Header, args: Any, kwargs: Any, lock_options: Any, options: dict[str, Any]
     ) -> LockOptions:
         """Write options and key of a call's lock into its header; return all its lock options."""
         header.token = None
@@ -353,15 +346,16 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if request is None or request.called_directly or request._protected:  # noqa: SLF001
             if request is not None:
                 request._protected = 1  # noqa: SLF001
-            return Delivery(self, None, Header("", self.name), call, args, kwargs).run()
+            header, body = Header("", self.name), partial(call, *args, **kwargs)
+            return Delivery(self, None, header, body).run()
         # A call by the worker or by apply(): the request is already pushed. Celery uses the same
         # private mark; with it, a call of this task from its own body counts as a direct call.
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
         others = getattr(call, "__func__", None) is not Task.__call__
         request._protected = CHAIN_RUNS if others else 1  # noqa: SLF001
         try:
-            body = call if others else self.run
-            return Delivery(self, request, header, body, args, kwargs).run()
+            body = partial(call if others else self.run, *args, **kwargs)
+            return Delivery(self, request, header, body).run()
         except TaskPredicate:
             raise
         except Exception:

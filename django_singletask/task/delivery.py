@@ -7,7 +7,6 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -137,17 +136,10 @@ class Delivery:
     failure: BaseException | None = None
     """The result and the error of the body, when it has ended."""
 
-    def __init__(
-        self,
-        task: Any,
-        request: Any,
-        header: Header,
-        body: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> None:
+    def __init__(self, task: Any, request: Any, header: Header, body: partial[Any]) -> None:
         options, key = LockOptions.of(task, header.options), header.lock_key
         if key is None:
+            args, kwargs = body.args, body.keywords
             hidden = request and hidden_in_message(task.app, request, args, kwargs)
             key = task.lock_key(args, kwargs, options, shown=hidden)
         task_id, retries = (request.id, request.retries or 0) if request else (None, 0)
@@ -158,7 +150,7 @@ class Delivery:
         self.task = task
         self.request = request
         self.header = header
-        self.body = partial(body, *args, **kwargs)
+        self.body = body
         self.options = options
         self.key = key
         self.marked = bool(request and (request.delivery_info or {}).get("redelivered"))

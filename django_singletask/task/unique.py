@@ -59,10 +59,10 @@ class QueuedCall:
 
     ticket: Ticket | None = None
     """The place of the call among the calls that replace each other."""
-    lease: Lease | None = None
+    lease: Lease = object.__new__(Lease)
     """The entry: of the queued call, or of this process while a call with ``"finish"`` runs.
 
-    It is ``held`` until the call frees the entry or leaves it.
+    It is ``held`` until the call frees the entry or leaves it; without an entry it never was.
     """
     again: float | None = None
     """The seconds until the next try of the call starts, after it was sent again."""
@@ -112,7 +112,7 @@ class QueuedCall:
             if blocker and blocker.task_id and not awaited:
                 self._refuse_duplicate(blocker)
                 return blocker.task_id, None
-            if self.lease and self.lease.held:
+            if self.lease.held:
                 header.queued = self.lease.value.decode()
             header.ticket = None if awaited else self.ticket
             header.never_gives_way = awaited and self.ticket is not None
@@ -179,7 +179,7 @@ class QueuedCall:
         If the cache cannot be used, the protection against duplicates ends, not the run.
         """
         until, queued = self.options.unique_until, self.lease
-        if until not in ("finish", "expiry") or queued is None:
+        if until not in ("finish", "expiry"):
             self.give_back()
             return
         try:
@@ -198,7 +198,7 @@ class QueuedCall:
         except LockUnavailable:
             logger.exception("%s: duplicates of this call are not stopped.", queued)
         finally:
-            if self.lease is not None and not self.lease.held:
+            if not self.lease.held:
                 self.lease = queued
 
     def _let_stay(self, queued: Lease) -> None:
@@ -220,7 +220,7 @@ class QueuedCall:
 
         Call this before the run's lock is free: after that the entry can belong to the next run.
         """
-        if self.again is None or self.lease is None or not self.lease.held:
+        if self.again is None or not self.lease.held:
             return
         if self.options.unique_until == "expiry":
             self.lease.held = False  # its end never moves
@@ -237,12 +237,11 @@ class QueuedCall:
 
         ``kept``: the run keeps its lock, and therefore this entry.
         """
-        if self.lease is not None and self.lease.held:
-            self.lease.give_back(result="returned" if kept else "raised")
+        self.lease.give_back(result="returned" if kept else "raised")
 
     def discard(self) -> None:
         """Free the entry in the background: the worker's main process must not wait for a cache."""
-        if self.lease is not None:
+        if self.lease.held:
             self.lease.abandon()
 
 
