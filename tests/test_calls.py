@@ -28,7 +28,7 @@ CYCLE, CONFLICT = 46, 33
 
 A layer around each request, or around each attempt, is one too many.
 """
-DELIVERY, SEND, UNIQUE_SEND = 74, 23, 49
+DELIVERY, SEND, UNIQUE_SEND = 72, 21, 46
 
 
 @pytest.fixture(autouse=True)

@@ -39,9 +39,9 @@ class LockKey(NamedTuple):
 
         Tasks that share a lock have separate entries, since their calls are not duplicates.
         """
-        key = self.key.partition(SLOT)[0]
-        slug = key.rpartition(":")[0].removeprefix(PREFIX)[: MAX_SLUG + len(PREFIX) - len(kind)]
-        return LockKey(self.name, f"{kind}{slug}:{_digest(kind, key, task)}")
+        key = lock_of_slot(self.key)
+        slug = key.rpartition(":")[0].removeprefix(PREFIX)
+        return LockKey(self.name, _key(kind, slug, kind, key, task))
 
     def slots(self, count: int = MAX_SLOTS) -> tuple[str, ...]:
         """Return the keys of the first slots of this lock; the first slot has the lock's key."""
@@ -75,7 +75,7 @@ def name_key(name: str) -> LockKey:
     characters.
     """
     _check_name("name", name)
-    key = _key(name if conf.record_arguments else "", "name", name)
+    key = _key(PREFIX, name if conf.record_arguments else "", "name", name)
     if len(name) > MAX_NAME:
         mark = f"…{_mark(key)}"
         name = f"{name[: MAX_NAME - len(mark)]}{mark}"
@@ -113,7 +113,7 @@ def call_key(
             parameters.check_names(f"lock_on of {task}", lock_on, arguments)
             arguments = {name: arguments[name] for name in lock_on if name in arguments}
         forms = parameters.forms(task, arguments)
-        key = _key(task, "call", task, forms)
+        key = _key(PREFIX, task, "call", task, forms)
         return LockKey(_call_name(task, forms, key, shown), key)
     if callable(lock_name):
         what, public = f"the result of {option} of {task}", f"{task}.{option}"
@@ -195,13 +195,10 @@ def _call_name(task: str, forms: Mapping[str, Any], key: str, shown: str | None)
 # Keys
 
 
-def _key(slug: str, *parts: Any) -> str:
-    return f"{PREFIX}{_NOT_IN_KEYS.sub('_', slug[:MAX_SLUG])}:{_digest(*parts)}"
-
-
-def _digest(*parts: Any) -> str:
+def _key(kind: str, slug: str, *parts: Any) -> str:
+    slug = _NOT_IN_KEYS.sub("_", slug[: MAX_SLUG + len(PREFIX) - len(kind)])
     # FIPS builds have SHA-256, but not md5.
-    return hashlib.sha256(encode(parts).encode("ascii")).hexdigest()[:32]
+    return f"{kind}{slug}:{hashlib.sha256(encode(parts).encode('ascii')).hexdigest()[:32]}"
 
 
 def _mark(key: str) -> str:

@@ -38,8 +38,7 @@ def formattable(value: Any) -> Any:
     if type(value) in (set, frozenset):
         return sorted((formattable(item) for item in value), key=repr)
     if type(value) is dict:
-        items = ((name, formattable(item)) for name, item in value.items())
-        return dict(sorted(items, key=lambda item: str(item[0])))
+        return {name: formattable(value[name]) for name in sorted(value, key=str)}
     return value
 
 

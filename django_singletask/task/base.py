@@ -65,10 +65,9 @@ def check_definition(cls: type, base: type) -> None:
     # A property has a value only on the task.
     values = {n: v for n in NAMES if callable(v := getattr(cls, n)) or not hasattr(v, "__get__")}
     for names, error in LockOptions(**values).problems(f"of {what}"):
-        inherited = cls.__dict__.keys().isdisjoint(names)
+        is_own = not cls.__dict__.keys().isdisjoint(names)
         # A subclass may still add a lock_timeout that is missing.
-        missing = names == ("lock_renew", "lock_timeout")
-        if isinstance(error, TypeError) and not inherited and not missing:
+        if is_own and isinstance(error, TypeError) and names != ("lock_renew", "lock_timeout"):
             raise error
     run = cls.__dict__.get("run")
     if run is not None:
@@ -310,8 +309,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     def on_replace(self, sig: Any) -> Any:
         """Send the replacement of this task; an eager one runs here, so release the lock first."""
         lock = current_lock()
-        run = lock.run if lock else None  # None for a TaskLock of the body
-        if self.request.is_eager and lock and lock.lease and run and run.task_id == self.request.id:
+        # A TaskLock of the body has no run.
+        if self.request.is_eager and lock and lock.run and lock.run.task_id == self.request.id:
             lock.lease.give_back(result="ignored")
         return super().on_replace(sig)
 

@@ -136,7 +136,7 @@ class Header:
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:
     """Return the ``argsrepr`` and ``kwargsrepr`` of a caller, shown instead of the arguments."""
     texts = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
-    return ", ".join(map(str, texts)) if texts else None
+    return ", ".join(map(str, texts)) or None
 
 
 def hidden_in_message(app: Celery, request: Any, args: Any, kwargs: Any) -> str | None:
