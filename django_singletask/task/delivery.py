@@ -82,14 +82,14 @@ def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = mat
     if lease:
         longest = min(longest, lease / 4)
     # After a short first hop, continue with the ordinary ones.
-    seconds = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
+    seconds: float = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
     seconds = min(min(seconds, longest) * random.uniform(0.75, 1), at_most)
     if detect_quorum_queues is not None:
         driver = app.producer_pool.connections.connection.transport.driver_type
         if detect_quorum_queues(app, driver)[0]:
             # RabbitMQ delays a message itself, for a whole second at least.
-            return max(float(seconds), 1.0)
-    return float(seconds)
+            return max(seconds, 1.0)
+    return seconds
 
 
 def as_retry(task: Task[..., Any], error: BaseException) -> BaseException:
@@ -123,10 +123,10 @@ QUEUED_CALL = "singletask_queued_call"
 class Delivery:
     """One delivery: the body of a task, with its lock, options and header.
 
-    ``request`` is the request of the message or of ``apply()``; None for a direct call, whose
-    header has no id. Later it is None for each call without a message, which cannot be postponed.
-    ``marked``: the broker says that it delivered the message before; ``again``: it does, or an
-    earlier delivery of the message does.
+    It is made from the request of a message or of ``apply()``; from None for a direct call, whose
+    header has no id. The attribute ``request`` is None for each call without a message, which
+    cannot be postponed. ``marked``: the broker says that it delivered the message before;
+    ``again``: it does, or an earlier delivery of the message does.
     """
 
     lock: DeliveryLock
