@@ -30,7 +30,7 @@ CYCLE, CONFLICT = 38, 30
 
 A layer around each request, or around each attempt, is one too many.
 """
-DELIVERY, SEND, UNIQUE_SEND = 64, 23, 46
+DELIVERY, SEND, UNIQUE_SEND = 62, 21, 43
 ANY_CYCLE, ANY_CONFLICT = 76, 58
 """The same with the functions of Python, Django, Celery and redis-py, in :data:`VERSIONS`."""
 VERSIONS = (3, 13), (6, 1), (8, 1)

@@ -389,5 +389,5 @@ def test_the_history_says_which_calls_came_to_nothing(sent):
 
 def test_without_replace_no_number_is_taken(sent):
     task.apply_async(("a",))
-    key = task.lock_key("a", {}).beside(LATEST, task.name).key
+    key = task.lock("a").lock_key.beside(LATEST, task.name).key
     assert get_store("redis").read(key) is None

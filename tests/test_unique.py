@@ -634,7 +634,7 @@ class TestDiscard:
 
 
 def test_keys_beside_a_lock_are_no_lock_of_any_name():
-    beside = unique.lock_key(("a",), {}).beside(QUEUED, unique.name).key
+    beside = unique.lock("a").lock_key.beside(QUEUED, unique.name).key
     assert beside.startswith("singletask:@queued:tests.testapp.tasks.unique:")
     assert not TaskLock("@queued:x").key.startswith(QUEUED)
     assert len(name_key("x" * 255).beside(QUEUED, "t" * 500).key) <= len("singletask:") + 133

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import reprlib
 import string
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from django.core.signals import setting_changed
@@ -39,9 +39,9 @@ class LockKey(NamedTuple):
 
         Tasks that share a lock have separate entries, since their calls are not duplicates.
         """
-        key = self.key.partition(SLOT)[0]
-        slug = key.rpartition(":")[0].removeprefix(PREFIX)[: MAX_SLUG + len(PREFIX) - len(kind)]
-        return LockKey(self.name, f"{kind}{slug}:{_digest(kind, key, task)}")
+        key = lock_of_slot(self.key)
+        slug = key.rpartition(":")[0].removeprefix(PREFIX)
+        return LockKey(self.name, _key(kind, slug, kind, key, task))
 
     def slots(self, count: int = MAX_SLOTS) -> tuple[str, ...]:
         """Return the keys of the first slots of this lock; the first slot has the lock's key."""
@@ -66,7 +66,7 @@ NO_LOCK = LockKey("no lock", "none")
 """For a call without a lock, because ``lock_name`` returned None; messages carry it, too."""
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def name_key(name: str) -> LockKey:
     """Return the lock of an explicit name.
 
@@ -75,7 +75,7 @@ def name_key(name: str) -> LockKey:
     characters.
     """
     _check_name("name", name)
-    key = _key(name if conf.record_arguments else "", "name", name)
+    key = _key(PREFIX, name if conf.record_arguments else "", "name", name)
     if len(name) > MAX_NAME:
         mark = f"…{_mark(key)}"
         name = f"{name[: MAX_NAME - len(mark)]}{mark}"
@@ -113,7 +113,7 @@ def call_key(
             parameters.check_names(f"lock_on of {task}", lock_on, arguments)
             arguments = {name: arguments[name] for name in lock_on if name in arguments}
         forms = parameters.forms(task, arguments)
-        key = _key(task, "call", task, forms)
+        key = _key(PREFIX, task, "call", task, forms)
         return LockKey(_call_name(task, forms, key, shown), key)
     if callable(lock_name):
         what, public = f"the result of {option} of {task}", f"{task}.{option}"
@@ -158,7 +158,7 @@ def template_fields(what: str, template: str, parameters: Parameters) -> list[st
     if not "".join([text for text, _ in parts]).strip():
         raise ValueError(f"{what} has no fixed text: two tasks could share a lock by accident.")
     names = [re.split(r"[.\[]", field)[0] for _, field in parts if field is not None]
-    extra = filter(str.isidentifier, names) if parameters.takes_any_name else ()
+    extra = filter(str.isidentifier, names) if parameters.extra else ()
     parameters.check_names(what, names, [*extra])
     return names
 
@@ -177,16 +177,17 @@ def _check_name(option: str, name: str) -> None:
         raise ValueError(f"{option} contains control characters or lone surrogates{shown}.")
 
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _repr.maxlong = 120
-_repr.maxdict = _repr.maxlist = 10
+_form = reprlib.Repr()
+_form.maxstring = _form.maxother = _form.maxlong = 120
+_form.maxdict = _form.maxlist = 10
+_repr = functools.partial(_form.repr1, level=_form.maxlevel)
 
 
 def _call_name(task: str, forms: Mapping[str, Any], key: str, shown: str | None) -> str:
     if shown is None and forms and not conf.record_arguments:
         shown = _mark(key)
     if shown is None:
-        shown = ", ".join([f"{name}={_repr.repr(form)}" for name, form in forms.items()])
+        shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
     name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 2]}…)"
 
@@ -194,13 +195,10 @@ def _call_name(task: str, forms: Mapping[str, Any], key: str, shown: str | None)
 # Keys
 
 
-def _key(slug: str, *parts: Any) -> str:
-    return f"{PREFIX}{_NOT_IN_KEYS.sub('_', slug[:MAX_SLUG])}:{_digest(*parts)}"
-
-
-def _digest(*parts: Any) -> str:
+def _key(kind: str, slug: str, *parts: Any) -> str:
+    slug = _NOT_IN_KEYS.sub("_", slug[: MAX_SLUG + len(PREFIX) - len(kind)])
     # FIPS builds have SHA-256, but not md5.
-    return hashlib.sha256(encode(parts).encode("ascii")).hexdigest()[:32]
+    return f"{kind}{slug}:{hashlib.sha256(encode(parts).encode('ascii')).hexdigest()[:32]}"
 
 
 def _mark(key: str) -> str:

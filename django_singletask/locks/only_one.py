@@ -10,13 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from django_singletask.conf import check_seconds
 from django_singletask.exceptions import LockConflict
-from django_singletask.locks.keys import (
-    NO_LOCK,
-    LockKey,
-    call_key,
-    name_key,
-    template_fields,
-)
+from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, name_key, template_fields
 from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
 

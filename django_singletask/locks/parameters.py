@@ -38,8 +38,7 @@ def formattable(value: Any) -> Any:
     if type(value) in (set, frozenset):
         return sorted((formattable(item) for item in value), key=repr)
     if type(value) is dict:
-        items = ((name, formattable(item)) for name, item in value.items())
-        return dict(sorted(items, key=lambda item: str(item[0])))
+        return {name: formattable(value[name]) for name in sorted(value, key=str)}
     return value
 
 
@@ -119,13 +118,14 @@ class Parameters:
         self.signature = signature
         self.names = [*signature.parameters]
         """The names of the arguments, without those in ``**kwargs``."""
-        self._extra: str | None = None
+        self.extra: str | None = None
+        """The name of ``**kwargs``, which takes arguments of any name."""
         self._required: set[str] = set()
         self._defaults: dict[str, str] = {}  # encoded, because 1 differs from 1.0 and from True
         self._unstable: dict[str, Any] = {}
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                self._extra = name
+                self.extra = name
                 self.names.remove(name)
             elif parameter.default is not parameter.empty:
                 try:
@@ -134,7 +134,6 @@ class Parameters:
                     self._unstable[name] = parameter.default
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 self._required.add(name)
-        self.takes_any_name = self._extra is not None
 
     def check_names(self, what: str, names: Collection[str], passed: Collection[str] = ()) -> None:
         """Raise ``TypeError`` if one of the names is no parameter, and was not ``passed``."""
@@ -170,8 +169,8 @@ class Parameters:
         if defaults:
             bound.apply_defaults()
         arguments = bound.arguments
-        if self._extra in arguments:
-            for name, value in sorted(arguments.pop(self._extra).items()):
+        if self.extra in arguments:
+            for name, value in sorted(arguments.pop(self.extra).items()):
                 # f(1, a=2) of def f(a, /, **kwargs) has two arguments called a: a and **a.
                 twice = name in self.names or name.startswith("**")
                 arguments[f"**{name}" if twice else name] = value

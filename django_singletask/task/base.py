@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 from celery import Task, current_app
@@ -26,7 +26,7 @@ from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
-from django_singletask.task.delivery import QUEUED_CALL, deliver
+from django_singletask.task.delivery import QUEUED_CALL, Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import NAMES, Attributes, LockOptions
 from django_singletask.task.unique import QueuedCall, delay_of
@@ -65,10 +65,9 @@ def check_definition(cls: type, base: type) -> None:
     # A property has a value only on the task.
     values = {n: v for n in NAMES if callable(v := getattr(cls, n)) or not hasattr(v, "__get__")}
     for names, error in LockOptions(**values).problems(f"of {what}"):
-        inherited = cls.__dict__.keys().isdisjoint(names)
+        is_own = not cls.__dict__.keys().isdisjoint(names)
         # A subclass may still add a lock_timeout that is missing.
-        missing = names == ("lock_renew", "lock_timeout")
-        if isinstance(error, TypeError) and not inherited and not missing:
+        if is_own and isinstance(error, TypeError) and names != ("lock_renew", "lock_timeout"):
             raise error
     run = cls.__dict__.get("run")
     if run is not None:
@@ -176,7 +175,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
         """
         options = LockOptions.of(self)
-        return options.lock(TaskLock, self.lock_key(args, kwargs, partial=True), self.name)
+        return options.lock(TaskLock, self.lock_key(args, kwargs, options, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
         """Return the result of a queued call with these arguments; None if there is none.
@@ -184,17 +183,15 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
         as :meth:`lock` does.
         """
-        key, options = self.lock_key(args, kwargs, partial=True), LockOptions.of(self)
+        options = LockOptions.of(self)
+        key = self.lock_key(args, kwargs, options, partial=True)
         if key == NO_LOCK:
             return None
         holder = QueuedCall(key, options, Run(self.name)).holder()
         return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
 
-    def lock_key(
-        self, args: Any, kwargs: Any, options: LockOptions | None = None, **facts: Any
-    ) -> LockKey:
+    def lock_key(self, args: Any, kwargs: Any, options: LockOptions, **facts: Any) -> LockKey:
         """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""
-        options = LockOptions.of(self) if options is None else options
         facts |= {"lock_on": options.lock_on, "lock_name": options.lock_name}
         return call_key(self.name, self.parameters, args or (), kwargs or {}, **facts)
 
@@ -312,18 +309,13 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     def on_replace(self, sig: Any) -> Any:
         """Send the replacement of this task; an eager one runs here, so release the lock first."""
         lock = current_lock()
-        run = lock.run if lock else None  # None for a TaskLock of the body
-        if self.request.is_eager and lock and lock.lease and run and run.task_id == self.request.id:
+        # A TaskLock of the body has no run.
+        if self.request.is_eager and lock and lock.run and lock.run.task_id == self.request.id:
             lock.lease.give_back(result="ignored")
         return super().on_replace(sig)
 
     def _fill_in(
-        self,
-        header: Header,
-        args: Any,
-        kwargs: Any,
-        lock_options: Mapping[str, Any] | None,
-        options: Mapping[str, Any],
+        self, header: Header, args: Any, kwargs: Any, lock_options: Any, options: dict[str, Any]
     ) -> LockOptions:
         """Write options and key of a call's lock into its header; return all its lock options."""
         header.token = None
@@ -337,7 +329,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if key.key != (header.was or header.key):
             # The duplicate entry and the ticket belong to the previous lock.
             header.queued, header.ticket, header.never_gives_way = None, None, False
-        header.lock_key, header.was = key, None
+        header.name, header.key = key
+        header.was = None
         if callable(merged.lock_name) and header.options:
             # A function cannot travel, and the key that it made is in the header.
             header.options.pop("lock_name", None)
@@ -352,14 +345,16 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if request is None or request.called_directly or request._protected:  # noqa: SLF001
             if request is not None:
                 request._protected = 1  # noqa: SLF001
-            return deliver(self, None, Header("", self.name), call, args, kwargs)
+            header, body = Header("", self.name), partial(call, *args, **kwargs)
+            return Delivery(self, None, header, body).run()
         # A call by the worker or by apply(): the request is already pushed. Celery uses the same
         # private mark; with it, a call of this task from its own body counts as a direct call.
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
         others = getattr(call, "__func__", None) is not Task.__call__
         request._protected = CHAIN_RUNS if others else 1  # noqa: SLF001
         try:
-            return deliver(self, request, header, call if others else self.run, args, kwargs)
+            body = partial(call if others else self.run, *args, **kwargs)
+            return Delivery(self, request, header, body).run()
         except TaskPredicate:
             raise
         except Exception:

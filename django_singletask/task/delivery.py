@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import random
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -17,17 +15,16 @@ from celery import Celery, Task
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
+from django_singletask.conf import logger
 from django_singletask.exceptions import Dropped, LockConflict, LockUnavailable, Postponed
 from django_singletask.locks.address import NO_RUN, Run
-from django_singletask.locks.keys import NO_LOCK, LockKey
+from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.lock import TaskLock, innermost
 from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
-
-logger = logging.getLogger("django_singletask")
 
 SHORT_WAIT = 0.02
 """Seconds for which a delivery of "requeue" waits before it is postponed.
@@ -84,14 +81,14 @@ def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = mat
     if lease:
         longest = min(longest, lease / 4)
     # After a short first hop, continue with the ordinary ones.
-    seconds = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
+    seconds: float = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
     seconds = min(min(seconds, longest) * random.uniform(0.75, 1), at_most)
     if detect_quorum_queues is not None:
         driver = app.producer_pool.connections.connection.transport.driver_type
         if detect_quorum_queues(app, driver)[0]:
             # RabbitMQ delays a message itself, for a whole second at least.
-            return max(float(seconds), 1.0)
-    return float(seconds)
+            return max(seconds, 1.0)
+    return seconds
 
 
 def as_retry(task: Task[..., Any], error: BaseException) -> BaseException:
@@ -125,9 +122,10 @@ QUEUED_CALL = "singletask_queued_call"
 class Delivery:
     """One delivery: the body of a task, with its lock, options and header.
 
-    ``request`` is the request of the message; it is None for a call without a message, which cannot
-    be postponed. The header of a direct call has no id. ``marked``: the broker says that it
-    delivered the message before; ``again``: it does, or an earlier delivery of the message does.
+    It is made from the request of a message or of ``apply()``; from None for a direct call, whose
+    header has no id. The attribute ``request`` is None for each call without a message, which
+    cannot be postponed. ``marked``: the broker says that it delivered the message before;
+    ``again``: it does, or an earlier delivery of the message does.
     """
 
     lock: DeliveryLock
@@ -137,25 +135,41 @@ class Delivery:
     failure: BaseException | None = None
     """The result and the error of the body, when it has ended."""
 
-    def __init__(
-        self, task: Any, request: Any, header: Header, options: LockOptions, body: partial[Any]
-    ) -> None:
+    def __init__(self, task: Any, request: Any, header: Header, body: partial[Any]) -> None:
+        options, key = LockOptions.of(task, header.options), header.lock_key
+        if key is None:
+            args, kwargs = body.args, body.keywords
+            hidden = request and hidden_in_message(task.app, request, args, kwargs)
+            key = task.lock_key(args, kwargs, options, shown=hidden)
+        task_id, retries = (request.id, request.retries or 0) if request else (None, 0)
+        if request and request.is_eager:
+            request, header = None, Header(header.id, header.task)  # the rest is about a message
+        if request is None and options.on_conflict in ("requeue", "rerun"):
+            options = LockOptions.of(options, {"on_conflict": "raise"})  # it cannot be postponed
         self.task = task
         self.request = request
         self.header = header
-        self.options = options
         self.body = body
+        self.options = options
+        self.key = key
         self.marked = bool(request and (request.delivery_info or {}).get("redelivered"))
         self.again = self.marked or bool(header.redelivered)
+        quiet = not options.lock_history
+        self.caller = Run(task.name, task_id, retries, header.token, quiet, self.again)
+        if header.queued:
+            self.queued_call = QueuedCall(key, options, self.caller, header.queued)
+            setattr(request, QUEUED_CALL, self.queued_call)
 
-    def run(self, key: LockKey, run: Run) -> Any:
+    def run(self) -> Any:
         """Run the body under its lock, or do what ``on_conflict`` says.
 
         The result or the error of the body stands. An error that comes after it is logged, such as
         a soft time limit during the release.
         """
+        if self.key == NO_LOCK:
+            return self.body()
         try:
-            return self._run(key, run)
+            return self._run()
         except Exception as error:
             if not self.has_ended or error is self.failure:
                 raise
@@ -173,14 +187,34 @@ class Delivery:
             raise failure
         return result
 
-    def _run(self, key: LockKey, run: Run) -> Any:
+    def _run(self) -> Any:
         policy, wait, error = self.options.on_conflict, 0.0, None
         try:
             if policy in ("wait", "requeue"):
                 wait = SHORT_WAIT if policy == "requeue" else self.options.lock_wait or 0
-            self.lock = self.options.lock(DeliveryLock, key, self.task.name, run, wait)
+            name, ticket = self.task.name, self.header.ticket
+            self.lock = self.options.lock(DeliveryLock, self.key, name, self.caller, wait)
             self.lock.at_least = self.options.lock_at_least
-            return self._run_under_lock()
+            if self.marked:
+                self._drop_if_done(marked=True)
+            # The first run of a redelivery may still be running; this result must not replace its
+            # own.
+            if ticket and not self.again and self._is_superseded(ticket):
+                return self.options.skip_result
+            # The lock is released before Celery stores the result and publishes the next link of a
+            # chain, which may want the same lock.
+            with self.lock as lock:
+                if lock.outage is not None:
+                    return self._meet_outage(lock.outage)
+                if lock:
+                    if self.header.redelivered and not lock.lease.took_over:
+                        self._meet_own_run()
+                    # A later call may have run while this one waited for the lock.
+                    if ticket and (wait or self.again) and self._is_superseded(ticket):
+                        lock.lease.give_back(result="ignored")
+                        return self.options.skip_result
+                    return self._run_body()
+            return self._meet_conflict()
         except (Postponed, Dropped):
             self.queued_call = None  # another delivery of this message exists, and has the entry
             raise
@@ -205,39 +239,6 @@ class Delivery:
             queued_call.again = 0.0
         queued_call.queue_again()
 
-    def _run_under_lock(self) -> Any:
-        if self.marked:
-            self._drop_if_done(marked=True)
-        # The first run of a redelivery may still be running; this result must not replace its own.
-        ticket = self.header.ticket
-        if ticket and not self.again and self._is_superseded(ticket):
-            return self.options.skip_result
-        # The lock is released before Celery stores the result and publishes the next link of a
-        # chain, which may want the same lock.
-        with self.lock as lock:
-            if lock.outage is not None:
-                return self._meet_outage(lock.outage)
-            if lock:
-                if self.header.redelivered and not lock.lease.took_over:
-                    self._meet_own_run()
-                # A later call may have run while this one waited for the lock.
-                if ticket and (lock.wait or self.again) and self._is_superseded(ticket):
-                    lock.lease.give_back(result="ignored")
-                    return self.options.skip_result
-                return self._run_body()
-        if self.options.on_conflict == "requeue":
-            lock.note = ""  # the call has not given up
-        if self.request is not None:
-            self._meet_own_run()
-        match self.options.on_conflict:
-            case "skip":
-                return self.skip()
-            case "requeue":
-                self.requeue()
-            case "rerun":
-                self.rerun()
-        self.refuse()
-
     def _meet_outage(self, outage: LockUnavailable) -> Any:
         """Postpone a message that was promised its turn; else do what ``on_outage`` says."""
         # The first run, or a holder that this delivery has met, may still be running.
@@ -261,6 +262,20 @@ class Delivery:
         logger.error(text, address, holder, outage)
         address.tell("unguarded", holder, reason=str(outage))
         return self._run_body()
+
+    def _meet_conflict(self) -> Any:
+        policy = self.options.on_conflict
+        if policy == "requeue":
+            self.lock.note = ""  # the call has not given up
+        if self.request is not None:
+            self._meet_own_run()
+        if policy == "skip":
+            return self.skip()
+        if policy == "requeue":
+            self.requeue()
+        if policy == "rerun":
+            self.rerun()
+        self.refuse()
 
     def _run_body(self) -> Any:
         if self.header.ticket is not None and self.request is not None:
@@ -371,7 +386,7 @@ class Delivery:
         delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
         fresh = {"token": None, "outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
         header = dataclasses.replace(self.header, **{**fresh, **changes})
-        header.lock_key = lock.lock_key
+        header.name, header.key = lock.lock_key
         # Task id, chord, chain, headers and retries stay the same. With acks_late this delivery is
         # acknowledged after the next one is published: a process that is killed in between leaves
         # two, and the lock decides between them.
@@ -445,31 +460,3 @@ class Delivery:
             caller = self.lock.run or NO_RUN
             address.tell("conflict", caller=caller, reason="superseded", result="skipped")
         return True
-
-
-def deliver(
-    task: Any, request: Any, header: Header, body: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """Run the body of a task under its lock, or apply the policy of ``on_conflict``.
-
-    ``request`` is the request of the message or of ``apply()``; None for a direct call.
-    """
-    options = LockOptions.of(task, header.options)
-    key = header.lock_key
-    if key is None:
-        hidden = request and hidden_in_message(task.app, request, args, kwargs)
-        key = task.lock_key(args, kwargs, options, shown=hidden)
-    if key == NO_LOCK:
-        return body(*args, **kwargs)
-    task_id, retries = (request.id, request.retries or 0) if request else (None, 0)
-    if request and request.is_eager:
-        request, header = None, Header(header.id, header.task)  # the rest is about a message
-    if request is None and options.on_conflict in ("requeue", "rerun"):  # it cannot be postponed
-        options = LockOptions.of(options, {"on_conflict": "raise"})
-    delivery = Delivery(task, request, header, options, partial(body, *args, **kwargs))
-    quiet = not options.lock_history
-    run = Run(task.name, task_id, retries, header.token, quiet, delivery.again)
-    if header.queued:
-        delivery.queued_call = QueuedCall(key, options, run, header.queued)
-        setattr(request, QUEUED_CALL, delivery.queued_call)
-    return delivery.run(key, run)

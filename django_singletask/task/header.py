@@ -126,10 +126,6 @@ class Header:
     def lock_key(self) -> LockKey | None:
         return LockKey(self.name or self.key, self.key) if self.key else None
 
-    @lock_key.setter
-    def lock_key(self, lock_key: LockKey) -> None:
-        self.name, self.key = lock_key
-
     def forget_message(self) -> None:
         """Empty what the next message of the call, such as a retry, does not keep."""
         self.token, self.met, self.redelivered = None, None, 0
@@ -140,7 +136,7 @@ class Header:
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:
     """Return the ``argsrepr`` and ``kwargsrepr`` of a caller, shown instead of the arguments."""
     texts = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
-    return ", ".join(map(str, texts)) if texts else None
+    return ", ".join(map(str, texts)) or None
 
 
 def hidden_in_message(app: Celery, request: Any, args: Any, kwargs: Any) -> str | None:

@@ -166,7 +166,7 @@ class LockOptions(SimpleNamespace, Attributes):
                 continue
             try:
                 check_value(option, where, value)
-                if parameters and option == "lock_on" and not parameters.takes_any_name:
+                if parameters and option == "lock_on" and not parameters.extra:
                     parameters.check_names(f"{option}={value!r} {where}", value)
                 if parameters and option == "lock_name" and isinstance(value, str):
                     template_fields(f"{option}={value!r} {where}", value, parameters)

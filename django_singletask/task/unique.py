@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -11,7 +10,7 @@ from typing import Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from django_singletask import clock
-from django_singletask.conf import MAX_LEASE, conf
+from django_singletask.conf import MAX_LEASE, conf, logger
 from django_singletask.exceptions import DuplicateTask, LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Address, Run
@@ -22,8 +21,6 @@ from django_singletask.stores import get_store
 from django_singletask.task.header import Header
 from django_singletask.task.latest import Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
-
-logger = logging.getLogger("django_singletask")
 
 # The life of an entry
 #
@@ -59,10 +56,10 @@ class QueuedCall:
 
     ticket: Ticket | None = None
     """The place of the call among the calls that replace each other."""
-    lease: Lease | None = None
+    lease: Lease = object.__new__(Lease)
     """The entry: of the queued call, or of this process while a call with ``"finish"`` runs.
 
-    It is ``held`` until the call frees the entry or leaves it.
+    It is ``held`` until the call frees the entry or leaves it; without an entry it never was.
     """
     again: float | None = None
     """The seconds until the next try of the call starts, after it was sent again."""
@@ -73,9 +70,8 @@ class QueuedCall:
         self, key: LockKey, options: LockOptions, run: Run, queued: str | None = None
     ) -> None:
         """``queued`` is the entry in the header of the message."""
-        cache = conf.cache
-        self.lock_address = Address(cache, key, quiet=not options.lock_history)
-        self.address = Address(cache, key.beside(QUEUED, run.task or ""), silent=True)
+        self.lock_key = key
+        self.key = key.beside(QUEUED, run.task or "")
         self.options = options
         self.run = run
         if queued:
@@ -83,8 +79,16 @@ class QueuedCall:
             self.lease = self._lease(Holder.decode(self.value))
             self.lease.value, self.lease.held = self.value, True
 
+    @property
+    def address(self) -> Address:
+        return Address(conf.cache, self.key, silent=True)
+
+    @property
+    def lock_address(self) -> Address:
+        return Address(conf.cache, self.lock_key, quiet=not self.options.lock_history)
+
     def _lease(self, holder: Holder) -> Lease:
-        lease = Lease(self.address.cache, self.address.lock_key, holder)
+        lease = Lease(conf.cache, self.key, holder)
         lease.silent = True
         return lease
 
@@ -105,7 +109,7 @@ class QueuedCall:
             if blocker and blocker.task_id and not awaited:
                 self._refuse_duplicate(blocker)
                 return blocker.task_id, None
-            if self.lease and self.lease.held:
+            if self.lease.held:
                 header.queued = self.lease.value.decode()
             header.ticket = None if awaited else self.ticket
             header.never_gives_way = awaited and self.ticket is not None
@@ -126,15 +130,15 @@ class QueuedCall:
         the call is sent without an entry.
         """
         # Store no process: the producer may end while its call is queued.
-        name, length = self.address.lock_key.name, self._queued_for(delay)
-        lease = self.lease = self._lease(self.run.holder(name, length, pid=0, start=""))
+        holder = self.run.holder(self.key.name, self._queued_for(delay), pid=0, start="")
+        lease = self.lease = self._lease(holder)
         try:
             blocker = lease.take()
             if self.options.on_duplicate != "replace":
                 return blocker
             self.ticket = take_ticket(self.lock_address, self.run.task or "")
             if blocker is not None:
-                entry, holder = self.address.look()
+                entry, holder = lease.look()
                 # The entry of a run has a process, and stays until the run is finished.
                 if entry is not None and not holder.pid:
                     lease.replace(entry.value)
@@ -172,7 +176,7 @@ class QueuedCall:
         If the cache cannot be used, the protection against duplicates ends, not the run.
         """
         until, queued = self.options.unique_until, self.lease
-        if until not in ("finish", "expiry") or queued is None:
+        if until not in ("finish", "expiry"):
             self.give_back()
             return
         try:
@@ -181,17 +185,17 @@ class QueuedCall:
                 self._let_stay(queued)
                 return
             length = self.options.lock_timeout or conf.lock_timeout
-            holder = self.run.holder(self.address.lock_key.name, length)
+            holder = self.run.holder(self.key.name, length)
             self.lease = lease = self._lease(holder)
             lease.at_least = self.options.lock_at_least
             # If the entry has ended, or was freed with a killed earlier run, take it again, unless
             # another call is queued by now.
             if not lease.replace(self.value) and lease.take() is not None:
-                logger.warning("%s: an identical call was queued meanwhile.", self.address)
+                logger.warning("%s: an identical call was queued meanwhile.", lease)
         except LockUnavailable:
-            logger.exception("%s: duplicates of this call are not stopped.", self.address)
+            logger.exception("%s: duplicates of this call are not stopped.", queued)
         finally:
-            if self.lease is not None and not self.lease.held:
+            if not self.lease.held:
                 self.lease = queued
 
     def _let_stay(self, queued: Lease) -> None:
@@ -201,7 +205,7 @@ class QueuedCall:
         # the cache), or if the cache does not report its end. A retry adds no entry, because an
         # operator may have cleared it.
         left = max(0.0, queued.holder.since + queued.length - time.time())
-        store, entry = get_store(queued.cache), self.address.read()
+        store, entry = get_store(queued.cache), queued.read()
         if entry is None and left and not self.run.retries:
             store.add(queued.key, begun, left)
         elif entry is not None and entry.value == self.value:
@@ -213,7 +217,7 @@ class QueuedCall:
 
         Call this before the run's lock is free: after that the entry can belong to the next run.
         """
-        if self.again is None or self.lease is None or not self.lease.held:
+        if self.again is None or not self.lease.held:
             return
         if self.options.unique_until == "expiry":
             self.lease.held = False  # its end never moves
@@ -221,7 +225,7 @@ class QueuedCall:
         try:
             self.lease.leave(new=self.value, until=clock.now() + self._queued_for(self.again))
         except LockUnavailable:
-            logger.exception("%s: duplicates of the next try are not stopped.", self.address)
+            logger.exception("%s: duplicates of the next try are not stopped.", self.lease)
 
     # In either
 
@@ -230,12 +234,11 @@ class QueuedCall:
 
         ``kept``: the run keeps its lock, and therefore this entry.
         """
-        if self.lease is not None and self.lease.held:
-            self.lease.give_back(result="returned" if kept else "raised")
+        self.lease.give_back(result="returned" if kept else "raised")
 
     def discard(self) -> None:
         """Free the entry in the background: the worker's main process must not wait for a cache."""
-        if self.lease is not None:
+        if self.lease.held:
             self.lease.abandon()
 
 
