@@ -403,7 +403,7 @@ class TestFinish:
         store = get_store("redis")
         release = store.release
         monkeypatch.setattr(
-            store, "release", lambda key, value: (freed.append(key), release(key, value))[1]
+            store, "release", lambda key, *rest: (freed.append(key), release(key, *rest))[1]
         )
         finish.delay("a")
         deliver(sent[0], finish)
@@ -433,9 +433,10 @@ class TestFinish:
         store = get_store("redis")
         release = store.release
 
-        def look(key, value):
-            pids.append(entry_of(finish, "a").holder().pid)
-            return release(key, value)
+        def look(key, value, new, until):
+            if not new:  # the lock
+                pids.append(entry_of(finish, "a").holder().pid)
+            return release(key, value, new, until)
 
         monkeypatch.setattr(store, "release", look)
         finish.delay("a", 0, 2)
