@@ -23,7 +23,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task import delivery, latest, unique
 from django_singletask.task.delivery import hop
-from django_singletask.task.header import HEADER, LOOKS, WAITS
+from django_singletask.task.header import HEADER, READS, WAITS
 from tests.deliveries import collect_sent, held_by, receive
 from tests.testapp import tasks
 
@@ -106,7 +106,7 @@ def test_a_redelivery_is_postponed_with_the_policy_wait(sent):
 def test_a_redelivery_that_finds_the_lock_free_hops_once_more(sent):
     with pytest.raises(Postponed):
         receive(tasks.hold, "a", header={"redelivered": WAITS, "hops": 5})
-    assert header_of(sent[0])["redelivered"] == LOOKS
+    assert header_of(sent[0])["redelivered"] == READS
     assert sent[0]["countdown"] <= 1
     assert not tasks.hold.lock("a").locked()
     assert TaskLockEvent.objects.get(kind="run").result == "postponed"
@@ -116,7 +116,7 @@ def test_a_redelivery_that_finds_the_lock_free_hops_once_more(sent):
 def test_a_redelivery_whose_work_is_done_is_dropped(sent, result, state):
     result.state = state
     with pytest.raises(Ignore):
-        receive(tasks.hold, "a", header={"redelivered": LOOKS})
+        receive(tasks.hold, "a", header={"redelivered": READS})
     assert not sent
     assert not tasks.hold.lock("a").locked()
 
@@ -127,7 +127,7 @@ def test_a_redelivery_whose_work_is_not_known_to_be_done_runs(
 ):
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
     result.state = state
-    assert receive(tasks.hold, "a", header={"redelivered": LOOKS}) == "ran"
+    assert receive(tasks.hold, "a", header={"redelivered": READS}) == "ran"
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), OSError("the result backend is away")])
@@ -139,7 +139,7 @@ def test_a_redelivery_whose_result_cannot_be_read_runs(sent, monkeypatch, tmp_pa
 
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
     monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", lambda self, task_id: Result())
-    assert receive(tasks.hold, "a", header={"redelivered": LOOKS}) == "ran"
+    assert receive(tasks.hold, "a", header={"redelivered": READS}) == "ran"
     # Celery raises NotImplementedError where no backend is configured: that is no trouble.
     assert ("cannot be read" in caplog.text) == isinstance(error, OSError)
 
@@ -148,7 +148,7 @@ def test_a_redelivery_without_a_result_runs(sent, result, monkeypatch, tmp_path)
     """With ignore_result the state in the backend says nothing about this message."""
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
     result.state = "SUCCESS"
-    header = {"redelivered": LOOKS}
+    header = {"redelivered": READS}
     assert receive(tasks.hold, "a", header=header, ignore_result=True) == "ran"
 
 
@@ -159,7 +159,7 @@ def test_a_soft_time_limit_reaches_the_task(monkeypatch, where):
 
     monkeypatch.setattr(tasks.hold.app, "send_task", interrupt)
     monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", interrupt)
-    header = {"redelivered": LOOKS if where == "result" else WAITS}
+    header = {"redelivered": READS if where == "result" else WAITS}
     with pytest.raises(SoftTimeLimitExceeded):
         receive(tasks.hold, "a", header=header)
     assert not tasks.hold.lock("a").locked()
@@ -168,14 +168,14 @@ def test_a_soft_time_limit_reaches_the_task(monkeypatch, where):
 def test_a_redelivery_behind_another_call_is_dropped_if_its_work_is_done(sent, result):
     result.state = "SUCCESS"
     with held_by("another"), pytest.raises(Ignore) as caught:
-        receive(tasks.hold, "a", header={"redelivered": LOOKS})
+        receive(tasks.hold, "a", header={"redelivered": READS})
     assert not isinstance(caught.value, Postponed)
 
 
 def test_a_redelivery_behind_another_call_hops_on_if_its_work_is_not_done(sent, result):
     with held_by("another"), pytest.raises(Postponed):
         receive(tasks.hold, "a", header={"redelivered": WAITS})
-    assert header_of(sent[0])["redelivered"] == LOOKS
+    assert header_of(sent[0])["redelivered"] == READS
 
 
 def test_a_redelivery_that_cannot_be_published_goes_back_to_the_broker(monkeypatch, caplog):
@@ -220,7 +220,7 @@ def test_a_header_that_was_passed_on_to_another_call_is_ignored(sent):
     results = []
 
     def run():
-        results.append(receive(tasks.hold, "a", header={"id": "other", "redelivered": LOOKS}))
+        results.append(receive(tasks.hold, "a", header={"id": "other", "redelivered": READS}))
         connections.close_all()
 
     with held_by("another"):
@@ -314,7 +314,7 @@ class TestMarkedByTheBroker:
         succeeded.date_done = done
         for facts, drops in (
             ({"header": DUE, **MARKED}, newer == "yes"),
-            ({"header": {**DUE, "redelivered": LOOKS}}, newer != "no"),
+            ({"header": {**DUE, "redelivered": READS}}, newer != "no"),
         ):
             if drops:
                 with pytest.raises(Dropped):

@@ -138,7 +138,7 @@ def test_lock_is_freed_although_the_entry_of_its_call_cannot_be(on_redis, caplog
     # The server refuses to read an entry of another type.
     beside = name_key("nightly").beside(QUEUED, "t").key
     store.client.rpush(store.make_key(beside), "x")
-    [shown] = registry.look([select(key)])
+    [shown] = registry.listed([select(key)])
     assert clear(shown, actor="ada")
     assert store.read(key) is None
     assert "was freed, but not the entry of its call: The cache" in caplog.text
@@ -162,7 +162,7 @@ def test_entry_of_its_call_is_freed_with_a_lock_but_not_that_of_another(on_redis
     key, beside = name_key("nightly"), name_key("nightly").beside(QUEUED, "t").key
     put(key.key, task_id="x")
     put(beside, task_id=task_id)
-    assert clear(registry.look([select(key.key)])[0], actor="ada")
+    assert clear(registry.listed([select(key.key)])[0], actor="ada")
     assert (get_store("redis").read(beside) is not None) == stays
 
 
@@ -505,17 +505,17 @@ def test_look_needs_no_list_for_what_is_named(memcached, settings, take):
     settings.SINGLETASK_HISTORY = "off"
     key = take("nightly").key
     for name in ("nightly", key):
-        assert [lock.name for lock in registry.look([select(name)])] == ["nightly"]
-    assert registry.look([select("other")]) == []
+        assert [lock.name for lock in registry.listed([select(name)])] == ["nightly"]
+    assert registry.listed([select("other")]) == []
 
 
 def test_look_finds_a_name_that_hides_its_arguments(on_redis):
     holder = Holder.from_dict({"token": "t", "name": "feeds.import_feed(#1a2b3c4d)"})
     get_store("redis").add(name_key("x").key, holder.encode(), 30)
-    assert [lock.token for lock in registry.look([select("feeds.import_feed(#1a2b3c4d)")])] == ["t"]
+    assert [lock.token for lock in registry.listed([select("feeds.import_feed(#1a2b3c4d)")])] == ["t"]
 
 
-def test_look_finds_the_expired_hold_beside_the_held_lock(on_redis, take):
+def test_listing_finds_the_expired_hold_beside_the_held_lock(on_redis, take):
     take("nightly")
     row("run", 100, timeout=60, token="t")
-    assert {lock.state for lock in registry.look([select("nightly")])} == {"held", "expired"}
+    assert {lock.state for lock in registry.listed([select("nightly")])} == {"held", "expired"}

@@ -22,7 +22,7 @@ from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.starving import starvation
 from django_singletask.stores import get_store
-from django_singletask.task.header import HEADER, LOOKS
+from django_singletask.task.header import HEADER, READS
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import locks
 from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
@@ -214,12 +214,12 @@ class TestItsOwnMessageAgain:
         run("mine")
         with pytest.raises(Postponed):
             run("mine")
-        assert sent[0]["headers"][HEADER]["redelivered"] == LOOKS
+        assert sent[0]["headers"][HEADER]["redelivered"] == READS
 
     def test_leaves_it_to_the_policy_if_no_result_comes(self, sent, result):
         """The body has returned, so it does not run again; the links after it go on."""
         run("mine")
-        header = {"options": KEEP, "redelivered": LOOKS}
+        header = {"options": KEEP, "redelivered": READS}
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
     @pytest.mark.parametrize("policy", ["raise", "wait", "requeue", "rerun"])
@@ -232,7 +232,7 @@ class TestItsOwnMessageAgain:
         options = {**KEEP, "on_conflict": policy, "lock_wait": 5}
         due = time.time()
         run("mine", options=options)
-        header = {"options": options, "redelivered": LOOKS, "due": due}
+        header = {"options": options, "redelivered": READS, "due": due}
         with pytest.raises(Dropped):
             receive(tasks.hold, "a", task_id="mine", header=header)
         assert not sent
@@ -240,7 +240,7 @@ class TestItsOwnMessageAgain:
     def test_raises_if_it_is_another_call_with_the_same_id(self, sent, result):
         run("mine")
         options = {**KEEP, "on_conflict": "raise"}
-        header = {"options": options, "redelivered": LOOKS, "due": time.time() + 2}
+        header = {"options": options, "redelivered": READS, "due": time.time() + 2}
         with pytest.raises(LockConflict):
             receive(tasks.hold, "a", task_id="mine", header=header)
 
@@ -251,7 +251,7 @@ class TestItsOwnMessageAgain:
         header = {"options": KEEP, "due": 2000.0}
         with pytest.raises(Postponed):
             receive(tasks.hold, "a", task_id="mine", header=header)
-        header["redelivered"] = LOOKS
+        header["redelivered"] = READS
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
     def test_waits_if_it_is_the_next_try(self, sent, result):
@@ -311,7 +311,7 @@ def test_control_without_the_option_nothing_is_kept(cache_alias):
 def test_the_watch_over_killed_processes_leaves_what_their_runs_have_kept():
     run()
     address = tasks.hold.lock("a").address
-    assert not address.bury(kept_holder().token, "process 1 is gone")
+    assert not address.free_killed(kept_holder().token, "process 1 is gone")
     assert kept_holder()
 
 

@@ -101,6 +101,6 @@ def test_the_watcher_has_no_lock_to_free(task, sent, monkeypatch):
     header = Header.of(message["headers"], message["task_id"], task.name)
     pool = Watcher()
     pool.deliveries[1] = Accepted(SimpleNamespace(task=task), header)
-    pool.look()
+    pool.check_processes()
     assert pool.deliveries == {}
     assert pool.killed == []

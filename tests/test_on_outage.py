@@ -15,7 +15,7 @@ from django_singletask import LockError, LockUnavailable, SingletonTask, current
 from django_singletask.history.recorder import flush
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.task.header import HEADER, LOOKS, WAITS
+from django_singletask.task.header import HEADER, READS, WAITS
 from tests.deliveries import collect_sent, deliver, held_by
 from tests.entries import private_store
 from tests.servers import Memcached, Redis, Server
@@ -346,7 +346,7 @@ class TestPromised:
         assert hops.deliver().retval == "ran"
         assert log == [False]
 
-    @pytest.mark.parametrize("seen", [WAITS, LOOKS])
+    @pytest.mark.parametrize("seen", [WAITS, READS])
     def test_no_redelivery_runs(self, hops: Hops, seen: int) -> None:
         hops.start("run", {"hops": 3, "redelivered": seen}, on_conflict="requeue", lock_wait=1)
         assert hops.hop().info.state == "IGNORED"

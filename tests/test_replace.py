@@ -18,7 +18,7 @@ from django_singletask.operators.starving import starvation
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.base import Entry
 from django_singletask.task import latest, unique
-from django_singletask.task.header import HEADER, LOOKS, Header
+from django_singletask.task.header import HEADER, READS, Header
 from django_singletask.task.unique import discard
 from tests.deliveries import AWAITED, collect_sent, held_by, receive, wait_for_debts
 from tests.testapp import tasks
@@ -264,7 +264,7 @@ def test_a_redelivery_beside_its_first_run_leaves_the_result_to_it(sent, monkeyp
 
 
 @pytest.mark.parametrize(
-    "facts", [{"delivery_info": {"redelivered": True}}, {"redelivered": LOOKS}], ids=str
+    "facts", [{"delivery_info": {"redelivered": True}}, {"redelivered": READS}], ids=str
 )
 def test_a_redelivery_gives_way_once_it_has_the_lock(sent, ran, facts):
     """Its first run was killed."""

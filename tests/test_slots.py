@@ -17,7 +17,7 @@ from django_singletask.locks import liveness
 from django_singletask.locks.address import Run
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.task.header import LOOKS, WAITS
+from django_singletask.task.header import READS, WAITS
 from django_singletask.testing import hold
 from tests.command_line import locks
 from tests.deliveries import deliver, receive, wait_for_debts
@@ -294,7 +294,7 @@ class TestTasks:
         )
         with pytest.raises(Postponed):
             receive(hold, "a", header={"redelivered": WAITS})
-        assert sent[0]["headers"]["singletask"]["redelivered"] == LOOKS
+        assert sent[0]["headers"]["singletask"]["redelivered"] == READS
 
     def test_a_link_waits_for_the_task_that_it_replaces(self, hold, sent):
         for number, task_id in enumerate(["one", "parent", "two"], 1):

@@ -21,7 +21,7 @@ from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.task.header import HEADER, LOOKS, Header
+from django_singletask.task.header import HEADER, READS, Header
 from django_singletask.task.unique import QueuedCall, delay_of, discard
 from tests.deliveries import AWAITED, held_by, receive, wait_for_debts
 from tests.entries import eventually
@@ -479,7 +479,7 @@ class TestFinish:
         with pytest.raises(Retry):
             deliver(sent[0], finish)
         monkeypatch.setattr(finish.__class__, "AsyncResult", lambda *args: stored)
-        sent[0].headers[HEADER]["redelivered"] = LOOKS
+        sent[0].headers[HEADER]["redelivered"] = READS
         with pytest.raises(Ignore):
             deliver(sent[0], finish)
         assert entry_of(finish, "a").holder().task_id == first.id

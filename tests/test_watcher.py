@@ -31,7 +31,7 @@ def test_a_run_whose_arguments_give_no_lock_has_nothing_to_free(monkeypatch):
     pool = Watcher()
     pool.deliveries[1] = Accepted(request, Header("i", hold.name))
     monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
-    pool.look()
+    pool.check_processes()
     assert pool.deliveries == {}
     assert pool.killed == []
 
@@ -102,7 +102,7 @@ class TestKilledRun:
     def test_its_lock_is_freed(self, held, has_key):
         lock, pool = held(hold), Watcher()
         pool.deliveries[1] = accepted(hold, "a", key=lock.key if has_key else None)
-        pool.look()
+        pool.check_processes()
         pool.free()
         assert not lock.locked()
         assert (pool.deliveries, pool.killed) == ({}, [])
@@ -111,7 +111,7 @@ class TestKilledRun:
     def test_the_lock_of_the_next_run_stays(self, held):
         lock, pool = held(hold, token="next"), Watcher()
         pool.deliveries[1] = accepted(hold, "a")
-        pool.look()
+        pool.check_processes()
         pool.free()
         assert lock.owned()
         lock.release()
@@ -121,7 +121,7 @@ class TestKilledRun:
         monkeypatch.setattr(watcher, "is_gone", lambda pid, start: None)
         lock, pool = held(hold), Watcher()
         pool.deliveries[1] = accepted(hold, "a")
-        pool.look()
+        pool.check_processes()
         pool.free()
         assert lock.owned()
         assert 1 in pool.deliveries
@@ -135,13 +135,13 @@ class TestKilledRun:
         monkeypatch.setattr(watcher, "is_gone", is_gone)
         lock, pool = held(hold), Watcher()
         pool.deliveries[os.getpid()] = accepted(hold, "a")
-        pool.look()
+        pool.check_processes()
         assert pool.deliveries[os.getpid()].start == start_time(os.getpid())
-        pool.look()
+        pool.check_processes()
         pool.free()
         assert lock.owned()
         pool.deliveries[os.getpid()].start = "1"
-        pool.look()
+        pool.check_processes()
         assert len(pool.killed) == 1
         lock.release()
 
@@ -157,7 +157,7 @@ class TestKilledRun:
         pool = Watcher()
         pool.deliveries[1] = accepted(unique, "a", key=header.key, queued=header.queued)
         pool.deliveries[1].ended = ended
-        pool.look()
+        pool.check_processes()
         pool.free()
         wait_for_debts()
         assert (unique.queued("a") is not None) == ended

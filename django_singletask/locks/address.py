@@ -93,7 +93,7 @@ class Address:
     def read(self) -> Entry | None:
         return get_store(self.cache).read(self.key)
 
-    def look(self) -> tuple[Entry | None, Holder]:
+    def read_holder(self) -> tuple[Entry | None, Holder]:
         """Return the entry that is there now, and its holder; without an entry an empty holder."""
         entry = self.read()
         return entry, Holder.decode(b"" if entry is None else entry.value)
@@ -149,9 +149,9 @@ class Address:
         self.tell("dead", holder, reason=how, held_for=held_for)
         return True
 
-    def bury(self, token: str, how: str) -> bool:
+    def free_killed(self, token: str, how: str) -> bool:
         """Free the entry if the dead holder with this token still has it; see :meth:`free_dead`."""
-        entry, holder = self.look()
+        entry, holder = self.read_holder()
         # An entry that a returned run keeps (at_least) has its token, too, and stays.
         dead = holder.token == token and not holder.kept
         return entry is not None and dead and self.free_dead(entry, holder, how)
@@ -161,7 +161,7 @@ class Address:
 
         Return whether the entry was freed.
         """
-        entry, holder = self.look()
+        entry, holder = self.read_holder()
         if entry is None or token not in (None, holder.token):
             return False
         # The marker must last until the holder's next renewal; extend() may have changed the

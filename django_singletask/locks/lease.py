@@ -334,7 +334,7 @@ class Lease(Address):
 
     def receive(self, token: str) -> None:
         """Take the entry that was handed over with this token."""
-        entry, holder = self.look()
+        entry, holder = self.read_holder()
         how = None
         # A redelivered message finds the bytes of its own first run, which received the lock.
         if entry is not None and holder.token != token and holder.is_run_of(self.holder.task_id):

@@ -19,7 +19,7 @@ from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
-from django_singletask.operators.held import HeldLock, held, look, must_be_known, with_history
+from django_singletask.operators.held import HeldLock, held, listed, must_be_known, with_history
 from django_singletask.operators.names import Selector, UnknownName, find, select
 from django_singletask.operators.starving import starvation
 from django_singletask.operators.words import duration
@@ -65,7 +65,7 @@ def why(text: str) -> Why:
     """
     selector = select(lock_of_slot(text) if is_key(text) else text)
     # Where the cache cannot list its entries, "no lock of this task is held" would be a guess.
-    locks = held([selector]) if selector.tasks else look([selector])
+    locks = held([selector]) if selector.tasks else listed([selector])
     must_be_known([selector], locks)
     if any(lock.lock_key in selector.locks for lock in locks):
         return _gather(text, selector, locks)
@@ -122,7 +122,7 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
     holder = holding[0] if holding and key else None
     # A free lock that the history does not know may be misspelled: the others of its task help.
     ask = key and task and not (holding or selector.is_exact)
-    others = look([Selector(task, {}, [task])]) if ask else []
+    others = listed([Selector(task, {}, [task])]) if ask else []
     newest = {trouble: row for row in reversed(rows) for trouble in row.troubles}
     met = [row for row in rows if row.is_counted]
     conflicts: Counter[str] = Counter()

@@ -200,7 +200,7 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
         row.state = states.get(row.token, "expired" if _is_over(row) else "held")
 
 
-def look(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
+def listed(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     """List what :func:`held` does; nothing where the cache cannot list its entries."""
     with suppress(CannotList):
         return held(selectors)
@@ -212,11 +212,11 @@ def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ())
     for selector in selectors:
         if among(locks, selector) or selector.is_known():
             continue
-        listed = list[HeldLock]()
+        there = list[HeldLock]()
         with suppress(LockUnavailable):
-            listed = look()
-        if not among(listed, selector):
-            raise unknown(selector.text, [lock.name for lock in listed])
+            there = listed()
+        if not among(there, selector):
+            raise unknown(selector.text, [lock.name for lock in there])
 
 
 def with_history(locks: list[HeldLock]) -> list[HeldLock]:

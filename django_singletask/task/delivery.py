@@ -21,7 +21,7 @@ from django_singletask.locks.address import NO_RUN, Run
 from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.lock import TaskLock, innermost
-from django_singletask.task.header import LOOKS, WAITS, Header, hidden_in_message
+from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
@@ -314,10 +314,10 @@ class Delivery:
             return
         # The first run has ended. If its result is not stored yet, look again after one hop.
         self._drop_if_done()
-        if redelivered != LOOKS or (blocker is not None and not is_own):
+        if redelivered != READS or (blocker is not None and not is_own):
             reason = None if blocker is None else "redelivery"
             longest = FIRST_HOP if blocker is None else math.inf
-            self.postpone(reason, longest=longest, redelivered=LOOKS)
+            self.postpone(reason, longest=longest, redelivered=READS)
         # A run from before this message was due belongs to another call with this id. Otherwise
         # the body has returned and keeps the lock: the call must neither fail nor run again. A skip
         # lets the rest of its chain run.

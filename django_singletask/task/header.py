@@ -58,7 +58,7 @@ ENDLESS = "inf"
 """Stands in the message for ``math.inf``, which JSON does not have."""
 WAITS = 1
 """``redelivered`` of a message that waits for the end of its first run."""
-LOOKS = 2
+READS = 2
 """``redelivered`` of a message whose first run has ended: its next delivery reads the result."""
 
 
@@ -85,7 +85,7 @@ class Header:
     met: str | None = None  # the token of the holder that it met last
     outage_hops: int = 0  # how often this outage of the cache has postponed it
     requeued_at: float = 0.0  # since when "requeue" postpones it (Unix time); 0: it does not
-    redelivered: int = 0  # WAITS or LOOKS
+    redelivered: int = 0  # WAITS or READS
     ticket: Ticket | None = None  # its place among the calls of "rerun" or "replace"
     # It has taken a number, but no later call replaces it: other calls wait for it, or its body has
     # begun. "rerun" takes no second number.

@@ -138,7 +138,7 @@ class QueuedCall:
                 return blocker
             self.ticket = take_ticket(self.lock_address, self.run.task or "")
             if blocker is not None:
-                entry, holder = lease.look()
+                entry, holder = lease.read_holder()
                 # The entry of a run has a process, and stays until the run is finished.
                 if entry is not None and not holder.pid:
                     lease.replace(entry.value)
@@ -161,7 +161,7 @@ class QueuedCall:
 
     def holder(self) -> Holder | None:
         """Ask the cache which call stops duplicates now."""
-        entry, holder = self.address.look()
+        entry, holder = self.address.read_holder()
         return None if entry is None or holder.kept or proof_of_death(holder) else holder
 
     def _queued_for(self, delay: float) -> float:

@@ -25,7 +25,7 @@ from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
 from django_singletask.threads import Background
 
-LOOK = 0.2
+CHECK = 0.2
 """Seconds between two checks of the processes of the pool."""
 SWEEP = 60.0
 """Seconds between two sweeps of the history."""
@@ -59,14 +59,14 @@ class Accepted:
     def free(self, lock: TaskLock, how: str) -> None:
         """Free the lock of the process that is dead, and the entry of its queued call."""
         header, token = self.header, self.header.token or ""
-        lock.address_of(token).bury(token, how)
+        lock.address_of(token).free_killed(token, how)
         if header.queued is None:
             return
         queued_call = QueuedCall(lock.lock_key, LockOptions(), Run(header.task), header.queued)
         if not self.ended:
             # Not if the delivery has ended: then it may have queued its call again with that entry.
             queued_call.discard()
-        queued_call.address.bury(token, how)
+        queued_call.address.free_killed(token, how)
 
 
 # Which process frees the lock of a killed process
@@ -86,7 +86,7 @@ class Accepted:
 # process already has its pid, nothing proves the death. Then the lock expires with its lease, and
 # no living run is harmed.
 #
-#   main:         accepted by pid 7                               looks: start of the new pid 7
+#   main:         accepted by pid 7                               checks: start of the new pid 7
 #   process 7:                      runs   killed   new process 7
 
 
@@ -105,9 +105,9 @@ class Watcher(Background):
 
     def run(self) -> None:
         while True:
-            time.sleep(LOOK)
+            time.sleep(CHECK)
             try:
-                self.look()
+                self.check_processes()
                 self.free()
                 self.learn_epoch()
             except Exception:
@@ -122,7 +122,7 @@ class Watcher(Background):
             with suppress(Exception):  # if the cache is down, the next lock reports it
                 look_at_epoch()
 
-    def look(self) -> None:
+    def check_processes(self) -> None:
         for pid, delivery in list(self.deliveries.items()):
             how = is_gone(pid, delivery.start)
             if how is None:
@@ -136,7 +136,7 @@ class Watcher(Background):
                 self.killed.append((until, partial(delivery.free, lock, how)))
 
     def free(self) -> None:
-        """Free the locks of killed runs; if the store is down, the next look tries again."""
+        """Free the locks of killed runs; if the store is down, the next check tries again."""
         if not self.killed:
             return
         try:
@@ -214,4 +214,4 @@ def watch(sender: Any, **kwargs: Any) -> None:
 
         if watcher.timer is not None:
             watcher.timer.cancel()
-        watcher.timer = sender.hub.call_repeatedly(LOOK, replace)
+        watcher.timer = sender.hub.call_repeatedly(CHECK, replace)
