@@ -51,7 +51,7 @@ def hold_elsewhere(**facts):
 
 def explained(name=NAME):
     known = why(name)
-    return "\n".join(output.facts(known.name, known.state, known_facts(known)))
+    return "\n".join(output.fact_lines(known.name, known.state, known_facts(known)))
 
 
 def facts(name=NAME):

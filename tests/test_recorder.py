@@ -180,7 +180,7 @@ def slow_rows():
 @pytest.mark.parametrize("orders", ["one order", "control: the order of the events"])
 def test_processes_that_count_the_same_rows_do_not_deadlock(orders, django_db_blocker, monkeypatch):
     if orders != "one order":
-        monkeypatch.setattr(writing, "_place", lambda row: 0)
+        monkeypatch.setattr(writing, "_order", lambda row: 0)
     holders = [f"holder {number}" for number in range(30)]
     barrier, errors = threading.Barrier(2), []
 

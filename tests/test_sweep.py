@@ -234,7 +234,7 @@ def sweeps(monkeypatch):
 
 def test_one_worker_sweeps(sweeps):
     for _ in range(3):
-        assert not watcher.sweep()
+        assert not watcher.try_to_sweep()
     assert len(sweeps) == 1
     assert held() == []
     assert not TaskLockEvent.objects.exists()
@@ -255,7 +255,7 @@ def test_two_projects_on_one_cache_both_sweep(settings, difference):
 
 def test_without_a_history_only_the_lock_table_is_cleaned(settings, sweeps):
     settings.SINGLETASK_HISTORY = "off"
-    watcher.sweep()
+    watcher.try_to_sweep()
     assert sweeps == []
 
 
@@ -270,7 +270,7 @@ def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, sweeps, capl
     monkeypatch.setattr(history, "takes_turn", lambda: True)
     failed = False
     for _ in range(4):
-        failed = watcher.sweep(failed)
+        failed = watcher.try_to_sweep(failed)
     assert caplog.text.count("cannot be cleaned up (OperationalError: the server is away);") == 2
     assert "Traceback" not in caplog.text
 

@@ -178,7 +178,7 @@ class TestSweep:
                 raise Stop
 
         seen = []
-        monkeypatch.setattr(watcher, "sweep", sweep)
+        monkeypatch.setattr(watcher, "try_to_sweep", sweep)
         monkeypatch.setattr(watcher, "time", SimpleNamespace(sleep=sleep))
         with pytest.raises(Stop):
             Sweeper().run()
@@ -187,8 +187,8 @@ class TestSweep:
     def test_an_error_is_logged_once(self, settings, dead_redis, monkeypatch, caplog):
         settings.SINGLETASK_CACHE = dead_redis
         monkeypatch.setattr(connections, "close_all", lambda: None)
-        assert watcher.sweep(failed=False)
+        assert watcher.try_to_sweep(failed=False)
         assert "The history cannot be cleaned up (LockUnavailable: " in caplog.text
         caplog.clear()
-        assert watcher.sweep(failed=True)
+        assert watcher.try_to_sweep(failed=True)
         assert caplog.text == ""

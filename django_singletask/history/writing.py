@@ -98,11 +98,11 @@ def write(events: Iterable[LockEvent]) -> None:
     #
     # What comes after them changes the same rows again.
     with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
-        for batch in [sorted(rows.values(), key=_place), *more]:
+        for batch in [sorted(rows.values(), key=_order), *more]:
             _upsert(connection, cursor, batch)
 
 
-def _place(row: Row) -> tuple[Any, ...]:
+def _order(row: Row) -> tuple[Any, ...]:
     """Put runs in the order of their begin, as the ids of their rows will be."""
     return (True, row["ref"]) if row["kind"] in COUNTED else (False, row["at"], row["ref"])
 

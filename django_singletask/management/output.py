@@ -120,7 +120,7 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     return words.clock_time(row.at, dated=True).partition("-")[2], row.name, what, held, by
 
 
-def facts(name: str, state: str, known: Iterable[tuple[str, str]]) -> Iterator[str]:
+def fact_lines(name: str, state: str, known: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield a line for a lock or a cache, and one for each fact with its label."""
     yield clean(f"{name}: {state}")
     for label, text in filter(itemgetter(1), known):

@@ -94,10 +94,10 @@ def refuse(**kwargs: Any) -> None:
         return
     errors = [message for message in run() if message.is_serious() and not message.is_silenced()]
     if errors:
-        stop("\n".join(map(str, errors)))
+        end_worker("\n".join(map(str, errors)))
 
 
-def stop(text: str) -> None:
+def end_worker(text: str) -> None:
     """Let the process end with exit code 1 and this text on stderr."""
     raise SystemExit(f"The worker does not start: its locks would not work.\n{text}")
 
@@ -121,7 +121,7 @@ def load(**kwargs: Any) -> None:
             look_at_epoch()
     except ImproperlyConfigured as error:  # a server in cluster mode
         if not os.environ.get("CELERY_SKIP_CHECKS"):
-            stop(str(error))
+            end_worker(str(error))
     close_stores()
     router.db_for_write(TaskLockEvent)
 

@@ -164,10 +164,10 @@ class Sweeper(Background):
         failed = False
         while True:
             time.sleep(SWEEP)
-            failed = sweep(failed)
+            failed = try_to_sweep(failed)
 
 
-def sweep(failed: bool = False) -> bool:
+def try_to_sweep(failed: bool = False) -> bool:
     """Close the history's rows of locks that are no longer held, and clean up the lock table.
 
     Return whether that failed. The error is logged unless the sweep before ``failed``, too.

@@ -227,7 +227,7 @@ class Command(BaseCommand):
 
     def why(self, options: dict[str, Any]) -> None:
         known = why(options["names"][0])
-        self.show(vars(known), output.facts(known.name, known.state, facts(known)))
+        self.show(vars(known), output.fact_lines(known.name, known.state, facts(known)))
 
     def clear(self, options: dict[str, Any]) -> None:
         """Show the locks that were asked for, ask, and free them."""
@@ -286,7 +286,7 @@ class Command(BaseCommand):
         result = probe(conf.cache)
         found = [(finding.level, finding.text) for finding in result.findings]
         server = f"{result.backend.rpartition('.')[2]}, {result.server}"
-        lines = output.facts(f"Cache {result.cache!r}", server, found)
+        lines = output.fact_lines(f"Cache {result.cache!r}", server, found)
         end = ["Fit to hold locks."] if result.fit else []
         self.show(output.as_json(result), chain(lines, end))
         if not result.fit:
