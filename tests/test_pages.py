@@ -570,6 +570,13 @@ def test_reason_that_is_too_long_is_cut(operator, take):
     assert TaskLockEvent.objects.get(outcome="cleared").reason == "x" * 255
 
 
+def test_the_page_that_asks_counts_the_slots_that_are_held(operator, take):
+    first, second = take(slots=3), take(slots=3)
+    assert "2 of 3 slots, of which this frees one" in clear_page(operator, second, second.key)
+    assert "Freed: nightly" in clear(operator, second, second.key)
+    assert first.owned()
+
+
 def test_clear_of_a_holder_without_a_row_is_logged_without_an_event(operator):
     clear(operator, put())
     assert LogEntry.objects.get().object_id is None

@@ -19,7 +19,7 @@ from redis.retry import Retry
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Outcome, Slots, Store
-from django_singletask.stores.redis import CHANGE, READ, TEXTS
+from django_singletask.stores.redis import CHANGE, LOADS, READ
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import Redis
@@ -105,7 +105,7 @@ def test_all_scripts_are_loaded_once(redis, client, settings) -> None:
 
     with private_store(settings, "redis", redis.url) as store:
         first = requests(client, take_and_give_back)
-        assert first.count("SCRIPT") == len(TEXTS)
+        assert first.count("SCRIPT") == len(LOADS)
     # Another process finds the scripts on the server. A new connection asks which server this is.
     with private_store(settings, "redis", redis.url) as store:
         assert requests(client, take_and_give_back) == ["INFO", "EVALSHA", "EVALSHA"]

@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""The lock, its lease, and the thread that renews it."""

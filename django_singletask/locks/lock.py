@@ -10,7 +10,7 @@ import re
 import time
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar, Token
 from typing import Any, NoReturn
 
@@ -33,16 +33,15 @@ Origin = tuple[object, int | None]
 
 def here() -> Origin:
     loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
-    task = None if loop is None else asyncio.current_task(loop)
     # Mark each thread with an object, because the number of a thread can be used again.
     try:
         mark = threads.variables.mark
     except AttributeError:
         mark = threads.put("mark", object())
-    return mark, None if task is None else id(task)
+    return mark, None if loop is None else id(asyncio.current_task(loop))
 
 
-innermost: ContextVar[weakref.ref[TaskLock] | None] = ContextVar("innermost", default=None)
+innermost: ContextVar[Callable[[], TaskLock | None]] = ContextVar("innermost", default=lambda: None)
 """The lock of the innermost block.
 
 The reference is weak: if a signal strikes between a body and its ``__exit__``, the context would
@@ -65,8 +64,7 @@ BEHIND_ITSELF = "the same code already holds it, and a lock is not re-entrant"
 
 def current_lock() -> TaskLock | None:
     """Return the lock of the innermost ``with`` block, function or task body that runs here."""
-    reference = innermost.get()
-    lock = None if reference is None else reference()
+    lock = innermost.get()()
     # A signal at the end of a block can leave the lock here.
     return None if lock is None or lock._block is None else lock  # noqa: SLF001
 

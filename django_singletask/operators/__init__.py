@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""What the admin and the command know of the locks and of their history."""

@@ -172,9 +172,6 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
             except NoHistory as reason:
                 raise CannotList(f"{error} {reason}") from reason
             locks = read(keys)
-    holders = Counter([lock.lock_key for lock in locks])
-    for lock in locks:
-        lock.slots_held = holders[lock.lock_key]
     tokens = {lock.token for lock in locks}
     with suppress(NoHistory), reading():
         # Read after the store: otherwise a run that ends between the two would seem expired.
@@ -294,6 +291,9 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
             state = "handed_over"
         facts = {**vars(holder), **vars(process), "remaining": entry.remaining}
         locks.append(HeldLock(**facts, key=key, state=state, stopped=stopped))
+    holders = Counter(map(attrgetter("lock_key"), locks))
+    for lock in locks:
+        lock.slots_held = holders[lock.lock_key]
     return locks
 
 

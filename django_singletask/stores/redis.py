@@ -83,9 +83,8 @@ return redis.call('GET', KEYS[2])
 
 HEAD = re.compile(rb"(\d+) (-?\d+) (\d+) ")
 OUTCOMES = {1: Outcome.OK, 0: Outcome.GONE, -1: Outcome.TAKEN}
-TEXTS = (CHANGE, FENCE_SCRIPT, READ, TAKE)
-LOADS = [("SCRIPT", "LOAD", text) for text in TEXTS]
-SHA = {text: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for text in TEXTS}
+LOADS = [("SCRIPT", "LOAD", text) for text in (CHANGE, FENCE_SCRIPT, READ, TAKE)]
+SHA = {text: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for *_, text in LOADS}
 
 MOST = 20
 """How many connections all greenlets of a process have to one cache."""

@@ -1,1 +1,1 @@
-from __future__ import annotations
+"""The Celery task with a lock."""
