@@ -454,7 +454,8 @@ def test_too_many_owed_releases_are_dropped_and_logged(no_thread, monkeypatch, c
 def test_a_release_that_always_fails_does_not_block_the_others(no_thread, monkeypatch):
     store, freed = get_store("redis"), []
 
-    def release(key, *_):
+    def release(key, value, new, until):
+        assert (value, new, until) == (b"x", b"", 0.0)
         if key == "poison":
             raise ValueError("this entry is no lock")
         freed.append(key)
@@ -472,10 +473,10 @@ def test_a_release_that_always_fails_does_not_block_the_others(no_thread, monkey
 def test_an_owed_release_is_tried_once_although_its_lease_has_ended(no_thread, monkeypatch):
     """Memcached keeps an entry for up to two seconds longer than its lease."""
     store, freed = get_store("redis"), []
-    monkeypatch.setattr(store, "release", lambda key, *_: freed.append(key))
-    no_thread.owe("late", b"x", -1)
+    monkeypatch.setattr(store, "release", lambda key, *rest: freed.append((key, *rest)))
+    no_thread.owe("late", b"x", -1, b"new", 7.0)
     no_thread.release_some()
-    assert freed == ["late"]
+    assert freed == [("late", b"x", b"new", 7.0)]
 
 
 def test_a_process_that_ends_waits_for_owed_releases(renewer, monkeypatch):

@@ -119,6 +119,14 @@ def test_a_block_inside_a_block_conflicts_though_a_slot_is_free():
         pass
 
 
+def test_an_object_that_received_a_slot_takes_no_second_one_inside_a_block(three):
+    received = TaskLock.receive(three[1].hand_over(for_=30))
+    three[0].release()
+    received.release()
+    with TaskLock(received.name, slots=3):
+        assert not received.acquire()
+
+
 def test_a_block_does_not_wait_for_itself():
     with TaskLock("api", slots=3), pytest.raises(LockConflict):
         TaskLock("api", slots=3).acquire(wait=math.inf)

@@ -16,10 +16,11 @@ def on_no_cache(settings):
 
 @pytest.mark.usefixtures("on_no_cache")
 class TestRefuse:
-    def test_an_error_of_the_checks_ends_the_worker(self):
+    def test_an_error_of_the_checks_ends_the_worker(self, capsys):
         with pytest.raises(SystemExit) as caught:
             startup.refuse()
-        text = caught.value.code  # Python writes it to stderr, and exits with 1
+        assert caught.value.code == 1
+        text = capsys.readouterr().err
         assert text.startswith("The worker does not start: its locks would not work.\n")
         assert "django_singletask.E001" in text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 import uuid
@@ -249,6 +250,14 @@ class TestKinds:
 
         task = app.register_task(Import())
         assert task("x", depth=2) == "tests.Import(url='x')"
+
+    def test_a_body_that_is_a_partial_has_only_the_arguments_of_the_call(self, app):
+        class Import(SingletonTask):
+            name = "tests.Import"
+            run = staticmethod(functools.partial(lambda kind, url: current_lock().key, "full"))
+
+        task = app.register_task(Import())
+        assert task.apply(("x",)).get() == task("x") == task.lock("x").key
 
     def test_autoretry_for(self, app):
         calls = []

@@ -36,6 +36,16 @@ def test_a_run_whose_arguments_give_no_lock_has_nothing_to_free(monkeypatch):
     assert pool.killed == []
 
 
+def test_a_dead_process_is_replaced_although_its_lock_cannot_be_told(monkeypatch):
+    pool = Watcher()
+    pool.deliveries[1] = run = accepted(hold, "a")
+    monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
+    monkeypatch.setattr(run, "lock", lambda: {}["no such key"])
+    with pytest.raises(KeyError):
+        pool.check_processes()
+    assert pool.someone_died
+
+
 def test_the_main_process_learns_a_new_epoch_within_a_second(on_redis, monkeypatch):
     """Otherwise each process that it forks would wait for a second before its first lock."""
     pool, epoch, now = Watcher(), epoch_of("redis"), clock.now()

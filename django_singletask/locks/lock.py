@@ -316,7 +316,7 @@ class TaskLock:
         other: Lease
         for other in renewers[lease.cache].held():
             is_outer = other.in_block and other.origin == lease.origin
-            if is_outer and lock_of_slot(other.key) == lease.key and not other.lost:
+            if is_outer and lock_of_slot(other.key) == lock_of_slot(lease.key) and not other.lost:
                 return other
         return None
 

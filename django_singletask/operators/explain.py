@@ -120,7 +120,8 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
         rows = [row for row in rows if lock_of_slot(row.key) in meant]
     holding = [lock for lock in locks if lock.state in HOLDING]
     holder = holding[0] if holding and key else None
-    # A free lock that the history does not know may be misspelled: the others of its task help.
+    # A free lock of which neither the key nor a name that the history knows was given may be
+    # misspelled: the others of its task help.
     ask = key and task and not (holding or selector.is_exact)
     others = listed([Selector(task, {}, [task])]) if ask else []
     newest = {trouble: row for row in reversed(rows) for trouble in row.troubles}

@@ -185,6 +185,7 @@ class RedisStore(Store):
                         words = [w if isinstance(w, bytes) else str(w).encode() for w in request]
                         lines = [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
                         packed += b"*%d\r\n%b" % (len(words), b"".join(lines))
+                        del words, lines  # of a thousand keys
                     # A health check would open a closed connection without a look at the server.
                     connection.send_packed_command([packed], check_health=False)
                     replies = [connection.read_response(disable_decoding=True) for _ in sent]

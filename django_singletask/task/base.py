@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 
 from celery import Task, current_app
@@ -345,16 +345,15 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if request is None or request.called_directly or request._protected:  # noqa: SLF001
             if request is not None:
                 request._protected = 1  # noqa: SLF001
-            header, body = Header("", self.name), partial(call, *args, **kwargs)
-            return Delivery(self, None, header, body).run()
+            return Delivery(self, None, Header("", self.name), call, args, kwargs).run()
         # A call by the worker or by apply(): the request is already pushed. Celery uses the same
         # private mark; with it, a call of this task from its own body counts as a direct call.
         header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
         others = getattr(call, "__func__", None) is not Task.__call__
         request._protected = CHAIN_RUNS if others else 1  # noqa: SLF001
         try:
-            body = partial(call if others else self.run, *args, **kwargs)
-            return Delivery(self, request, header, body).run()
+            body = call if others else self.run
+            return Delivery(self, request, header, body, args, kwargs).run()
         except TaskPredicate:
             raise
         except Exception:

@@ -8,7 +8,6 @@ import random
 import time
 import weakref
 from contextlib import suppress
-from functools import partial
 from typing import Any, NoReturn
 
 from celery import Celery, Task
@@ -135,10 +134,11 @@ class Delivery:
     failure: BaseException | None = None
     """The result and the error of the body, when it has ended."""
 
-    def __init__(self, task: Any, request: Any, header: Header, body: partial[Any]) -> None:
+    def __init__(
+        self, task: Any, request: Any, header: Header, body: Any, args: Any, kwargs: Any
+    ) -> None:
         options, key = LockOptions.of(task, header.options), header.lock_key
         if key is None:
-            args, kwargs = body.args, body.keywords
             hidden = request and hidden_in_message(task.app, request, args, kwargs)
             key = task.lock_key(args, kwargs, options, shown=hidden)
         task_id, retries = (request.id, request.retries or 0) if request else (None, 0)
@@ -149,7 +149,8 @@ class Delivery:
         self.task = task
         self.request = request
         self.header = header
-        self.body = body
+        # Not as one partial: if the body is one, too, its own arguments would look like the call's.
+        self.body, self.args, self.kwargs = body, args, kwargs
         self.options = options
         self.key = key
         self.marked = bool(request and (request.delivery_info or {}).get("redelivered"))
@@ -167,7 +168,7 @@ class Delivery:
         a soft time limit during the release.
         """
         if self.key == NO_LOCK:
-            return self.body()
+            return self.body(*self.args, **self.kwargs)
         try:
             return self._run()
         except Exception as error:
@@ -285,7 +286,7 @@ class Delivery:
         if self.queued_call is not None:
             self.queued_call.start()
         try:
-            self.result, self.has_ended = self.body(), True
+            self.result, self.has_ended = self.body(*self.args, **self.kwargs), True
         except BaseException as error:
             self.failure, self.has_ended = error, True
         if self.queued_call is not None:
@@ -417,7 +418,7 @@ class Delivery:
         conflict = LockConflict.of(self.lock)
         # As other code has it: it raises for a conflict.
         conflict.lock = self.options.lock(TaskLock, self.lock.lock_key, self.task.name)
-        return self.options.on_skip(conflict, *self.body.args, **self.body.keywords)
+        return self.options.on_skip(conflict, *self.args, **self.kwargs)
 
     def refuse(self) -> NoReturn:
         """Raise ``LockConflict``, or the error of an outage; ``wait`` has already waited."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -99,7 +100,9 @@ def refuse(**kwargs: Any) -> None:
 
 def end_worker(text: str) -> None:
     """Let the process end with exit code 1 and this text on stderr."""
-    raise SystemExit(f"The worker does not start: its locks would not work.\n{text}")
+    text = f"The worker does not start: its locks would not work.\n{text}"
+    print(text, file=sys.stderr, flush=True)  # Python would print it only in the main thread
+    raise SystemExit(1)
 
 
 def load(**kwargs: Any) -> None:

@@ -130,7 +130,8 @@ class Watcher(Background):
                 continue
             if self.deliveries.get(pid) is delivery:
                 del self.deliveries[pid]
-            self.someone_died, lock = True, delivery.lock()
+            self.someone_died = True
+            lock = delivery.lock()
             if lock is not None:
                 until = time.monotonic() + (lock.timeout or conf.lock_timeout)
                 self.killed.append((until, partial(delivery.free, lock, how)))
