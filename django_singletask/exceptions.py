@@ -64,7 +64,8 @@ class LockConflict(LockError):
 class LockLost(LockError):
     """The running code no longer holds its lock.
 
-    The lease ended, an operator cleared the lock, or another run took it after the cache lost it.
+    The lease ended, an operator cleared the lock, or the cache lost it and it could not be taken
+    again.
     """
 
 

@@ -15,9 +15,10 @@ The life of a lease
 
 A new lease is tried in the store. It is *held* from the reply on, or another holder is its
 ``blocker``. A held lease is trusted until its ``deadline``, which each renewal moves. It is *lost*
-if that passes first, or if a renewal finds the entry gone or taken. What is lost stays lost, and is
-not set again, because another run may have had the lock since. Only an entry that the cache lost is
-*retaken*, if a renewal finds it free before the deadline.
+if that has passed when somebody asks, or if a renewal finds the entry gone or taken. What is lost
+stays lost, and is not set again, because another run may have had the lock since. It still counts
+as ``held`` until it is left. Only an entry that the cache lost is *retaken*, if a renewal finds it
+free before the deadline.
 
 To leave an entry is to delete it, or to put other bytes in its place for a while. Whatever
 interrupts a request (an error, a signal, a lost reply), the server may have handled it. Then the
@@ -254,7 +255,7 @@ class Lease(Address):
         ``"returned"`` keeps the entry for the rest of ``at_least``. ``reason`` is for the history.
         If this raises, the entry is left in the background: replaced if it is ``kept``, and
         otherwise deleted, because nobody learns that ``new`` is there. The entry of a call that is
-        queued again is replaced, too.
+        queued again is replaced, too, if it has no process.
         """
         if self.is_inherited():
             self.held = False

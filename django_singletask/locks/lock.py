@@ -101,7 +101,7 @@ class TaskLock:
     at_least: float = 0
     """A body that returns keeps the lock until so many seconds after its start."""
     lease: Lease = object.__new__(Lease)
-    """The last acquisition (at first, one that was never held); ``lease.held``: it lasts."""
+    """The last acquisition (at first, one that was never held)."""
     _user: Origin | None = None
     """The origin of the acquisition that uses this object now."""
     blocker: Holder | None = None

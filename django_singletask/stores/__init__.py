@@ -32,7 +32,7 @@ STORES = {
     "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
     "django.core.cache.backends.locmem.LocMemCache": "locmem.LocMemStore",
 }
-"""The module and class of the store, by the class of the cache or a base of it."""
+"""The module and class of the store, by the class of the cache, or of its client, or a base."""
 
 UNSAFE = {
     "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run gets the lock",

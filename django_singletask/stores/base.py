@@ -81,7 +81,7 @@ class Outcome(enum.Enum):
     SENT_TWICE = "sent twice"  # a deletion was sent again, and found no entry: see release()
     RETAKEN = "retaken"  # only from renew(): the entry was gone, and the caller has it again
     GONE = "gone"
-    TAKEN = "taken"  # another holder has the entry
+    TAKEN = "taken"  # another holder has the entry, or others changed it at each attempt
 
 
 class CannotList(Exception):
@@ -172,8 +172,8 @@ class Store(ABC):
 
     An entry is a key and the bytes of its holder. To change an entry, a caller passes the bytes
     that it expects there. The bytes contain a random token, so no caller can change the entry of
-    another. ``lease`` is in seconds. An outage is neither "held" nor "free": the methods raise
-    :class:`LockUnavailable` for ``client_errors``.
+    another that it does not know. ``lease`` is in seconds. An outage is neither "held" nor "free":
+    where a store sends a request, it raises :class:`LockUnavailable` for ``client_errors``.
 
     One object serves one thread of one process (see :func:`django_singletask.stores.get_store`).
     """
@@ -191,7 +191,7 @@ class Store(ABC):
     """Whether the server can restart empty while locks are held, so that there is an epoch."""
 
     batch = 1
-    """How many leases are renewed in one request."""
+    """How many leases :meth:`_extend` renews in one request."""
 
     limited = math.inf
     """The longest time of a request in seconds; without end: as the cache's options say."""
@@ -255,7 +255,7 @@ class Store(ABC):
     def insert(self, key: str, value: bytes, lease: float) -> Any:
         """Add the entry if there is none, and return whether it was added.
 
-        This is atomic between processes. The lease may be infinite if the cache can forget.
+        This is atomic between processes. For the epoch, the lease is infinite.
         """
 
     # Two deliveries of one message must not take two slots. Only Redis reads and takes in one step.
@@ -276,8 +276,8 @@ class Store(ABC):
     ) -> str | dict[str, Entry]:
         """Take a free slot and return its key, or return the entries of the slots.
 
-        ``heeds_epoch``: a store that ``forgets`` raises :class:`Forgotten` if its cache has just
-        forgotten its locks.
+        ``heeds_epoch``: raise :class:`Forgotten` if the cache has just forgotten its locks. A store
+        that ``forgets`` does this in a method of its own.
         """
         if len(slots.keys) == 1:
             (key,) = slots.keys

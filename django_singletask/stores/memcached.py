@@ -39,7 +39,7 @@ PAST = 30 * 24 * 60 * 60 + 1
 def _expiry(lease: float) -> int:
     if lease == math.inf:
         return 0
-    # memcached counts whole seconds, so an entry can end up to a second early.
+    # memcached counts whole seconds, and may delete an entry one second before its expiry.
     return min(math.ceil(lease) + 1, PAST - 1)
 
 
@@ -53,7 +53,7 @@ def _server(server: str) -> str:
 class MemcachedStore(Store):
     """Change an entry with ``cas``, and the number that ``gets`` returns with the entry.
 
-    memcached cannot compare and delete, but it can compare and set an expiry in the past:
+    The clients cannot compare and delete, but they can compare and set an expiry in the past:
 
       holder A: gets -> A's bytes, cas 17
                                         (A's lease ends here, B takes the lock: cas 18)
@@ -279,9 +279,9 @@ class PyMemcacheStore(MemcachedStore):
             client.timeout = client.connect_timeout = seconds
         self.close()
 
-    # One request reads the epoch and the cas number of the new entry, so the release need not read
-    # it. A restarted server may use the number again for another holder. A restart closes
-    # connections, so the number is used only on the connection that it came from:
+    # One request reads the epoch and the cas number of the new entry, so a release within FRESH
+    # seconds need not read it. A restarted server may use the number again for another holder. A
+    # restart closes connections, so the number is used only on the connection that it came from:
     #
     #   holder A:  add   gets -> cas 17                 connects again   cas 17 -> frees B's lock
     #   server:                           restarts

@@ -124,7 +124,7 @@ class Delivery:
     It is made from the request of a message or of ``apply()``; from None for a direct call, whose
     header has no id. The attribute ``request`` is None for each call without a message, which
     cannot be postponed. ``marked``: the broker says that it delivered the message before;
-    ``again``: it does, or an earlier delivery of the message does.
+    ``again``: that, or an earlier delivery of the message has met its first run.
     """
 
     lock: DeliveryLock
@@ -313,7 +313,7 @@ class Delivery:
                 self.postpone("redelivery", redelivered=WAITS)
         if not (is_own or redelivered):
             return
-        # The first run has ended. If its result is not stored yet, look again after one hop.
+        # The first run has ended. If its result is not stored yet, the next delivery looks again.
         self._drop_if_done()
         if redelivered != READS or (blocker is not None and not is_own):
             reason = None if blocker is None else "redelivery"

@@ -42,9 +42,10 @@ HEADER = "singletask"
 #
 #   yesterday: message  result SUCCESS        today: message (redelivered)   older -> runs
 #
-# Clocks that NTP sets differ by far less than a second. If it is not certain which is newer, the
-# message runs. An id may be sent again only after its earlier call has ended, because a result
-# does not show to which of two calls it belongs.
+# Clocks that NTP sets differ by far less than a second. If it is not certain which is newer, a
+# message that only the broker marked runs. One that has met its first run is dropped. An id may be
+# sent again only after its earlier call has ended, because a result does not show to which of two
+# calls it belongs.
 
 TYPES: dict[str, Any] = {
     **dict.fromkeys(("name", "key", "queued", "was", "token", "met"), str),
@@ -59,7 +60,8 @@ ENDLESS = "inf"
 WAITS = 1
 """``redelivered`` of a message that waits for the end of its first run."""
 READS = 2
-"""``redelivered`` of a message whose first run has ended: its next delivery reads the result."""
+"""``redelivered`` of a message whose first run has ended: its next delivery reads the result
+for the last time."""
 
 
 @dataclasses.dataclass

@@ -79,7 +79,7 @@ class Accepted:
 #   child:  body ....................... SIGKILL
 #
 # A process runs one task at a time, so only the last accepted delivery matters. If the child has
-# already released the lock, the release finds nothing.
+# already released the lock, the main process finds another token, or no entry.
 #
 # The start time of the process is read at the first check, because reading it at each delivery
 # would cost more than everything else here. If the process was killed before that check, and a new
@@ -100,7 +100,7 @@ class Watcher(Background):
 
     def __init__(self) -> None:
         self.deliveries: dict[int, Accepted] = {}
-        # How to free the locks of killed runs, each until its lease has ended.
+        # How to free the locks of killed runs, and until when to try: a lease after the death.
         self.killed: list[tuple[float, Callable[[], None]]] = []
 
     def run(self) -> None:
