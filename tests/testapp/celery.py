@@ -9,8 +9,8 @@ import threading
 from typing import Any
 from urllib.parse import urlsplit
 
-from celery import Celery, states
-from celery.signals import task_failure, task_postrun, task_received
+from celery import Celery
+from celery.signals import before_task_publish, task_failure, task_received
 
 from django_singletask import holder
 from django_singletask.signals import LockEvent, lock_event
@@ -44,9 +44,9 @@ def note_failed(task_id: str, **kwargs: object) -> None:
     intervals.note("failed", task_id=task_id)
 
 
-def note_postponed(task_id: str, state: str | None = None, **kwargs: object) -> None:
-    if state == states.IGNORED:
-        intervals.note("postponed", task_id=task_id)
+def note_postponed(headers: dict[str, Any], **kwargs: object) -> None:
+    """Note a message before a worker publishes it, since another one may receive it at once."""
+    intervals.note("postponed", task_id=headers["id"])
 
 
 def note_event(event: LockEvent, **kwargs: object) -> None:
@@ -59,7 +59,7 @@ if intervals.FOLDER in os.environ:
     intervals.record()
     task_received.connect(note_received)
     task_failure.connect(note_failed)
-    task_postrun.connect(note_postponed)
+    before_task_publish.connect(note_postponed)
 
 app = Celery("tests")
 app.conf.update(
