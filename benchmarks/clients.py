@@ -97,7 +97,7 @@ def at_a_rate(actions: Mapping[str, float], costs: Costs) -> Cost:
 @contextmanager
 def running(count: int, body: Callable[..., Any], *args: Any) -> Iterator[None]:
     """Run a body in so many forked processes, which end with the block at the latest."""
-    look_at_epoch("default")  # as the main process of a worker does before it forks
+    look_at_epoch()  # as the main process of a worker does before it forks
     close_stores()
     gc.collect()
     gc.freeze()
