@@ -3,7 +3,7 @@
     python runtests.py [--install-services] [--quick] [pytest's own arguments]
 
 Without arguments the tests run in four parts at the same time, each with its own servers: two
-mostly with Celery workers and one of faults, which wait for much of the time, and one with all
+mostly with Celery workers and one of faults, which wait for most of the time, and one with all
 other tests.
 
 --install-services  On Debian and Ubuntu: first install what is missing, with apt the servers and
@@ -45,7 +45,7 @@ FIRST_WORKER_TESTS = [
     "tests/worker/test_store_trouble.py",
     "tests/worker/test_unique.py",
 ]
-# The part without workers takes longest, so the other parts have some of its tests.
+# The part without workers takes longest, so the first part has some of its tests.
 OTHERS = ["tests/browser", "tests/test_stores_races.py"]
 # Tests of signals, of servers that fail, and of the demo: they start processes and wait for them.
 FAULTS = [
@@ -60,22 +60,16 @@ FAULTS = [
     "tests/test_two_caches.py",
     "tests/test_web_servers.py",
 ]
-STORES = [
-    "tests/test_stores.py",
-    "tests/test_stores_database.py",
-    "tests/test_stores_memcached.py",
-    "tests/test_stores_redis.py",
-]
 PARTS = {
     "Tests with workers, first part": [*FIRST_WORKER_TESTS, *OTHERS],
     "Tests with workers, second part": [
         *("-m", "worker"),
         *(f"--ignore={path}" for path in (*FIRST_WORKER_TESTS, *FAULTS)),
     ],
-    "Tests of faults and stores": [*FAULTS, *STORES],
+    "Tests of faults": FAULTS,
     "Tests without workers": [
         *("-m", "not worker"),
-        *(f"--ignore={path}" for path in (*OTHERS, *FAULTS, *STORES)),
+        *(f"--ignore={path}" for path in (*OTHERS, *FAULTS)),
     ],
 }
 
