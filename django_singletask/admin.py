@@ -28,13 +28,12 @@ from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.holder import clean
 from django_singletask.locks.keys import LockKey
-from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import NOT_RECORDED, SCANNED, WORDS, of_what, recorded_tasks
+from django_singletask.operators.names import NOT_RECORDED, SCANNED, of_what, recorded_tasks
 from django_singletask.operators.starving import starving
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
@@ -156,7 +155,7 @@ class WhatFilter(admin.SimpleListFilter):
     parameter_name = "what"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return list(WORDS.items())
+        return list(words.WORDS.items())
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         return queryset  # EventList narrows it to the window first
@@ -194,7 +193,7 @@ class EventList(ChangeList):
         if self.window:
             rows = rows.since(self.window.start, self.window.until)
         what = request.GET.get(WhatFilter.parameter_name, "")
-        rows, is_whole = of_what(rows, what if what in WORDS else "")
+        rows, is_whole = of_what(rows, what if what in words.WORDS else "")
         if not is_whole:
             text = _("Only the newest {} rows were searched: choose a time, a task or a lock.")
             messages.info(request, text.format(number_format(SCANNED, force_grouping=True)))
@@ -380,7 +379,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             request,
             "clear",
             title=_("Forget these calls?") if is_queued else _("Clear these locks?"),
-            rows=[(lock, is_alive(lock), proof_of_death(lock)) for lock in locks[:SHOWN]],
+            locks=locks[:SHOWN],
             left_out=max(0, len(locks) - SHOWN),
             notes=[note for state, note in NOTES.items() if state in states],
             is_queued=is_queued,
@@ -514,7 +513,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             blocker = format_html(_("blocked by {}"), shown)
         return format_html(
             '<span class="singletask-state singletask-{}">{}</span>{}',
-            words.status(event)[0],
+            words.status(event),
             headline(event),
             lines(words.reason(event), blocker, words.witness(event), retaken),
         )

@@ -105,13 +105,13 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
 
 def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     """Say what a row is about, what became of a call, and who cleared the lock, or had it."""
-    what, by, held = words.status(row)[1], words.place(row, "unknown"), "-"
+    what, by, held = words.word(row), words.place(row, "unknown"), "-"
     if row.kind == "conflict":
         what += f" {words.reason(row)}"
     what += f", {RETAKEN}" * bool(row.retaken) + f" ×{row.count}" * (row.count > 1)
     if row.hold_ended_at is not None:
         # Of a run that expired only the time at which a sweep noticed it is known.
-        held = "≤" * (row.outcome == "expired") + words.hold_time(words.hold_seconds(row))
+        held = "≤" * (row.outcome == "expired") + words.lasted(row)
     if row.outcome == "cleared":
         # There is no room for the host of somebody who used the command.
         by = re.sub(r" on \S+ \(manage\.py locks\)$", "", row.actor)

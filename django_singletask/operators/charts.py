@@ -20,7 +20,6 @@ from django_singletask.locks.keys import QUEUED
 from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent, hold_end
 from django_singletask.operators import words
 from django_singletask.operators.held import judge
-from django_singletask.operators.names import WORDS
 from django_singletask.operators.windows import DAY, HOUR, Window
 
 ROWS = 1000
@@ -114,7 +113,8 @@ def draw(
     drawn = {label: lanes[label] for label in sorted(important[:LANES])}
     marks = [mark for lane in drawn.values() for mark in lane if "event" in mark]
     legend = {
-        (mark["state"], str(WORDS[mark["state"]]), mark["shape"], mark["path"]) for mark in marks
+        (mark["state"], str(words.WORDS[mark["state"]]), mark["shape"], mark["path"])
+        for mark in marks
     }
     if is_summed:
         legend |= {(look, str(word), "bar", "") for look, word in LOOKS.items()}
@@ -148,7 +148,7 @@ def marks_of(
     the places and heights of ``parts``, are in percent of the lane.
     """
     is_open = event.is_hold and not event.outcome
-    state, word = words.status(event)
+    state = words.status(event)
     # The clocks of two hosts differ: a hold may seem to end before it begins, or in the future.
     end = max(now if is_open else event.end, event.at)
     noticed_at = max(event.noticed_at or end, event.at)
@@ -168,7 +168,7 @@ def marks_of(
     if event.retaken:  # when that was is not recorded
         looks.append(("sign", RETAKEN, _("retaken × {}").format(event.retaken), event.at, end))
     if event.outcome in TROUBLE:
-        looks.append(("sign", state, word, noticed_at, noticed_at))
+        looks.append(("sign", state, words.word(event), noticed_at, noticed_at))
     parts = {"bar": (9, 47), "tick": (64, min(36, 12 + 5 * math.log2(event.count)))}
     for shape, look, text, start, until in looks:
         clock = [window.clock_time(at) for at in (start, until)]
@@ -193,12 +193,12 @@ def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
 
     Of a hold that goes on, ``until`` is now.
     """
-    word = words.status(event)[1]
+    word = words.word(event)
     if event.count > 1:
         word = f"{word} × {event.count}"
     if event.hold_ended_at or until:
         text = _("{} after {}") if event.hold_ended_at else _("{} for {}")
-        word = text.format(word, words.hold_time(words.hold_seconds(event, until)))
+        word = text.format(word, words.lasted(event, until))
     return word
 
 
@@ -233,7 +233,7 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
                 "returned": numbers.pop("returned", 0),
                 "raised": numbers.pop("raised", 0),
                 "other": numbers.total(),
-                "others": sorted((str(WORDS[state]), number) for state, number in numbers.items()),
+                "others": sorted((str(words.WORDS[state]), number) for state, number in numbers.items()),
                 **spans,
             }
         )
@@ -253,7 +253,7 @@ def ends_by(
     lanes = defaultdict[str, Ends](lambda: defaultdict(Counter))
     for total in totals:
         lane, step, number = map(total.pop, ("lane", "slot", "number"))
-        lanes[lane][int(step)][words.status(TaskLockEvent(**total))[0]] += number
+        lanes[lane][int(step)][words.status(TaskLockEvent(**total))] += number
     return lanes, cut
 
 

@@ -19,8 +19,8 @@ from django_singletask.history.queries import COUNTED, FREQUENT, NEWEST, NoHisto
 from django_singletask.holder import clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, lock_of_slot, name_key
 from django_singletask.locks.parameters import AS_SHOWN
-from django_singletask.models import RETAKEN, HoldOutcome, Kind, Result, TaskLockEvent
-from django_singletask.operators.words import LONGEST, STATES
+from django_singletask.models import Result, TaskLockEvent
+from django_singletask.operators.words import LONGEST
 from django_singletask.stores.base import is_key
 from django_singletask.task.base import import_tasks
 
@@ -85,14 +85,6 @@ def _newest(rows: Any) -> tuple[Any, bool]:
 
 OF_CALLS = frozenset({"skipped", "waiting", "failed"})
 """Results of calls that found the lock held."""
-WORDS: dict[str, Any] = {
-    "held": STATES["held"],
-    **dict(Result.choices),
-    **dict(HoldOutcome.choices),
-    RETAKEN: _("retaken"),
-    **{kind: label for kind, label in Kind.choices if kind in COUNTED},
-}
-"""What can have become of a run or a call, in the words of the list."""
 
 
 def of_what(rows: Any, what: str) -> tuple[Any, bool]:

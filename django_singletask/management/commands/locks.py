@@ -30,10 +30,17 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
 from django_singletask.operators.explain import HOLDING, facts, why
 from django_singletask.operators.held import SAID, cannot_ask
-from django_singletask.operators.names import SCANNED, WORDS, find, select
+from django_singletask.operators.names import SCANNED, find, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.words import duration, few, parse_duration, plural, to_moment
+from django_singletask.operators.words import (
+    WORDS,
+    duration,
+    few,
+    parse_duration,
+    plural,
+    to_moment,
+)
 from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
 
