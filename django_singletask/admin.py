@@ -189,9 +189,9 @@ class EventList(ChangeList):
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> Any:
         """Keep what the window and the filter for what happened leave."""
         rows: Any = super().get_queryset(request, exclude_parameters)
-        self.window, _problem = window_of(request.GET, timezone.now())
-        if self.window:
-            rows = rows.since(self.window.start, self.window.until)
+        self.form = window_form(request, timezone.now())
+        if window := self.form["window"]:
+            rows = rows.since(window.start, window.until)
         what = request.GET.get(WhatFilter.parameter_name, "")
         rows, is_whole = of_what(rows, what if what in words.WORDS else "")
         if not is_whole:
@@ -201,7 +201,7 @@ class EventList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
-        is_filtered = self.query.strip() or self.get_filters_params() or self.window
+        is_filtered = self.query.strip() or self.get_filters_params() or self.form["window"]
         # Only if these differ, Django says how many results there are, and offers to show all.
         self.full_result_count = None if is_filtered else self.result_count
         events = self.result_list = list(self.result_list)
@@ -340,10 +340,10 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if not (asked or "dead" in query):
             messages.warning(request, _("No lock was named: choose here which one to clear."))
             return HttpResponseRedirect(self.url("changelist"))
-        missing = {text.rpartition(" ")[0] for text in asked}
-        slots = [slot for key in missing for slot in LockKey("", key).slots()]
+        tokens = dict(text.rpartition(" ")[::2] for text in asked)
+        slots = [slot for key in tokens for slot in LockKey("", key).slots()]
         found, trouble = attempt((), held.read, slots) if asked else attempt((), held.held)
-        locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
+        locks = [lock for lock in found if tokens.get(lock.key) == lock.token]
         if not asked:
             locks = [lock for lock in found if lock.state == "dead"]
         if locks and "reason" not in request.POST:
@@ -357,7 +357,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             if trouble:
                 break
         self.report_cleared(request, freed, reason)
-        missing -= {lock.key for lock in freed}
+        missing = tokens.keys() - {lock.key for lock in freed}
         if trouble:
             messages.error(request, trouble)
         elif missing or not freed:
@@ -453,8 +453,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @for_viewers
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        context = self.context(request) | window_form(request, timezone.now())
-        return super().changelist_view(request, context | (extra_context or {}))
+        return super().changelist_view(request, self.context(request) | (extra_context or {}))
 
     @for_viewers
     def change_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:

@@ -32,16 +32,15 @@ def table(
     On a terminal, the column ``name`` and the last one are cut in the middle where there is no
     room; otherwise nothing is cut. The columns ``right`` are aligned to the right.
     """
-    # There may be very many rows, and most need no cleaning.
-    lines = [row if "".join(row).isprintable() else [*map(clean, row)] for row in rows]
+    lines: list[Sequence[str]] = [[*map(clean, row)] for row in rows]
     if not lines:
         return
     lines.insert(0, heads)
     widths, last = [max(map(len, column)) for column in zip(*lines, strict=True)], len(heads) - 1
     if room := width():
         for column, least in ((name, 24), (last, 8), (name, 10)):
-            too_wide = max(0, sum(widths) + 2 * last - room)
-            widths[column] -= min(max(0, widths[column] - least), too_wide)
+            fitting = room - (sum(widths) - widths[column] + 2 * last)
+            widths[column] = min(widths[column], max(least, fitting))
         lines = [[*map(cut, line, widths)] for line in lines]
     form = "  ".join(f"{{:{'>' if n in right else '<'}{wide}}}" for n, wide in enumerate(widths))
     for line in lines:
@@ -74,7 +73,7 @@ def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
         lock.name,
         f"{lock.condition} ({lock.share})" if lock.share else lock.condition,
         words.duration(lock.held_for),
-        "-" if lock.remaining is None or lock.queued else words.duration(lock.remaining),
+        words.duration(None if lock.queued else lock.remaining),
         f"{conflicts} ({lock.waiting} waiting)" if lock.waiting else conflicts,
         (lock.queued and lock.task_id) or words.place(lock, "unknown"),
     )
@@ -91,7 +90,7 @@ def _starving_cells(state: Starving) -> tuple[str, ...]:
         str(state.conflicts),
         words.duration(state.unmet),
         words.duration(state.last_conflict),
-        "-" if state.since_completed is None else words.duration(state.since_completed),
+        words.duration(state.since_completed),
     )
 
 
@@ -135,6 +134,8 @@ LOCK = (
     *("token", "task", "task_id", "host", "pid", "since", "timeout"),
 )
 ROW = [field.name for field in TaskLockEvent._meta.concrete_fields if field.name != "ref"]
+SHOWN = {HeldLock: LOCK, TaskLockEvent: (*ROW, "token")}
+"""What JSON has of these; of other facts it has all."""
 
 
 def to_json(known: dict[str, Any]) -> str:
@@ -151,8 +152,5 @@ def as_json(fact: Any) -> Any:
     """
     if isinstance(fact, datetime):
         return round(timestamp(fact), 3)
-    names: Iterable[str] = LOCK if isinstance(fact, HeldLock) else vars(fact)
-    if isinstance(fact, TaskLockEvent):
-        names = [*ROW, "token"]
-    values = ((name, getattr(fact, name)) for name in names)
+    values = ((name, getattr(fact, name)) for name in SHOWN.get(type(fact), vars(fact)))
     return {name: round(x, 6) if isinstance(x, float) else x for name, x in values}

@@ -21,6 +21,7 @@ from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent, hold_end
 from django_singletask.operators import words
 from django_singletask.operators.held import judge
 from django_singletask.operators.windows import DAY, HOUR, Window
+from django_singletask.operators.words import WORDS
 
 ROWS = 1000
 """Newest events that are drawn one by one. If there are more, the drawing has their sums."""
@@ -88,7 +89,7 @@ def draw(
     if is_summed:
         # A run whose trouble lies in the window may have begun before.
         inside = rows.since(window.start - DAY, window.until)
-        alone += [(inside.of_trouble(trouble), TROUBLES) for trouble in sorted(SIGNS)]
+        alone += [(inside.of_trouble(trouble), TROUBLES) for trouble in SIGNS]
     else:
         single += [*events, *chosen(rows.since(window.start - DAY, window.start))[:ROWS]]
     for part, limit in alone:
@@ -113,8 +114,7 @@ def draw(
     drawn = {label: lanes[label] for label in sorted(important[:LANES])}
     marks = [mark for lane in drawn.values() for mark in lane if "event" in mark]
     legend = {
-        (mark["state"], str(words.WORDS[mark["state"]]), mark["shape"], mark["path"])
-        for mark in marks
+        (mark["state"], str(WORDS[mark["state"]]), mark["shape"], mark["path"]) for mark in marks
     }
     if is_summed:
         legend |= {(look, str(word), "bar", "") for look, word in LOOKS.items()}
@@ -162,16 +162,16 @@ def marks_of(
     ]
     looks = []
     if event.is_counted:
-        looks.append(("tick", state, headline(event), event.at, end))
+        part = (state, 64, min(36, 12 + 5 * math.log2(event.count)))
+        looks.append(("tick", state, headline(event), event.at, end, [part]))
     if is_open or (event.is_hold and not is_summed):
-        looks.append(("bar", state, headline(event, end), event.at, end))
+        looks.append(("bar", state, headline(event, end), event.at, end, [(state, 9, 47)]))
     if event.retaken:  # when that was is not recorded
-        looks.append(("sign", RETAKEN, _("retaken × {}").format(event.retaken), event.at, end))
+        text = _("retaken × {}").format(event.retaken)
+        looks.append(("sign", RETAKEN, text, event.at, end, []))
     if event.outcome in TROUBLE:
-        looks.append(("sign", state, words.word(event), noticed_at, noticed_at))
-    parts = {"bar": (9, 47), "tick": (64, min(36, 12 + 5 * math.log2(event.count)))}
-    for shape, look, text, start, until in looks:
-        clock = [window.clock_time(at) for at in (start, until)]
+        looks.append(("sign", state, words.word(event), noticed_at, noticed_at, []))
+    for shape, look, text, start, until, parts in looks:
         x = window.percent(start if shape == "bar" else until)
         if until >= window.start:
             yield {
@@ -179,10 +179,10 @@ def marks_of(
                 "shape": shape,
                 "state": look,
                 "text": ", ".join(filter(None, [text, *facts])),
-                "when": " – ".join(dict.fromkeys(clock)),
+                "when": " – ".join(dict.fromkeys(map(window.clock_time, (start, until)))),
                 "x": min(x, 100 - NARROW),  # no part of a mark lies beyond the edge
                 "width": max(window.percent(until) - x, NARROW),
-                "parts": [(look, *parts[shape])] if shape in parts else [],
+                "parts": parts,
                 "path": SIGNS[look] if shape == "sign" else "",
                 "rank": (shape == "sign", is_open, until),
             }
@@ -233,7 +233,7 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
                 "returned": numbers.pop("returned", 0),
                 "raised": numbers.pop("raised", 0),
                 "other": numbers.total(),
-                "others": sorted((str(words.WORDS[state]), number) for state, number in numbers.items()),
+                "others": sorted((str(WORDS[state]), number) for state, number in numbers.items()),
                 **spans,
             }
         )

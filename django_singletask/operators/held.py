@@ -49,13 +49,12 @@ class HeldLock(Holder):
     of such a lock is a lock here, and ``slots_held`` counts them. ``held_for`` and ``remaining``
     are seconds, ``remaining`` None where the store cannot tell. ``alive`` says whether the process
     of the holder is there, None if that cannot be told from this host; ``death`` is the proof that
-    it is gone, and ``stopped`` says that it is seen to stand still. ``conflicts`` counts the calls that met this holder (of a
-    queued call: its duplicates), ``waiting`` those of them that were postponed;
-    :func:`with_history` sets these and ``usual``. They are None without a history.
+    it is gone, and ``stopped`` says that it is seen to stand still. ``conflicts`` counts the calls
+    that met this holder (of a queued call: its duplicates), ``waiting`` those of them that were
+    postponed; :func:`with_history` sets these and ``usual``. They are None without a history.
     """
 
     key: str
-    lock_key: str = dataclasses.field(init=False)
     state: str
     held_for: float = dataclasses.field(init=False)
     remaining: float | None = None
@@ -69,8 +68,11 @@ class HeldLock(Holder):
 
     def __post_init__(self) -> None:
         self.name = self.name or clean(self.key, 255)
-        self.lock_key = lock_of_slot(self.key)
         self.held_for = max(0.0, time.time() - self.since) if self.since else 0.0
+
+    @property
+    def lock_key(self) -> str:
+        return lock_of_slot(self.key)
 
     def mentions(self, text: str) -> bool:
         """Say whether the lock's name, task, ids or process have a text in them, in any case."""
@@ -163,7 +165,7 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     keys = [slot for each in selectors for key in each.locks for slot in LockKey("", key).slots()]
     locks = read(keys)
     seen = {key for lock in locks for key in (lock.key, lock.lock_key)}
-    if not selectors or not all(each.is_exact or seen & each.locks.keys() for each in selectors):
+    if not (selectors and all(each.is_exact or seen & each.locks.keys() for each in selectors)):
         try:
             locks = read()
         except CannotList as error:

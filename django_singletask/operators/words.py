@@ -65,8 +65,13 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def duration(seconds: float) -> str:
-    """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h``, ``3d 04h``."""
+def duration(seconds: float | None) -> str:
+    """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h``, ``3d 04h``.
+
+    One that is not known is ``-``.
+    """
+    if seconds is None:
+        return "-"
     for (unit, size), (part, smaller) in pairwise(UNITS.items()):
         if seconds >= size:
             number, left = divmod(int(seconds), size)
@@ -77,9 +82,7 @@ def duration(seconds: float) -> str:
 
 def hold_time(seconds: float | None) -> str:
     """Write how long a lock was held, to the hundredth of a second if that was short."""
-    if seconds is None:
-        return "-"
-    return f"{seconds:.2f}s" if seconds < 10 else duration(seconds)
+    return duration(seconds) if seconds is None or seconds >= 10 else f"{seconds:.2f}s"
 
 
 def lasted(row: TaskLockEvent, now: datetime | None = None) -> str:
@@ -94,14 +97,10 @@ def lasted(row: TaskLockEvent, now: datetime | None = None) -> str:
 def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False) -> str:
     """Write a time, or a Unix time in seconds, to the second, in the time zone of the user.
 
-    ``zone`` adds the name of that time zone. Empty for a Unix time that is not a date: anything can
-    write into the cache.
+    ``zone`` adds the name of that time zone.
     """
     if not isinstance(at, datetime):
-        try:
-            at = datetime.fromtimestamp(at, tz=timezone.utc)
-        except (OverflowError, OSError, ValueError):
-            return ""
+        at = datetime.fromtimestamp(at, tz=timezone.utc)
     return date_format(to_local(at), f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
 
 
@@ -138,7 +137,7 @@ def task_page(task_id: str | None) -> str:
     address = str(conf.task_url or "")
     if not task_id or not TASK_URL.fullmatch(address):
         return ""
-    return address.replace("{task_id}", quote(task_id, safe="", errors="replace"))
+    return address.replace("{task_id}", quote(task_id, safe=""))
 
 
 def stop_command(task_id: str, *, queued: bool = False) -> str:
