@@ -51,8 +51,6 @@ TABS = {
 }
 SHOWN = 100
 """Locks on a page of what is held."""
-STARVING = 20
-"""Starving locks above them."""
 REFRESH = {"5", "10", "30", "60"}
 """Seconds after which the page can ask again."""
 PARAMETERS = {"q", "o", "p", "refresh"}
@@ -318,10 +316,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             orders=headings,
             refresh=refresh,
             trouble=trouble,
-            starving=hungry[:STARVING],
-            starving_left_out=max(0, len(hungry) - STARVING),
+            starving=hungry,
             unknown=unknown,
-            asked_at=words.clock_time(timezone.now()),
             cache=conf.cache,
         )
         if refresh:
@@ -379,8 +375,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             request,
             "clear",
             title=_("Forget these calls?") if is_queued else _("Clear these locks?"),
-            locks=locks[:SHOWN],
-            left_out=max(0, len(locks) - SHOWN),
+            locks=locks,
             notes=[note for state, note in NOTES.items() if state in states],
             is_queued=is_queued,
             asked=asked,
@@ -424,7 +419,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             task=task,
             window=window,
             known=known,
-            facts=[*filter(all, facts(known))] if known else [],
+            facts=known and facts(known),
             unknown=unknown,
             event=event,
             spans=SPANS,

@@ -205,7 +205,7 @@ def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
 def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
     """Return the facts of each task since the window's start, for the template.
 
-    ``cut`` is a later time, if there are too many rows to sum up all of them. ``others`` has the
+    ``cut`` is a later start, if there are too many rows to sum up all of them. ``others`` has the
     numbers of runs that neither returned nor raised, by words; ``p50``, ``p95`` and ``longest``
     are the seconds that half, 95 %, and all of the newest holds do not exceed, or None. The locks
     without a task are one task, "".
@@ -240,8 +240,8 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
     return {
         "rows": tasks,
         "hours": window.rounded(BARS)[1] // HOUR,
-        "start": words.clock_time(window.start, dated=True),
-        "cut": words.clock_time(cut, dated=True) if cut else "",
+        "start": window.start,
+        "cut": cut,
     }
 
 

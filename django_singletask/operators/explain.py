@@ -51,8 +51,8 @@ class Why(SimpleNamespace):
             return f"{words.plural(len(self.held), 'lock')} held"
         if not self.held:
             return "not held"
-        share = f" ({self.held[0].share} slots)" if self.held[0].share else ""
-        return f"{self.held[0].condition}{share}"
+        holder = self.held[0]
+        return f"{holder.condition} ({holder.share} slots)" if holder.share else holder.condition
 
 
 def why(text: str) -> Why:

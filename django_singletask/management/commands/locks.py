@@ -201,8 +201,9 @@ class Command(BaseCommand):
         hungry = list[Starving]()
         with nullcontext() if options["starving"] else suppress(NoHistory):
             hungry = starving(HOUR, selectors)
-        lines = output.starving_table(hungry) if options["starving"] else output.lock_table(locks)
-        none = "starves" if options["starving"] else "is held"
+        lines, none = output.lock_table(locks), "is held"
+        if options["starving"]:
+            lines, none = output.starving_table(hungry), "starves"
         matching = "matching " * bool(selectors)
         self.show({"starving": hungry, "locks": locks}, lines, f"No {matching}lock {none}.")
         if hungry and not (options["json"] or options["starving"]):
