@@ -81,17 +81,15 @@ def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
 
 def starving_table(states: Sequence[Starving]) -> Iterator[str]:
     heads = ("LOCK", "CONFLICTS", "STARVING FOR", "LAST CONFLICT", "COMPLETED")
-    return table(heads, map(_starving_cells, states), name=0, right=(1, 2, 3, 4))
-
-
-def _starving_cells(state: Starving) -> tuple[str, ...]:
-    return (
-        state.name,
-        str(state.conflicts),
-        words.duration(state.unmet),
-        words.duration(state.last_conflict),
-        words.duration(state.since_completed),
+    rows = (
+        (
+            state.name,
+            str(state.conflicts),
+            *map(words.duration, (state.unmet, state.last_conflict, state.since_completed)),
+        )
+        for state in states
     )
+    return table(heads, rows, name=0, right=(1, 2, 3, 4))
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
@@ -134,7 +132,7 @@ LOCK = (
     *("token", "task", "task_id", "host", "pid", "since", "timeout"),
 )
 ROW = [field.name for field in TaskLockEvent._meta.concrete_fields if field.name != "ref"]
-SHOWN = {HeldLock: LOCK, TaskLockEvent: (*ROW, "token")}
+SHOWN = {HeldLock: LOCK, TaskLockEvent: [*ROW, "token"]}
 """What JSON has of these; of other facts it has all."""
 
 

@@ -193,7 +193,10 @@ def facts(why: Why) -> Iterator[tuple[str, str]]:
         yield "trouble", _joined(trouble, str(row.holder()), words.witness(row), row.reason)
     if holder:
         if holder.state == "held":
-            yield from _to_stop(holder)
+            yield "continue", f"kill -CONT {holder.pid}" if holder.stopped else ""
+            yield "stop", words.stop_command(holder.task_id) if holder.task_id else ""
+            kill = "kill -9 {}    # if it ignores SIGTERM" if holder.task_id else "kill {}"
+            yield "stop", kill.format(holder.pid) if holder.alive else ""
         yield "free", _clear(holder)
         for lock in why.held[1:]:
             yield "slot", f"{lock.condition}, {_state(lock)}"
@@ -238,16 +241,6 @@ def _lease(lock: HeldLock) -> str:
     renewed = f"renewed {duration(age)} ago, " if lock.held_for - age > 1 else ""
     unless = " unless renewed" * (lock.state == "held")
     return f"{duration(lock.timeout)}, {renewed}ends in {duration(lock.remaining)}{unless}"
-
-
-def _to_stop(lock: HeldLock) -> Iterator[tuple[str, str]]:
-    if lock.stopped:
-        yield "continue", f"kill -CONT {lock.pid}"
-    if lock.task_id:
-        yield "stop", words.stop_command(lock.task_id)
-    if lock.alive:
-        ignored = "    # if it ignores SIGTERM" * bool(lock.task_id)
-        yield "stop", f"kill {'-9 ' * bool(lock.task_id)}{lock.pid}{ignored}"
 
 
 def _conflicts(why: Why) -> str:
