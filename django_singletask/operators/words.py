@@ -162,8 +162,9 @@ def status(event: TaskLockEvent) -> str:
 
 
 def word(event: TaskLockEvent) -> str:
-    """Return the status in the language of the user."""
-    return str(WORDS[status(event)])
+    """Return the status in the language of the user; as it is, if a later version wrote it."""
+    code = status(event)
+    return str(WORDS.get(code, code))
 
 
 def reason(event: TaskLockEvent) -> str:
