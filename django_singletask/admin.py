@@ -336,10 +336,10 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if not (asked or "dead" in query):
             messages.warning(request, _("No lock was named: choose here which one to clear."))
             return HttpResponseRedirect(self.url("changelist"))
-        tokens = dict(text.rpartition(" ")[::2] for text in asked)
-        slots = [slot for key in tokens for slot in LockKey("", key).slots()]
+        missing = {text.rpartition(" ")[0] for text in asked}
+        slots = [slot for key in missing for slot in LockKey("", key).slots()]
         found, trouble = attempt((), held.read, slots) if asked else attempt((), held.held)
-        locks = [lock for lock in found if tokens.get(lock.key) == lock.token]
+        locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
         if not asked:
             locks = [lock for lock in found if lock.state == "dead"]
         if locks and "reason" not in request.POST:
@@ -353,7 +353,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             if trouble:
                 break
         self.report_cleared(request, freed, reason)
-        missing = tokens.keys() - {lock.key for lock in freed}
+        missing -= {lock.key for lock in freed}
         if trouble:
             messages.error(request, trouble)
         elif missing or not freed:

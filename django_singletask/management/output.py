@@ -32,7 +32,8 @@ def table(
     On a terminal, the column ``name`` and the last one are cut in the middle where there is no
     room; otherwise nothing is cut. The columns ``right`` are aligned to the right.
     """
-    lines: list[Sequence[str]] = [[*map(clean, row)] for row in rows]
+    # There may be very many rows, and most need no cleaning.
+    lines = [row if "".join(row).isprintable() else [*map(clean, row)] for row in rows]
     if not lines:
         return
     lines.insert(0, heads)
