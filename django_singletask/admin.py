@@ -28,13 +28,12 @@ from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.holder import clean
 from django_singletask.locks.keys import LockKey
-from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import NOT_RECORDED, SCANNED, WORDS, of_what, recorded_tasks
+from django_singletask.operators.names import NOT_RECORDED, SCANNED, of_what, recorded_tasks
 from django_singletask.operators.starving import starving
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
@@ -52,8 +51,6 @@ TABS = {
 }
 SHOWN = 100
 """Locks on a page of what is held."""
-STARVING = 20
-"""Starving locks above them."""
 REFRESH = {"5", "10", "30", "60"}
 """Seconds after which the page can ask again."""
 PARAMETERS = {"q", "o", "p", "refresh"}
@@ -156,7 +153,7 @@ class WhatFilter(admin.SimpleListFilter):
     parameter_name = "what"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return list(WORDS.items())
+        return list(words.WORDS.items())
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         return queryset  # EventList narrows it to the window first
@@ -190,11 +187,11 @@ class EventList(ChangeList):
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> Any:
         """Keep what the window and the filter for what happened leave."""
         rows: Any = super().get_queryset(request, exclude_parameters)
-        self.window, _problem = window_of(request.GET, timezone.now())
-        if self.window:
-            rows = rows.since(self.window.start, self.window.until)
+        self.form = window_form(request, timezone.now())
+        if window := self.form["window"]:
+            rows = rows.since(window.start, window.until)
         what = request.GET.get(WhatFilter.parameter_name, "")
-        rows, is_whole = of_what(rows, what if what in WORDS else "")
+        rows, is_whole = of_what(rows, what if what in words.WORDS else "")
         if not is_whole:
             text = _("Only the newest {} rows were searched: choose a time, a task or a lock.")
             messages.info(request, text.format(number_format(SCANNED, force_grouping=True)))
@@ -202,7 +199,7 @@ class EventList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
-        is_filtered = self.query.strip() or self.get_filters_params() or self.window
+        is_filtered = self.query.strip() or self.get_filters_params() or self.form["window"]
         # Only if these differ, Django says how many results there are, and offers to show all.
         self.full_result_count = None if is_filtered else self.result_count
         events = self.result_list = list(self.result_list)
@@ -319,10 +316,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             orders=headings,
             refresh=refresh,
             trouble=trouble,
-            starving=hungry[:STARVING],
-            starving_left_out=max(0, len(hungry) - STARVING),
+            starving=hungry,
             unknown=unknown,
-            asked_at=words.clock_time(timezone.now()),
             cache=conf.cache,
         )
         if refresh:
@@ -380,8 +375,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             request,
             "clear",
             title=_("Forget these calls?") if is_queued else _("Clear these locks?"),
-            rows=[(lock, is_alive(lock), proof_of_death(lock)) for lock in locks[:SHOWN]],
-            left_out=max(0, len(locks) - SHOWN),
+            locks=locks,
             notes=[note for state, note in NOTES.items() if state in states],
             is_queued=is_queued,
             asked=asked,
@@ -425,7 +419,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             task=task,
             window=window,
             known=known,
-            facts=[*filter(all, facts(known))] if known else [],
+            facts=known and facts(known),
             unknown=unknown,
             event=event,
             spans=SPANS,
@@ -454,8 +448,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @for_viewers
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        context = self.context(request) | window_form(request, timezone.now())
-        return super().changelist_view(request, context | (extra_context or {}))
+        return super().changelist_view(request, self.context(request) | (extra_context or {}))
 
     @for_viewers
     def change_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
@@ -514,7 +507,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             blocker = format_html(_("blocked by {}"), shown)
         return format_html(
             '<span class="singletask-state singletask-{}">{}</span>{}',
-            words.status(event)[0],
+            words.status(event),
             headline(event),
             lines(words.reason(event), blocker, words.witness(event), retaken),
         )

@@ -40,8 +40,8 @@ def table(
     widths, last = [max(map(len, column)) for column in zip(*lines, strict=True)], len(heads) - 1
     if room := width():
         for column, least in ((name, 24), (last, 8), (name, 10)):
-            too_wide = max(0, sum(widths) + 2 * last - room)
-            widths[column] -= min(max(0, widths[column] - least), too_wide)
+            fitting = room - (sum(widths) - widths[column] + 2 * last)
+            widths[column] = min(widths[column], max(least, fitting))
         lines = [[*map(cut, line, widths)] for line in lines]
     form = "  ".join(f"{{:{'>' if n in right else '<'}{wide}}}" for n, wide in enumerate(widths))
     for line in lines:
@@ -74,7 +74,7 @@ def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
         lock.name,
         f"{lock.condition} ({lock.share})" if lock.share else lock.condition,
         words.duration(lock.held_for),
-        "-" if lock.remaining is None or lock.queued else words.duration(lock.remaining),
+        words.duration(None if lock.queued else lock.remaining),
         f"{conflicts} ({lock.waiting} waiting)" if lock.waiting else conflicts,
         (lock.queued and lock.task_id) or words.place(lock, "unknown"),
     )
@@ -82,17 +82,15 @@ def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
 
 def starving_table(states: Sequence[Starving]) -> Iterator[str]:
     heads = ("LOCK", "CONFLICTS", "STARVING FOR", "LAST CONFLICT", "COMPLETED")
-    return table(heads, map(_starving_cells, states), name=0, right=(1, 2, 3, 4))
-
-
-def _starving_cells(state: Starving) -> tuple[str, ...]:
-    return (
-        state.name,
-        str(state.conflicts),
-        words.duration(state.unmet),
-        words.duration(state.last_conflict),
-        "-" if state.since_completed is None else words.duration(state.since_completed),
+    rows = (
+        (
+            state.name,
+            str(state.conflicts),
+            *map(words.duration, (state.unmet, state.last_conflict, state.since_completed)),
+        )
+        for state in states
     )
+    return table(heads, rows, name=0, right=(1, 2, 3, 4))
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
@@ -105,13 +103,13 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
 
 def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     """Say what a row is about, what became of a call, and who cleared the lock, or had it."""
-    what, by, held = words.status(row)[1], words.place(row, "unknown"), "-"
+    what, by, held = words.word(row), words.place(row, "unknown"), "-"
     if row.kind == "conflict":
         what += f" {words.reason(row)}"
     what += f", {RETAKEN}" * bool(row.retaken) + f" ×{row.count}" * (row.count > 1)
     if row.hold_ended_at is not None:
         # Of a run that expired only the time at which a sweep noticed it is known.
-        held = "≤" * (row.outcome == "expired") + words.hold_time(words.hold_seconds(row))
+        held = "≤" * (row.outcome == "expired") + words.lasted(row)
     if row.outcome == "cleared":
         # There is no room for the host of somebody who used the command.
         by = re.sub(r" on \S+ \(manage\.py locks\)$", "", row.actor)
@@ -135,6 +133,8 @@ LOCK = (
     *("token", "task", "task_id", "host", "pid", "since", "timeout"),
 )
 ROW = [field.name for field in TaskLockEvent._meta.concrete_fields if field.name != "ref"]
+SHOWN = {HeldLock: LOCK, TaskLockEvent: [*ROW, "token"]}
+"""What JSON has of these; of other facts it has all."""
 
 
 def to_json(known: dict[str, Any]) -> str:
@@ -151,8 +151,5 @@ def as_json(fact: Any) -> Any:
     """
     if isinstance(fact, datetime):
         return round(timestamp(fact), 3)
-    names: Iterable[str] = LOCK if isinstance(fact, HeldLock) else vars(fact)
-    if isinstance(fact, TaskLockEvent):
-        names = [*ROW, "token"]
-    values = ((name, getattr(fact, name)) for name in names)
+    values = ((name, getattr(fact, name)) for name in SHOWN.get(type(fact), vars(fact)))
     return {name: round(x, 6) if isinstance(x, float) else x for name, x in values}

@@ -20,8 +20,8 @@ from django_singletask.locks.keys import QUEUED
 from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent, hold_end
 from django_singletask.operators import words
 from django_singletask.operators.held import judge
-from django_singletask.operators.names import WORDS
 from django_singletask.operators.windows import DAY, HOUR, Window
+from django_singletask.operators.words import WORDS
 
 ROWS = 1000
 """Newest events that are drawn one by one. If there are more, the drawing has their sums."""
@@ -89,7 +89,7 @@ def draw(
     if is_summed:
         # A run whose trouble lies in the window may have begun before.
         inside = rows.since(window.start - DAY, window.until)
-        alone += [(inside.of_trouble(trouble), TROUBLES) for trouble in sorted(SIGNS)]
+        alone += [(inside.of_trouble(trouble), TROUBLES) for trouble in SIGNS]
     else:
         single += [*events, *chosen(rows.since(window.start - DAY, window.start))[:ROWS]]
     for part, limit in alone:
@@ -148,7 +148,7 @@ def marks_of(
     the places and heights of ``parts``, are in percent of the lane.
     """
     is_open = event.is_hold and not event.outcome
-    state, word = words.status(event)
+    state = words.status(event)
     # The clocks of two hosts differ: a hold may seem to end before it begins, or in the future.
     end = max(now if is_open else event.end, event.at)
     noticed_at = max(event.noticed_at or end, event.at)
@@ -162,16 +162,16 @@ def marks_of(
     ]
     looks = []
     if event.is_counted:
-        looks.append(("tick", state, headline(event), event.at, end))
+        part = (state, 64, min(36, 12 + 5 * math.log2(event.count)))
+        looks.append(("tick", state, headline(event), event.at, end, [part]))
     if is_open or (event.is_hold and not is_summed):
-        looks.append(("bar", state, headline(event, end), event.at, end))
+        looks.append(("bar", state, headline(event, end), event.at, end, [(state, 9, 47)]))
     if event.retaken:  # when that was is not recorded
-        looks.append(("sign", RETAKEN, _("retaken × {}").format(event.retaken), event.at, end))
+        text = _("retaken × {}").format(event.retaken)
+        looks.append(("sign", RETAKEN, text, event.at, end, []))
     if event.outcome in TROUBLE:
-        looks.append(("sign", state, word, noticed_at, noticed_at))
-    parts = {"bar": (9, 47), "tick": (64, min(36, 12 + 5 * math.log2(event.count)))}
-    for shape, look, text, start, until in looks:
-        clock = [window.clock_time(at) for at in (start, until)]
+        looks.append(("sign", state, words.word(event), noticed_at, noticed_at, []))
+    for shape, look, text, start, until, parts in looks:
         x = window.percent(start if shape == "bar" else until)
         if until >= window.start:
             yield {
@@ -179,10 +179,10 @@ def marks_of(
                 "shape": shape,
                 "state": look,
                 "text": ", ".join(filter(None, [text, *facts])),
-                "when": " – ".join(dict.fromkeys(clock)),
+                "when": " – ".join(dict.fromkeys(map(window.clock_time, (start, until)))),
                 "x": min(x, 100 - NARROW),  # no part of a mark lies beyond the edge
                 "width": max(window.percent(until) - x, NARROW),
-                "parts": [(look, *parts[shape])] if shape in parts else [],
+                "parts": parts,
                 "path": SIGNS[look] if shape == "sign" else "",
                 "rank": (shape == "sign", is_open, until),
             }
@@ -193,19 +193,19 @@ def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
 
     Of a hold that goes on, ``until`` is now.
     """
-    word = words.status(event)[1]
+    word = words.word(event)
     if event.count > 1:
         word = f"{word} × {event.count}"
     if event.hold_ended_at or until:
         text = _("{} after {}") if event.hold_ended_at else _("{} for {}")
-        word = text.format(word, words.hold_time(words.hold_seconds(event, until)))
+        word = text.format(word, words.lasted(event, until))
     return word
 
 
 def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
     """Return the facts of each task since the window's start, for the template.
 
-    ``cut`` is a later time, if there are too many rows to sum up all of them. ``others`` has the
+    ``cut`` is a later start, if there are too many rows to sum up all of them. ``others`` has the
     numbers of runs that neither returned nor raised, by words; ``p50``, ``p95`` and ``longest``
     are the seconds that half, 95 %, and all of the newest holds do not exceed, or None. The locks
     without a task are one task, "".
@@ -240,8 +240,8 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
     return {
         "rows": tasks,
         "hours": window.rounded(BARS)[1] // HOUR,
-        "start": words.clock_time(window.start, dated=True),
-        "cut": words.clock_time(cut, dated=True) if cut else "",
+        "start": window.start,
+        "cut": cut,
     }
 
 
@@ -253,7 +253,7 @@ def ends_by(
     lanes = defaultdict[str, Ends](lambda: defaultdict(Counter))
     for total in totals:
         lane, step, number = map(total.pop, ("lane", "slot", "number"))
-        lanes[lane][int(step)][words.status(TaskLockEvent(**total))[0]] += number
+        lanes[lane][int(step)][words.status(TaskLockEvent(**total))] += number
     return lanes, cut
 
 

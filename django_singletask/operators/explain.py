@@ -14,9 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from django_singletask.history.queries import NEWEST, NoHistory, ago, reading
-from django_singletask.holder import describe_run
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
-from django_singletask.locks.liveness import is_alive, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import HeldLock, held, listed, must_be_known, with_history
@@ -53,8 +51,8 @@ class Why(SimpleNamespace):
             return f"{words.plural(len(self.held), 'lock')} held"
         if not self.held:
             return "not held"
-        share = f" ({self.held[0].share} slots)" if self.held[0].share else ""
-        return f"{self.held[0].condition}{share}"
+        holder = self.held[0]
+        return f"{holder.condition} ({holder.share} slots)" if holder.share else holder.condition
 
 
 def why(text: str) -> Why:
@@ -137,9 +135,9 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
         held=holding,
         queued=[lock for lock in locks if lock.queued],
         expired=[lock for lock in locks if lock.state == "expired"],
-        alive=is_alive(holder) if holder else None,
-        death=proof_of_death(holder) if holder else None,
-        usual=history.usual_hold(name if key else "", task),
+        alive=holder and holder.alive,
+        death=holder and holder.death,
+        usual=history.usual_hold(name, task),
         completed=next((row for row in rows if row.is_completed), None),
         conflict=max(met, key=attrgetter("end"), default=None),
         conflicts=+conflicts,
@@ -161,7 +159,7 @@ def facts(why: Why) -> Iterator[tuple[str, str]]:
     if run := why.run:
         blocker = run.blocked_by_task_id or run.blocked_by
         when = duration(ago(run.at if run.is_counted else run.end))
-        what = f"{_run(run)}: {words.status(run)[1]} {when} ago"
+        what = f"{run.holder()}: {words.word(run)} {when} ago"
         by = f"blocked by {blocker}" if blocker else ""
         yield "run", _joined(what, words.reason(run) if run.is_counted else "", by)
     if why.same_name:
@@ -187,16 +185,18 @@ def facts(why: Why) -> Iterator[tuple[str, str]]:
         yield "conflicts", _conflicts(why)
     if last := why.completed:
         raised = " with an error" if last.result == "raised" else ""
-        lasted = words.hold_time(words.hold_seconds(last))
-        yield "completed", f"{_ago(last)}{raised}, after {lasted}, by {_run(last)}"
+        yield "completed", f"{_ago(last)}{raised}, after {words.lasted(last)}, by {last.holder()}"
     elif not why.no_history:
         yield "completed", "none is recorded"
     for row in () if why.held else why.troubles:
         trouble = f"{' and '.join(row.troubles)} {_ago(row)}"
-        yield "trouble", _joined(trouble, _run(row), words.witness(row), row.reason)
+        yield "trouble", _joined(trouble, str(row.holder()), words.witness(row), row.reason)
     if holder:
         if holder.state == "held":
-            yield from _to_stop(why, holder)
+            yield "continue", f"kill -CONT {holder.pid}" if holder.stopped else ""
+            yield "stop", words.stop_command(holder.task_id) if holder.task_id else ""
+            kill = "kill -9 {}    # if it ignores SIGTERM" if holder.task_id else "kill {}"
+            yield "stop", kill.format(holder.pid) if holder.alive else ""
         yield "free", _clear(holder)
         for lock in why.held[1:]:
             yield "slot", f"{lock.condition}, {_state(lock)}"
@@ -226,9 +226,9 @@ def _state(lock: HeldLock) -> str:
     if lock.state in STATES:
         return STATES[lock.state].format(lock=lock, ago=ago, left=duration(lock.left))
     process = "another host or container: not known whether it is alive"
-    if death := proof_of_death(lock):
-        process = f"dead: {death}; the next call on this host takes the lock over"
-    elif is_alive(lock):
+    if lock.death:
+        process = f"dead: {lock.death}; the next call on this host takes the lock over"
+    elif lock.alive:
         process = f"{'stopped' if lock.stopped else 'alive'} on this host"
     since = f"for {ago} " if lock.since else ""
     return f"{since}by {lock} ({process})"
@@ -241,16 +241,6 @@ def _lease(lock: HeldLock) -> str:
     renewed = f"renewed {duration(age)} ago, " if lock.held_for - age > 1 else ""
     unless = " unless renewed" * (lock.state == "held")
     return f"{duration(lock.timeout)}, {renewed}ends in {duration(lock.remaining)}{unless}"
-
-
-def _to_stop(why: Why, lock: HeldLock) -> Iterator[tuple[str, str]]:
-    if lock.stopped:
-        yield "continue", f"kill -CONT {lock.pid}"
-    if lock.task_id:
-        yield "stop", words.stop_command(lock.task_id)
-    if why.alive:
-        ignored = "    # if it ignores SIGTERM" * bool(lock.task_id)
-        yield "stop", f"kill {'-9 ' * bool(lock.task_id)}{lock.pid}{ignored}"
 
 
 def _conflicts(why: Why) -> str:
@@ -278,10 +268,6 @@ def _clear(lock: HeldLock) -> str:
 
 def _ago(row: TaskLockEvent) -> str:
     return f"{duration(ago(row.end))} ago"
-
-
-def _run(row: TaskLockEvent) -> str:
-    return describe_run(row.task_id, row.host, row.pid)
 
 
 def _joined(*texts: str) -> str:

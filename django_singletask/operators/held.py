@@ -20,7 +20,7 @@ from django_singletask.history.queries import NEWEST, OPEN, NoHistory, UsualHold
 from django_singletask.holder import Holder, Process, clean
 from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
-from django_singletask.locks.liveness import is_stopped, proof_of_death
+from django_singletask.locks.liveness import is_alive, is_stopped, proof_of_death
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place
@@ -47,17 +47,19 @@ class HeldLock(Holder):
 
     ``key`` is that of the slot if the lock has several, ``lock_key`` that of the lock. Each holder
     of such a lock is a lock here, and ``slots_held`` counts them. ``held_for`` and ``remaining``
-    are seconds, ``remaining`` None where the store cannot tell. ``stopped`` says that the process
-    of the holder is seen to stand still. ``conflicts`` counts the calls that met this holder (of a
-    queued call: its duplicates), ``waiting`` those of them that were postponed;
-    :func:`with_history` sets these and ``usual``. They are None without a history.
+    are seconds, ``remaining`` None where the store cannot tell. ``alive`` says whether the process
+    of the holder is there, None if that cannot be told from this host; ``death`` is the proof that
+    it is gone, and ``stopped`` says that it is seen to stand still. ``conflicts`` counts the calls
+    that met this holder (of a queued call: its duplicates), ``waiting`` those of them that were
+    postponed; :func:`with_history` sets these and ``usual``. They are None without a history.
     """
 
     key: str
-    lock_key: str = dataclasses.field(init=False)
     state: str
     held_for: float = dataclasses.field(init=False)
     remaining: float | None = None
+    alive: bool | None = None
+    death: str | None = None
     stopped: bool = False
     slots_held: int = 1
     conflicts: int | None = None
@@ -66,8 +68,11 @@ class HeldLock(Holder):
 
     def __post_init__(self) -> None:
         self.name = self.name or clean(self.key, 255)
-        self.lock_key = lock_of_slot(self.key)
         self.held_for = max(0.0, time.time() - self.since) if self.since else 0.0
+
+    @property
+    def lock_key(self) -> str:
+        return lock_of_slot(self.key)
 
     def mentions(self, text: str) -> bool:
         """Say whether the lock's name, task, ids or process have a text in them, in any case."""
@@ -160,7 +165,7 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     keys = [slot for each in selectors for key in each.locks for slot in LockKey("", key).slots()]
     locks = read(keys)
     seen = {key for lock in locks for key in (lock.key, lock.lock_key)}
-    if not selectors or not all(each.is_exact or seen & each.locks.keys() for each in selectors):
+    if not (selectors and all(each.is_exact or seen & each.locks.keys() for each in selectors)):
         try:
             locks = read()
         except CannotList as error:
@@ -276,21 +281,26 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
     found = store.entries() if keys is None else store.read_many([*filter(is_key, keys)]).items()
 
     @cache  # Many locks share a process: it is kept once, and judged once.
-    def judged(*facts: Any) -> tuple[Process, str, bool]:
+    def judged(*facts: Any) -> dict[str, Any]:
         process = Process(*facts)
-        return process, "dead" if proof_of_death(process) else "held", is_stopped(process)
+        return {
+            **vars(process),
+            "alive": is_alive(process),
+            "death": proof_of_death(process),
+            "stopped": is_stopped(process),
+        }
 
     for key, entry in found:
         holder = Holder.decode(entry.value)
-        process, state, stopped = judged(*PROCESS(holder))
+        facts = {**vars(holder), **judged(*PROCESS(holder))}
+        state = "dead" if facts["death"] else "held"
         if key.startswith(QUEUED):
             state = "blocking" if holder.kept else "queued"
         elif holder.kept:
             state = "kept"
         elif holder.token and not holder.pid:
             state = "handed_over"
-        facts = {**vars(holder), **vars(process), "remaining": entry.remaining}
-        locks.append(HeldLock(**facts, key=key, state=state, stopped=stopped))
+        locks.append(HeldLock(**facts, key=key, state=state, remaining=entry.remaining))
     holders = Counter(map(attrgetter("lock_key"), locks))
     for lock in locks:
         lock.slots_held = holders[lock.lock_key]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from celery import current_app
@@ -19,8 +20,8 @@ from django_singletask.history.queries import COUNTED, FREQUENT, NEWEST, NoHisto
 from django_singletask.holder import clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, lock_of_slot, name_key
 from django_singletask.locks.parameters import AS_SHOWN
-from django_singletask.models import RETAKEN, HoldOutcome, Kind, Result, TaskLockEvent
-from django_singletask.operators.words import LONGEST, STATES
+from django_singletask.models import Result, TaskLockEvent
+from django_singletask.operators.words import LONGEST
 from django_singletask.stores.base import is_key
 from django_singletask.task.base import import_tasks
 
@@ -58,13 +59,14 @@ def find(
         if since or until:
             history = history.since(since or django_now() - timedelta(seconds=LONGEST), until)
         parts = [_find(history, what, limit, **condition) for condition in conditions]
-    rows = {row.pk: row for part, _complete in parts for row in part}
-    newest = sorted(rows, reverse=True)[:limit]
-    return [rows[pk] for pk in newest], all(complete for _part, complete in parts)
+    rows = {row for part, _complete in parts for row in part}
+    newest = sorted(rows, key=attrgetter("pk"), reverse=True)
+    return newest[:limit], all(complete for _part, complete in parts)
 
 
-def _find(history: Any, what: str, limit: int, **facts: Any) -> tuple[list[Any], bool]:
-    task, like = facts.pop("task", ""), facts.pop("like", "*")
+def _find(
+    history: Any, what: str, limit: int, task: str = "", like: str = "*", **facts: Any
+) -> tuple[list[Any], bool]:
     rows = (history.of_task(task) if task else history.newest()).filter(**facts)
     if start := like.partition("*")[0]:
         named = TaskLockEvent.objects.order_by().named_like(start).values_list("pk", flat=True)
@@ -85,14 +87,6 @@ def _newest(rows: Any) -> tuple[Any, bool]:
 
 OF_CALLS = frozenset({"skipped", "waiting", "failed"})
 """Results of calls that found the lock held."""
-WORDS: dict[str, Any] = {
-    "held": STATES["held"],
-    **dict(Result.choices),
-    **dict(HoldOutcome.choices),
-    RETAKEN: _("retaken"),
-    **{kind: label for kind, label in Kind.choices if kind in COUNTED},
-}
-"""What can have become of a run or a call, in the words of the list."""
 
 
 def of_what(rows: Any, what: str) -> tuple[Any, bool]:

@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
-import time
+import timeit
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,12 +55,13 @@ def probe(alias: str) -> SimpleNamespace:
     cache that cannot hold locks, and :class:`LockUnavailable`.
     """
     store = get_store(alias)
-    findings, spans = [look_from_another_process(alias, store)], []
-    for _ in range(TURNS):
-        began = time.perf_counter()
+    findings = [look_from_another_process(alias, store)]
+
+    def acquire_and_release() -> None:
         with _held(store):
             pass
-        spans.append(time.perf_counter() - began)
+
+    spans = timeit.repeat(acquire_and_release, repeat=TURNS, number=1)
     median, slowest = statistics.median(spans), statistics.quantiles(spans, n=100)[98]
     times = f"{median * 1000:.2f} ms (median), {slowest * 1000:.2f} ms (99%)"
     findings += [Finding("ok", f"a lock is acquired and released in {times}"), *look_at(store)]

@@ -83,7 +83,7 @@ def starvation(
     ended_at = next((row.ended_at for row in newest if row.is_completed), None)
     # A call that met a completed run came before the end of that run, whatever the clock of the
     # caller's host says.
-    tokens = {row.token for row in newest if row.token and row.is_completed}
+    tokens = {row.token for row in newest if row.is_completed}
     met = [
         row
         for row in newest
@@ -92,12 +92,13 @@ def starvation(
         # the one before it has begun (unique_until="expiry") is not meant to run.
         and row.reason not in {"redelivery", "kept"}
         and row.blocked_by not in tokens
-        and (ended_at is None or (row.last_at or row.at) > ended_at)
+        and (ended_at is None or row.end > ended_at)
     ]
     if not met:
         return None
-    first = ago(min(max(row.at, ended_at) if ended_at else row.at for row in met))
-    last, count = ago(max(row.last_at or row.at for row in met)), sum(row.count for row in met)
+    began_at = min(row.at for row in met)
+    first, last = ago(max(began_at, ended_at or began_at)), ago(max(row.end for row in met))
+    count = sum(row.count for row in met)
     lasted = first - last
     if lasted < longer_than or last > max(longer_than, 2 * lasted / max(1, count - 1)):
         return None
@@ -120,7 +121,7 @@ def _suspects(longer_than: float) -> set[str]:
     since = django_now() - timedelta(seconds=HOUR + longer_than)
     newest = [r for kind in sorted(COUNTED) for r in rows.of_state(kind, None).newest()[:NEWEST]]
     met = rows.blocked_by(rows.open().values_list("ref", flat=True)[:OPEN])
-    met += [row for row in newest if (row.last_at or row.at) >= since]
+    met += [row for row in newest if row.end >= since]
     runs = rows.runs({row.blocked_by for row in met})
     completed = {row.token for row in runs if row.is_completed}
     return {row.name for row in met if row.blocked_by not in completed}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from itertools import pairwise
+from typing import Any
 from urllib.parse import quote
 
 from celery.app import app_or_default
@@ -19,8 +20,9 @@ from django.utils.timezone import is_naive, localtime, make_aware, make_naive
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import TASK_URL, conf
+from django_singletask.history.queries import COUNTED
 from django_singletask.holder import Holder, clean
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import RETAKEN, HoldOutcome, Kind, Result, TaskLockEvent
 
 STATES = {
     "held": _("held"),
@@ -32,6 +34,14 @@ STATES = {
     "blocking": _("blocking"),
 }
 """The words for the states of a lock."""
+WORDS: dict[str, Any] = {
+    "held": STATES["held"],
+    **dict(Result.choices),
+    **dict(HoldOutcome.choices),
+    RETAKEN: _("retaken"),
+    **{kind: label for kind, label in Kind.choices if kind in COUNTED},
+}
+"""What can have become of a run or a call, in the words of the list."""
 CELERY_APPS = ("app", "celery", "celery_app")
 """Names that a Celery application usually has in its module."""
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
@@ -55,8 +65,13 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def duration(seconds: float) -> str:
-    """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h``, ``3d 04h``."""
+def duration(seconds: float | None) -> str:
+    """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h``, ``3d 04h``.
+
+    One that is not known is ``-``.
+    """
+    if seconds is None:
+        return "-"
     for (unit, size), (part, smaller) in pairwise(UNITS.items()):
         if seconds >= size:
             number, left = divmod(int(seconds), size)
@@ -67,31 +82,25 @@ def duration(seconds: float) -> str:
 
 def hold_time(seconds: float | None) -> str:
     """Write how long a lock was held, to the hundredth of a second if that was short."""
-    if seconds is None:
-        return "-"
-    return f"{seconds:.2f}s" if seconds < 10 else duration(seconds)
+    return duration(seconds) if seconds is None or seconds >= 10 else f"{seconds:.2f}s"
 
 
-def hold_seconds(row: TaskLockEvent, now: datetime | None = None) -> float:
-    """Return how long a hold lasted, or until ``now`` if it still lasts; never less than 0.
+def lasted(row: TaskLockEvent, now: datetime | None = None) -> str:
+    """Write how long a hold lasted, or until ``now`` if it still lasts; never less than 0.
 
     The clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
     """
     end = row.hold_ended_at or now or row.at
-    return max(0.0, (end - row.at).total_seconds())
+    return hold_time(max(0.0, (end - row.at).total_seconds()))
 
 
 def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False) -> str:
     """Write a time, or a Unix time in seconds, to the second, in the time zone of the user.
 
-    ``zone`` adds the name of that time zone. Empty for a Unix time that is not a date: anything can
-    write into the cache.
+    ``zone`` adds the name of that time zone.
     """
     if not isinstance(at, datetime):
-        try:
-            at = datetime.fromtimestamp(at, tz=timezone.utc)
-        except (OverflowError, OSError, ValueError):
-            return ""
+        at = datetime.fromtimestamp(at, tz=timezone.utc)
     return date_format(to_local(at), f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
 
 
@@ -128,7 +137,7 @@ def task_page(task_id: str | None) -> str:
     address = str(conf.task_url or "")
     if not task_id or not TASK_URL.fullmatch(address):
         return ""
-    return address.replace("{task_id}", quote(task_id, safe="", errors="replace"))
+    return address.replace("{task_id}", quote(task_id, safe=""))
 
 
 def stop_command(task_id: str, *, queued: bool = False) -> str:
@@ -145,15 +154,17 @@ def stop_command(task_id: str, *, queued: bool = False) -> str:
     return f"celery -A {package} control {shlex.join([*what, task_id])}"
 
 
-def status(event: TaskLockEvent) -> tuple[str, str]:
-    """Return how a hold ended, or what else happened: a code, for its colour, and the word."""
+def status(event: TaskLockEvent) -> str:
+    """Return how a hold ended, or what else happened, as a code of ``WORDS``."""
     if event.is_counted:
-        return event.kind, event.get_kind_display()
-    if not event.outcome:
-        return event.state, str(STATES[event.state])
-    if event.outcome == "released" and event.result:
-        return event.result, event.get_result_display()
-    return event.outcome, event.get_outcome_display()
+        return event.kind
+    return (event.outcome == "released" and event.result) or event.outcome or event.state
+
+
+def word(event: TaskLockEvent) -> str:
+    """Return the status in the language of the user; as it is, if a later version wrote it."""
+    code = status(event)
+    return str(WORDS.get(code, code))
 
 
 def reason(event: TaskLockEvent) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import logging
 import os
 import re
 import socket
@@ -13,27 +12,26 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn
 
-from django.core.cache import caches
-from django.core.cache.backends.locmem import LocMemCache
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 from django.utils import timezone
 
-from django_singletask.conf import conf
+from django_singletask.conf import conf, logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.history.sweep import prune
 from django_singletask.holder import clean
 from django_singletask.management import output
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import held
+from django_singletask.operators import held, words
 from django_singletask.operators.explain import HOLDING, facts, why
 from django_singletask.operators.held import SAID, cannot_ask
-from django_singletask.operators.names import SCANNED, WORDS, find, select
+from django_singletask.operators.names import SCANNED, find, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.words import duration, few, parse_duration, plural, to_moment
+from django_singletask.operators.words import STATES, WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
 
@@ -65,7 +63,7 @@ def named(text: str) -> str:
 def moment(text: str) -> datetime:
     """Read a time, in the time zone of the project, or how long ago it is."""
     with suppress(ValueError, OverflowError):
-        return to_moment(text)
+        return words.to_moment(text)
     with suppress(argparse.ArgumentTypeError):
         return timezone.now() - timedelta(seconds=parse_duration(text))
     message = f"{text!r} is neither a time such as '2026-11-21 14:05' nor a duration such as 2h."
@@ -115,12 +113,12 @@ class Command(BaseCommand):
         parser.add_argument("--json", action="store_true", help="print JSON")
         parser.usage = "%(prog)s [ACTION] [LOCK ...] [options]"
         groups = {name: parser.add_argument_group(name, what) for name, what in ACTIONS.items()}
-        self.options: dict[str, tuple[str, Any]] = {}
+        self.options: list[tuple[str, argparse.Action]] = []
 
         def add(actions: str, option: str, what: str, **facts: Any) -> None:
             facts = facts or {"action": "store_true"}
             added = groups[actions.split()[0]].add_argument(option, help=what, **facts)
-            self.options[added.dest] = actions, added.default
+            self.options.append((actions, added))
 
         longer = "exit with 2 if a lock is held for longer than this"
         hungry = (
@@ -165,9 +163,9 @@ class Command(BaseCommand):
 
     def problem_of(self, action: str, options: dict[str, Any]) -> str:
         """Return what does not fit the action, or makes it impossible; empty if all is well."""
-        for option, (actions, default) in self.options.items():
-            if action not in actions and options[option] != default:
-                return f"--{option.replace('_', '-')} is an option of {actions}."
+        for actions, option in self.options:
+            if action not in actions and options[option.dest] != option.default:
+                return f"{option.option_strings[0]} is an option of {actions}."
         names, is_clear = options["names"], action == "clear"
         narrowed = names or any(options[option] for option in ("dead", "queued", "all"))
         asks = not (options["yes"] or options["dry_run"])
@@ -187,13 +185,13 @@ class Command(BaseCommand):
         if action in {"history", "prune"}:
             return ""
         try:
-            get_store(conf.cache).read(PREFIX)
+            store = get_store(conf.cache)
+            store.read(PREFIX)
         except Exception as error:  # a cache that is set up wrongly has errors of its own
             return clean(cannot_ask(error))
         unseen = "this command cannot see the locks of other processes"
         here = f"SINGLETASK_CACHE = {conf.cache!r} is in local memory: {unseen}."
-        is_local = isinstance(caches[conf.cache], LocMemCache) and action != "probe"
-        return here if is_local else ""
+        return here if store.family == "locmem" and action != "probe" else ""
 
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
@@ -203,8 +201,9 @@ class Command(BaseCommand):
         hungry = list[Starving]()
         with nullcontext() if options["starving"] else suppress(NoHistory):
             hungry = starving(HOUR, selectors)
-        lines = output.starving_table(hungry) if options["starving"] else output.lock_table(locks)
-        none = "starves" if options["starving"] else "is held"
+        lines, none = output.lock_table(locks), "is held"
+        if options["starving"]:
+            lines, none = output.starving_table(hungry), "starves"
         matching = "matching " * bool(selectors)
         self.show({"starving": hungry, "locks": locks}, lines, f"No {matching}lock {none}.")
         if hungry and not (options["json"] or options["starving"]):
@@ -237,8 +236,10 @@ class Command(BaseCommand):
         selectors = [*map(select, options["names"])]
         locks = held.held(selectors)
         held.must_be_known(selectors, locks)
-        clearable = [lock for lock in locks if lock.queued == queued and lock.state != "expired"]
-        chosen = held.with_history([lock for lock in clearable if lock.state == "dead" or not dead])
+        states = {"dead"} if dead else STATES.keys() - {"expired"}
+        chosen = held.with_history(
+            [lock for lock in locks if lock.queued == queued and lock.state in states]
+        )
         missing = [each.text for each in selectors if not held.among(chosen, each)]
         nothing = _not_there(missing, {lock.state for lock in locks}, queued, dead)
         if queued and (missing or not chosen):  # the history does not say which calls are queued
@@ -252,16 +253,15 @@ class Command(BaseCommand):
         number = plural(len(chosen), noun)
         if not (options["yes"] or dry_run):
             confirm(number, queued, dead)
-        log = logging.getLogger("django_singletask")
-        if not log.hasHandlers():
-            log.setLevel(logging.ERROR)  # the table and the result say what the warnings do
+        if not logger.hasHandlers():
+            logger.setLevel("ERROR")  # the table and the result say what the warnings do
         by = {"actor": actor(), "reason": options["reason"]}
         freed = {lock.key for lock in chosen if not dry_run and held.clear(lock, **by)}
         rows = [{**output.as_json(lock), "freed": lock.key in freed} for lock in chosen]
         result = f"Would {verb} {number}." if dry_run else f"{done} {plural(len(freed), noun)}."
         self.show({"locks": rows}, iter(()), result)
-        kept = [lock.name for lock in chosen if not (dry_run or lock.key in freed)]
-        if kept:
+        kept = [lock.name for lock in chosen if lock.key not in freed]
+        if kept and not dry_run:
             raise CommandError(
                 f"Not freed: {', '.join(kept)}. The holder in the table no longer has the lock. "
                 "List the locks again."
@@ -284,7 +284,7 @@ class Command(BaseCommand):
     def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
         result = probe(conf.cache)
-        found = [(finding.level, finding.text) for finding in result.findings]
+        found = map(attrgetter("level", "text"), result.findings)
         server = f"{result.backend.rpartition('.')[2]}, {result.server}"
         lines = output.fact_lines(f"Cache {result.cache!r}", server, found)
         end = ["Fit to hold locks."] if result.fit else []
@@ -294,11 +294,11 @@ class Command(BaseCommand):
 
     def prune(self, options: dict[str, Any]) -> None:
         """Delete old history, and say how many rows are gone."""
-        older_than, dry_run = options["older_than"], options["dry_run"]
+        seconds = options["older_than"] or conf.history_days * 86_400
+        dry_run = options["dry_run"]
         with reading(even_if_off=True):
-            old = TaskLockEvent.objects.primary().older_than(older_than)
-            number = old.count() if dry_run else sum(prune(older_than=older_than))
-        seconds = older_than or conf.history_days * 86_400
+            old = TaskLockEvent.objects.primary().older_than(seconds)
+            number = old.count() if dry_run else sum(prune(older_than=seconds))
         rows = f"{plural(number, 'row')} older than {duration(seconds)}"
         facts = {"deleted": number, "older_than": seconds, "dry_run": dry_run}
         self.show(facts, iter(()), f"{'Would delete' if dry_run else 'Deleted'} {rows}.")
