@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 from celery import Celery, Task
 from celery.app.autoretry import add_autoretry_behaviour
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 
 from django_singletask.conf import logger
 from django_singletask.exceptions import Dropped, LockConflict, LockUnavailable, Postponed
-from django_singletask.locks.address import NO_RUN, Run
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.lock import TaskLock, innermost
@@ -132,7 +132,7 @@ class Delivery:
     has_ended = False
     result: Any = None
     failure: BaseException | None = None
-    """The result and the error of the body, when it has ended."""
+    """The result and the error of the body, when it has ended; or the error that kept it away."""
 
     def __init__(
         self, task: Any, request: Any, header: Header, body: Any, args: Any, kwargs: Any
@@ -141,11 +141,11 @@ class Delivery:
         if key is None:
             hidden = request and hidden_in_message(task.app, request, args, kwargs)
             key = task.lock_key(args, kwargs, options, shown=hidden)
-        task_id, retries = (request.id, request.retries or 0) if request else (None, 0)
+        retries = (request and request.retries) or 0
         if request and request.is_eager:
             request, header = None, Header(header.id, header.task)  # the rest is about a message
         if request is None and options.on_conflict in ("requeue", "rerun"):
-            options = LockOptions.of(options, {"on_conflict": "raise"})  # it cannot be postponed
+            options.on_conflict = "raise"  # it cannot be postponed
         self.task = task
         self.request = request
         self.header = header
@@ -156,7 +156,7 @@ class Delivery:
         self.marked = bool(request and (request.delivery_info or {}).get("redelivered"))
         self.again = self.marked or bool(header.redelivered)
         quiet = not options.lock_history
-        self.caller = Run(task.name, task_id, retries, header.token, quiet, self.again)
+        self.caller = Run(task.name, header.id or None, retries, header.token, quiet, self.again)
         if header.queued:
             self.queued_call = QueuedCall(key, options, self.caller, header.queued)
             setattr(request, QUEUED_CALL, self.queued_call)
@@ -176,7 +176,7 @@ class Delivery:
                 raise
             self.lock.lease.give_back(self.failure)
             if self.queued_call is not None:
-                self._free(self.queued_call, self.failure)
+                self._free(self.queued_call)
             logger.exception(
                 "%s: this error came after the body had ended, so it changes nothing.",
                 self.lock.address,
@@ -189,10 +189,9 @@ class Delivery:
         return result
 
     def _run(self) -> Any:
-        policy, wait, error = self.options.on_conflict, 0.0, None
         try:
-            if policy in ("wait", "requeue"):
-                wait = SHORT_WAIT if policy == "requeue" else self.options.lock_wait or 0
+            waits = {"wait": self.options.lock_wait, "requeue": SHORT_WAIT}
+            wait = waits.get(self.options.on_conflict) or 0
             name, ticket = self.task.name, self.header.ticket
             self.lock = self.options.lock(DeliveryLock, self.key, name, self.caller, wait)
             self.lock.at_least = self.options.lock_at_least
@@ -219,24 +218,24 @@ class Delivery:
         except (Postponed, Dropped):
             self.queued_call = None  # another delivery of this message exists, and has the entry
             raise
-        except BaseException as raised:
-            error = self.failure if self.has_ended else raised
-            if not (self.has_ended or isinstance(error, (Ignore, Reject))) and self.header.id:
-                error = raised = as_retry(self.task, raised)
-            raise raised
+        except BaseException as error:
+            if not self.has_ended:
+                if self.header.id and not isinstance(error, Reject):
+                    error = as_retry(self.task, error)
+                self.failure = error
+            raise error
         finally:
             if self.queued_call is not None:
-                self._free(self.queued_call, error)
-            error = None  # it refers to this frame
+                self._free(self.queued_call)
 
-    def _free(self, queued_call: QueuedCall, error: BaseException | None) -> None:
+    def _free(self, queued_call: QueuedCall) -> None:
         """Free the entry of a queued call, unless the call or its lock goes on."""
-        self._keep_entry(queued_call, error)
+        self._keep_entry(queued_call)
         queued_call.give_back(kept=self.has_ended and self.lock.lease.kept)
 
-    def _keep_entry(self, queued_call: QueuedCall, error: BaseException | None) -> None:
+    def _keep_entry(self, queued_call: QueuedCall) -> None:
         """Keep the entry if the call was sent again, or goes back to the broker."""
-        if isinstance(error, Reject) and getattr(error, "requeue", False) and self.task.acks_late:
+        if isinstance(self.failure, Reject) and self.failure.requeue and self.task.acks_late:
             queued_call.again = 0.0
         queued_call.queue_again()
 
@@ -286,13 +285,14 @@ class Delivery:
         if self.queued_call is not None:
             self.queued_call.start()
         try:
-            self.result, self.has_ended = self.body(*self.args, **self.kwargs), True
+            self.result = self.body(*self.args, **self.kwargs)
         except BaseException as error:
-            self.failure, self.has_ended = error, True
-        if self.queued_call is not None:
-            self._keep_entry(self.queued_call, self.failure)
-        if self.failure is not None:
-            raise self.failure
+            self.failure = error
+            raise
+        finally:
+            self.has_ended = True
+            if self.queued_call is not None:
+                self._keep_entry(self.queued_call)
         return self.result
 
     # A message that meets its own earlier run; the timelines are in header.py
@@ -458,6 +458,5 @@ class Delivery:
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
             logger.info("%s: a later call replaces task %s.", address, self.header.id)
-            caller = self.lock.run or NO_RUN
-            address.tell("conflict", caller=caller, reason="superseded", result="skipped")
+            address.tell("conflict", caller=self.caller, reason="superseded", result="skipped")
         return True
