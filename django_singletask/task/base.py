@@ -26,7 +26,7 @@ from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
-from django_singletask.task.delivery import QUEUED_CALL, Delivery
+from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import NAMES, Attributes, LockOptions
 from django_singletask.task.unique import QueuedCall, delay_of
@@ -40,8 +40,14 @@ ELSEWHERE = {
 """Options of celery-once and celery-singleton, which Celery would accept and ignore."""
 
 OF_ONLY_ONE = {
-    **{name: f"lock_{name}" for name in ("slots", "at_least", "timeout", "renew", "wait")},
-    **{"key": "lock_name", "lock_key": "lock_name", "unique": "unique_until"},
+    "at_least": "lock_at_least",
+    "key": "lock_name",
+    "lock_key": "lock_name",
+    "renew": "lock_renew",
+    "slots": "lock_slots",
+    "timeout": "lock_timeout",
+    "unique": "unique_until",
+    "wait": "lock_wait",
 }
 """Options of ``only_one`` that a user may pass to a task by mistake."""
 
@@ -185,8 +191,6 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         """
         options = LockOptions.of(self)
         key = self.lock_key(args, kwargs, options, partial=True)
-        if key == NO_LOCK:
-            return None
         holder = QueuedCall(key, options, Run(self.name)).holder()
         return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
 
@@ -245,14 +249,15 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
         # Without a lock there are no duplicates, and an eager call is never queued. Celery takes
         # 5 µs to look up a setting, so that comes last.
+        result: AsyncResult[Any]
         key = None if earlier or not merged.unique_until else header.lock_key
         if key and key != NO_LOCK and not self.app.conf.task_always_eager:
             queued_call = QueuedCall(key, merged, Run(self.name, header.id))
-            duplicate_of, result = queued_call.send(header, delay, publish, awaited=awaited)
-            return self.AsyncResult(duplicate_of) if duplicate_of else result
+            result = queued_call.send(header, delay, publish, self.AsyncResult, awaited=awaited)
+            return result
         result = publish()
-        if earlier and header.queued and hasattr(self.request, QUEUED_CALL):
-            getattr(self.request, QUEUED_CALL).again = delay
+        if header.queued and hasattr(self.request, "singletask_queued_call"):
+            self.request.singletask_queued_call.again = delay
         return result
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -275,21 +280,18 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         self,
         args: Any = None,
         kwargs: Any = None,
-        link: Any = None,
-        link_error: Any = None,
-        task_id: str | None = None,
         *rest: Any,
         lock_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> EagerResult[Any]:
         """Run the task here and now, under its lock; see :meth:`apply_async`."""
         if lock_options:
-            task_id = task_id or uuid()
+            task_id = options["task_id"] = options.get("task_id") or uuid()
             headers = options.get("headers")
             header = Header.of(headers, task_id, self.name) or Header(task_id, self.name)
             self._fill_in(header, args, kwargs, lock_options, options)
             options["headers"] = header.into(headers)
-        return super().apply(args, kwargs, link, link_error, task_id, *rest, **options)
+        return super().apply(args, kwargs, *rest, **options)
 
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any

@@ -21,7 +21,7 @@ from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.lock import TaskLock, innermost
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
-from django_singletask.task.latest import Ticket, gives_way, take_ticket
+from django_singletask.task.latest import gives_way, take_ticket
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
 
@@ -114,9 +114,6 @@ def as_retry(task: Task[..., Any], error: BaseException) -> BaseException:
 CLOCK_SKEW = 1.0
 """Seconds by which the clocks of two hosts may differ; see the timelines in header.py."""
 
-QUEUED_CALL = "singletask_queued_call"
-"""Attribute of a request: the :class:`QueuedCall`, to note that the body sent its call again."""
-
 
 class Delivery:
     """One delivery: the body of a task, with its lock, options and header.
@@ -159,7 +156,8 @@ class Delivery:
         self.caller = Run(task.name, header.id or None, retries, header.token, quiet, self.again)
         if header.queued:
             self.queued_call = QueuedCall(key, options, self.caller, header.queued)
-            setattr(request, QUEUED_CALL, self.queued_call)
+            # For apply_async(), to note that the body sent its call again.
+            request.singletask_queued_call = self.queued_call
 
     def run(self) -> Any:
         """Run the body under its lock, or do what ``on_conflict`` says.
@@ -199,7 +197,7 @@ class Delivery:
                 self._drop_if_done(marked=True)
             # The first run of a redelivery may still be running; this result must not replace its
             # own.
-            if ticket and not self.again and self._is_superseded(ticket):
+            if ticket and not self.again and self._is_superseded():
                 return self.options.skip_result
             # The lock is released before Celery stores the result and publishes the next link of a
             # chain, which may want the same lock.
@@ -210,7 +208,7 @@ class Delivery:
                     if self.header.redelivered and not lock.lease.took_over:
                         self._meet_own_run()
                     # A later call may have run while this one waited for the lock.
-                    if ticket and (wait or self.again) and self._is_superseded(ticket):
+                    if ticket and (wait or self.again) and self._is_superseded():
                         lock.lease.give_back(result="ignored")
                         return self.options.skip_result
                     return self._run_body()
@@ -235,7 +233,8 @@ class Delivery:
 
     def _keep_entry(self, queued_call: QueuedCall) -> None:
         """Keep the entry if the call was sent again, or goes back to the broker."""
-        if isinstance(self.failure, Reject) and self.failure.requeue and self.task.acks_late:
+        goes_back = isinstance(self.failure, Reject) and getattr(self.failure, "requeue", False)
+        if goes_back and self.task.acks_late:
             queued_call.again = 0.0
         queued_call.queue_again()
 
@@ -386,7 +385,7 @@ class Delivery:
             logger.warning(text, lock.address, lease.holder, lock.outage)
         delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
         fresh = {"token": None, "outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
-        header = dataclasses.replace(self.header, **{**fresh, **changes})
+        header = dataclasses.replace(self.header, **(fresh | changes))
         header.name, header.key = lock.lock_key
         # Task id, chord, chain, headers and retries stay the same. With acks_late this delivery is
         # acknowledged after the next one is published: a process that is killed in between leaves
@@ -451,10 +450,10 @@ class Delivery:
                     gives_way(*entry, ticket)
             raise
 
-    def _is_superseded(self, ticket: Ticket) -> bool:
+    def _is_superseded(self) -> bool:
         """Return whether a later call replaces this one (``"rerun"`` or ``"replace"``)."""
         address = self.lock.address
-        if not gives_way(address, self.task.name, ticket):
+        if not gives_way(address, self.task.name, self.header.ticket):
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
             logger.info("%s: a later call replaces task %s.", address, self.header.id)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from celery.signals import worker_ready
 from django.db import connections
 
 from django_singletask import clock
@@ -62,11 +63,11 @@ class Accepted:
         lock.address_of(token).free_killed(token, how)
         if header.queued is None:
             return
-        queued_call = QueuedCall(lock.lock_key, LockOptions(), Run(header.task), header.queued)
+        call = QueuedCall(lock.lock_key, LockOptions(), Run(header.task), header.queued)
         if not self.ended:
             # Not if the delivery has ended: then it may have queued its call again with that entry.
-            queued_call.discard()
-        queued_call.address.free_killed(token, how)
+            call.lease.abandon()
+        call.lease.free_killed(token, how)
 
 
 # Which process frees the lock of a killed process
@@ -201,6 +202,7 @@ def has_processes(consumer: Any) -> bool:
     return type(consumer.pool).__module__ == "celery.concurrency.prefork"
 
 
+@worker_ready.connect
 def watch(sender: Any, **kwargs: Any) -> None:
     """Start to watch the processes; called again after each lost connection to the broker."""
     watcher.begin()
