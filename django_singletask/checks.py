@@ -81,10 +81,6 @@ def check_cache() -> Messages:
         numbers = [number for kind, number in REFUSED.items() if isinstance(cache, kind)]
         other = "E005" if hasattr(cache, "_client_cls") else "E006"
         return [_message([*numbers, other][0], f"{named}: {reason}.", hint)]
-    return _table(cache, named) if isinstance(cache, DatabaseCache) else []
-
-
-def _table(cache: Any, named: str) -> Messages:
     found = _shared(
         "W005",
         {"database"},
@@ -92,8 +88,9 @@ def _table(cache: Any, named: str) -> Messages:
         "Add a CACHES entry with a separate table as its LOCATION, run 'manage.py "
         "createcachetable', and set SINGLETASK_CACHE to that entry.",
     )
-    alias = router.db_for_write(cache.cache_model_class)
-    if alias == "default" and connections[alias].vendor == "sqlite":
+    is_table = isinstance(cache, DatabaseCache)
+    database = is_table and router.db_for_write(cache.cache_model_class)
+    if database == "default" and connections["default"].vendor == "sqlite":
         text = (
             f"{named} keeps the locks in DATABASES['default'], an SQLite file: no lock can be "
             "acquired while a transaction is open there. Without a transaction_mode, "

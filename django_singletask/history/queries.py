@@ -166,11 +166,12 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         rows = self.model.objects.using(self.db)
         later = rows.filter(at__gte=start - LATE).order_by("at").values("pk")[:NEWEST]
         first = later.aggregate(low=models.Min("pk"))["low"] or 0
+        found = self.filter(at__gte=start, pk__gte=first)
         if end is None:
-            return self.filter(at__gte=start, pk__gte=first)
+            return found
         earlier = rows.filter(at__lt=end + LATE).order_by("-at").values("pk")[:NEWEST]
         last = earlier.aggregate(high=models.Max("pk"))["high"] or 0
-        return self.filter(at__gte=start, at__lt=end, pk__range=(first, last))
+        return found.filter(at__lt=end, pk__lte=last)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
         """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""

@@ -20,10 +20,11 @@ from django.db import transaction
 from django.utils.module_loading import autodiscover_modules
 from vine import promise
 
-from django_singletask.conf import DOCS, check_installed
+from django_singletask.conf import DOCS, check_installed, conf
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
+from django_singletask.locks.address import Address, Run
+from django_singletask.locks.keys import NO_LOCK, QUEUED, LockKey, call_key
+from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
 from django_singletask.task.delivery import Delivery
@@ -85,18 +86,6 @@ def check_definition(cls: type, base: type) -> None:
                 f"Task comes before it. Derive {inner.__qualname__} from celery.Task, or "
                 f"put it before {base.__name__} in the list of base classes."
             )
-
-
-def bind_functions(cls: type) -> None:
-    """Keep functions from the decorator from becoming methods, which would get the task first.
-
-    Only ``on_skip`` gets the task if the body does, too (``bind=True``).
-    """
-    for name in ("lock_name", "on_skip"):
-        function = cls.__dict__.get(name)
-        bound = name == "on_skip" and not isinstance(cls.__dict__["run"], staticmethod)
-        if callable(function):
-            setattr(cls, name, partialmethod(function) if bound else staticmethod(function))
 
 
 def refuse_foreign(what: str, name: str, elsewhere: Mapping[str, str]) -> None:
@@ -169,7 +158,14 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if LockConflict not in cls.throws:
             cls.throws = (*cls.throws, LockConflict)
         if "_decorated" in cls.__dict__:
-            bind_functions(cls)
+            # A function from the decorator must not become a method, which would get the task
+            # first. Only on_skip gets the task if the body does, too (bind=True).
+            own = vars(cls)
+            if callable(own.get("lock_name")):
+                cls.lock_name = staticmethod(own["lock_name"])
+            if callable(own.get("on_skip")):
+                is_static = isinstance(own["run"], staticmethod)
+                cls.on_skip = (staticmethod if is_static else partialmethod)(own["on_skip"])
 
     # The locks of its calls
 
@@ -189,10 +185,11 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
         as :meth:`lock` does.
         """
-        options = LockOptions.of(self)
-        key = self.lock_key(args, kwargs, options, partial=True)
-        holder = QueuedCall(key, options, Run(self.name)).holder()
-        return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
+        key = self.lock_key(args, kwargs, LockOptions.of(self), partial=True)
+        _entry, holder = Address(conf.cache, key.beside(QUEUED, self.name)).read_holder()
+        if holder.task_id is None or holder.kept or proof_of_death(holder):
+            return None
+        return self.AsyncResult(holder.task_id)
 
     def lock_key(self, args: Any, kwargs: Any, options: LockOptions, **facts: Any) -> LockKey:
         """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""

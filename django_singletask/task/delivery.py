@@ -18,7 +18,6 @@ from django_singletask.conf import logger
 from django_singletask.exceptions import Dropped, LockConflict, LockUnavailable, Postponed
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK
-from django_singletask.locks.lease import Lease
 from django_singletask.locks.lock import TaskLock, innermost
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import gives_way, take_ticket
@@ -39,7 +38,6 @@ class DeliveryLock(TaskLock):
     """
 
     outage: LockUnavailable | None = None
-    lease: Lease
 
     def meet_conflict(self) -> None:
         """Do nothing: the delivery handles the conflict."""
@@ -303,7 +301,7 @@ class Delivery:
         if blocker is not None:
             # If a chain replaces a task, its first link has a new id, and the task is its parent.
             replaces = request.replaced_task_nesting > 0 and any(
-                other.is_run_of(request.parent_id) for other in (blocker, *self.lock.lease.others)
+                holder.is_run_of(request.parent_id) for holder in self.lock.lease.others
             )
             # A retry that was sent by a body has more retries: it is not a redelivery.
             if replaces or (is_own and blocker.retries < request.retries):
@@ -332,8 +330,7 @@ class Delivery:
         ``marked``: only the broker says that the message was delivered before, so the result must
         be newer than the message. For a message that has met its first run, it must not be older.
         """
-        ignored = vars(self.request).get("ignore_result")
-        if self.task.ignore_result if ignored is None else ignored:
+        if vars(self.request).get("ignore_result", self.task.ignore_result):
             return
         try:
             result = self.task.AsyncResult(self.request.id)
@@ -394,7 +391,7 @@ class Delivery:
         signature = task.signature_from_request(request, countdown=delay, retries=request.retries)
         # Celery does not keep these by itself: no version keeps the first two, 5.4 not the third.
         names = ("argsrepr", "kwargsrepr", "ignore_result")
-        kept = {name: vars(request)[name] for name in names if name in vars(request)}
+        kept = {name: value for name, value in vars(request).items() if name in names}
         headers = header.into(signature.options.get("headers"))
         try:
             signature.set(headers=headers, **kept).apply_async()

@@ -17,7 +17,6 @@ from django_singletask.holder import Holder
 from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.lease import Lease
-from django_singletask.locks.liveness import proof_of_death
 from django_singletask.stores import get_store
 from django_singletask.task.header import Header
 from django_singletask.task.latest import Ticket, gives_way, take_ticket
@@ -76,9 +75,8 @@ class QueuedCall:
         self.options = options
         self.run = run
         if queued:
-            self.value = queued.encode(errors="replace")
-            self.lease = self._lease(Holder.decode(self.value))
-            self.lease.value, self.lease.held = self.value, True
+            self.lease = queued_entry(self.key, queued)
+            self.value = self.lease.value
 
     @property
     def lock_address(self) -> Address:
@@ -110,7 +108,13 @@ class QueuedCall:
             blocker = self.add(delay)
             # Without a task id the entry belongs to no call. Send the call; its lock decides.
             if blocker and blocker.task_id and not awaited:
-                self._refuse_duplicate(blocker)
+                kind = "kept" if blocker.kept else "queued"
+                text = "%s: not sent, duplicate of task %s (%s)."
+                logger.info(text, self.lock_address, blocker.task_id, kind)
+                caller = Run(self.run.task)
+                self.lock_address.tell("duplicate", caller=caller, blocker=blocker, reason=kind)
+                if self.options.on_duplicate == "raise":
+                    raise DuplicateTask(self.lock_key.name, blocker.task_id)
                 return result_of(blocker.task_id)
             if self.lease.held:
                 header.queued = self.lease.value.decode()
@@ -153,19 +157,6 @@ class QueuedCall:
             lease.abandon()
             self.ticket = None
         return None
-
-    def _refuse_duplicate(self, holder: Holder) -> None:
-        task_id, reason = holder.task_id or "", "kept" if holder.kept else "queued"
-        logger.info("%s: not sent, duplicate of task %s (%s).", self.lock_address, task_id, reason)
-        caller = Run(self.run.task)
-        self.lock_address.tell("duplicate", caller=caller, blocker=holder, reason=reason)
-        if self.options.on_duplicate == "raise":
-            raise DuplicateTask(self.lock_address.lock_key.name, task_id)
-
-    def holder(self) -> Holder | None:
-        """Ask the cache which call stops duplicates now."""
-        entry, holder = Address(conf.cache, self.key).read_holder()
-        return None if entry is None or holder.kept or proof_of_death(holder) else holder
 
     def _queued_for(self, delay: float) -> float:
         from_sending = self.options.unique_until == "expiry"
@@ -238,6 +229,14 @@ class QueuedCall:
         self.lease.give_back(result="returned" if kept else "raised")
 
 
+def queued_entry(key: LockKey, queued: str) -> Lease:
+    """Return the entry of a queued call, as the header of its message has it."""
+    value = queued.encode(errors="replace")
+    lease = Lease(conf.cache, key, Holder.decode(value))
+    lease.value, lease.silent, lease.held = value, True, True
+    return lease
+
+
 def discard(headers: Any, task_id: str | None, task: str) -> None:
     """Free the entry of a queued call that a worker discards, in the background.
 
@@ -246,8 +245,7 @@ def discard(headers: Any, task_id: str | None, task: str) -> None:
     with suppress(ValueError):  # a malformed header names no entry
         header = Header.of(headers, task_id, task)
         if header and header.lock_key and header.queued:
-            call = QueuedCall(header.lock_key, LockOptions(), Run(task), header.queued)
-            call.lease.abandon()
+            queued_entry(header.lock_key.beside(QUEUED, task), header.queued).abandon()
 
 
 def delay_of(when: Any) -> float:
