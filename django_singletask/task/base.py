@@ -32,6 +32,7 @@ from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import NAMES, Attributes, LockOptions
 from django_singletask.task.unique import QueuedCall, delay_of
 
+GUIDE = f"See {DOCS}/guides/coming-from.html"
 ELSEWHERE = {
     "once": "lock_on, unique_until, unique_for and on_duplicate",
     "unique_on": "lock_on",
@@ -60,15 +61,19 @@ def check_definition(cls: type, base: type) -> None:
     cannot work, with a hint.
     """
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
+    elsewhere = ELSEWHERE | OF_ONLY_ONE
     for name in cls.__dict__ if "_decorated" in cls.__dict__ else ():
-        refuse_foreign(what, name, ELSEWHERE | OF_ONLY_ONE)
-        if name in dir(base):  # hasattr() would bind the class to an application
+        if name in elsewhere:
+            hint = f": use {elsewhere[name]}. {GUIDE}"
+        elif name in dir(base):  # hasattr() would bind the class to an application
             continue
-        for similar in difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
-            raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
-        if name.startswith(("lock_", "unique_")):
-            options = ", ".join(sorted(NAMES))
-            raise TypeError(f"{what} has no option {name!r}; the options are {options}.")
+        elif similar := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
+            hint = f"; did you mean {similar[0]!r}?"
+        elif name.startswith(("lock_", "unique_")):
+            hint = f"; the options are {', '.join(sorted(NAMES))}."
+        else:
+            continue
+        raise TypeError(f"{what} has no option {name!r}{hint}")
     # A property has a value only on the task.
     values = {n: v for n in NAMES if callable(v := getattr(cls, n)) or not hasattr(v, "__get__")}
     for names, error in LockOptions(**values).problems(f"of {what}"):
@@ -86,12 +91,6 @@ def check_definition(cls: type, base: type) -> None:
                 f"Task comes before it. Derive {inner.__qualname__} from celery.Task, or "
                 f"put it before {base.__name__} in the list of base classes."
             )
-
-
-def refuse_foreign(what: str, name: str, elsewhere: Mapping[str, str]) -> None:
-    if name in elsewhere:
-        guide = f"{DOCS}/guides/coming-from.html"
-        raise TypeError(f"{what} has no option {name!r}: use {elsewhere[name]}. See {guide}")
 
 
 # Not in worker.startup, which only an installed app connects.
@@ -225,8 +224,10 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         options |= {name: value for name, value in passed.items() if value is not None}
         what = f"apply_async of {self.name}"
         for name in UNSENDABLE & options.keys():
-            refuse_foreign(what, name, ELSEWHERE)
-            raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
+            hint = f"write lock_options={{{name!r}: …}}."
+            if name in ELSEWHERE:
+                hint = f"use {ELSEWHERE[name]}. {GUIDE}"
+            raise TypeError(f"{what} has no option {name!r}: {hint}")
         # A call with an id (as in a chain or a group), a callback or a chord must be sent, because
         # other calls wait for it.
         awaited = bool(task_id or any(map(options.get, AWAITED)))

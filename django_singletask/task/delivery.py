@@ -413,7 +413,7 @@ class Delivery:
             return self.options.skip_result
         conflict = LockConflict.of(self.lock)
         # As other code has it: it raises for a conflict.
-        conflict.lock = self.options.lock(TaskLock, self.lock.lock_key, self.task.name)
+        conflict.lock = self.options.lock(TaskLock, self.key, self.task.name)
         return self.options.on_skip(conflict, *self.args, **self.kwargs)
 
     def refuse(self) -> NoReturn:

@@ -47,11 +47,11 @@ def shown(value: Any) -> str:
 
 def check_value(option: str, where: str, value: Any) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a value that the option cannot have."""
-    is_text = isinstance(value, str)
+    what, is_text = f"{option} {where}", isinstance(value, str)
     if option in SECONDS:
-        check_seconds(f"{option} {where}", value, **SECONDS[option])
+        check_seconds(what, value, **SECONDS[option])
     elif option == "lock_slots":
-        check_slots(f"{option} {where}", value)
+        check_slots(what, value)
     elif option in CHOICES:
         choices = CHOICES[option]
         fits = isinstance(value, tuple(map(type, choices)))  # 1 == True, but 1 is not valid
@@ -70,7 +70,7 @@ def check_value(option: str, where: str, value: Any) -> None:
             "skip_result": (not callable(value), "a value (for a function use on_skip)"),
         }[option]
         if not is_valid:
-            raise TypeError(f"{option} {where} must be {kind}, not {shown(value)}.")
+            raise TypeError(f"{what} must be {kind}, not {shown(value)}.")
 
 
 class Attributes:
