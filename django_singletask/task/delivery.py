@@ -272,7 +272,7 @@ class Delivery:
             self.requeue()
         if policy == "rerun":
             self.rerun()
-        self.refuse()
+        self.lock.refuse(policy)  # "wait" has already waited
 
     def _run_body(self) -> Any:
         if self.header.ticket is not None and self.request is not None:
@@ -416,19 +416,15 @@ class Delivery:
         conflict.lock = self.options.lock(TaskLock, self.key, self.task.name)
         return self.options.on_skip(conflict, *self.args, **self.kwargs)
 
-    def refuse(self) -> NoReturn:
-        """Raise ``LockConflict``, or the error of an outage; ``wait`` has already waited."""
-        if self.lock.outage is not None:
-            raise self.lock.outage
-        self.lock.refuse(self.options.on_conflict)
-
     def requeue(self) -> NoReturn:
         limit = math.inf if self.options.lock_wait is None else self.options.lock_wait
         since = self.header.requeued_at or time.time()
         left = since + limit - time.time()
         if left <= 0:
+            if self.lock.outage is not None:
+                raise self.lock.outage
             self.lock.say_gave_up(limit)
-            self.refuse()
+            self.lock.refuse("requeue")
         self.postpone("requeue", longest=left, requeued_at=since)
 
     def rerun(self) -> NoReturn:
