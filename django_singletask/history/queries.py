@@ -80,11 +80,16 @@ def remedy(error: Exception) -> str:
     """Return what to do about a failed statement of the history, if the error shows it."""
     what = trouble(error)
     if what in {"table", "column"}:
-        text = " Run 'manage.py migrate'. 'Deploying' in the documentation says what to do first"
-        return f"{text} if the table is that of an earlier version."
-    cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL"
-    where = "as 'The history' in the documentation shows"
-    return f" Give the SQLite file {cure}, {where}." if what == "busy" else ""
+        return (
+            " Run 'manage.py migrate'. 'Deploying' in the documentation says what to do first if "
+            "the table is that of an earlier version."
+        )
+    if what == "busy":
+        return (
+            " Give the SQLite file 'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL, as "
+            "'The history' in the documentation shows."
+        )
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,8 +101,10 @@ class Header:
         for field, value in wire.items():
             if field in TYPES:  # a newer version may have other fields
                 if not isinstance(value, TYPES[field]):
-                    wrong = f"an invalid {field!r}, of type {type(value).__name__}"
-                    raise ValueError(f"The message header {HEADER!r} has {wrong}.")
+                    raise ValueError(
+                        f"The message header {HEADER!r} has an invalid {field!r}, of type "
+                        f"{type(value).__name__}."
+                    )
                 setattr(header, field, value)
         if header.options:
             header.options = {name: header.options[name] for name in NAMES & header.options.keys()}

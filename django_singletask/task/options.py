@@ -179,8 +179,10 @@ class LockOptions(SimpleNamespace, Attributes):
         until, policy = self.unique_until, self.on_conflict
         replaces = self.on_duplicate == "replace"
         if not self.lock_renew and self.lock_timeout is None:
-            needs = "needs lock_timeout, a lease that is longer than any run"
-            yield ("lock_renew", "lock_timeout"), TypeError(f"lock_renew=False {where} {needs}.")
+            text = (
+                f"lock_renew=False {where} needs lock_timeout, a lease that is longer than any run."
+            )
+            yield ("lock_renew", "lock_timeout"), TypeError(text)
         if policy == "wait" and not self.lock_wait:
             text = f'on_conflict="wait" {where} needs lock_wait, the longest wait in seconds.'
             yield ("on_conflict", "lock_wait"), ValueError(text)
