@@ -19,8 +19,7 @@ class SingletaskConfig(AppConfig):
         # Imported here, because these modules import models.
         from django_singletask import checks
         from django_singletask.history import recorder
-        from django_singletask.worker import startup
+        from django_singletask.worker import startup  # noqa: F401, it connects the worker's signals
 
         checks.register()
         recorder.connect()
-        startup.connect()

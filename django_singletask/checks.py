@@ -81,10 +81,6 @@ def check_cache() -> Messages:
         numbers = [number for kind, number in REFUSED.items() if isinstance(cache, kind)]
         other = "E005" if hasattr(cache, "_client_cls") else "E006"
         return [_message([*numbers, other][0], f"{named}: {reason}.", hint)]
-    return _table(cache, named) if isinstance(cache, DatabaseCache) else []
-
-
-def _table(cache: Any, named: str) -> Messages:
     found = _shared(
         "W005",
         {"database"},
@@ -92,8 +88,9 @@ def _table(cache: Any, named: str) -> Messages:
         "Add a CACHES entry with a separate table as its LOCATION, run 'manage.py "
         "createcachetable', and set SINGLETASK_CACHE to that entry.",
     )
-    alias = router.db_for_write(cache.cache_model_class)
-    if alias == "default" and connections[alias].vendor == "sqlite":
+    is_table = isinstance(cache, DatabaseCache)
+    database = is_table and router.db_for_write(cache.cache_model_class)
+    if database == "default" and connections["default"].vendor == "sqlite":
         text = (
             f"{named} keeps the locks in DATABASES['default'], an SQLite file: no lock can be "
             "acquired while a transaction is open there. Without a transaction_mode, "
@@ -127,30 +124,29 @@ def _shared(number: str, families: set[str], loss: str, hint: str) -> Messages:
 
 def check_settings() -> Messages:
     """Check the other ``SINGLETASK_…`` settings."""
-    found = []
-
-    def check(number: str, setting: str, is_valid: object, rule: str, example: str) -> None:
-        name = f"SINGLETASK_{setting.upper()}"
-        if not is_valid:
-            text = f"{name} must be {rule}, not {getattr(conf, setting)!r}."
-            found.append(_message(number, text, f"Set {name} to {example}, or remove it."))
-
+    found, days, url = [], conf.history_days, conf.task_url
     try:
         _ = conf.lock_timeout
     except (TypeError, ValueError) as error:
         hint = "Set SINGLETASK_LOCK_TIMEOUT to seconds, such as 60, or remove it."
         found.append(_message("E007", str(error), hint))
-    days, url = conf.history_days, conf.task_url
     is_number = isinstance(days, (int, float)) and days is not True and 0 < days <= MAX_DAYS
-    rule = f"a number of days above 0 and up to {MAX_DAYS}"
-    check("E016", "history_days", is_number, rule, "days, such as 30")
-    rule = f"one of {', '.join(HISTORY_MODES)}"
-    check("E013", "history", conf.history in HISTORY_MODES, rule, "'background'")
+    days_rule = f"a number of days above 0 and up to {MAX_DAYS}"
+    modes = f"one of {', '.join(HISTORY_MODES)}"
     is_boolean = isinstance(conf.record_arguments, bool)
-    check("E014", "record_arguments", is_boolean, "True or False", "False to hide arguments")
     is_url = not url or (isinstance(url, str) and TASK_URL.fullmatch(url))
-    rule = "an http or https address whose only field is {task_id}"
-    check("E017", "task_url", is_url, rule, "'https://flower.example/task/{task_id}'")
+    url_rule = "an http or https address whose only field is {task_id}"
+    flower = "'https://flower.example/task/{task_id}'"
+    for number, setting, is_valid, rule, example in (
+        ("E016", "history_days", is_number, days_rule, "days, such as 30"),
+        ("E013", "history", conf.history in HISTORY_MODES, modes, "'background'"),
+        ("E014", "record_arguments", is_boolean, "True or False", "False to hide arguments"),
+        ("E017", "task_url", is_url, url_rule, flower),
+    ):
+        if not is_valid:
+            name = f"SINGLETASK_{setting.upper()}"
+            text = f"{name} must be {rule}, not {getattr(conf, setting)!r}."
+            found.append(_message(number, text, f"Set {name} to {example}, or remove it."))
     return found
 
 

@@ -51,9 +51,10 @@ class LockConflict(LockError):
         if self.holder is not None:
             text += f" by {self.holder}"
         if self.remaining is not None:
-            kept = self.holder is not None and self.holder.kept
-            text += f"; {'kept for' if kept else 'its lease ends in'} {self.remaining:.0f} s"
-            text += " more" if kept else " unless renewed"
+            if self.holder is not None and self.holder.kept:
+                text += f"; kept for {self.remaining:.0f} s more"
+            else:
+                text += f"; its lease ends in {self.remaining:.0f} s unless renewed"
         return f"{text}; {self.note}" if self.note else text
 
     def __repr__(self) -> str:

@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 from functools import cache, lru_cache
-from types import NoneType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unicodedata import category
 
 # A token is part of the key of a marker, and memcached must accept that key.
@@ -25,9 +24,6 @@ COLUMN = 2**31 - 1
 """The largest number that a database column holds."""
 LIMITS = {"since": 2**32, "timeout": 30 * 24 * 60 * 60}
 """The largest other numbers: the year 2106, and a month."""
-ALSO: dict[type, type] = {float: int, NoneType: str}
-"""Another type that fits a field whose value in :data:`UNKNOWN` has a type."""
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -62,8 +58,8 @@ class Holder(Process):
     task: str | None
     task_id: str | None
     retries: int
-    since: float
-    timeout: float
+    since: float | int
+    timeout: float | int
     kept: bool = False
     slots: int = 1
     """How many runs may hold the lock at once, according to this holder."""
@@ -89,13 +85,13 @@ class Holder(Process):
         become safe to show, and short enough for a column.
         """
         fields = {}
-        for name, unknown, types, limit in FIELDS:
+        for name, unknown in vars(UNKNOWN).items():
             value = data.get(name, unknown)
-            if type(value) not in types:
+            if type(value) not in TYPES[name]:
                 return UNKNOWN
             if type(value) is str:
                 value = clean(value, LONGEST)
-            elif not 0 <= (value or 0) <= limit:
+            elif not 0 <= (value or 0) <= LIMITS.get(name, COLUMN):
                 return UNKNOWN
             fields[name] = value
         return cls(**fields) if IS_TOKEN.fullmatch(data.get("token", "")) else UNKNOWN
@@ -121,11 +117,8 @@ class Holder(Process):
 
 UNKNOWN = Holder("", "", "", "", 0, "", "", "", None, None, 0, 0.0, 0.0)
 """The holder of an entry that this package did not write."""
-FIELDS = [
-    (name, value, (type(value), ALSO.get(type(value))), LIMITS.get(name, COLUMN))
-    for name, value in vars(UNKNOWN).items()
-]
-"""Each field: its value if it is missing, the types that it can have, and its limit."""
+TYPES = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Holder).items()}
+"""The types that each field can have; True is no number here."""
 
 
 def describe_run(task_id: str | None, host: str, pid: int) -> str:

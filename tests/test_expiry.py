@@ -19,7 +19,7 @@ from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.starving import starvation
 from django_singletask.stores import get_store
-from django_singletask.task.header import HEADER, Header
+from django_singletask.task.header import HEADER
 from django_singletask.task.unique import discard
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import locks
@@ -134,9 +134,8 @@ def test_a_retry_does_not_move_its_end_and_a_revoked_one_does_not_free_it(sent):
     first = send()
     deliver(sent[0])
     begun = age(600)
-    header = Header.of(sent[0].headers, first.id, task.name)
     receive(task, "a", task_id=first.id, header=sent[0].headers[HEADER], retries=1)
-    discard(header)
+    discard(sent[0].headers, first.id, task.name)
     wait_for_debts()
     assert get_store("redis").read(entry().key).value == begun
     assert entry().remaining() <= 400
@@ -172,7 +171,7 @@ class TestNeverBegun:
 
     def test_revoked_or_expired(self, sent):
         first = send()
-        discard(Header.of(sent[0].headers, first.id, task.name))
+        discard(sent[0].headers, first.id, task.name)
         eventually(lambda: entry().holder() is None)
 
     def test_skipped(self, sent):

@@ -18,7 +18,7 @@ from django_singletask.operators.starving import starvation
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.base import Entry
 from django_singletask.task import latest, unique
-from django_singletask.task.header import HEADER, READS, Header
+from django_singletask.task.header import HEADER, READS
 from django_singletask.task.unique import discard
 from tests.deliveries import AWAITED, collect_sent, held_by, receive, wait_for_debts
 from tests.testapp import tasks
@@ -368,7 +368,7 @@ class TestNoWorkIsLost:
 
 def test_a_replaced_call_that_is_revoked_leaves_the_entry_of_the_newer_one(sent):
     first, second = send(1), send(2)
-    discard(Header.of(sent[0].headers, first.id, task.name))
+    discard(sent[0].headers, first.id, task.name)
     wait_for_debts()
     assert task.queued("a").id == second.id
 

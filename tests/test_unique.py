@@ -21,7 +21,7 @@ from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.task.header import HEADER, READS, Header
+from django_singletask.task.header import HEADER, READS
 from django_singletask.task.unique import QueuedCall, delay_of, discard
 from tests.deliveries import AWAITED, held_by, receive, wait_for_debts
 from tests.entries import eventually
@@ -621,15 +621,15 @@ class TestFinish:
 class TestDiscard:
     def test_a_discarded_call_is_freed_in_the_background(self, sent, cache_alias):
         unique.delay("a")
-        discard(Header.of(sent[0].headers, sent[0].task_id, unique.name))
+        discard(sent[0].headers, sent[0].task_id, unique.name)
         eventually(lambda: unique.queued("a") is None)
 
     def test_no_other_call_is_freed(self, sent):
         unique.delay("a")
         entry_of(unique, "a").clear()
         second = unique.delay("a")
-        discard(Header.of(sent[0].headers, sent[0].task_id, unique.name))
-        discard(Header(second.id, unique.name))
+        discard(sent[0].headers, sent[0].task_id, unique.name)
+        discard({}, second.id, unique.name)
         wait_for_debts()
         assert unique.queued("a").id == second.id
 

@@ -80,11 +80,16 @@ def remedy(error: Exception) -> str:
     """Return what to do about a failed statement of the history, if the error shows it."""
     what = trouble(error)
     if what in {"table", "column"}:
-        text = " Run 'manage.py migrate'. 'Deploying' in the documentation says what to do first"
-        return f"{text} if the table is that of an earlier version."
-    cure = "'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL"
-    where = "as 'The history' in the documentation shows"
-    return f" Give the SQLite file {cure}, {where}." if what == "busy" else ""
+        return (
+            " Run 'manage.py migrate'. 'Deploying' in the documentation says what to do first if "
+            "the table is that of an earlier version."
+        )
+    if what == "busy":
+        return (
+            " Give the SQLite file 'transaction_mode': 'IMMEDIATE', a longer 'timeout' and WAL, as "
+            "'The history' in the documentation shows."
+        )
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +171,12 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         rows = self.model.objects.using(self.db)
         later = rows.filter(at__gte=start - LATE).order_by("at").values("pk")[:NEWEST]
         first = later.aggregate(low=models.Min("pk"))["low"] or 0
+        found = self.filter(at__gte=start, pk__gte=first)
         if end is None:
-            return self.filter(at__gte=start, pk__gte=first)
+            return found
         earlier = rows.filter(at__lt=end + LATE).order_by("-at").values("pk")[:NEWEST]
         last = earlier.aggregate(high=models.Max("pk"))["high"] or 0
-        return self.filter(at__gte=start, at__lt=end, pk__range=(first, last))
+        return found.filter(at__lt=end, pk__lte=last)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
         """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""

@@ -20,17 +20,19 @@ from django.db import transaction
 from django.utils.module_loading import autodiscover_modules
 from vine import promise
 
-from django_singletask.conf import DOCS, check_installed
+from django_singletask.conf import DOCS, check_installed, conf
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import NO_LOCK, LockKey, call_key
+from django_singletask.locks.address import Address, Run
+from django_singletask.locks.keys import NO_LOCK, QUEUED, LockKey, call_key
+from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
-from django_singletask.task.delivery import QUEUED_CALL, Delivery
+from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import NAMES, Attributes, LockOptions
 from django_singletask.task.unique import QueuedCall, delay_of
 
+GUIDE = f"See {DOCS}/guides/coming-from.html"
 ELSEWHERE = {
     "once": "lock_on, unique_until, unique_for and on_duplicate",
     "unique_on": "lock_on",
@@ -40,8 +42,14 @@ ELSEWHERE = {
 """Options of celery-once and celery-singleton, which Celery would accept and ignore."""
 
 OF_ONLY_ONE = {
-    **{name: f"lock_{name}" for name in ("slots", "at_least", "timeout", "renew", "wait")},
-    **{"key": "lock_name", "lock_key": "lock_name", "unique": "unique_until"},
+    "at_least": "lock_at_least",
+    "key": "lock_name",
+    "lock_key": "lock_name",
+    "renew": "lock_renew",
+    "slots": "lock_slots",
+    "timeout": "lock_timeout",
+    "unique": "unique_until",
+    "wait": "lock_wait",
 }
 """Options of ``only_one`` that a user may pass to a task by mistake."""
 
@@ -53,15 +61,19 @@ def check_definition(cls: type, base: type) -> None:
     cannot work, with a hint.
     """
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
+    elsewhere = ELSEWHERE | OF_ONLY_ONE
     for name in cls.__dict__ if "_decorated" in cls.__dict__ else ():
-        refuse_foreign(what, name, ELSEWHERE | OF_ONLY_ONE)
-        if name in dir(base):  # hasattr() would bind the class to an application
+        if name in elsewhere:
+            hint = f": use {elsewhere[name]}. {GUIDE}"
+        elif name in dir(base):  # hasattr() would bind the class to an application
             continue
-        for similar in difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
-            raise TypeError(f"{what} has no option {name!r}; did you mean {similar!r}?")
-        if name.startswith(("lock_", "unique_")):
-            options = ", ".join(sorted(NAMES))
-            raise TypeError(f"{what} has no option {name!r}; the options are {options}.")
+        elif similar := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
+            hint = f"; did you mean {similar[0]!r}?"
+        elif name.startswith(("lock_", "unique_")):
+            hint = f"; the options are {', '.join(sorted(NAMES))}."
+        else:
+            continue
+        raise TypeError(f"{what} has no option {name!r}{hint}")
     # A property has a value only on the task.
     values = {n: v for n in NAMES if callable(v := getattr(cls, n)) or not hasattr(v, "__get__")}
     for names, error in LockOptions(**values).problems(f"of {what}"):
@@ -79,24 +91,6 @@ def check_definition(cls: type, base: type) -> None:
                 f"Task comes before it. Derive {inner.__qualname__} from celery.Task, or "
                 f"put it before {base.__name__} in the list of base classes."
             )
-
-
-def bind_functions(cls: type) -> None:
-    """Keep functions from the decorator from becoming methods, which would get the task first.
-
-    Only ``on_skip`` gets the task if the body does, too (``bind=True``).
-    """
-    for name in ("lock_name", "on_skip"):
-        function = cls.__dict__.get(name)
-        bound = name == "on_skip" and not isinstance(cls.__dict__["run"], staticmethod)
-        if callable(function):
-            setattr(cls, name, partialmethod(function) if bound else staticmethod(function))
-
-
-def refuse_foreign(what: str, name: str, elsewhere: Mapping[str, str]) -> None:
-    if name in elsewhere:
-        guide = f"{DOCS}/guides/coming-from.html"
-        raise TypeError(f"{what} has no option {name!r}: use {elsewhere[name]}. See {guide}")
 
 
 # Not in worker.startup, which only an installed app connects.
@@ -163,7 +157,14 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if LockConflict not in cls.throws:
             cls.throws = (*cls.throws, LockConflict)
         if "_decorated" in cls.__dict__:
-            bind_functions(cls)
+            # A function from the decorator must not become a method, which would get the task
+            # first. Only on_skip gets the task if the body does, too (bind=True).
+            own = vars(cls)
+            if callable(own.get("lock_name")):
+                cls.lock_name = staticmethod(own["lock_name"])
+            if callable(own.get("on_skip")):
+                is_static = isinstance(own["run"], staticmethod)
+                cls.on_skip = (staticmethod if is_static else partialmethod)(own["on_skip"])
 
     # The locks of its calls
 
@@ -183,12 +184,11 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
         as :meth:`lock` does.
         """
-        options = LockOptions.of(self)
-        key = self.lock_key(args, kwargs, options, partial=True)
-        if key == NO_LOCK:
+        key = self.lock_key(args, kwargs, LockOptions.of(self), partial=True)
+        _entry, holder = Address(conf.cache, key.beside(QUEUED, self.name)).read_holder()
+        if holder.task_id is None or holder.kept or proof_of_death(holder):
             return None
-        holder = QueuedCall(key, options, Run(self.name)).holder()
-        return self.AsyncResult(holder.task_id) if holder and holder.task_id else None
+        return self.AsyncResult(holder.task_id)
 
     def lock_key(self, args: Any, kwargs: Any, options: LockOptions, **facts: Any) -> LockKey:
         """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""
@@ -224,8 +224,10 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         options |= {name: value for name, value in passed.items() if value is not None}
         what = f"apply_async of {self.name}"
         for name in UNSENDABLE & options.keys():
-            refuse_foreign(what, name, ELSEWHERE)
-            raise TypeError(f"{what} has no option {name!r}: write lock_options={{{name!r}: …}}.")
+            hint = f"write lock_options={{{name!r}: …}}."
+            if name in ELSEWHERE:
+                hint = f"use {ELSEWHERE[name]}. {GUIDE}"
+            raise TypeError(f"{what} has no option {name!r}: {hint}")
         # A call with an id (as in a chain or a group), a callback or a chord must be sent, because
         # other calls wait for it.
         awaited = bool(task_id or any(map(options.get, AWAITED)))
@@ -245,14 +247,15 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
         # Without a lock there are no duplicates, and an eager call is never queued. Celery takes
         # 5 µs to look up a setting, so that comes last.
+        result: AsyncResult[Any]
         key = None if earlier or not merged.unique_until else header.lock_key
         if key and key != NO_LOCK and not self.app.conf.task_always_eager:
             queued_call = QueuedCall(key, merged, Run(self.name, header.id))
-            duplicate_of, result = queued_call.send(header, delay, publish, awaited=awaited)
-            return self.AsyncResult(duplicate_of) if duplicate_of else result
+            result = queued_call.send(header, delay, publish, self.AsyncResult, awaited=awaited)
+            return result
         result = publish()
-        if earlier and header.queued and hasattr(self.request, QUEUED_CALL):
-            getattr(self.request, QUEUED_CALL).again = delay
+        if header.queued and hasattr(self.request, "singletask_queued_call"):
+            self.request.singletask_queued_call.again = delay
         return result
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -275,21 +278,18 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         self,
         args: Any = None,
         kwargs: Any = None,
-        link: Any = None,
-        link_error: Any = None,
-        task_id: str | None = None,
         *rest: Any,
         lock_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> EagerResult[Any]:
         """Run the task here and now, under its lock; see :meth:`apply_async`."""
         if lock_options:
-            task_id = task_id or uuid()
+            task_id = options["task_id"] = options.get("task_id") or uuid()
             headers = options.get("headers")
             header = Header.of(headers, task_id, self.name) or Header(task_id, self.name)
             self._fill_in(header, args, kwargs, lock_options, options)
             options["headers"] = header.into(headers)
-        return super().apply(args, kwargs, link, link_error, task_id, *rest, **options)
+        return super().apply(args, kwargs, *rest, **options)
 
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any

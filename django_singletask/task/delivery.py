@@ -12,16 +12,15 @@ from typing import Any, NoReturn
 
 from celery import Celery, Task
 from celery.app.autoretry import add_autoretry_behaviour
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 
 from django_singletask.conf import logger
 from django_singletask.exceptions import Dropped, LockConflict, LockUnavailable, Postponed
-from django_singletask.locks.address import NO_RUN, Run
+from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK
-from django_singletask.locks.lease import Lease
 from django_singletask.locks.lock import TaskLock, innermost
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
-from django_singletask.task.latest import Ticket, gives_way, take_ticket
+from django_singletask.task.latest import gives_way, take_ticket
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import QueuedCall
 
@@ -39,7 +38,6 @@ class DeliveryLock(TaskLock):
     """
 
     outage: LockUnavailable | None = None
-    lease: Lease
 
     def meet_conflict(self) -> None:
         """Do nothing: the delivery handles the conflict."""
@@ -114,9 +112,6 @@ def as_retry(task: Task[..., Any], error: BaseException) -> BaseException:
 CLOCK_SKEW = 1.0
 """Seconds by which the clocks of two hosts may differ; see the timelines in header.py."""
 
-QUEUED_CALL = "singletask_queued_call"
-"""Attribute of a request: the :class:`QueuedCall`, to note that the body sent its call again."""
-
 
 class Delivery:
     """One delivery: the body of a task, with its lock, options and header.
@@ -132,7 +127,7 @@ class Delivery:
     has_ended = False
     result: Any = None
     failure: BaseException | None = None
-    """The result and the error of the body, when it has ended."""
+    """The result and the error of the body, when it has ended; or the error that kept it away."""
 
     def __init__(
         self, task: Any, request: Any, header: Header, body: Any, args: Any, kwargs: Any
@@ -141,11 +136,11 @@ class Delivery:
         if key is None:
             hidden = request and hidden_in_message(task.app, request, args, kwargs)
             key = task.lock_key(args, kwargs, options, shown=hidden)
-        task_id, retries = (request.id, request.retries or 0) if request else (None, 0)
+        retries = (request and request.retries) or 0
         if request and request.is_eager:
             request, header = None, Header(header.id, header.task)  # the rest is about a message
         if request is None and options.on_conflict in ("requeue", "rerun"):
-            options = LockOptions.of(options, {"on_conflict": "raise"})  # it cannot be postponed
+            options.on_conflict = "raise"  # it cannot be postponed
         self.task = task
         self.request = request
         self.header = header
@@ -156,10 +151,11 @@ class Delivery:
         self.marked = bool(request and (request.delivery_info or {}).get("redelivered"))
         self.again = self.marked or bool(header.redelivered)
         quiet = not options.lock_history
-        self.caller = Run(task.name, task_id, retries, header.token, quiet, self.again)
+        self.caller = Run(task.name, header.id or None, retries, header.token, quiet, self.again)
         if header.queued:
             self.queued_call = QueuedCall(key, options, self.caller, header.queued)
-            setattr(request, QUEUED_CALL, self.queued_call)
+            # For apply_async(), to note that the body sent its call again.
+            request.singletask_queued_call = self.queued_call
 
     def run(self) -> Any:
         """Run the body under its lock, or do what ``on_conflict`` says.
@@ -176,7 +172,7 @@ class Delivery:
                 raise
             self.lock.lease.give_back(self.failure)
             if self.queued_call is not None:
-                self._free(self.queued_call, self.failure)
+                self._free(self.queued_call)
             logger.exception(
                 "%s: this error came after the body had ended, so it changes nothing.",
                 self.lock.address,
@@ -189,10 +185,9 @@ class Delivery:
         return result
 
     def _run(self) -> Any:
-        policy, wait, error = self.options.on_conflict, 0.0, None
         try:
-            if policy in ("wait", "requeue"):
-                wait = SHORT_WAIT if policy == "requeue" else self.options.lock_wait or 0
+            waits = {"wait": self.options.lock_wait, "requeue": SHORT_WAIT}
+            wait = waits.get(self.options.on_conflict) or 0
             name, ticket = self.task.name, self.header.ticket
             self.lock = self.options.lock(DeliveryLock, self.key, name, self.caller, wait)
             self.lock.at_least = self.options.lock_at_least
@@ -200,7 +195,7 @@ class Delivery:
                 self._drop_if_done(marked=True)
             # The first run of a redelivery may still be running; this result must not replace its
             # own.
-            if ticket and not self.again and self._is_superseded(ticket):
+            if ticket and not self.again and self._is_superseded():
                 return self.options.skip_result
             # The lock is released before Celery stores the result and publishes the next link of a
             # chain, which may want the same lock.
@@ -211,7 +206,7 @@ class Delivery:
                     if self.header.redelivered and not lock.lease.took_over:
                         self._meet_own_run()
                     # A later call may have run while this one waited for the lock.
-                    if ticket and (wait or self.again) and self._is_superseded(ticket):
+                    if ticket and (wait or self.again) and self._is_superseded():
                         lock.lease.give_back(result="ignored")
                         return self.options.skip_result
                     return self._run_body()
@@ -219,24 +214,25 @@ class Delivery:
         except (Postponed, Dropped):
             self.queued_call = None  # another delivery of this message exists, and has the entry
             raise
-        except BaseException as raised:
-            error = self.failure if self.has_ended else raised
-            if not (self.has_ended or isinstance(error, (Ignore, Reject))) and self.header.id:
-                error = raised = as_retry(self.task, raised)
-            raise raised
+        except BaseException as error:
+            if not self.has_ended:
+                if self.header.id and not isinstance(error, Reject):
+                    error = as_retry(self.task, error)
+                self.failure = error
+            raise error
         finally:
             if self.queued_call is not None:
-                self._free(self.queued_call, error)
-            error = None  # it refers to this frame
+                self._free(self.queued_call)
 
-    def _free(self, queued_call: QueuedCall, error: BaseException | None) -> None:
+    def _free(self, queued_call: QueuedCall) -> None:
         """Free the entry of a queued call, unless the call or its lock goes on."""
-        self._keep_entry(queued_call, error)
+        self._keep_entry(queued_call)
         queued_call.give_back(kept=self.has_ended and self.lock.lease.kept)
 
-    def _keep_entry(self, queued_call: QueuedCall, error: BaseException | None) -> None:
+    def _keep_entry(self, queued_call: QueuedCall) -> None:
         """Keep the entry if the call was sent again, or goes back to the broker."""
-        if isinstance(error, Reject) and getattr(error, "requeue", False) and self.task.acks_late:
+        goes_back = isinstance(self.failure, Reject) and getattr(self.failure, "requeue", False)
+        if goes_back and self.task.acks_late:
             queued_call.again = 0.0
         queued_call.queue_again()
 
@@ -276,7 +272,7 @@ class Delivery:
             self.requeue()
         if policy == "rerun":
             self.rerun()
-        self.refuse()
+        self.lock.refuse(policy)  # "wait" has already waited
 
     def _run_body(self) -> Any:
         if self.header.ticket is not None and self.request is not None:
@@ -286,13 +282,14 @@ class Delivery:
         if self.queued_call is not None:
             self.queued_call.start()
         try:
-            self.result, self.has_ended = self.body(*self.args, **self.kwargs), True
+            self.result = self.body(*self.args, **self.kwargs)
         except BaseException as error:
-            self.failure, self.has_ended = error, True
-        if self.queued_call is not None:
-            self._keep_entry(self.queued_call, self.failure)
-        if self.failure is not None:
-            raise self.failure
+            self.failure = error
+            raise
+        finally:
+            self.has_ended = True
+            if self.queued_call is not None:
+                self._keep_entry(self.queued_call)
         return self.result
 
     # A message that meets its own earlier run; the timelines are in header.py
@@ -304,7 +301,7 @@ class Delivery:
         if blocker is not None:
             # If a chain replaces a task, its first link has a new id, and the task is its parent.
             replaces = request.replaced_task_nesting > 0 and any(
-                other.is_run_of(request.parent_id) for other in (blocker, *self.lock.lease.others)
+                holder.is_run_of(request.parent_id) for holder in self.lock.lease.others
             )
             # A retry that was sent by a body has more retries: it is not a redelivery.
             if replaces or (is_own and blocker.retries < request.retries):
@@ -333,8 +330,7 @@ class Delivery:
         ``marked``: only the broker says that the message was delivered before, so the result must
         be newer than the message. For a message that has met its first run, it must not be older.
         """
-        ignored = vars(self.request).get("ignore_result")
-        if self.task.ignore_result if ignored is None else ignored:
+        if vars(self.request).get("ignore_result", self.task.ignore_result):
             return
         try:
             result = self.task.AsyncResult(self.request.id)
@@ -386,7 +382,7 @@ class Delivery:
             logger.warning(text, lock.address, lease.holder, lock.outage)
         delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
         fresh = {"token": None, "outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
-        header = dataclasses.replace(self.header, **{**fresh, **changes})
+        header = dataclasses.replace(self.header, **(fresh | changes))
         header.name, header.key = lock.lock_key
         # Task id, chord, chain, headers and retries stay the same. With acks_late this delivery is
         # acknowledged after the next one is published: a process that is killed in between leaves
@@ -395,7 +391,7 @@ class Delivery:
         signature = task.signature_from_request(request, countdown=delay, retries=request.retries)
         # Celery does not keep these by itself: no version keeps the first two, 5.4 not the third.
         names = ("argsrepr", "kwargsrepr", "ignore_result")
-        kept = {name: vars(request)[name] for name in names if name in vars(request)}
+        kept = {name: value for name, value in vars(request).items() if name in names}
         headers = header.into(signature.options.get("headers"))
         try:
             signature.set(headers=headers, **kept).apply_async()
@@ -417,22 +413,18 @@ class Delivery:
             return self.options.skip_result
         conflict = LockConflict.of(self.lock)
         # As other code has it: it raises for a conflict.
-        conflict.lock = self.options.lock(TaskLock, self.lock.lock_key, self.task.name)
+        conflict.lock = self.options.lock(TaskLock, self.key, self.task.name)
         return self.options.on_skip(conflict, *self.args, **self.kwargs)
-
-    def refuse(self) -> NoReturn:
-        """Raise ``LockConflict``, or the error of an outage; ``wait`` has already waited."""
-        if self.lock.outage is not None:
-            raise self.lock.outage
-        self.lock.refuse(self.options.on_conflict)
 
     def requeue(self) -> NoReturn:
         limit = math.inf if self.options.lock_wait is None else self.options.lock_wait
         since = self.header.requeued_at or time.time()
         left = since + limit - time.time()
         if left <= 0:
+            if self.lock.outage is not None:
+                raise self.lock.outage
             self.lock.say_gave_up(limit)
-            self.refuse()
+            self.lock.refuse("requeue")
         self.postpone("requeue", longest=left, requeued_at=since)
 
     def rerun(self) -> NoReturn:
@@ -451,13 +443,12 @@ class Delivery:
                     gives_way(*entry, ticket)
             raise
 
-    def _is_superseded(self, ticket: Ticket) -> bool:
+    def _is_superseded(self) -> bool:
         """Return whether a later call replaces this one (``"rerun"`` or ``"replace"``)."""
         address = self.lock.address
-        if not gives_way(address, self.task.name, ticket):
+        if not gives_way(address, self.task.name, self.header.ticket):
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
             logger.info("%s: a later call replaces task %s.", address, self.header.id)
-            caller = self.lock.run or NO_RUN
-            address.tell("conflict", caller=caller, reason="superseded", result="skipped")
+            address.tell("conflict", caller=self.caller, reason="superseded", result="skipped")
         return True

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from celery import Celery
 from celery.utils.saferepr import saferepr
 
 from django_singletask.locks.keys import LockKey
-from django_singletask.task.latest import Ticket
 from django_singletask.task.options import NAMES
 
 HEADER = "singletask"
@@ -47,14 +46,6 @@ HEADER = "singletask"
 # sent again only after its earlier call has ended, because a result does not show to which of two
 # calls it belongs.
 
-TYPES: dict[str, Any] = {
-    **dict.fromkeys(("name", "key", "queued", "was", "token", "met"), str),
-    **dict.fromkeys(("due", "hops", "outage_hops", "requeued_at"), (int, float)),
-    **dict.fromkeys(("redelivered", "never_gives_way"), int),
-    "options": dict,
-    "ticket": list,
-}
-"""The types of the fields in the message."""
 ENDLESS = "inf"
 """Stands in the message for ``math.inf``, which JSON does not have."""
 WAITS = 1
@@ -79,16 +70,17 @@ class Header:
     task: str
     name: str | None = None  # of the lock
     key: str | None = None  # None: the worker computes it
-    options: dict[str, Any] | None = None  # the lock options of this call
+    options: dict | None = None  # type: ignore[type-arg] # the lock options of this call
     queued: str | None = None  # the duplicate entry (unique_until), as the producer added it
     token: str | None = None  # from the worker's main process, for one delivery; never sent on
-    due: float = 0.0  # the earliest start as a Unix time, kept while postponed; 0: unknown
+    due: float | int = 0.0  # the earliest start as a Unix time, kept while postponed; 0: unknown
     hops: int = 0  # how often the message was postponed, apart from outages
     met: str | None = None  # the token of the holder that it met last
     outage_hops: int = 0  # how often this outage of the cache has postponed it
-    requeued_at: float = 0.0  # since when "requeue" postpones it (Unix time); 0: it does not
+    requeued_at: float | int = 0.0  # since when "requeue" postpones it (Unix time); 0: it does not
     redelivered: int = 0  # WAITS or READS
-    ticket: Ticket | None = None  # its place among the calls of "rerun" or "replace"
+    # Its place among the calls of "rerun" or "replace".
+    ticket: list | None = None  # type: ignore[type-arg]
     # It has taken a number, but no later call replaces it: other calls wait for it, or its body has
     # begun. "rerun" takes no second number.
     never_gives_way: bool = False
@@ -107,10 +99,12 @@ class Header:
             return None
         header = cls(wire["id"], task)
         for field, value in wire.items():
-            if field in TYPES and value is not None:  # a newer version may have other fields
+            if field in TYPES:  # a newer version may have other fields
                 if not isinstance(value, TYPES[field]):
-                    wrong = f"an invalid {field!r}, of type {type(value).__name__}"
-                    raise ValueError(f"The message header {HEADER!r} has {wrong}.")
+                    raise ValueError(
+                        f"The message header {HEADER!r} has an invalid {field!r}, of type "
+                        f"{type(value).__name__}."
+                    )
                 setattr(header, field, value)
         if header.options:
             header.options = {name: header.options[name] for name in NAMES & header.options.keys()}
@@ -133,6 +127,10 @@ class Header:
         self.token, self.met, self.redelivered = None, None, 0
         self.hops = self.outage_hops = 0
         self.due = self.requeued_at = 0.0
+
+
+TYPES = get_type_hints(Header)
+"""The types of the fields, also in the message."""
 
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -48,8 +47,8 @@ LEASE = 24 * 60 * 60
 TRIES = 100
 
 
-Ticket = Sequence[Any]
-"""The epoch and the number under which a message met its conflict; a list in the message."""
+Ticket = list[Any]
+"""The epoch and the number under which a message met its conflict."""
 
 
 class State(NamedTuple):
@@ -88,7 +87,7 @@ def take_ticket(lock: Address, task: str) -> Ticket | None:
     return None
 
 
-def gives_way(lock: Address, task: str, ticket: Ticket) -> bool:
+def gives_way(lock: Address, task: str, ticket: Any) -> bool:
     """Return whether a later message is noted; if not, note this one, which is published.
 
     If the cache cannot be used, the call runs, and whoever takes the lock next reports it.

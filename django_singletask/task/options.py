@@ -47,15 +47,14 @@ def shown(value: Any) -> str:
 
 def check_value(option: str, where: str, value: Any) -> None:
     """Raise ``TypeError`` or ``ValueError`` for a value that the option cannot have."""
-    is_text = isinstance(value, str)
+    what, is_text = f"{option} {where}", isinstance(value, str)
     if option in SECONDS:
-        check_seconds(f"{option} {where}", value, **SECONDS[option])
+        check_seconds(what, value, **SECONDS[option])
     elif option == "lock_slots":
-        check_slots(f"{option} {where}", value)
+        check_slots(what, value)
     elif option in CHOICES:
         choices = CHOICES[option]
-        # 1 == True, but 1 is not valid.
-        fits = type(value) is bool if True in choices else value is None or is_text
+        fits = isinstance(value, tuple(map(type, choices)))  # 1 == True, but 1 is not valid
         if not fits or value not in choices:
             error = ValueError if fits else TypeError
             names = ", ".join(map(str, choices))
@@ -71,7 +70,7 @@ def check_value(option: str, where: str, value: Any) -> None:
             "skip_result": (not callable(value), "a value (for a function use on_skip)"),
         }[option]
         if not is_valid:
-            raise TypeError(f"{option} {where} must be {kind}, not {shown(value)}.")
+            raise TypeError(f"{what} must be {kind}, not {shown(value)}.")
 
 
 class Attributes:
@@ -177,28 +176,23 @@ class LockOptions(SimpleNamespace, Attributes):
             yield from self._wrong_pairs(where)
 
     def _wrong_pairs(self, where: str) -> Iterator[Problem]:
-        def named(option: str) -> str:
-            return f"{option}={shown(getattr(self, option))}"
-
         until, policy = self.unique_until, self.on_conflict
-        excluded = {
-            ("lock_on", "lock_name"): self.lock_on is not None and self.lock_name is not None,
-            ("lock_slots", "unique_until"): self.lock_slots > 1 and until in ("finish", "expiry"),
-            ("on_duplicate", "unique_until"): self.on_duplicate == "replace" and until == "expiry",
-        }
-        for (one, other), is_wrong in excluded.items():
-            if is_wrong:
-                text = f"{named(one)} and {named(other)} {where} cannot be combined."
-                yield (one, other), TypeError(text)
+        replaces = self.on_duplicate == "replace"
         if not self.lock_renew and self.lock_timeout is None:
-            needs = "needs lock_timeout, a lease that is longer than any run"
-            yield ("lock_renew", "lock_timeout"), TypeError(f"lock_renew=False {where} {needs}.")
+            text = (
+                f"lock_renew=False {where} needs lock_timeout, a lease that is longer than any run."
+            )
+            yield ("lock_renew", "lock_timeout"), TypeError(text)
         if policy == "wait" and not self.lock_wait:
             text = f'on_conflict="wait" {where} needs lock_wait, the longest wait in seconds.'
             yield ("on_conflict", "lock_wait"), ValueError(text)
         # An outage and a newer call return skip_result, too.
-        returned_once = self.on_outage != "skip" and self.on_duplicate != "replace"
-        only_skip = returned_once and self.skip_result is not None
+        only_skip = not (self.skip_result is None or self.on_outage == "skip" or replaces)
+        excluded = {
+            ("lock_on", "lock_name"): None not in (self.lock_on, self.lock_name),
+            ("lock_slots", "unique_until"): self.lock_slots > 1 and until in ("finish", "expiry"),
+            ("unique_until", "on_duplicate"): replaces and until == "expiry",
+        }
         useless = {
             ("lock_wait", "on_conflict"): self.lock_wait is not None and policy not in WAITING,
             ("unique_for", "unique_until"): not until and self.unique_for != Attributes.unique_for,
@@ -207,10 +201,13 @@ class LockOptions(SimpleNamespace, Attributes):
             ("skip_result", "on_conflict"): only_skip and policy in ("raise", *WAITING),
             ("skip_result", "on_skip"): only_skip and self.on_skip is not None,
         }
-        for (one, other), is_wrong in useless.items():
+        for pair, is_wrong in (excluded | useless).items():
             if is_wrong:
-                text = f"{named(one)} {where} has no effect with {named(other)}."
-                yield (one, other), UserWarning(text)
+                one, other = [f"{option}={shown(getattr(self, option))}" for option in pair]
+                if pair in excluded:
+                    yield pair, TypeError(f"{one} and {other} {where} cannot be combined.")
+                else:
+                    yield pair, UserWarning(f"{one} {where} has no effect with {other}.")
 
 
 OF_RUN = ("on_conflict", "lock_wait", "lock_timeout", "lock_renew", "lock_at_least", "lock_slots")

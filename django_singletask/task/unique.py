@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,7 +17,6 @@ from django_singletask.holder import Holder
 from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.lease import Lease
-from django_singletask.locks.liveness import proof_of_death
 from django_singletask.stores import get_store
 from django_singletask.task.header import Header
 from django_singletask.task.latest import Ticket, gives_way, take_ticket
@@ -75,13 +75,8 @@ class QueuedCall:
         self.options = options
         self.run = run
         if queued:
-            self.value = queued.encode(errors="replace")
-            self.lease = self._lease(Holder.decode(self.value))
-            self.lease.value, self.lease.held = self.value, True
-
-    @property
-    def address(self) -> Address:
-        return Address(conf.cache, self.key, silent=True)
+            self.lease = queued_entry(self.key, queued)
+            self.value = self.lease.value
 
     @property
     def lock_address(self) -> Address:
@@ -95,20 +90,32 @@ class QueuedCall:
     # In the producer
 
     def send(
-        self, header: Header, delay: float, publish: Callable[[], Any], *, awaited: bool
-    ) -> tuple[str, Any]:
-        """Add the entry, note it in the header, and publish the call.
+        self,
+        header: Header,
+        delay: float,
+        publish: Callable[[], Any],
+        result_of: Callable[[str], Any],
+        *,
+        awaited: bool,
+    ) -> Any:
+        """Add the entry, note it in the header, and publish the call; return its result.
 
-        Return the task id of an identical queued call, which stops this one; or else an empty id,
-        and the result of ``publish``. A call that is ``awaited`` by others is sent in any case,
-        without an entry. ``delay`` is the number of seconds before which the call will not start.
+        If an identical queued call stops this one, return the ``result_of`` its task id. A call
+        that is ``awaited`` by others is sent in any case, without an entry. ``delay`` is the number
+        of seconds before which the call will not start.
         """
         try:
             blocker = self.add(delay)
             # Without a task id the entry belongs to no call. Send the call; its lock decides.
             if blocker and blocker.task_id and not awaited:
-                self._refuse_duplicate(blocker)
-                return blocker.task_id, None
+                kind = "kept" if blocker.kept else "queued"
+                text = "%s: not sent, duplicate of task %s (%s)."
+                logger.info(text, self.lock_address, blocker.task_id, kind)
+                caller = Run(self.run.task)
+                self.lock_address.tell("duplicate", caller=caller, blocker=blocker, reason=kind)
+                if self.options.on_duplicate == "raise":
+                    raise DuplicateTask(self.lock_key.name, blocker.task_id)
+                return result_of(blocker.task_id)
             if self.lease.held:
                 header.queued = self.lease.value.decode()
             header.ticket = None if awaited else self.ticket
@@ -120,7 +127,7 @@ class QueuedCall:
         if self.ticket is not None:
             # Let this call, which is now published, replace the calls before it.
             gives_way(self.lock_address, self.run.task or "", self.ticket)
-        return "", result
+        return result
 
     def add(self, delay: float) -> Holder | None:
         """Add the entry, or return the holder of the entry of an identical queued call.
@@ -151,19 +158,6 @@ class QueuedCall:
             self.ticket = None
         return None
 
-    def _refuse_duplicate(self, holder: Holder) -> None:
-        task_id, reason = holder.task_id or "", "kept" if holder.kept else "queued"
-        logger.info("%s: not sent, duplicate of task %s (%s).", self.lock_address, task_id, reason)
-        caller = Run(self.run.task)
-        self.lock_address.tell("duplicate", caller=caller, blocker=holder, reason=reason)
-        if self.options.on_duplicate == "raise":
-            raise DuplicateTask(self.lock_address.lock_key.name, task_id)
-
-    def holder(self) -> Holder | None:
-        """Ask the cache which call stops duplicates now."""
-        entry, holder = self.address.read_holder()
-        return None if entry is None or holder.kept or proof_of_death(holder) else holder
-
     def _queued_for(self, delay: float) -> float:
         from_sending = self.options.unique_until == "expiry"
         return float(min(self.options.unique_for + (0 if from_sending else delay), MAX_LEASE))
@@ -176,22 +170,20 @@ class QueuedCall:
         If the cache cannot be used, the protection against duplicates ends, not the run.
         """
         until, queued = self.options.unique_until, self.lease
-        if until not in ("finish", "expiry"):
-            self.give_back()
-            return
         try:
             if until == "expiry":
                 queued.held = False
                 self._let_stay(queued)
-                return
-            length = self.options.lock_timeout or conf.lock_timeout
-            holder = self.run.holder(self.key.name, length)
-            self.lease = lease = self._lease(holder)
-            lease.at_least = self.options.lock_at_least
-            # If the entry has ended, or was freed with a killed earlier run, take it again, unless
-            # another call is queued by now.
-            if not lease.replace(self.value) and lease.take() is not None:
-                logger.warning("%s: an identical call was queued meanwhile.", lease)
+            elif until == "finish":
+                length = self.options.lock_timeout or conf.lock_timeout
+                lease = self.lease = self._lease(self.run.holder(self.key.name, length))
+                lease.at_least = self.options.lock_at_least
+                # If the entry has ended, or was freed with a killed earlier run, take it again,
+                # unless another call is queued by now.
+                if not lease.replace(self.value) and lease.take() is not None:
+                    logger.warning("%s: an identical call was queued meanwhile.", lease)
+            else:
+                self.give_back()
         except LockUnavailable:
             logger.exception("%s: duplicates of this call are not stopped.", queued)
         finally:
@@ -206,11 +198,11 @@ class QueuedCall:
         # operator may have cleared it.
         left = max(0.0, queued.holder.since + queued.length - time.time())
         store, entry = get_store(queued.cache), queued.read()
-        if entry is None and left and not self.run.retries:
-            store.add(queued.key, begun, left)
-        elif entry is not None and entry.value == self.value:
+        if entry is not None:
             left = left if entry.remaining is None else entry.remaining
             store.replace(queued.key, self.value, begun, left)
+        elif left and not self.run.retries:
+            store.add(queued.key, begun, left)
 
     def queue_again(self) -> None:
         """Keep the entry for the next try of the call, if there is one.
@@ -236,16 +228,24 @@ class QueuedCall:
         """
         self.lease.give_back(result="returned" if kept else "raised")
 
-    def discard(self) -> None:
-        """Free the entry in the background: the worker's main process must not wait for a cache."""
-        if self.lease.held:
-            self.lease.abandon()
+
+def queued_entry(key: LockKey, queued: str) -> Lease:
+    """Return the entry of a queued call, as the header of its message has it."""
+    value = queued.encode(errors="replace")
+    lease = Lease(conf.cache, key, Holder.decode(value))
+    lease.value, lease.silent, lease.held = value, True, True
+    return lease
 
 
-def discard(header: Header | None) -> None:
-    """Free the entry of a queued call that a worker discards, in the background."""
-    if header and header.lock_key and header.queued:
-        QueuedCall(header.lock_key, LockOptions(), Run(header.task), header.queued).discard()
+def discard(headers: Any, task_id: str | None, task: str) -> None:
+    """Free the entry of a queued call that a worker discards, in the background.
+
+    The worker's main process must not wait for a cache.
+    """
+    with suppress(ValueError):  # a malformed header names no entry
+        header = Header.of(headers, task_id, task)
+        if header and header.lock_key and header.queued:
+            queued_entry(header.lock_key.beside(QUEUED, task), header.queued).abandon()
 
 
 def delay_of(when: Any) -> float:
@@ -254,7 +254,5 @@ def delay_of(when: Any) -> float:
         return 0.0
     if isinstance(when, (int, float)):
         return max(0.0, when)
-    eta = maybe_iso8601(when)
-    assert eta is not None
-    eta = maybe_make_aware(eta)
-    return max(0.0, (eta - datetime.now(timezone.utc)).total_seconds())
+    eta: Any = maybe_iso8601(when)
+    return max(0.0, (maybe_make_aware(eta) - datetime.now(timezone.utc)).total_seconds())

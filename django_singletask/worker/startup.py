@@ -20,9 +20,10 @@ from django_singletask.stores import close_stores, look_at_epoch
 from django_singletask.task.base import SingletonTask
 from django_singletask.task.header import Header
 from django_singletask.task.unique import discard
-from django_singletask.worker.watcher import Accepted, has_processes, watch, watcher
+from django_singletask.worker.watcher import Accepted, has_processes, watcher
 
 
+@signals.task_received.connect
 def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     """Choose the token of this delivery's lock, and note which process runs the delivery.
 
@@ -56,35 +57,22 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
         request.on_success = on_success
 
 
+@signals.task_revoked.connect
 def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:
     """Free the entry of a call that was revoked, or expired, before its start."""
     if not terminated:
-        with suppress(ValueError):  # a malformed header names no entry
-            discard(Header.of(request.headers, request.id, sender.name))
+        discard(request.headers, request.id, sender.name)
 
 
+@signals.task_rejected.connect
+@signals.task_unknown.connect
 def free_unreadable(message: Any, **kwargs: Any) -> None:
     """Free the entry of a call whose message or task the worker does not know."""
     headers = message.headers or {}
-    with suppress(ValueError):
-        discard(Header.of(headers, headers.get("id"), str(headers.get("task"))))
+    discard(headers, headers.get("id"), str(headers.get("task")))
 
 
-def connect() -> None:
-    for signal, receiver in (
-        (signals.worker_init, refuse),
-        (signals.worker_init, load),
-        (signals.task_received, hand_out_token),
-        (signals.task_revoked, free_revoked),
-        (signals.task_rejected, free_unreadable),
-        (signals.task_unknown, free_unreadable),
-        (signals.worker_ready, watch),
-        (signals.worker_process_shutdown, finish),
-        (signals.worker_shutdown, finish),
-    ):
-        signal.connect(receiver)
-
-
+@signals.worker_init.connect
 def refuse(**kwargs: Any) -> None:
     """Stop a worker whose locks would not work.
 
@@ -105,6 +93,7 @@ def end_worker(text: str) -> None:
     raise SystemExit(1)
 
 
+@signals.worker_init.connect
 def load(**kwargs: Any) -> None:
     """Prepare the main process before it has threads and forks the processes of the pool.
 
@@ -129,6 +118,8 @@ def load(**kwargs: Any) -> None:
     router.db_for_write(TaskLockEvent)
 
 
+@signals.worker_process_shutdown.connect
+@signals.worker_shutdown.connect
 def finish(**kwargs: Any) -> None:
     """Make the releases that are owed, and write all events: they are lost with the process.
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from celery.signals import worker_ready
 from django.db import connections
 
 from django_singletask import clock
@@ -15,14 +16,14 @@ from django_singletask.conf import conf, logger
 from django_singletask.exceptions import LockError
 from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
-from django_singletask.locks.address import Run
+from django_singletask.locks.keys import QUEUED
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock
 from django_singletask.stores import get_store, look_at_epoch
 from django_singletask.stores.base import CannotList, epoch_of
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
-from django_singletask.task.unique import QueuedCall
+from django_singletask.task.unique import queued_entry
 from django_singletask.threads import Background
 
 CHECK = 0.2
@@ -60,13 +61,12 @@ class Accepted:
         """Free the lock of the process that is dead, and the entry of its queued call."""
         header, token = self.header, self.header.token or ""
         lock.address_of(token).free_killed(token, how)
-        if header.queued is None:
-            return
-        queued_call = QueuedCall(lock.lock_key, LockOptions(), Run(header.task), header.queued)
-        if not self.ended:
-            # Not if the delivery has ended: then it may have queued its call again with that entry.
-            queued_call.discard()
-        queued_call.address.free_killed(token, how)
+        if header.queued:
+            entry = queued_entry(lock.lock_key.beside(QUEUED, header.task), header.queued)
+            if not self.ended:
+                # A delivery that has ended may have queued its call again with that entry.
+                entry.abandon()
+            entry.free_killed(token, how)
 
 
 # Which process frees the lock of a killed process
@@ -201,6 +201,7 @@ def has_processes(consumer: Any) -> bool:
     return type(consumer.pool).__module__ == "celery.concurrency.prefork"
 
 
+@worker_ready.connect
 def watch(sender: Any, **kwargs: Any) -> None:
     """Start to watch the processes; called again after each lost connection to the broker."""
     watcher.begin()
