@@ -73,10 +73,13 @@ setting_changed.connect(conf.forget)
 
 
 def is_test() -> bool:
-    """Return whether this process runs the tests of a project."""
-    # Django's test runner and pytest-django both call setup_test_environment(), which leaves this.
-    utils = sys.modules.get("django.test.utils")
-    return utils is not None and hasattr(utils._TestState, "saved_data")  # noqa: SLF001
+    """Return whether this process runs the tests of a project.
+
+    Django's test runner and pytest-django both call ``setup_test_environment()``, which adds this
+    host and this outbox.
+    """
+    mail = sys.modules.get("django.core.mail")
+    return hasattr(mail, "outbox") and "testserver" in settings.ALLOWED_HOSTS
 
 
 _checked_installed = False

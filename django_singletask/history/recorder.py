@@ -22,8 +22,6 @@ from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import trouble
 from django_singletask.threads import Background, has_threads
 
-__all__ = ["flush"]
-
 LISTENER = "django_singletask.history"
 BOUND = 50_000
 """How many events are kept while the database is down; then the oldest are dropped."""
@@ -92,7 +90,6 @@ def write_at_once(event: LockEvent) -> None:
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Wait up to ``timeout`` seconds until all events are written; return whether they are."""
     until = time.monotonic() + timeout
     while writer.events or writer.unwritten:
         if time.monotonic() >= until:
