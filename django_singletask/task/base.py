@@ -338,6 +338,11 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
     # Running
 
+    def update_state(self, task_id: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Update the state of a task; a direct call has none, so there this does nothing."""
+        if task_id or self.request.id:
+            super().update_state(task_id, *args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock."""
         request: Any = self.request_stack.top
