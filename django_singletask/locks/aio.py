@@ -54,19 +54,16 @@ class Pool:
 
     def run(self) -> None:
         while True:
-            try:
-                job = self.jobs.get(timeout=IDLE)
-            except queue.Empty:
+            with suppress(queue.Empty):
+                self.jobs.get(timeout=IDLE)()  # a variable would keep its lock
                 with self.counting:
-                    # A job that add() has counted arrives at once.
-                    if self.unfinished < self.threads:
-                        self.threads -= 1
-                        break
+                    self.unfinished -= 1
                 continue
-            job()
-            del job  # it refers to a lock
             with self.counting:
-                self.unfinished -= 1
+                # A job that add() has counted arrives at once.
+                if self.unfinished < self.threads:
+                    self.threads -= 1
+                    break
         close_stores()
         connections.close_all()
 

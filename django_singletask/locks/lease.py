@@ -334,7 +334,7 @@ class Lease(Address):
         entry, holder = self.read_holder()
         how = None
         # A redelivered message finds the bytes of its own first run, which received the lock.
-        if entry is not None and holder.token != token and holder.is_run_of(self.holder.task_id):
+        if holder.token != token and holder.is_run_of(self.holder.task_id):
             how = liveness.proof_of_death(holder)
         # Also without an entry, because no_locks() stores none.
         may = entry is None or holder.token == token or how is not None
@@ -472,11 +472,12 @@ class Lease(Address):
                 self.fence = get_store(self.cache).fence(self.key, self.value)
                 if self.fence is None and not self.is_inherited():
                     self.extend(self.length)  # find out what happened to the entry, and report it
-            if self.fence is not None and not self.lost and not self.retaken:
+            if self.retaken and not self.lost:
+                what = "was lost by the cache meanwhile, and another run may have held it"
+            elif self.fence is None or self.lost:
+                what = "is no longer held by this run"
+            else:
                 return self.fence
-        what = "is no longer held by this run"
-        if self.retaken and not self.lost:
-            what = "was lost by the cache meanwhile, and another run may have held it"
         raise LockLost(f"{self} {what}: there is no fencing token.")
 
     def is_there(self) -> bool:
