@@ -314,20 +314,21 @@ class Lease(Address):
     def hand_over(self, seconds: float) -> str:
         """Leave the entry to a receiver for so many seconds; return the handle that it needs."""
         check_seconds("for_", seconds)
-        if self.lost or self.is_inherited():  # in a fork, the parent has it
-            raise LockLost(f"{self} is not held by this process: nothing to hand over.")
         token = os.urandom(16).hex()
         holder = self.holder.without_process(seconds, token=token, since=time.time())
         value, until = holder.encode(), clock.now() + seconds
         try:
-            if self.leave(new=value, until=until, reason=f"handed over for {seconds:g} s"):
+            # In a fork, the parent has it.
+            is_mine = not self.is_inherited() and not self.lost
+            reason = f"handed over for {seconds:g} s"
+            if is_mine and self.leave(new=value, until=until, reason=reason):
                 self.tell("acquired", holder)
                 return f"{holder.slots} {token} {self.cache} {self.key} {self.name}"
         except BaseException:
             # The caller does not get the handle, so free the entry even if it was handed over.
             renewers[self.cache].owe(self.key, value, seconds)
             raise
-        raise LockLost(f"{self} is no longer held: nothing to hand over.")
+        raise LockLost(f"{self} is not held by this process: nothing to hand over.")
 
     def receive(self, token: str) -> None:
         """Take the entry that was handed over with this token."""
