@@ -87,13 +87,13 @@ def submit(cache: str, work: Callable[[], Any]) -> asyncio.Future[Any] | None:
         except BaseException as error:
             return None, error
 
-    # As in tests, the history is written in the caller's transaction, which is in the thread that
-    # Django uses for asyncio code.
-    if loop is not None and conf.history == "inline":
-        return asyncio.ensure_future(sync_to_async(outcome)())
     if loop is None:
         pools[cache].add(outcome)
         return None
+    # As in tests, the history is written in the caller's transaction, which is in the thread that
+    # Django uses for asyncio code.
+    if conf.history == "inline":
+        return asyncio.ensure_future(sync_to_async(outcome)())
     ended = loop.create_future()
 
     def job() -> None:
