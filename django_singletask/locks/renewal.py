@@ -64,6 +64,8 @@ class Renewer(Background):
         self.shortest = math.inf
         """The shortest lease that the thread knows of, in seconds; without end while it sleeps."""
         self.tick_at = 0.0
+        self.read_at = 0.0
+        """When the due times of all leases are read again."""
         self.error: Exception | None = None
         """The last error since the thread woke up."""
         self.failed = False
@@ -168,22 +170,22 @@ class Renewer(Background):
             self.shortest = self.late_at = math.inf
             if not self.leases and not self.owed:
                 self.sleep(None)
+            self.read_at = 0.0
             self.tick_at = clock.now() + self.interval
         self.late_at = self.tick_at + 2 * LONGEST
         while (left := self.tick_at - clock.now()) > 0 and (self.failed or not self.owed):
             if self.sleep(left):  # there may be a shorter lease
+                self.read_at = 0.0
                 self.tick_at = min(self.tick_at, clock.now() + self.interval)
 
     def tick(self) -> None:
-        """Look at the epoch, and renew the leases that are due, or all of them."""
-        # keep() wakes the thread again for a lease that is added meanwhile:
-        #
-        #   thread: shortest = inf   reads leases                    shortest = 60   wakes again
-        #   keep():                                adds; 1 < inf: wake
-        self.shortest = math.inf
-        leases, epoch = self.held(), epoch_of(self.cache)
-        self.shortest = min([lease.length for lease in leases], default=math.inf)
+        """Look at the epoch, and renew the leases that are due, or all of them.
+
+        With long leases the due times are read less often than at each tick: there may be very
+        many leases.
+        """
         self.tick_at = clock.now() + self.interval
+        leases, epoch = self.held(), epoch_of(self.cache)
         if not leases:
             return
         store = self.store()
@@ -195,9 +197,19 @@ class Renewer(Background):
         changes = epoch.changes
         # After an outage the server may be back with an old snapshot, which has the same epoch.
         everything = self.failed or changes != self.changes
-        # Renew long leases a little earlier, so that one request renews several.
-        soon = clock.now() + max(self.interval, self.shortest / 12) / 2
-        due = [each for each in leases if each.renews and (everything or each.due_at <= soon)]
+        now = clock.now()
+        if now < self.read_at and not everything:
+            return
+        # keep() wakes the thread again for a lease that is added meanwhile:
+        #
+        #   thread: shortest = inf   reads leases                    shortest = 60   wakes again
+        #   keep():                                adds; 1 < inf: wake
+        self.shortest = math.inf
+        self.shortest = min([lease.length for lease in self.held()], default=math.inf)
+        again = max(self.interval, self.shortest / 12)
+        due = [lease for lease in leases if lease.renews]
+        if not everything:
+            due = [lease for lease in due if lease.due_at <= now + again / 2]
         for start in range(0, len(due), store.batch):
             self.try_to(self.renew, store, due[start : start + store.batch])
             self.late_at = clock.now() + 2 * LONGEST
@@ -205,6 +217,7 @@ class Renewer(Background):
             for lease in leases:
                 if not lease.renews and not lease.is_there() and lease.held:
                     lease.lose()
+        self.read_at = now + again - self.interval / 2
         if self.error is None:
             self.changes = changes
 
