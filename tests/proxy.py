@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class Proxy:
@@ -98,3 +99,15 @@ class Proxy:
                         server.shutdown(socket.SHUT_RDWR)
                         return
                     (server if source is client else client).sendall(data)
+
+
+class Interposed:
+    """Stand between a client's connection to Redis and its socket, with other methods than that."""
+
+    def __init__(self, connection: Any, **methods: Any) -> None:
+        self.sock = connection._sock  # noqa: SLF001
+        vars(self).update(methods)
+        connection._sock = self  # noqa: SLF001
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)

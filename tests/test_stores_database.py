@@ -20,6 +20,7 @@ from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import close_stores, database, get_store
 from django_singletask.stores.base import FENCE, Entry, Outcome
 from django_singletask.stores.database import DatabaseStore
+from tests import servers
 from tests.conftest import empty
 from tests.entries import eventually, holder, key_of, private_store
 
@@ -461,6 +462,42 @@ def test_a_race_under_serializable_isolation_has_one_winner_and_no_errors(
             thread.join()
     assert len(finished) == 8
     assert sorted(winners) == list(range(rounds))
+
+
+@on("db_postgres")
+@pytest.mark.skipif(
+    not servers.find("pgbouncer"), reason="PgBouncer, which is optional, is not installed"
+)
+def test_a_limit_that_grows_is_left_out_where_a_pool_refuses_it(
+    cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"options": ""}
+    with servers.PgBouncer(connections.settings["default"]["PORT"]) as bouncer:
+        changes = {"PORT": bouncer.port, "OPTIONS": options}
+        monkeypatch.setitem(
+            connections.settings, "default", connections.settings["default"] | changes
+        )
+        with private_store(settings, cache_alias) as store:
+            for seconds in (0.5, 2):
+                store.limit(seconds)
+            store.read(KEY)  # no error
+            store.limit(5)
+            store.read(KEY)
+
+
+@on("db_postgres")
+def test_a_limit_that_grows_keeps_the_options_of_the_project(
+    cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"options": "-c application_name=shop"}
+    configuration = connections.settings["default"] | {"OPTIONS": options}
+    monkeypatch.setitem(connections.settings, "default", configuration)
+    with private_store(settings, cache_alias) as store:
+        for seconds in (0.5, 2):
+            store.limit(seconds)
+            facts = "SELECT current_setting('application_name'), current_setting('{}')"
+            found = store.execute(facts.format("statement_timeout"))
+            assert found == [("shop", {0.5: "500ms", 2: "2s"}[seconds])]
 
 
 @on("db_sqlite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -19,9 +20,9 @@ from redis.retry import Retry
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Outcome, Slots, Store
-from django_singletask.stores.redis import CHANGE, LOADS, READ
+from django_singletask.stores.redis import CHANGE, LOADS, READ, _reply
 from tests.entries import eventually, holder, key_of, private_store
-from tests.proxy import Proxy
+from tests.proxy import Interposed, Proxy
 from tests.servers import Redis
 
 A, B = holder("a"), holder("b")
@@ -207,44 +208,85 @@ def test_a_renewal_whose_reply_was_lost_does_not_hide_that_the_lock_was_gone(
             assert proxy.lost == 1
 
 
+def before_replies(store: Any, strike: Callable[[], object]) -> None:
+    """Call ``strike`` between each request of a store's connection and its reply."""
+
+    def recv(size: int) -> bytes:
+        strike()
+        received: bytes = interposed.sock.recv(size)
+        return received
+
+    interposed = Interposed(store.connections[-1], recv=recv)
+
+
 def test_a_signal_handler_may_take_a_lock_in_the_middle_of_a_call(redis, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         assert store.add(KEY, A, 60) is None
-        connection, answers = store.connections[-1], []
-        read_response = connection.read_response
-
-        def interrupted(*args: Any, **kwargs: Any) -> Any:
-            if not answers:
-                answers.append(store.add(key_of("other"), B, 60))
-            return read_response(*args, **kwargs)
-
-        connection.read_response = interrupted
+        answers = []
+        before_replies(store, lambda: answers or answers.append(store.add(key_of("other"), B, 60)))
         entry = store.read(KEY)
         assert entry is not None
         assert entry.value == A
         assert answers == [None]
 
 
+def test_a_reply_may_arrive_byte_by_byte(redis, settings) -> None:
+    with private_store(settings, "redis", redis.url) as store:
+        assert store.add(KEY, A, 60) is None
+        connection = store.connections[-1]
+        interposed = Interposed(connection, recv=lambda size: interposed.sock.recv(1))
+        assert dict(store.entries())[KEY].value == A  # arrays, in arrays
+        assert store.read(key_of("other")) is None
+        assert store.renew_many([(KEY, A, 60), (KEY, B, 60)]) == [Outcome.OK, Outcome.TAKEN]
+        assert store.release(KEY, A) is Outcome.OK
+        assert store.connections[-1] is connection
+
+
+@pytest.mark.parametrize("sent", [b"", b"$5", b"$5\r\n1 -1", b":"])
+def test_a_reply_that_ends_early_is_asked_for_again(redis, settings, sent) -> None:
+    """The server was killed while it sent its reply."""
+    with private_store(settings, "redis", redis.url) as store:
+        assert store.add(KEY, A, 60) is None
+        parts = [sent]
+        Interposed(store.connections[-1], recv=lambda size: parts.pop() if parts else b"")
+        entry = store.read(KEY)
+        assert entry is not None
+        assert entry.value == A
+        assert store.was_sent_twice
+
+
+def test_a_reply_is_read_as_redis_writes_it() -> None:
+    read = functools.partial(_reply, start=0, refusal=ValueError)
+    assert read(b":-1\r\n") == (-1, 5)
+    assert read(b"$-1\r\n") == read(b"*-1\r\n") == (None, 5)
+    assert read(b"$0\r\n\r\n") == (b"", 6)
+    assert read(b"+OK\r\n") == (b"OK", 5)
+    assert read(b"*2\r\n$1\r\n0\r\n*1\r\n$2\r\n\r\n\r\n") == ([b"0", [b"\r\n"]], 23)
+    with pytest.raises(ValueError, match="READONLY"):
+        read(b"-READONLY You can't write\r\n")
+
+
 class Signal(BaseException):
     """An error that a signal handler raises."""
 
 
-def interrupt_add(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt_add(store: Any) -> None:
     """Let a signal strike after the request of an add() and before its reply."""
+    signals = [Signal()]
 
-    def strike(*args: Any, **kwargs: Any) -> None:
-        raise Signal
+    def strike() -> None:
+        if signals:
+            raise signals.pop()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(store.connections[-1], "read_response", strike)
-        with pytest.raises(Signal):
-            store.add(KEY, A, 60)
+    before_replies(store, strike)
+    with pytest.raises(Signal):
+        store.add(KEY, A, 60)
 
 
-def test_an_unread_reply_is_not_mistaken_for_the_next(redis, settings, monkeypatch) -> None:
+def test_an_unread_reply_is_not_mistaken_for_the_next(redis, settings) -> None:
     with private_store(settings, "redis", redis.url) as store:
         store.add(key_of("other"), B, 60)  # the server knows the script
-        interrupt_add(store, monkeypatch)
+        interrupt_add(store)
         blocker = store.add(KEY, B, 60)
         assert blocker is not None
         assert blocker.value == A
@@ -257,7 +299,7 @@ def test_control_on_the_same_connection_an_unread_reply_is_mistaken_for_the_next
         store.add(key_of("other"), B, 60)  # the server knows the script
         connection = store.connections[-1]
         monkeypatch.setattr(connection, "disconnect", lambda *args: None)
-        interrupt_add(store, monkeypatch)
+        interrupt_add(store)
         store.connections[-1] = connection
         # The lock is A's, but this is the reply to the request before: "taken".
         assert store.add(KEY, B, 60) is None
@@ -279,7 +321,7 @@ def test_a_connection_to_a_server_that_is_no_primary_any_more_is_closed(
         client.replicaof("127.0.0.1", primary.port)
         before = client.info("stats")["total_connections_received"]
         for _ in range(2):
-            with pytest.raises(LockUnavailable, match="ReadOnlyError"):
+            with pytest.raises(LockUnavailable, match="READONLY"):
                 store.add(key_of("other"), B, 60)
         assert client.info("stats")["total_connections_received"] > before
 

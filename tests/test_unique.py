@@ -25,6 +25,7 @@ from django_singletask.task.header import HEADER, READS
 from django_singletask.task.unique import QueuedCall, delay_of, discard
 from tests.deliveries import AWAITED, held_by, receive, wait_for_debts
 from tests.entries import eventually
+from tests.proxy import Interposed
 from tests.testapp import tasks
 
 pytestmark = [
@@ -648,14 +649,14 @@ class TestTrips:
     def trips(self, monkeypatch):
         # Only what the store sends: on Celery 5.4 the result backend asks Redis meanwhile.
         get_store("redis").look()  # connects
-        connection = get_store("redis").connections[-1]
-        send, sent = connection.send_packed_command, []
+        connection, sent = get_store("redis").connections[-1], []
+        monkeypatch.setattr(connection, "_sock", connection._sock)  # noqa: SLF001
 
-        def record(command, *args, **options):
-            sent.append(command)
-            return send(command, *args, **options)
+        def sendall(packed):
+            sent.append(packed)
+            interposed.sock.sendall(packed)
 
-        monkeypatch.setattr(connection, "send_packed_command", record)
+        interposed = Interposed(connection, sendall=sendall)
 
         def count(work):
             before = len(sent)

@@ -54,19 +54,16 @@ class Pool:
 
     def run(self) -> None:
         while True:
-            try:
-                job = self.jobs.get(timeout=IDLE)
-            except queue.Empty:
+            with suppress(queue.Empty):
+                self.jobs.get(timeout=IDLE)()  # a variable would keep its lock
                 with self.counting:
-                    # A job that add() has counted arrives at once.
-                    if self.unfinished < self.threads:
-                        self.threads -= 1
-                        break
+                    self.unfinished -= 1
                 continue
-            job()
-            del job  # it refers to a lock
             with self.counting:
-                self.unfinished -= 1
+                # A job that add() has counted arrives at once.
+                if self.unfinished < self.threads:
+                    self.threads -= 1
+                    break
         close_stores()
         connections.close_all()
 
@@ -90,13 +87,13 @@ def submit(cache: str, work: Callable[[], Any]) -> asyncio.Future[Any] | None:
         except BaseException as error:
             return None, error
 
-    # As in tests, the history is written in the caller's transaction, which is in the thread that
-    # Django uses for asyncio code.
-    if loop is not None and conf.history == "inline":
-        return asyncio.ensure_future(sync_to_async(outcome)())
     if loop is None:
         pools[cache].add(outcome)
         return None
+    # As in tests, the history is written in the caller's transaction, which is in the thread that
+    # Django uses for asyncio code.
+    if conf.history == "inline":
+        return asyncio.ensure_future(sync_to_async(outcome)())
     ended = loop.create_future()
 
     def job() -> None:

@@ -114,7 +114,12 @@ def call_key(
             arguments = {name: arguments[name] for name in lock_on if name in arguments}
         forms = parameters.forms(task, arguments)
         key = _key(PREFIX, task, "call", task, forms)
-        return LockKey(_call_name(task, forms, key, shown), key)
+        if shown is None and forms and not conf.record_arguments:
+            shown = _mark(key)
+        if shown is None:
+            shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
+        call = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
+        return LockKey(call if len(call) <= MAX_NAME else f"{call[: MAX_NAME - 2]}…)", key)
     if callable(lock_name):
         what, public = f"the result of {option} of {task}", f"{task}.{option}"
         name = lock_name(*args, **kwargs)
@@ -165,6 +170,11 @@ def template_fields(what: str, template: str, parameters: Parameters) -> list[st
 
 # Names
 
+_form = reprlib.Repr()
+_form.maxstring = _form.maxother = _form.maxlong = 120
+_form.maxdict = _form.maxlist = 10
+_repr = functools.partial(_form.repr1, level=_form.maxlevel)
+
 
 def _check_name(option: str, name: str) -> None:
     """Raise an error, with a text that begins with ``option``, for an invalid lock name."""
@@ -175,21 +185,6 @@ def _check_name(option: str, name: str) -> None:
     if _UNPRINTABLE.search(name):
         shown = f": {name!r}" if conf.record_arguments else ""
         raise ValueError(f"{option} contains control characters or lone surrogates{shown}.")
-
-
-_form = reprlib.Repr()
-_form.maxstring = _form.maxother = _form.maxlong = 120
-_form.maxdict = _form.maxlist = 10
-_repr = functools.partial(_form.repr1, level=_form.maxlevel)
-
-
-def _call_name(task: str, forms: Mapping[str, Any], key: str, shown: str | None) -> str:
-    if shown is None and forms and not conf.record_arguments:
-        shown = _mark(key)
-    if shown is None:
-        shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
-    name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
-    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 2]}…)"
 
 
 # Keys
@@ -203,4 +198,4 @@ def _key(kind: str, slug: str, *parts: Any) -> str:
 
 def _mark(key: str) -> str:
     """Return the mark that replaces hidden arguments in a name."""
-    return f"#{key.rpartition(':')[2][:8]}"
+    return f"#{key[-32:-24]}"

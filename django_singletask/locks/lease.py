@@ -28,6 +28,7 @@ entry is owed: the thread in :mod:`django_singletask.locks.renewal` leaves it la
 from __future__ import annotations
 
 import math
+import operator
 import os
 import threading
 import time
@@ -117,7 +118,7 @@ class Lease(Address):
         self.value = holder.encode()
         self.length = holder.timeout
         self.renews = holder.pid > 0
-        self.slots = slots
+        self.slots = slots or Slots((self.key,))
 
     # Taking
 
@@ -140,14 +141,13 @@ class Lease(Address):
             for retries in reversed(range(MAX_RETRIES + 1)):
                 store, sent = get_store(self.cache), clock.now()
                 try:
-                    slots = self.slots or Slots((self.key,))
-                    taken = store.take(slots, self.value, self.length, heeds_epoch=heeds_epoch)
+                    taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
                 except Forgotten as forgotten:
                     heeds_epoch = retries > 1  # the last attempt does not wait
                     yield forgotten.args[0]
                     continue
                 if not isinstance(taken, str):
-                    if not self._meet_dead(taken, slots, may_free=retries > 0):
+                    if not self._meet_dead(taken, may_free=retries > 0):
                         return
                 else:
                     self.key = taken
@@ -162,22 +162,21 @@ class Lease(Address):
             self.abandon()
             raise
 
-    def _meet_dead(self, entries: dict[str, Entry], slots: Slots, *, may_free: bool) -> bool:
+    def _meet_dead(self, entries: dict[str, Entry], *, may_free: bool) -> bool:
         """Free the other entry if its holder is dead; else note the holder as ``blocker``.
 
         Of several slots it is the one of the run itself, else of a dead holder, else the first to
         end.
         """
-        holders = {key: Holder.decode(entry.value) for key, entry in entries.items()}
-        self.others = [*holders.values()]
-        deaths = {key: liveness.proof_of_death(holder) for key, holder in holders.items()}
-
-        def rank(key: str) -> tuple[bool, bool, float]:
-            is_own = slots.is_own(entries[key])
-            return not is_own, deaths[key] is None, entries[key].remaining or math.inf
-
-        key = self.key = min(entries, key=rank) if len(entries) > 1 else next(iter(entries))
-        entry, holder, how = entries[key], holders[key], deaths[key]
+        ranked = []
+        for key, entry in entries.items():
+            holder = Holder.decode(entry.value)
+            how = liveness.proof_of_death(holder)
+            # Each record contains the empty mark.
+            rank = self.slots.mark not in entry.value, how is None, entry.remaining or math.inf
+            ranked.append((rank, key, entry, holder, how))
+        self.others = [holder for *_, holder, _ in ranked]
+        _, self.key, entry, holder, how = min(ranked, key=operator.itemgetter(0))
         if how is None or not may_free:
             self.blocker, self.blocker_remaining = holder, entry.remaining
             return False
@@ -231,10 +230,8 @@ class Lease(Address):
         """
         self.held = False
         renewers[self.cache].drop(self)
-        keys: Sequence[str] = (self.key,)
-        if self.slots and not self.taken_at:
-            keys = self.slots.keys[: self.slots.allowed]
-        for key in keys:
+        may_have = self.slots.keys[: self.slots.allowed]
+        for key in (self.key,) if self.taken_at else may_have:
             renewers[self.cache].owe(key, self.value, self.length, new, until)
 
     # A run that returned keeps its lock
@@ -260,10 +257,9 @@ class Lease(Address):
         if self.is_inherited():
             self.held = False
             return False
-        if self.at_least and result == "returned" and not self._lost:
-            until = self.taken_at + self.at_least
-            self.kept = clock.now() < min(until, self.deadline)
-        if self.kept:
+        ends = min(self.taken_at + self.at_least, self.deadline)
+        if result == "returned" and clock.now() < ends and not self._lost:
+            self.kept, until = True, self.taken_at + self.at_least
             new = self.holder.without_process(self.at_least, kept=True).encode()
             reason = f"{KEPT} {self.at_least:g} s from its start"
         sent = clock.now()
@@ -318,27 +314,28 @@ class Lease(Address):
     def hand_over(self, seconds: float) -> str:
         """Leave the entry to a receiver for so many seconds; return the handle that it needs."""
         check_seconds("for_", seconds)
-        if self.lost or self.is_inherited():  # in a fork, the parent has it
-            raise LockLost(f"{self} is not held by this process: nothing to hand over.")
         token = os.urandom(16).hex()
         holder = self.holder.without_process(seconds, token=token, since=time.time())
         value, until = holder.encode(), clock.now() + seconds
         try:
-            if self.leave(new=value, until=until, reason=f"handed over for {seconds:g} s"):
+            # In a fork, the parent has it.
+            is_mine = not self.is_inherited() and not self.lost
+            reason = f"handed over for {seconds:g} s"
+            if is_mine and self.leave(new=value, until=until, reason=reason):
                 self.tell("acquired", holder)
                 return f"{holder.slots} {token} {self.cache} {self.key} {self.name}"
         except BaseException:
             # The caller does not get the handle, so free the entry even if it was handed over.
             renewers[self.cache].owe(self.key, value, seconds)
             raise
-        raise LockLost(f"{self} is no longer held: nothing to hand over.")
+        raise LockLost(f"{self} is not held by this process: nothing to hand over.")
 
     def receive(self, token: str) -> None:
         """Take the entry that was handed over with this token."""
         entry, holder = self.read_holder()
         how = None
         # A redelivered message finds the bytes of its own first run, which received the lock.
-        if entry is not None and holder.token != token and holder.is_run_of(self.holder.task_id):
+        if holder.token != token and holder.is_run_of(self.holder.task_id):
             how = liveness.proof_of_death(holder)
         # Also without an entry, because no_locks() stores none.
         may = entry is None or holder.token == token or how is not None
@@ -476,11 +473,12 @@ class Lease(Address):
                 self.fence = get_store(self.cache).fence(self.key, self.value)
                 if self.fence is None and not self.is_inherited():
                     self.extend(self.length)  # find out what happened to the entry, and report it
-            if self.fence is not None and not self.lost and not self.retaken:
+            if self.retaken and not self.lost:
+                what = "was lost by the cache meanwhile, and another run may have held it"
+            elif self.fence is None or self.lost:
+                what = "is no longer held by this run"
+            else:
                 return self.fence
-        what = "is no longer held by this run"
-        if self.retaken and not self.lost:
-            what = "was lost by the cache meanwhile, and another run may have held it"
         raise LockLost(f"{self} {what}: there is no fencing token.")
 
     def is_there(self) -> bool:
@@ -501,28 +499,25 @@ class Lease(Address):
             if self.holder.pid:  # otherwise the call is not running
                 logger.warning(text, self)
             return
-        self.reason, blocker = self._why_lost(ended)
+        blocker = None
+        self.reason = f"its lease of {self.length:g} s ended before it could be renewed"
+        if not ended:
+            self.reason = "gone from the cache (evicted, flushed or restarted empty)"
+        elif not self.renews:
+            self.reason = f"its fixed lease of {self.length:g} s ended first"
+        try:
+            entry = self.read()
+            if entry is not None and entry.value != self.value:
+                blocker = Holder.decode(entry.value)
+                self.reason = f"taken by {blocker}"
+            elif get_store(self.cache).read(marker_key(self.key, self.value)) is not None:
+                self.reason = "cleared"
+        except LockUnavailable:
+            # The loss itself must be reported, even if the store is down again.
+            logger.warning("%s is lost, but the reason cannot be read.", self)
         if ended and not self.renews:
             # The user chose a fixed length.
             logger.info("%s expired before its run ended: %s.", self, self.reason)
             return
         logger.error("%s was lost while its run continued: %s.", self, self.reason)
         self.tell("lost", self.holder, reason=self.reason, blocker=blocker)
-
-    def _why_lost(self, ended: bool) -> tuple[str, Holder | None]:
-        """Return the reason for a loss, and the new holder if it can be read."""
-        try:
-            entry = self.read()
-            if entry is not None and entry.value != self.value:
-                blocker = Holder.decode(entry.value)
-                return f"taken by {blocker}", blocker
-            if get_store(self.cache).read(marker_key(self.key, self.value)) is not None:
-                return "cleared", None
-        except LockUnavailable:
-            # The loss itself must be reported, even if the store is down again.
-            logger.warning("%s is lost, but the reason cannot be read.", self)
-        if not ended:
-            return "gone from the cache (evicted, flushed or restarted empty)", None
-        if not self.renews:
-            return f"its fixed lease of {self.length:g} s ended first", None
-        return f"its lease of {self.length:g} s ended before it could be renewed", None

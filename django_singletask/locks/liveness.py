@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 
 from django_singletask import clock
 from django_singletask.holder import Process, read_stat, this_process
 
 ALIVE_FOR = 0.01
-"""Seconds for which a process that was seen alive is only checked for its number."""
-_alive: tuple[int, str, float] = 0, "", 0.0
-"""The last process that was seen alive, and until when it counts as alive."""
+"""Seconds for which a process whose record was read is only checked for its number."""
 
 
 def proof_of_death(holder: Process) -> str | None:
@@ -36,7 +35,6 @@ def _is_here(holder: Process) -> bool:
 
 def is_gone(pid: int, start: str) -> str | None:
     """Return the proof that a process of this machine is gone, as text; None if there is none."""
-    global _alive
     if os.name == "nt":
         return None  # kill(pid, 0) would end the process there
     try:
@@ -49,8 +47,11 @@ def is_gone(pid: int, start: str) -> str | None:
         pass  # a process of another user: it is alive
     # Many runs may meet one holder at once. If a new process got its number meanwhile, the proof is
     # found after ALIVE_FOR.
-    if _alive[:2] == (pid, start) and clock.now() < _alive[2]:
-        return None
+    return _read_proof(pid, start, clock.now() // ALIVE_FOR)
+
+
+@lru_cache(maxsize=1)
+def _read_proof(pid: int, start: str, _now: float) -> str | None:
     # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
     fields = read_stat(pid)
     # If its main thread has ended before the others, the process lives on.
@@ -58,7 +59,6 @@ def is_gone(pid: int, start: str) -> str | None:
         return f"process {pid} has ended"
     if fields and start and fields[19] != start:
         return f"process id {pid} now belongs to another process"
-    _alive = pid, start, clock.now() + ALIVE_FOR
     return None
 
 

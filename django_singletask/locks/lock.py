@@ -298,12 +298,12 @@ class TaskLock:
         """Return a new lease of the lock, with a new token."""
         length = conf.lock_timeout if self.timeout is None else self.timeout
         holder = run.holder(self.name, length, slots=self.slots)
-        delivery, slots = self.run or NO_RUN, None
-        if self.slots > 1 or delivery.redelivered:
-            slots = delivery.slots(self.lock_key, holder)
+        slots = None
+        if self.slots > 1 or run.redelivered:
+            slots = (self.run or NO_RUN).slots(self.lock_key, holder)
         # Set before the take, so that the lock can release it after any error or signal.
         lease = self.lease = Lease(self.cache or conf.cache, self.lock_key, holder, slots)
-        lease.quiet, lease.at_least = delivery.quiet, self.at_least
+        lease.quiet, lease.at_least = run.quiet, self.at_least
         lease.renews, lease.origin = self.renew, origin
         return lease
 

@@ -16,7 +16,7 @@ from django.utils.functional import Promise
 encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 _PLAIN = frozenset({str, float, bool, type(None)})
-_TEXT = (uuid.UUID, Decimal, Promise)
+_TEXT = (uuid.UUID, Decimal, Promise, datetime.timedelta)
 _DATES = (datetime.date, datetime.time)
 TOO_DEEP = (
     "refers to itself or is nested too deeply to compare calls. Leave it out with lock_on=[…]."
@@ -69,8 +69,6 @@ def canonical(value: Any) -> Any:
         return canonical(str(value))
     if isinstance(value, _DATES):
         return value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return f"{value.days}d{value.seconds}s{value.microseconds}us"
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, str):

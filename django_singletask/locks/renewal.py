@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from django.db import connections
@@ -82,7 +83,11 @@ class Renewer(Background):
         #
         #   keep():    shortest is 60: no wake                              adds
         #   thread:                              shortest = inf   no lease        sleeps
-        self.leases[lease.token, lease.key] = weakref.ref(lease)
+        #
+        # The end of a lease that was not dropped calls pop(name, reference). No function in Python
+        # may be called there, because Python ignores the error of a signal that strikes in it.
+        name = lease.token, lease.key
+        self.leases[name] = weakref.ref(lease, partial(self.leases.pop, name))
         if lease.length < self.shortest:
             self.shortest = lease.length
             self.wake()
@@ -217,21 +222,14 @@ class Renewer(Background):
             self.changes = changes
 
     def store(self) -> Store:
-        store, seconds = get_store(self.cache), min(self.shortest / 6, LONGEST)
-        if store.limited < seconds / 2:  # a lease that was very short has ended
-            close_stores()
-            store = get_store(self.cache)
-        store.limit(seconds)
+        store = get_store(self.cache)
+        store.limit(min(self.shortest / 6, LONGEST))
         return store
 
     def held(self) -> list[Any]:
-        """Return the leases that are kept, the oldest first; forget those that are gone."""
+        """Return the leases that are kept, the oldest first."""
         # list() is atomic, even if another thread takes a lock meanwhile.
         leases = [reference() for reference in list(self.leases.values())]
-        if None in leases:
-            for name, reference in list(self.leases.items()):
-                if reference() is None and self.leases.get(name) is reference:
-                    self.leases.pop(name, None)
         return [lease for lease in leases if lease is not None]
 
     def renew(self, store: Store, leases: list[Any]) -> None:

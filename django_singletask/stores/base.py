@@ -228,8 +228,11 @@ class Store(ABC):
         )
 
     def limit(self, seconds: float) -> None:
-        """Limit the time of each request, for a background thread; it is never raised again."""
-        if seconds < self.limited:
+        """Limit the time of each request, for a background thread.
+
+        Each change connects again, so a limit that is a little too short stays.
+        """
+        if seconds < self.limited or self.limited < seconds / 2:
             self.limited = seconds
             self.set_timeouts(seconds)
 

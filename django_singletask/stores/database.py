@@ -110,8 +110,10 @@ class DatabaseStore(Store):
         options = self.connection.settings_dict["OPTIONS"]
         options.update({name: math.ceil(seconds * unit) for name, unit in units})
         if self.vendor == "postgresql":
-            self._options_before = before = options.get("options", "")
-            options["options"] = f"{before} -c statement_timeout={math.ceil(seconds * 1000)}"
+            if self._options_before is None:
+                self._options_before = options.get("options", "")
+            limit = f"-c statement_timeout={math.ceil(seconds * 1000)}"
+            options["options"] = f"{self._options_before} {limit}"
 
     def insert(self, key: str, value: bytes, lease: float) -> Any:
         cache_key, text = self.make_key(key), value.decode()
