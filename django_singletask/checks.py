@@ -17,7 +17,7 @@ from django.db import connections, router
 from django_singletask.conf import DOCS, HISTORY_MODES, TASK_URL, conf, is_test
 from django_singletask.stores import find_store, open_cache, refusal
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
-from django_singletask.task.options import SECONDS, LockOptions
+from django_singletask.task.options import SECONDS, LockOptions, parameters_of
 
 Messages = list[checks.CheckMessage]
 
@@ -160,7 +160,7 @@ def check_tasks(**kwargs: Any) -> Messages:
 
 
 def _task(task: SingletonTask) -> Messages:
-    problems = list(LockOptions.of(task).problems(f"of {task.name}", task.parameters))
+    problems = list(LockOptions.of(task).problems(f"of {task.name}", parameters_of(task)))
     found = []
     for names, error in problems:
         number = "E011" if len(names) > 1 else OF_OPTION.get(names[0], "E012")

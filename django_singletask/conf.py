@@ -118,3 +118,11 @@ def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool
         f"{option} must be a number of seconds, {least} and at most {MAX_LEASE} (30 days){end}, "
         f"not {value!r}."
     )
+
+
+def check_choice(option: str, value: Any, choices: tuple[Any, ...], where: str = "") -> None:
+    """Raise ``TypeError`` or ``ValueError`` if the value of an option is not one of a few."""
+    fits = isinstance(value, tuple(map(type, choices)))  # 1 == True, but 1 is not valid
+    if not fits or value not in choices:
+        error, names = ValueError if fits else TypeError, ", ".join(map(str, choices))
+        raise error(f"{option}={value!r}{where} is not one of {names}.")

@@ -97,7 +97,7 @@ def own_names(cls: type) -> set[str]:
     names = set()
     for each in cls.__mro__:
         if each.__module__.startswith(PACKAGE):
-            names |= vars(each).keys() | each.__dict__.get("__annotations__", {}).keys()
+            names |= vars(each).keys() | inspect.get_annotations(each).keys()
     examples = {"TaskLock": ["surface"], "LockConflict": ["surface"], "DuplicateTask": ["a", "b"]}
     if cls.__name__ in examples:
         names |= vars(cls(*examples[cls.__name__])).keys()
@@ -119,8 +119,8 @@ def command() -> Iterator[str]:
     yield f"actions: {', '.join(locks.ACTIONS)}"
     made = locks.Command()
     made.create_parser("manage.py", "locks")
-    for option, (actions, default) in made.options.items():
-        yield f"--{option.replace('_', '-')} of {actions}, default {default!r}"
+    for actions, option in made.options:
+        yield f"{option.option_strings[0]} of {actions}, default {option.default!r}"
 
 
 def codes() -> Iterator[str]:

@@ -63,7 +63,7 @@ def test_the_task_fails_with_one_error_that_names_the_header(
 
 @pytest.mark.parametrize("ticket", [[], ["x", "1"], [1, 2], ["x", 1, 2], [["x"], 1], [None]])
 def test_a_strange_ticket_replaces_no_call(ticket: Any, ran: list[str]) -> None:
-    assert take_ticket(TaskLock(LockKey(*KEY.values())).address, tasks.requeue.name)
+    assert take_ticket(TaskLock(LockKey(*KEY.values()))._address, tasks.requeue.name)
     deliver(tasks.requeue, "a", headers=headers_of(tasks.requeue, ticket=ticket))
     assert ran == ["a"]
 

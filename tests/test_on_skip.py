@@ -242,7 +242,7 @@ class TestMessages:
             raise tasks.unique.retry(countdown=9000)
 
         on_skip(tasks.unique, again)
-        key = tasks.unique.lock("a").lock_key.beside(QUEUED, tasks.unique.name).key
+        key = tasks.unique.lock("a")._lock_key.beside(QUEUED, tasks.unique.name).key
         store, value = get_store("redis"), queued[0]["headers"]["singletask"]["queued"].encode()
         assert store.replace(key, value, value, 300)  # some time has passed
         with pytest.raises(Retry):

@@ -1,4 +1,4 @@
-"""What is public is in tests/surface.txt: a change of it is a line in that file, and in CHANGELOG.rst.
+"""What is public is in tests/surface.txt: its changes are lines there, and in CHANGELOG.rst.
 
 ``SURFACE=write python runtests.py tests/test_surface.py`` writes the file.
 """

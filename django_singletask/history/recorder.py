@@ -50,9 +50,10 @@ setting_changed.connect(connect)
 
 def receive(*, event: LockEvent, **kwargs: Any) -> None:
     """Record an event; a failure is logged and does not affect the task."""
-    if event.quiet and event.kind not in TROUBLE and not event.retaken:
+    mode = conf.history
+    if mode == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
         return
-    if conf.history == "background" and has_threads():
+    if mode == "background" and has_threads():
         writer.events.append(event)
         if len(writer.events) > BOUND:
             writer.events.popleft()
