@@ -22,7 +22,9 @@ LARGEST = 2**14
 """The maximum number of bytes in a record."""
 COLUMN = 2**31 - 1
 """The largest number that a database column holds."""
-LIMITS = {"since": 2**32, "timeout": 30 * 24 * 60 * 60}
+VERSION = 1
+"""Grows if a field gets another meaning; the holder of a newer record is unknown."""
+LIMITS = {"since": 2**32, "timeout": 30 * 24 * 60 * 60, "version": VERSION}
 """The largest other numbers: the year 2106, and a month."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -63,6 +65,7 @@ class Holder(Process):
     kept: bool = False
     slots: int = 1
     """How many runs may hold the lock at once, according to this holder."""
+    version: int = VERSION
 
     def encode(self) -> bytes:
         return _encode(vars(self)).encode("ascii")

@@ -10,7 +10,7 @@ import pytest
 
 from django_singletask import TaskLock
 from django_singletask.locks.keys import LockKey
-from django_singletask.task.header import HEADER
+from django_singletask.task.header import HEADER, VERSION, Header
 from django_singletask.task.latest import take_ticket
 from django_singletask.worker import startup
 from django_singletask.worker.watcher import Watcher
@@ -47,6 +47,17 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     keys: list[str] = []
     monkeypatch.setattr(tasks.requeue.__class__, "run", lambda task, key: keys.append(key))
     return keys
+
+
+def test_of_a_newer_header_the_lock_is_read_and_nothing_else() -> None:
+    newer = headers_of(tasks.requeue, version=VERSION + 1, hops={"of": "another kind"})
+    header = Header.of(newer, "mine", tasks.requeue.name)
+    assert header == Header("mine", tasks.requeue.name, **KEY)
+
+
+def test_a_header_says_its_version() -> None:
+    wire = Header("mine", tasks.requeue.name).into(None)[HEADER]
+    assert wire["version"] == VERSION
 
 
 @each_wrong_header
