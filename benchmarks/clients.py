@@ -167,7 +167,7 @@ def _measure_once(server: redis.Redis) -> tuple[dict[str, Cost], float]:
     actions = {"take": _cost(server, [lock.acquire for lock in locks])}
     per_lock = (read(server).facts["used_memory"] - empty.facts["used_memory"]) / CALLS
     actions["conflict"] = _cost(server, [TaskLock(lock.name).acquire for lock in locks])
-    requests = [[(lock.lease.key, lock.lease.value, LEASE)] for lock in locks if lock.lease]
+    requests = [[(lock._lease.key, lock._lease.value, LEASE)] for lock in locks if lock._lease]
     actions["renewal"] = _cost(server, [lambda r=r: store.renew_many(r) for r in requests])
     actions["release"] = _cost(server, [lock.release for lock in locks])
     actions["look"] = _cost(server, [store.look] * CALLS)

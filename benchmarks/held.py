@@ -53,7 +53,7 @@ def held(rounds: int, levels: list[int]) -> Table:
     looks = requests_of_a_holder(client)
     # Do not free them one by one: nobody renews them any more, and the server forgets them.
     for lock in locks:
-        renewal.renewers["default"].drop(lock.lease)
+        renewal.renewers["default"].drop(lock._lease)
     client.flushdb()
     flat = ratios[-1] / ratios[0]
     checks = [
@@ -132,12 +132,12 @@ def tick(locks: list[TaskLock]) -> float:
     times = []
     for _ in range(3):
         for lock in locks:
-            lock.lease.renewed_at -= LEASE / 2
+            lock._lease.renewed_at -= LEASE / 2
         renewal.renewers["default"].read_at = 0.0
         began = time.perf_counter()
         renewal.renewers["default"].tick()
         times.append(time.perf_counter() - began)
-        late = [lock for lock in locks if lock.lost or lock.lease.due_at < clock.now()]
+        late = [lock for lock in locks if lock.lost or lock._lease.due_at < clock.now()]
         if late:
             raise RuntimeError(f"{len(late)} locks were not renewed.")
     return median(times)

@@ -9,12 +9,14 @@ from django_singletask.exceptions import (
     LockLost,
     LockUnavailable,
 )
+from django_singletask.holder import Holder
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.only_one import only_one
 from django_singletask.task.base import SingletonTask
 
 __all__ = [
     "DuplicateTask",
+    "Holder",
     "LockConflict",
     "LockError",
     "LockLost",

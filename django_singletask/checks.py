@@ -17,7 +17,7 @@ from django.db import connections, router
 from django_singletask.conf import DOCS, HISTORY_MODES, TASK_URL, conf, is_test
 from django_singletask.stores import find_store, open_cache, refusal
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
-from django_singletask.task.options import SECONDS, LockOptions
+from django_singletask.task.options import SECONDS, LockOptions, parameters_of
 
 Messages = list[checks.CheckMessage]
 
@@ -36,11 +36,13 @@ OF_OPTION = {
 
 def register() -> None:
     """Add the checks to those of ``manage.py check``; none of them opens a connection."""
-    checks.register(run, checks.Tags.caches)
+    checks.register(check_cache, checks.Tags.caches)
     checks.register(check_deployment, checks.Tags.caches, deploy=True)
+    checks.register(check_settings, "singletask")
+    checks.register(check_tasks, "singletask")
 
 
-def run(**kwargs: Any) -> Messages:
+def run() -> Messages:
     """Return the messages that matter when a worker starts."""
     return [*check_cache(), *check_settings(), *check_tasks()]
 
@@ -52,7 +54,7 @@ def _message(number: str, text: str, hint: str, obj: str | None = None, kind: An
     return message(text, hint=hint, obj=obj, id=f"django_singletask.{number}")
 
 
-def check_cache() -> Messages:
+def check_cache(**kwargs: Any) -> Messages:
     """Check that ``SINGLETASK_CACHE`` can hold locks."""
     alias, named = conf.cache, f"SINGLETASK_CACHE = {conf.cache!r}"
     try:
@@ -122,7 +124,7 @@ def _shared(number: str, families: set[str], loss: str, hint: str) -> Messages:
     return [_message(number, text, hint)] if users else []
 
 
-def check_settings() -> Messages:
+def check_settings(**kwargs: Any) -> Messages:
     """Check the other ``SINGLETASK_…`` settings."""
     found, days, url = [], conf.history_days, conf.task_url
     try:
@@ -150,7 +152,7 @@ def check_settings() -> Messages:
     return found
 
 
-def check_tasks() -> Messages:
+def check_tasks(**kwargs: Any) -> Messages:
     """Check the lock options of every registered :class:`SingletonTask`."""
     import_tasks()
     tasks = list(singleton_tasks().values())
@@ -158,7 +160,7 @@ def check_tasks() -> Messages:
 
 
 def _task(task: SingletonTask) -> Messages:
-    problems = list(LockOptions.of(task).problems(f"of {task.name}", task.parameters))
+    problems = list(LockOptions.of(task).problems(f"of {task.name}", parameters_of(task)))
     found = []
     for names, error in problems:
         number = "E011" if len(names) > 1 else OF_OPTION.get(names[0], "E012")

@@ -73,10 +73,13 @@ setting_changed.connect(conf.forget)
 
 
 def is_test() -> bool:
-    """Return whether this process runs the tests of a project."""
-    # Django's test runner and pytest-django both call setup_test_environment(), which leaves this.
-    utils = sys.modules.get("django.test.utils")
-    return utils is not None and hasattr(utils._TestState, "saved_data")  # noqa: SLF001
+    """Return whether this process runs the tests of a project.
+
+    Django's test runner and pytest-django both call ``setup_test_environment()``, which adds this
+    host and this outbox.
+    """
+    mail = sys.modules.get("django.core.mail")
+    return hasattr(mail, "outbox") and "testserver" in settings.ALLOWED_HOSTS
 
 
 _checked_installed = False
@@ -115,3 +118,11 @@ def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool
         f"{option} must be a number of seconds, {least} and at most {MAX_LEASE} (30 days){end}, "
         f"not {value!r}."
     )
+
+
+def check_choice(option: str, value: Any, choices: tuple[Any, ...], where: str = "") -> None:
+    """Raise ``TypeError`` or ``ValueError`` if the value of an option is not one of a few."""
+    fits = isinstance(value, tuple(map(type, choices)))  # 1 == True, but 1 is not valid
+    if not fits or value not in choices:
+        error, names = ValueError if fits else TypeError, ", ".join(map(str, choices))
+        raise error(f"{option}={value!r}{where} is not one of {names}.")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery.exceptions import Ignore
-
 from django_singletask.holder import Holder
 
 
@@ -41,10 +39,6 @@ class LockConflict(LockError):
         self.remaining = remaining
         self.note = note
         self.lock = lock
-
-    @classmethod
-    def of(cls, lock: Any) -> LockConflict:
-        return cls(lock.name, lock.blocker, lock.lease.blocker_remaining, lock.note, lock)
 
     def __str__(self) -> str:
         text = f"{self.name} is held"
@@ -87,11 +81,3 @@ class DuplicateTask(LockError):
 
     def __str__(self) -> str:
         return f"{self.name}: an identical call was sent earlier, as task {self.task_id}"
-
-
-class Postponed(Ignore):
-    """End this delivery of a message: the message was published again, with a delay."""
-
-
-class Dropped(Ignore):
-    """End this delivery of a message: another delivery did the work, or is still doing it."""

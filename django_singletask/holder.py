@@ -22,7 +22,9 @@ LARGEST = 2**14
 """The maximum number of bytes in a record."""
 COLUMN = 2**31 - 1
 """The largest number that a database column holds."""
-LIMITS = {"since": 2**32, "timeout": 30 * 24 * 60 * 60}
+VERSION = 1
+"""Grows if a field gets another meaning; the holder of a newer record is unknown."""
+LIMITS = {"since": 2**32, "timeout": 30 * 24 * 60 * 60, "version": VERSION}
 """The largest other numbers: the year 2106, and a month."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -63,6 +65,7 @@ class Holder(Process):
     kept: bool = False
     slots: int = 1
     """How many runs may hold the lock at once, according to this holder."""
+    version: int = VERSION
 
     def encode(self) -> bytes:
         return _encode(vars(self)).encode("ascii")
@@ -96,20 +99,9 @@ class Holder(Process):
             fields[name] = value
         return cls(**fields) if IS_TOKEN.fullmatch(data.get("token", "")) else UNKNOWN
 
-    def without_process(self, timeout: float, **changes: Any) -> Holder:
-        """Return the record of an entry without a process, which ends after ``timeout``."""
-        return dataclasses.replace(self, pid=0, start="", timeout=timeout, **changes)
-
     def is_run_of(self, task_id: str | None) -> bool:
         """Return whether the task with this id is the holder, also if the record cleaned the id."""
         return task_id is not None and self.task_id == clean(task_id, LONGEST)
-
-    def mark(self) -> bytes:
-        """Return the bytes that identify this task id in a record; empty without a task id.
-
-        Quotes in other fields are escaped, so no other field can contain these bytes.
-        """
-        return b"" if self.task_id is None else f'"task_id":{_encode(self.task_id)}'.encode("ascii")
 
     def __str__(self) -> str:
         return describe_run(self.task_id, self.host, self.pid)
@@ -119,6 +111,19 @@ UNKNOWN = Holder("", "", "", "", 0, "", "", "", None, None, 0, 0.0, 0.0)
 """The holder of an entry that this package did not write."""
 TYPES = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Holder).items()}
 """The types that each field can have; True is no number here."""
+
+
+def without_process(holder: Holder, timeout: float, **changes: Any) -> Holder:
+    """Return the record of an entry without a process, which ends after ``timeout``."""
+    return dataclasses.replace(holder, pid=0, start="", timeout=timeout, **changes)
+
+
+def mark_of(task_id: str | None) -> bytes:
+    """Return the bytes that identify this task id in a record; empty without a task id.
+
+    Quotes in other fields are escaped, so no other field can contain these bytes.
+    """
+    return b"" if task_id is None else f'"task_id":{_encode(task_id)}'.encode("ascii")
 
 
 def describe_run(task_id: str | None, host: str, pid: int) -> str:

@@ -16,6 +16,7 @@ from django_singletask.exceptions import LockConflict
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal
 from django_singletask.locks.address import Run
+from django_singletask.locks.keys import LockKey
 from django_singletask.locks.lock import TaskLock
 from django_singletask.stores import open_with
 from django_singletask.stores.base import Entry, Outcome, Store
@@ -147,7 +148,7 @@ class hold(_StandIn):
         # Without a process, so it never counts as dead.
         holder = run.holder(lock.name, DAY, host=ELSEWHERE, pid=0, start="")
         self._store, self._value = self.open_store(lock.cache or conf.cache), holder.encode()
-        self._keys = lock.lock_key.slots(lock.slots)
+        self._keys = LockKey(lock.name, lock.key).slots(lock.slots)
         for key in self._keys:
             entry = self._store.add(key, self._value, DAY)
             if entry is not None:

@@ -50,7 +50,7 @@ def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
                 began = time.monotonic()
                 time.sleep(seconds)
                 ended.set()
-                return "holder", lock.lease.retaken, lock.lost, began, time.monotonic()
+                return "holder", lock._lease.retaken, lock.lost, began, time.monotonic()
         barrier.wait(GIVE_UP)
         runs = []
         with TaskLock("nightly", cache=alias, on_conflict="skip") as lock:

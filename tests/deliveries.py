@@ -69,7 +69,7 @@ class held_by:
 
 def noted(key: str, task: Any = tasks.rerun) -> int:
     """Return the highest number that a message of "rerun" has noted."""
-    beside = task.lock(key).lock_key.beside(LATEST, task.name).key
+    beside = task.lock(key)._lock_key.beside(LATEST, task.name).key
     entry = get_store(conf.cache).read(beside)
     return 0 if entry is None else State.decode(entry.value).noted
 

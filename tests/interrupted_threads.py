@@ -63,7 +63,7 @@ def fault_of(alias: str, name: str) -> str:
     if thread.is_alive():
         return "another thread gets no lock"
     try:
-        wait_for(lambda: lock.lease.renewed_at > lock.lease.taken_at, "it is renewed", LEASE)
+        wait_for(lambda: lock._lease.renewed_at > lock._lease.taken_at, "it is renewed", LEASE)
     except AssertionError:
         return "no lock is renewed"
     lock.release()

@@ -105,9 +105,9 @@ class Interposed:
     """Stand between a client's connection to Redis and its socket, with other methods than that."""
 
     def __init__(self, connection: Any, **methods: Any) -> None:
-        self.sock = connection._sock  # noqa: SLF001
+        self.sock = connection._sock
         vars(self).update(methods)
-        connection._sock = self  # noqa: SLF001
+        connection._sock = self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sock, name)

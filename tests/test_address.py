@@ -42,24 +42,24 @@ def taken_over(monkeypatch):
 class TestBury:
     def test_the_lock_of_that_token_is_freed(self, take):
         lock = take()
-        assert lock.address.free_killed(lock.token, "its process was killed")
+        assert lock._address.free_killed(lock.token, "its process was killed")
         assert not lock.locked()
         row = TaskLockEvent.objects.get(outcome="dead")
         assert (row.token, row.reason) == (lock.token, "its process was killed")
 
     def test_the_lock_of_another_token_stays(self, take):
         lock = take()
-        assert not lock.address.free_killed("another", "its process was killed")
+        assert not lock._address.free_killed("another", "its process was killed")
         assert lock.owned()
 
     def test_a_free_lock_stays_free(self):
-        assert not TaskLock("nightly").address.free_killed("a token", "its process was killed")
+        assert not TaskLock("nightly")._address.free_killed("a token", "its process was killed")
         assert not TaskLockEvent.objects.exists()
 
     def test_a_lock_that_somebody_takes_meanwhile_stays(self, take, taken_over):
         lock = take()
         locks = taken_over(lock)
-        assert not lock.address.free_killed(lock.token, "its process was killed")
+        assert not lock._address.free_killed(lock.token, "its process was killed")
         assert locks[0].owned()
         assert not TaskLockEvent.objects.filter(outcome="dead").exists()
 

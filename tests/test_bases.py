@@ -267,7 +267,7 @@ def test_the_second_try_of_a_base_around_the_lock_is_the_same_message(
     @app.task(bind=True, base=base, shared=False)
     def body(self: Any) -> str:
         lock = current_lock()
-        log.append((self.request.id, lock and lock.run and lock.run.task_id))
+        log.append((self.request.id, lock and lock._run and lock._run.task_id))
         if len(log) == 1:
             raise OSError
         return "ran"

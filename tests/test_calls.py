@@ -30,7 +30,7 @@ CYCLE, CONFLICT = 40, 31
 
 A layer around each request, or around each attempt, is one too many.
 """
-DELIVERY, SEND, UNIQUE_SEND = 62, 21, 43
+DELIVERY, SEND, UNIQUE_SEND = 63, 21, 43
 ANY_CYCLE, ANY_CONFLICT = 46, 44
 """The same with the functions of Python, Django, Celery and redis-py, in :data:`VERSIONS`."""
 VERSIONS = (3, 13), (6, 1), (8, 1)

@@ -687,10 +687,16 @@ def test_no_check_opens_a_connection(settings, monkeypatch):
         checks.check_deployment()
 
 
-def test_the_checks_are_among_those_of_the_caches(settings):
+def test_those_of_the_cache_are_among_the_checks_of_caches(settings):
     settings.SINGLETASK_CACHE = "nowhere"
-    messages = django_checks.run_checks(tags=[django_checks.Tags.caches])
-    assert "django_singletask.E001" in {message.id for message in messages}
+    settings.SINGLETASK_HISTORY = "sometimes"
+    found = {
+        tag: {message.id for message in django_checks.run_checks(tags=[tag])}
+        for tag in (django_checks.Tags.caches, "singletask")
+    }
+    assert found[django_checks.Tags.caches] == {"django_singletask.E001"}
+    assert "django_singletask.E013" in found["singletask"]
+    assert "django_singletask.E001" not in found["singletask"]
 
 
 def test_the_deployment_is_checked_on_request_only(use):

@@ -15,14 +15,14 @@ from django.db import connections
 from kombu import Queue
 
 from django_singletask import LockConflict, LockUnavailable, SingletonTask
-from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.locks import lock as locking
 from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import LATEST, QUEUED, LockKey
+from django_singletask.locks.lease import Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task import delivery, latest, unique
-from django_singletask.task.delivery import hop
+from django_singletask.task.delivery import Dropped, hop
 from django_singletask.task.header import HEADER, READS, WAITS
 from tests.deliveries import collect_sent, held_by, receive
 from tests.testapp import tasks
@@ -328,7 +328,7 @@ class TestMarkedByTheBroker:
 
     def test_the_entry_of_a_queued_call_stays(self, succeeded):
         """The first run gave its own back. A later call may have one by now."""
-        key = tasks.unique.lock("a").lock_key.beside(QUEUED, tasks.unique.name).key
+        key = tasks.unique.lock("a")._lock_key.beside(QUEUED, tasks.unique.name).key
         entry = Run(tasks.unique.name, "mine").holder("a", 60).encode()
         assert get_store("redis").add(key, entry, 60) is None
         with pytest.raises(Dropped):
@@ -504,7 +504,7 @@ class TestRequeue:
 
 def state(task=tasks.rerun):
     """Return the highest number taken and noted."""
-    entry = get_store("redis").read(task.lock("a").lock_key.beside(LATEST, task.name).key)
+    entry = get_store("redis").read(task.lock("a")._lock_key.beside(LATEST, task.name).key)
     return None if entry is None else latest.State.decode(entry.value)[1:]
 
 
@@ -708,7 +708,7 @@ class TestRerun:
         assert ran == ["D"]
 
     def test_an_entry_that_something_else_wrote_is_replaced(self, sent, ran):
-        key = tasks.rerun.lock("a").lock_key.beside(LATEST, tasks.rerun.name).key
+        key = tasks.rerun.lock("a")._lock_key.beside(LATEST, tasks.rerun.name).key
         get_store("redis").add(key, b"\xff nonsense", 60)
         deliver_again(*self.conflict(sent, "B"))
         assert ran == ["B"]

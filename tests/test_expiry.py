@@ -12,10 +12,11 @@ from celery.exceptions import Reject
 from django.db.models import F
 
 from django_singletask import TaskLock
-from django_singletask.exceptions import LockUnavailable, Postponed
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import QUEUED
+from django_singletask.locks.lease import Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.starving import starvation
 from django_singletask.stores import get_store
@@ -57,7 +58,7 @@ def deliver(message, **request):
 
 
 def entry():
-    return TaskLock(task.lock("a").lock_key.beside(QUEUED, task.name))
+    return TaskLock(task.lock("a")._lock_key.beside(QUEUED, task.name))
 
 
 def age(seconds):

@@ -122,10 +122,10 @@ def test_no_number_is_drawn_before_it_is_known_that_the_lock_was_retaken(
         renew_many = staticmethod(renew)
 
     with TaskLock("nightly") as lock:
-        assert lock.lease is not None
+        assert lock._lease is not None
         empty_cache("redis")
         renew = renewal.renewers["redis"].renew
-        slow = threading.Thread(target=renew, args=(SlowStore, [lock.lease]))
+        slow = threading.Thread(target=renew, args=(SlowStore, [lock._lease]))
         slow.start()
         assert retaken.wait(20)
         body = threading.Thread(target=draw)

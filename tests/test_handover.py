@@ -133,8 +133,8 @@ class TestReceiving:
         first_lease = handed_over("not received", for_=0.5)
         with TaskLock.receive(handle, timeout=0.3) as lock:
             wait_for(lambda: not TaskLock("not received").locked(), "the first lease is over")
-            renewed_at = lock.lease.renewed_at
-            wait_for(lambda: lock.lease.renewed_at > renewed_at, "it is renewed")
+            renewed_at = lock._lease.renewed_at
+            wait_for(lambda: lock._lease.renewed_at > renewed_at, "it is renewed")
             assert lock.owned()
         with pytest.raises(LockLost):
             TaskLock.receive(first_lease)

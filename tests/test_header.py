@@ -10,7 +10,7 @@ import pytest
 
 from django_singletask import TaskLock
 from django_singletask.locks.keys import LockKey
-from django_singletask.task.header import HEADER
+from django_singletask.task.header import HEADER, VERSION, Header
 from django_singletask.task.latest import take_ticket
 from django_singletask.worker import startup
 from django_singletask.worker.watcher import Watcher
@@ -49,6 +49,17 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
+def test_of_a_newer_header_the_lock_is_read_and_nothing_else() -> None:
+    newer = headers_of(tasks.requeue, version=VERSION + 1, hops={"of": "another kind"})
+    header = Header.of(newer, "mine", tasks.requeue.name)
+    assert header == Header("mine", tasks.requeue.name, **KEY)
+
+
+def test_a_header_says_its_version() -> None:
+    wire = Header("mine", tasks.requeue.name).into(None)[HEADER]
+    assert wire["version"] == VERSION
+
+
 @each_wrong_header
 def test_the_task_fails_with_one_error_that_names_the_header(
     wrong: dict[str, Any], ran: list[str]
@@ -63,7 +74,7 @@ def test_the_task_fails_with_one_error_that_names_the_header(
 
 @pytest.mark.parametrize("ticket", [[], ["x", "1"], [1, 2], ["x", 1, 2], [["x"], 1], [None]])
 def test_a_strange_ticket_replaces_no_call(ticket: Any, ran: list[str]) -> None:
-    assert take_ticket(TaskLock(LockKey(*KEY.values())).address, tasks.requeue.name)
+    assert take_ticket(TaskLock(LockKey(*KEY.values()))._address, tasks.requeue.name)
     deliver(tasks.requeue, "a", headers=headers_of(tasks.requeue, ticket=ticket))
     assert ran == ["a"]
 

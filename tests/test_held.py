@@ -17,6 +17,7 @@ from django_singletask.conf import conf
 from django_singletask.holder import Holder, this_process
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import QUEUED, name_key
+from django_singletask.locks.lock import lock_of
 from django_singletask.management.output import lock_table
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held as registry
@@ -327,7 +328,7 @@ def test_memcached_without_the_table_of_the_history_says_so(memcached, take):
 
 
 def test_quiet_lock_on_memcached_is_found_by_its_key(memcached, take):
-    lock = TaskLock("quiet", run=Run(quiet=True))
+    lock = lock_of(TaskLock, "quiet", Run(quiet=True))
     lock.acquire()
     assert names() == []
     assert names([lock.key]) == ["quiet"]

@@ -95,6 +95,12 @@ def test_a_record_of_this_package_is_read_as_it_was_written():
     assert Holder.decode(holder.encode()) == holder
 
 
+def test_of_a_record_in_which_fields_mean_something_else_nothing_is_read():
+    holder = Run("feeds.tasks.a", "3f0c").holder(NAME, 60)
+    assert Holder.from_dict(vars(holder)) == holder
+    assert Holder.from_dict({**vars(holder), "version": holder.version + 1}) == UNKNOWN
+
+
 def test_records_of_other_versions_are_read():
     older = {"token": "t", "name": NAME, "since": 7}
     holder = Holder.decode(json.dumps({**older, "of a newer version": [1]}).encode())

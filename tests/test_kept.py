@@ -15,13 +15,13 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from django.db.models import F
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock, only_one
-from django_singletask.exceptions import Dropped, Postponed
 from django_singletask.history.sweep import sweep
 from django_singletask.holder import Holder
-from django_singletask.locks.lease import Lease
+from django_singletask.locks.lease import Lease, Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.starving import starvation
 from django_singletask.stores import get_store
+from django_singletask.task.delivery import Dropped
 from django_singletask.task.header import HEADER, READS
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import locks
@@ -126,8 +126,7 @@ def test_a_signal_before_the_release_begins_keeps_it_all_the_same(monkeypatch):
         raise SoftTimeLimitExceeded
 
     monkeypatch.setattr(Lease, "is_inherited", strike)
-    lock = TaskLock("nightly")
-    lock.at_least = 60
+    lock = TaskLock("nightly", at_least=60)
     with pytest.raises(SoftTimeLimitExceeded), lock:
         pass
     wait_for_debts()
@@ -181,7 +180,7 @@ def test_the_row_of_the_run_is_closed_and_conflicts_count_against_it():
 def test_the_row_says_too_that_the_cache_had_forgotten_the_lock(monkeypatch):
     def forget(*args, **facts):
         lock = current_lock()
-        get_store("redis").release(lock.key, lock.lease.value)
+        get_store("redis").release(lock.key, lock._lease.value)
         lock.extend()
 
     monkeypatch.setattr(tasks, "body", forget)
@@ -310,7 +309,7 @@ def test_control_without_the_option_nothing_is_kept(cache_alias):
 
 def test_the_watch_over_killed_processes_leaves_what_their_runs_have_kept():
     run()
-    address = tasks.hold.lock("a").address
+    address = tasks.hold.lock("a")._address
     assert not address.free_killed(kept_holder().token, "process 1 is gone")
     assert kept_holder()
 

@@ -596,6 +596,32 @@ def test_name_of_a_self_referencing_argument_is_refused():
         named("of {a}", loop)
 
 
+def of_all(*args: Any, **kwargs: Any) -> str:
+    return f"of {args} {kwargs}"
+
+
+def of_values(*args: Any) -> str:
+    return f"of {args}"
+
+
+@pytest.mark.parametrize(
+    "lock_name",
+    [of_all, of_values, lambda a, b, **rest: f"of {a} {b} {rest}", lambda b, a: f"of {a} {b}"],
+)
+def test_a_function_gets_the_same_however_the_call_is_written(lock_name: Any) -> None:
+    parameters = parameters_of(lambda a, b=2: None)
+    ways: list[Any] = [((1, 2), {}), ((1,), {"b": 2}), ((), {"b": 2, "a": 1}), ((1,), {})]
+    keys = {call_key(TASK, parameters, *way, lock_name=lock_name) for way in ways}
+    assert len(keys) == 1
+    assert call_key(TASK, parameters, (1, 3), {}, lock_name=lock_name) not in keys
+
+
+def test_a_function_may_take_fewer_arguments_than_the_body() -> None:
+    parameters = parameters_of(lambda a, *rest, b=2, **more: None)
+    lock = call_key(TASK, parameters, (1, 5), {"c": 3}, lock_name=lambda c, a: f"of {a} {c}")
+    assert lock.name == "of 1 3"
+
+
 @pytest.mark.parametrize("lock_name", ["of {a}", lambda a: f"of {a}"])
 def test_memory_address_in_a_name_is_refused(lock_name):
     with pytest.raises(TypeError, match=f"lock_name.* of {TASK} contains the memory address"):

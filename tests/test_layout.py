@@ -25,6 +25,7 @@ The numbers only go down, with each commit that makes the package smaller.
 PUBLIC = {
     PACKAGE: {
         "DuplicateTask",
+        "Holder",
         "LockConflict",
         "LockError",
         "LockLost",
@@ -36,7 +37,7 @@ PUBLIC = {
     },
     f"{PACKAGE}.admin": {"TaskLockEventAdmin"},
     f"{PACKAGE}.apps": {"SingletaskConfig"},
-    f"{PACKAGE}.history.recorder": {"flush"},
+    f"{PACKAGE}.history": {"flush"},
     f"{PACKAGE}.management.commands.locks": {"Command"},
     f"{PACKAGE}.models": {"TaskLockEvent"},
     f"{PACKAGE}.signals": {"LockEvent", "lock_event"},

@@ -371,7 +371,7 @@ class TestHolding:
         monkeypatch.setattr(store, "take", slow)
         lock = TaskLock("nightly", timeout=30, renew=False)
         lock.acquire()
-        assert 29 < lock.lease.deadline - began < 30
+        assert 29 < lock._lease.deadline - began < 30
         lock.release()
 
     def test_holder_and_remaining_of_a_free_lock(self, cache_alias):
@@ -388,8 +388,8 @@ class TestHolding:
 
     def test_a_lease_is_renewed_while_the_lock_is_held(self, cache_alias, wait_for):
         with TaskLock("nightly", timeout=0.9) as lock:
-            began = lock.lease.renewed_at
-            wait_for(lambda: lock.lease.renewed_at > began + 0.9, "three renewals", deadline=10)
+            began = lock._lease.renewed_at
+            wait_for(lambda: lock._lease.renewed_at > began + 0.9, "three renewals", deadline=10)
             assert lock.owned()
             assert not lock.lost
 
@@ -573,7 +573,7 @@ class TestRenewalMeetsRelease:
             return outcome
 
         monkeypatch.setattr(store, "renew", release_first)
-        lock.lease.extend(60)
+        lock._lease.extend(60)
         wait_for(lambda: not lock.locked(), "the lock is given back")
 
     def test_a_release_overtaken_by_a_renewal_leaves_nothing_behind(self, monkeypatch):
@@ -588,7 +588,7 @@ class TestRenewalMeetsRelease:
             return outcome
 
         monkeypatch.setattr(store, "renew", release_before_the_reply)
-        lock.lease.extend(60)
+        lock._lease.extend(60)
         assert not lock.locked()
         assert not lock.lost
 
@@ -597,13 +597,13 @@ class TestRenewalMeetsRelease:
             raise ConnectionError
 
         with TaskLock("nightly", timeout=30) as lock:
-            deadline = lock.lease.deadline
+            deadline = lock._lease.deadline
             with monkeypatch.context() as patch:
                 patch.setattr(get_store("redis"), "renew", fail)
                 patch.setattr(Renewer, "tick", lambda renewer: None)
                 with pytest.raises(ConnectionError):
                     lock.extend(600)
-            assert (lock.lease.deadline, lock.lease.length) == (deadline, 30)
+            assert (lock._lease.deadline, lock._lease.length) == (deadline, 30)
 
 
 @pytest.mark.usefixtures("no_renewal_thread")
@@ -660,7 +660,7 @@ class TestLoss:
         with TaskLock("nightly", timeout=0.5) as lock:
             lock.extend(60)
             TaskLock("nightly").clear()
-            marker = get_store("redis").read(marker_key(lock.key, lock.lease.value))
+            marker = get_store("redis").read(marker_key(lock.key, lock._lease.value))
             assert marker.remaining > 50
             with TaskLock("nightly"):
                 pass
@@ -680,7 +680,7 @@ class TestLoss:
     def test_a_fixed_lease_that_ends_first_is_no_error(self, events, let_pass, caplog):
         caplog.set_level("INFO", logger="django_singletask")
         with TaskLock("nightly", renew=False, timeout=30) as lock:
-            get_store("redis").release(lock.key, lock.lease.value)
+            get_store("redis").release(lock.key, lock._lease.value)
             let_pass(31)
         assert {record.levelname for record in caplog.records} == {"INFO"}
         [released] = events[1:]
@@ -1180,8 +1180,7 @@ class Empty(Exception):
 
 def test_an_error_that_is_false_is_no_return(on_redis):
     """A body that fails frees its lock at once, also with ``at_least``."""
-    lock = TaskLock("nightly")
-    lock.at_least = 60
+    lock = TaskLock("nightly", at_least=60)
     with pytest.raises(Empty), lock:
         raise Empty
     assert not lock.locked()

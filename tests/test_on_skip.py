@@ -45,6 +45,17 @@ def test_the_result_is_that_of_on_skip(define):
     assert isinstance(conflict, LockConflict)
 
 
+def test_a_direct_call_may_update_its_state_which_it_has_not(define):
+    def busy(task, conflict, *args):
+        task.update_state(state="BUSY")
+        return "busy"
+
+    task = define(lambda task, a: None, on_skip=busy, bind=True)
+    task.app.conf.result_backend = "cache+memory://"
+    with hold(task, "a"):
+        assert task("a") == "busy"
+
+
 def test_a_direct_call_is_skipped_alike(define):
     task = define(on_skip=note)
     with hold(task, 1):
@@ -231,7 +242,7 @@ class TestMessages:
             raise tasks.unique.retry(countdown=9000)
 
         on_skip(tasks.unique, again)
-        key = tasks.unique.lock("a").lock_key.beside(QUEUED, tasks.unique.name).key
+        key = tasks.unique.lock("a")._lock_key.beside(QUEUED, tasks.unique.name).key
         store, value = get_store("redis"), queued[0]["headers"]["singletask"]["queued"].encode()
         assert store.replace(key, value, value, 300)  # some time has passed
         with pytest.raises(Retry):

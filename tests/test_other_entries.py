@@ -31,20 +31,20 @@ def entries() -> dict[str, str]:
     lock = TaskLock("nightly")
     assert lock.acquire()
     lock.fencing_token()
-    take_ticket(lock.address, TASK)
+    take_ticket(lock._address, TASK)
     store = get_store("redis")
     assert takes_turn()
     [turn] = store.client.keys("*@sweep:*")
     first, second = name_key("weekly").slots(2)
     for key in (first, second):
-        assert store.add(key, lock.lease.value, 60) is None
-        assert store.clear(key, lock.lease.value, 60)
+        assert store.add(key, lock._lease.value, 60) is None
+        assert store.clear(key, lock._lease.value, 60)
     return {
         "epoch": "singletask:@epoch",
         "fence": FENCE,
-        "tickets": lock.lock_key.beside(LATEST, TASK).key,
-        "marker": marker_key(first, lock.lease.value),
-        "marker of a slot": marker_key(second, lock.lease.value),
+        "tickets": lock._lock_key.beside(LATEST, TASK).key,
+        "marker": marker_key(first, lock._lease.value),
+        "marker of a slot": marker_key(second, lock._lease.value),
         "turn to sweep": turn.decode().removeprefix(store.make_key("")),
     }
 

@@ -195,7 +195,7 @@ class World(RuleBasedStateMachine):
         while True:
             at, who = min(
                 (
-                    (max(lock.lease.due_at, self.now), who)
+                    (max(lock._lease.due_at, self.now), who)
                     for who, lock in enumerate(self.locks)
                     if lock.token and not lock.lost
                     if who not in self.asleep and who not in self.busy
@@ -222,10 +222,10 @@ class World(RuleBasedStateMachine):
         lock = self.locks[who]
         token = lock.token
         with self.over(who, network), suppress(LockUnavailable):
-            lock.lease.extend(lease or lock.lease.length)
+            lock._lease.extend(lease or lock._lease.length)
             self.uninformed.discard(token)
             return
-        lock.lease.retry_at = self.now + 1
+        lock._lease.retry_at = self.now + 1
 
     # What happens
 
@@ -322,12 +322,12 @@ class World(RuleBasedStateMachine):
     @invariant()
     def a_trusted_lock_has_its_entry_in_the_store(self):
         for lock in self.trusting():
-            assert self.store.find(lock.key) == lock.lease.value
+            assert self.store.find(lock.key) == lock._lease.value
 
     @invariant()
     def a_holder_past_its_deadline_knows_that_the_lock_is_lost(self):
         for lock in self.locks:
-            if lock.token is not None and self.now >= lock.lease.deadline:
+            if lock.token is not None and self.now >= lock._lease.deadline:
                 assert lock.lost
 
     @invariant()

@@ -123,8 +123,8 @@ class TestUntilCommit:
             lock.acquire()
             transaction.on_commit(lock.release)
             raise ZeroDivisionError
-        first = lock.lease.renewed_at
-        wait_for(lambda: lock.lease.renewed_at > first + 0.5, "the lease would have ended")
+        first = lock._lease.renewed_at
+        wait_for(lambda: lock._lease.renewed_at > first + 0.5, "the lease would have ended")
         assert lock.release()
 
     def test_a_lock_that_is_held_is_a_conflict(self, recipes, take):

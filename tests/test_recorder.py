@@ -536,7 +536,7 @@ class TestMode:
         assert (done.stdout, done.stderr) == ("inline\n", "")
 
     def test_elsewhere_the_default_is_the_background(self, monkeypatch):
-        monkeypatch.delattr("django.test.utils._TestState.saved_data")
+        monkeypatch.delattr("django.core.mail.outbox")
         assert conf.history == "background"
 
     def test_no_event_is_made_when_the_history_is_off(self, settings):

@@ -19,6 +19,7 @@ from django.core.cache import caches
 from django_singletask import LockLost, LockUnavailable, TaskLock, clock, threads
 from django_singletask.locks import renewal
 from django_singletask.locks.address import Run
+from django_singletask.locks.lock import lock_of
 from django_singletask.signals import lock_event
 from django_singletask.stores import get_store
 from tests.entries import holder
@@ -53,11 +54,11 @@ def test_locks_that_are_due_together_are_renewed_in_one_go(monkeypatch, no_threa
     for lock in locks:
         lock.acquire()
     before = trips()
-    began = [lock.lease.renewed_at for lock in locks]
+    began = [lock._lease.renewed_at for lock in locks]
     now = clock.now()
     monkeypatch.setattr(clock, "now", lambda: now + 21)
     no_thread.tick()
-    assert all(lock.lease.renewed_at > start for lock, start in zip(locks, began, strict=True))
+    assert all(lock._lease.renewed_at > start for lock, start in zip(locks, began, strict=True))
     # One pipeline, which the server reads in pieces of 16 KiB; one by one it would be 200 trips.
     assert trips() - before < 50
     monkeypatch.undo()
@@ -143,20 +144,20 @@ class TestEpoch:
         lock = take()
         looks(0.5, fail)
         store = get_store("redis")
-        store.release(lock.key, lock.lease.value)
+        store.release(lock.key, lock._lease.value)
         looks(0.9)
-        assert lock.lease.retaken == 1
-        renewed_at = lock.lease.renewed_at
+        assert lock._lease.retaken == 1
+        renewed_at = lock._lease.renewed_at
         looks(2)
-        assert lock.lease.renewed_at == renewed_at
+        assert lock._lease.renewed_at == renewed_at
 
     def test_another_epoch_renews_all_leases_at_once(self, take, looks):
         locks = [take(f"lock {number}") for number in range(3)]
         caches["redis"].clear()
         looks(0.5)
-        assert [lock.lease.retaken for lock in locks] == [1, 1, 1]
+        assert [lock._lease.retaken for lock in locks] == [1, 1, 1]
         looks(1)
-        assert [lock.lease.retaken for lock in locks] == [1, 1, 1]
+        assert [lock._lease.retaken for lock in locks] == [1, 1, 1]
 
     def test_another_epoch_finds_a_fixed_lease_lost(self, take, looks):
         lock = take(timeout=60, renew=False)
@@ -176,9 +177,9 @@ class TestEpoch:
         with monkeypatch.context() as patch:
             patch.setattr(no_thread, "renew", fail)
             looks(0.5)
-        assert not lock.lease.retaken
+        assert not lock._lease.retaken
         looks(0.9)
-        assert lock.lease.retaken == 1
+        assert lock._lease.retaken == 1
 
 
 @pytest.mark.usefixtures("no_renewal_thread")
@@ -197,12 +198,12 @@ def test_a_receiver_of_an_event_may_use_the_lock(kind, method, take, listen):
                 outcomes.append("LockLost")
 
     store = get_store("redis")
-    store.release(lock.key, lock.lease.value)
+    store.release(lock.key, lock._lease.value)
     if kind == "lost":
         store.add(lock.key, holder("another"), 60)
     listen(use)
     renew = renewal.renewers["redis"].renew
-    thread = threading.Thread(target=lambda: renew(get_store("redis"), [lock.lease]), daemon=True)
+    thread = threading.Thread(target=lambda: renew(get_store("redis"), [lock._lease]), daemon=True)
     thread.start()
     thread.join(10)
     assert outcomes == ["done" if (kind, method) == ("retaken", "extend") else "LockLost"]
@@ -233,8 +234,8 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_lock(
         with pytest.raises(RuntimeError):
             TaskLock("first", timeout=0.6).acquire()
     with TaskLock("second", timeout=0.6) as lock:
-        began = lock.lease.renewed_at
-        wait_for(lambda: lock.lease.renewed_at > began + 0.6, "renewals")
+        began = lock._lease.renewed_at
+        wait_for(lambda: lock._lease.renewed_at > began + 0.6, "renewals")
         assert lock.owned()
 
 
@@ -247,8 +248,8 @@ def test_a_thread_that_has_ended_is_started_by_the_next_lock(renewer, monkeypatc
         TaskLock("first", timeout=0.6).acquire()
         wait_for(lambda: renewer.thread is None, "the thread has ended")
     with TaskLock("second", timeout=0.6) as lock:
-        began = lock.lease.renewed_at
-        wait_for(lambda: lock.lease.renewed_at > began + 0.6, "renewals")
+        began = lock._lease.renewed_at
+        wait_for(lambda: lock._lease.renewed_at > began + 0.6, "renewals")
 
 
 def test_many_locks_at_once_have_one_thread(renewer, monkeypatch, wait_for):
@@ -289,8 +290,8 @@ def test_a_lease_that_was_made_shorter_is_renewed_in_time(renewer, wait_for):
     with TaskLock("nightly", timeout=600) as lock:
         wait_for(lambda: renewer.shortest == 600, "the thread knows the lease")
         lock.extend(0.6)
-        began = lock.lease.renewed_at
-        wait_for(lambda: lock.lost or lock.lease.renewed_at > began + 0.6, "renewals")
+        began = lock._lease.renewed_at
+        wait_for(lambda: lock.lost or lock._lease.renewed_at > began + 0.6, "renewals")
         assert not lock.lost
 
 
@@ -309,8 +310,8 @@ def test_a_lease_that_may_have_been_made_shorter_is_renewed_in_time(renewer, mon
             patch.setattr(store, "renew", lose_the_reply)
             with pytest.raises(LockUnavailable):
                 lock.extend(0.6)
-        began = lock.lease.renewed_at
-        wait_for(lambda: lock.lost or lock.lease.renewed_at > began + 0.6, "renewals")
+        began = lock._lease.renewed_at
+        wait_for(lambda: lock.lost or lock._lease.renewed_at > began + 0.6, "renewals")
         assert not lock.lost
         assert lock.owned()
 
@@ -341,8 +342,8 @@ def test_an_extension_that_hangs_does_not_end_other_leases(renewer, wait_for, mo
         thread = threading.Thread(target=lock.extend)
         thread.start()
         assert hangs.wait(10)
-        began = other.lease.renewed_at
-        wait_for(lambda: other.lost or other.lease.renewed_at > began + 0.9, "renewals")
+        began = other._lease.renewed_at
+        wait_for(lambda: other.lost or other._lease.renewed_at > began + 0.9, "renewals")
         go_on.set()
         thread.join()
         assert not other.lost
@@ -361,7 +362,7 @@ def test_a_look_that_fails_keeps_no_lease_from_its_renewal(no_thread, take, monk
         patch.setattr(clock, "now", lambda: now + 21)
         no_thread.tick()
     assert isinstance(no_thread.error, LockUnavailable)
-    assert lock.lease.renewed_at > now + 20
+    assert lock._lease.renewed_at > now + 20
 
 
 def test_a_short_lease_is_renewed_beside_long_ones_of_which_many_come_and_go(renewer, wait_for):
@@ -379,7 +380,7 @@ def test_a_short_lease_is_renewed_beside_long_ones_of_which_many_come_and_go(ren
     try:
         for number in range(5):
             with TaskLock(f"short {number}", timeout=0.9) as lock:
-                lease = lock.lease
+                lease = lock._lease
                 wait_for(lambda lease=lease: lease.renewed_at > lease.taken_at + 0.3, "renewals")
                 assert not lock.lost
     finally:
@@ -400,12 +401,12 @@ def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
 def test_two_locks_of_one_token_are_both_renewed(wait_for):
     """A run has one token for its lock and for the entry of its queued call."""
     run = Run(token="5a3e")
-    locks = [TaskLock(name, timeout=0.6, run=run) for name in ("nightly", "beside")]
+    locks = [lock_of(TaskLock, name, run, timeout=0.6) for name in ("nightly", "beside")]
     for lock in locks:
         assert lock.acquire()
-    began = [lock.lease.renewed_at for lock in locks]
+    began = [lock._lease.renewed_at for lock in locks]
     wait_for(
-        lambda: all(lock.lease.renewed_at > b for lock, b in zip(locks, began, strict=True)),
+        lambda: all(lock._lease.renewed_at > b for lock, b in zip(locks, began, strict=True)),
         "both are renewed",
     )
     locks[1].release()
@@ -426,8 +427,8 @@ def test_a_renewal_that_failed_is_tried_again(monkeypatch, wait_for, caplog):
 
     monkeypatch.setattr(store, "renew_many", fail_once)
     with TaskLock("nightly", timeout=0.9) as lock:
-        began = lock.lease.renewed_at
-        wait_for(lambda: lock.lease.renewed_at > began, "a renewal")
+        began = lock._lease.renewed_at
+        wait_for(lambda: lock._lease.renewed_at > began, "a renewal")
         assert lock.owned()
         assert not lock.lost
     assert caplog.text.count("Locks cannot be renewed or released now; trying again. down") == 1
@@ -440,7 +441,7 @@ def test_many_owed_releases_keep_no_lock_from_its_renewal(renewer, wait_for):
             renewer.owe(f"singletask:{number}", b"x", 60)
         wait_for(lambda: not renewer.owed, "all releases are made", deadline=10)
         assert not lock.lost
-        assert lock.lease.longest_gap < 0.5
+        assert lock._lease.longest_gap < 0.5
 
 
 def test_too_many_owed_releases_are_dropped_and_logged(no_thread, monkeypatch, caplog):
@@ -506,8 +507,8 @@ def test_a_forked_child_has_a_thread_of_its_own(wait_for):
             code = 1
             try:
                 with TaskLock("child", timeout=0.6) as lock:
-                    began = lock.lease.renewed_at
-                    wait_for(lambda: lock.lease.renewed_at > began + 0.6, "renewals in the child")
+                    began = lock._lease.renewed_at
+                    wait_for(lambda: lock._lease.renewed_at > began + 0.6, "renewals in the child")
                     code = 0 if lock.owned() else 2
             finally:
                 os._exit(code)
@@ -580,8 +581,8 @@ def test_the_longest_gap_between_renewals_is_recorded(settings, monkeypatch, wai
     settings.SINGLETASK_HISTORY = "inline"
     TaskLockEvent.objects.all().delete()
     with TaskLock("nightly", timeout=0.9) as lock:
-        began = lock.lease.renewed_at
-        wait_for(lambda: lock.lease.renewed_at > began, "a renewal")
+        began = lock._lease.renewed_at
+        wait_for(lambda: lock._lease.renewed_at > began, "a renewal")
         token = lock.token
     gap = TaskLockEvent.objects.get(ref=token).longest_renewal_gap
     assert 0.2 <= gap < 0.9
@@ -595,9 +596,9 @@ django.setup()
 from django_singletask import TaskLock
 def body(number):
     with TaskLock(f"green {number}", timeout=0.9) as lock:
-        began = lock.lease.renewed_at
+        began = lock._lease.renewed_at
         until = time.monotonic() + 10
-        while lock.lease.renewed_at < began + 0.9 and time.monotonic() < until:
+        while lock._lease.renewed_at < began + 0.9 and time.monotonic() < until:
             time.sleep(0.01)
         return lock.owned() and not lock.lost
 jobs = [gevent.spawn(body, number) for number in range(5)]

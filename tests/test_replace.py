@@ -11,8 +11,9 @@ from celery.exceptions import Retry
 from django.db import connections
 from django.db.models import F
 
-from django_singletask.exceptions import LockConflict, LockUnavailable, Postponed
+from django_singletask.exceptions import LockConflict, LockUnavailable
 from django_singletask.locks.keys import LATEST
+from django_singletask.locks.lease import Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.starving import starvation
 from django_singletask.stores import close_stores, get_store
@@ -311,7 +312,7 @@ class TestNoWorkIsLost:
 
         def note_and_fail(name, *args, headers, **options):
             ticket = headers[HEADER]["ticket"]
-            latest.gives_way(task.lock("a").address, task.name, ticket)
+            latest.gives_way(task.lock("a")._address, task.name, ticket)
             raise OSError("the broker is away")
 
         with monkeypatch.context() as patch:
@@ -389,5 +390,5 @@ def test_the_history_says_which_calls_came_to_nothing(sent):
 
 def test_without_replace_no_number_is_taken(sent):
     task.apply_async(("a",))
-    key = task.lock("a").lock_key.beside(LATEST, task.name).key
+    key = task.lock("a")._lock_key.beside(LATEST, task.name).key
     assert get_store("redis").read(key) is None

@@ -12,9 +12,9 @@ import pytest
 from django.urls import reverse
 
 from django_singletask import LockConflict, TaskLock, only_one
-from django_singletask.exceptions import Postponed
 from django_singletask.locks import liveness
 from django_singletask.locks.address import Run
+from django_singletask.locks.lease import Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.task.header import READS, WAITS
@@ -48,7 +48,7 @@ def hold_slot(number, task_id="other"):
     """Let a run have a slot of the lock of ``tasks.hold("a")``; return the key of the slot."""
     lock = tasks.hold.lock("a")
     holder = Run(tasks.hold.name, task_id).holder(lock.name, 60)
-    key = lock.lock_key.slots()[number - 1]
+    key = lock._lock_key.slots()[number - 1]
     value = dataclasses.replace(holder, slots=3).encode()
     # A conflict is one with the slot that ends first.
     assert get_store("redis").add(key, value, 60 + number) is None
@@ -59,8 +59,8 @@ def hold_slot(number, task_id="other"):
 def test_as_many_hold_the_lock_as_it_has_slots(cache_alias):
     locks = [TaskLock("api", slots=3, cache=cache_alias) for _ in range(4)]
     assert [lock.acquire() for lock in locks] == [True, True, True, False]
-    assert {lock.key for lock in locks[:3]} == set(locks[3].lock_key.slots(3))
-    assert locks[3].blocker in [lock.lease.holder for lock in locks[:3]]
+    assert {lock.key for lock in locks[:3]} == set(locks[3]._lock_key.slots(3))
+    assert locks[3].blocker in [lock._lease.holder for lock in locks[:3]]
     assert locks[1].release()
     assert locks[3].acquire()
     assert all(locks[n].owned() and locks[n].release() for n in (0, 2, 3))
@@ -156,7 +156,7 @@ def test_an_error_gives_back_what_the_request_may_have_taken(monkeypatch, take):
         with pytest.raises(ConnectionError):
             TaskLock("api", slots=2).acquire()
     wait_for_debts()
-    assert [*store.read_many(first.lock_key.slots(2))] == [first.key]
+    assert [*store.read_many(first._lock_key.slots(2))] == [first.key]
 
 
 def test_hold_holds_all_slots():
@@ -177,7 +177,7 @@ def test_hold_refuses_a_lock_of_which_the_test_has_a_slot():
         assert lock.acquire()
         with pytest.raises(LockConflict), hold(TaskLock("api", slots=3)):
             pass
-        assert [*get_store("redis").read_many(lock.lock_key.slots(3))] == [lock.key]
+        assert [*get_store("redis").read_many(lock._lock_key.slots(3))] == [lock.key]
 
 
 def test_asyncio_code_shares_the_slots():
@@ -236,7 +236,7 @@ class TestTasks:
         hold_slot(3)
         assert receive(hold, "a") == "skipped"
         event = TaskLockEvent.objects.get(kind="conflict")
-        assert (event.name, event.key) == tuple(hold.lock("a").lock_key)
+        assert (event.name, event.key) == tuple(hold.lock("a")._lock_key)
 
     def test_a_redelivery_waits_for_its_first_run_though_a_slot_is_free(self, hold, sent):
         hold_slot(2, task_id="mine")

@@ -39,7 +39,7 @@ def lose_host(lock):
     """Let the entry end as if the holder's host was lost; return its token and its bytes."""
     store = get_store("redis")
     value = store.read(lock.key).value
-    renewers["redis"].drop(lock.lease)  # a renewal would take the lock again
+    renewers["redis"].drop(lock._lease)  # a renewal would take the lock again
     store.release(lock.key, value)
     return lock.token, value
 

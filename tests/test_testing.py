@@ -295,8 +295,8 @@ def test_another_lock_is_taken_and_given_back(dead):
 
 def test_another_lock_is_renewed(dead, wait_for):
     with hold("a"), TaskLock("b", timeout=3) as lock:
-        taken = lock.lease.renewed_at
-        assert wait_for(lambda: lock.lease.renewed_at > taken, "it is renewed")
+        taken = lock._lease.renewed_at
+        assert wait_for(lambda: lock._lease.renewed_at > taken, "it is renewed")
         assert lock.owned()
         lock.extend()
         assert not lock.lost

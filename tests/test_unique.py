@@ -14,11 +14,11 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from django.db import connections, transaction
 
 from django_singletask import DuplicateTask, TaskLock
-from django_singletask.exceptions import LockUnavailable, Postponed
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import QUEUED, name_key
-from django_singletask.locks.lease import Lease
+from django_singletask.locks.lease import Lease, Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task.header import HEADER, READS
@@ -56,7 +56,7 @@ def runs_log(monkeypatch, tmp_path):
 
 def entry_of(task, *args):
     """Return a TaskLock that reads and clears the entry of a queued call."""
-    return TaskLock(task.lock(*args).lock_key.beside(QUEUED, task.name))
+    return TaskLock(task.lock(*args)._lock_key.beside(QUEUED, task.name))
 
 
 def deliver(message, task=unique, **request):
@@ -636,7 +636,7 @@ class TestDiscard:
 
 
 def test_keys_beside_a_lock_are_no_lock_of_any_name():
-    beside = unique.lock("a").lock_key.beside(QUEUED, unique.name).key
+    beside = unique.lock("a")._lock_key.beside(QUEUED, unique.name).key
     assert beside.startswith("singletask:@queued:tests.testapp.tasks.unique:")
     assert not TaskLock("@queued:x").key.startswith(QUEUED)
     assert len(name_key("x" * 255).beside(QUEUED, "t" * 500).key) <= len("singletask:") + 133
@@ -650,7 +650,7 @@ class TestTrips:
         # Only what the store sends: on Celery 5.4 the result backend asks Redis meanwhile.
         get_store("redis").look()  # connects
         connection, sent = get_store("redis").connections[-1], []
-        monkeypatch.setattr(connection, "_sock", connection._sock)  # noqa: SLF001
+        monkeypatch.setattr(connection, "_sock", connection._sock)
 
         def sendall(packed):
             sent.append(packed)

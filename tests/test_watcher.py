@@ -16,6 +16,7 @@ from django_singletask import TaskLock, clock
 from django_singletask.holder import start_time
 from django_singletask.locks.address import Run
 from django_singletask.locks.liveness import is_gone
+from django_singletask.locks.lock import lock_of
 from django_singletask.stores.base import epoch_of
 from django_singletask.task.header import Header
 from django_singletask.worker import watcher
@@ -102,7 +103,8 @@ class TestKilledRun:
         """Let the run with this token hold the lock of a task, whose holder is alive here."""
 
         def hold_lock(task, token="token"):
-            lock = TaskLock(task.lock("a").lock_key, run=Run(task.name, "i", token=token))
+            run = Run(task.name, "i", token=token)
+            lock = lock_of(TaskLock, task.lock("a")._lock_key, run)
             assert lock.acquire()
             return lock
 

@@ -22,8 +22,6 @@ from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import trouble
 from django_singletask.threads import Background, has_threads
 
-__all__ = ["flush"]
-
 LISTENER = "django_singletask.history"
 BOUND = 50_000
 """How many events are kept while the database is down; then the oldest are dropped."""
@@ -52,9 +50,10 @@ setting_changed.connect(connect)
 
 def receive(*, event: LockEvent, **kwargs: Any) -> None:
     """Record an event; a failure is logged and does not affect the task."""
-    if event.quiet and event.kind not in TROUBLE and not event.retaken:
+    mode = conf.history
+    if mode == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
         return
-    if conf.history == "background" and has_threads():
+    if mode == "background" and has_threads():
         writer.events.append(event)
         if len(writer.events) > BOUND:
             writer.events.popleft()
@@ -92,7 +91,6 @@ def write_at_once(event: LockEvent) -> None:
 
 
 def flush(timeout: float = 5.0) -> bool:
-    """Wait up to ``timeout`` seconds until all events are written; return whether they are."""
     until = time.monotonic() + timeout
     while writer.events or writer.unwritten:
         if time.monotonic() >= until:

@@ -11,7 +11,7 @@ from celery._state import get_current_task
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask.conf import MAX_LEASE, logger
-from django_singletask.holder import Holder, clean, this_process
+from django_singletask.holder import Holder, clean, mark_of, this_process
 from django_singletask.locks.keys import LockKey
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
@@ -63,8 +63,7 @@ class Run(NamedTuple):
         """Return the slots that a take reads; a delivery takes no second slot for one message."""
         looks_at = MAX_SLOTS if self.redelivered or self.retries else holder.slots
         # Locks of a body have no mark, since it may take slots in several threads or asyncio tasks.
-        mark = holder.mark() if self.task_id else b""
-        return Slots(lock_key.slots(looks_at), holder.slots, mark)
+        return Slots(lock_key.slots(looks_at), holder.slots, mark_of(self.task_id))
 
 
 NO_RUN = Run()

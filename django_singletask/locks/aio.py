@@ -131,7 +131,8 @@ def offer_in_thread(
 
     @functools.wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await in_thread(self.address.cache, functools.partial(method, self, *args, **kwargs))
+        job = functools.partial(method, self, *args, **kwargs)
+        return await in_thread(self._address.cache, job)
 
     call.__name__ = f"a{method.__name__}"
     call.__qualname__ = method.__qualname__.replace(method.__name__, call.__name__)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from django.core.signals import setting_changed
 
 from django_singletask.conf import conf
-from django_singletask.locks.parameters import Parameters, encode, formattable
+from django_singletask.locks.parameters import Parameters, call, encode, formattable
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
 MAX_NAME = 255
@@ -118,11 +118,11 @@ def call_key(
             shown = _mark(key)
         if shown is None:
             shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
-        call = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
-        return LockKey(call if len(call) <= MAX_NAME else f"{call[: MAX_NAME - 2]}…)", key)
+        name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
+        return LockKey(name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 2]}…)", key)
     if callable(lock_name):
         what, public = f"the result of {option} of {task}", f"{task}.{option}"
-        name = lock_name(*args, **kwargs)
+        name = call(lock_name, parameters.bind(task, args, kwargs, required, defaults=True))
         if name is None:
             return NO_LOCK
     else:

@@ -39,8 +39,8 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from django_singletask import clock
 from django_singletask.conf import check_seconds, logger
-from django_singletask.exceptions import LockError, LockLost, LockUnavailable, Postponed
-from django_singletask.holder import Holder
+from django_singletask.exceptions import LockError, LockLost, LockUnavailable
+from django_singletask.holder import Holder, without_process
 from django_singletask.locks import liveness
 from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import LockKey
@@ -57,6 +57,10 @@ ROUNDING = 0.002
 """Seconds by which the store may round a lease."""
 CHILD_ASKS = 1.0
 """Seconds between two requests of a forked child that check its parent's lock."""
+
+
+class Postponed(Ignore):
+    """End this delivery of a message: the message was published again, with a delay."""
 
 
 def result_of(error: BaseException) -> str:
@@ -260,7 +264,7 @@ class Lease(Address):
         ends = min(self.taken_at + self.at_least, self.deadline)
         if result == "returned" and clock.now() < ends and not self._lost:
             self.kept, until = True, self.taken_at + self.at_least
-            new = self.holder.without_process(self.at_least, kept=True).encode()
+            new = without_process(self.holder, self.at_least, kept=True).encode()
             reason = f"{KEPT} {self.at_least:g} s from its start"
         sent = clock.now()
         try:
@@ -315,7 +319,7 @@ class Lease(Address):
         """Leave the entry to a receiver for so many seconds; return the handle that it needs."""
         check_seconds("for_", seconds)
         token = os.urandom(16).hex()
-        holder = self.holder.without_process(seconds, token=token, since=time.time())
+        holder = without_process(self.holder, seconds, token=token, since=time.time())
         value, until = holder.encode(), clock.now() + seconds
         try:
             # In a fork, the parent has it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import operator
 import random
 import re
 import time
@@ -12,10 +13,10 @@ import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Generator
 from contextvars import ContextVar, Token
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from django_singletask import clock, threads
-from django_singletask.conf import check_seconds, conf, logger
+from django_singletask.conf import check_choice, check_seconds, conf, logger
 from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
 from django_singletask.locks.address import NO_RUN, Address, Run
@@ -51,6 +52,7 @@ otherwise keep the lock, and so its renewal, for ever.
 POLL = 0.05
 """Seconds of the first pause at most; a short wait has shorter ones."""
 MAX_POLL = 0.5
+L = TypeVar("L", bound="TaskLock")
 Attempts = Generator[float, None, None]
 """An acquisition: it makes an attempt, and yields the seconds until the next one."""
 HANDLE = re.compile(
@@ -85,8 +87,9 @@ class TaskLock:
     many seconds an acquisition waits for a held lock; ``math.inf``: without end. ``on_conflict``
     is what ``with`` does if the lock is held: ``"raise"`` :class:`LockConflict`, or ``"skip"``: it
     returns this object, which is then false. ``cache`` is an alias in ``CACHES`` (default
-    ``SINGLETASK_CACHE``). ``slots`` is how many holders the lock can have at once. ``run`` is for
-    internal use.
+    ``SINGLETASK_CACHE``). ``slots`` is how many holders the lock can have at once. A block that
+    ends without an error keeps the lock until ``at_least`` seconds after its start, and so does
+    :meth:`release`.
 
     The lock is an entry in the cache that expires: see "What such a lock cannot promise" in the
     documentation. Use an object for one acquisition at a time. A lock is not re-entrant: waiting
@@ -98,22 +101,22 @@ class TaskLock:
     Each question to the cache is one request, and can raise :class:`LockUnavailable`.
     """
 
-    at_least: float = 0
-    """A body that returns keeps the lock until so many seconds after its start."""
-    lease: Lease = object.__new__(Lease)
+    _lease: Lease = object.__new__(Lease)
     """The last acquisition (at first, one that was never held)."""
+    _run: Run | None = None
+    """The run of a task whose lock this is; None for a lock of other code."""
     _user: Origin | None = None
     """The origin of the acquisition that uses this object now."""
     blocker: Holder | None = None
     """The holder that the last acquisition met."""
-    note = ""
+    _note = ""
     """Details of the last conflict, for the log and :class:`LockConflict`."""
     _block: Token[Any] | None = None
     """What restores the lock of the outer block, while a block runs."""
 
     def __init__(
         self,
-        name: str | LockKey,
+        name: str,
         *,
         timeout: float | None = None,
         renew: bool = True,
@@ -121,28 +124,30 @@ class TaskLock:
         on_conflict: str = "raise",
         cache: str | None = None,
         slots: int = 1,
-        run: Run | None = None,
+        at_least: float = 0,
     ) -> None:
-        self.lock_key = name if isinstance(name, LockKey) else name_key(name)
+        self._lock_key = name if isinstance(name, LockKey) else name_key(name)
         if isinstance(name, str) and "{" in name:
             _report_field(name)
-        self.name, self.key = self.lock_key
+        self.name, self.key = self._lock_key
         self.timeout = timeout
         self.cache = cache
         self.slots = slots
-        self.run = run
+        self.at_least = at_least
         if type(slots) is not int or slots != 1:
             check_slots("slots", slots)
         if timeout is not None:
             check_seconds("timeout", timeout)
-        elif not renew:
+        if renew is not True:
+            check_choice("renew", renew, (True, False))
+        if timeout is None and not renew:
             raise TypeError("renew=False needs a timeout, a lease that is longer than any run.")
         if wait != 0:
             check_seconds("wait", wait, zero=True, infinite=True)
-        if on_conflict not in ("raise", "skip"):
-            raise ValueError(
-                f'on_conflict must be "raise" or "skip", not {on_conflict!r}. To wait, use wait=….'
-            )
+        if at_least != 0:
+            check_seconds("at_least", at_least, zero=True)
+        if on_conflict != "raise":
+            check_choice("on_conflict", on_conflict, ("raise", "skip"))
         self.renew = renew
         self.wait = wait
         self.on_conflict = on_conflict
@@ -152,17 +157,18 @@ class TaskLock:
         return f"<TaskLock {self.name} ({state})>"
 
     def __bool__(self) -> bool:
-        return self.lease.held
+        return self._lease.held
 
     @property
     def token(self) -> str | None:
         """The token of the acquisition; None if the lock is not held by this object."""
-        return self.lease.token if self.lease.held else None
+        return self._lease.token if self._lease.held else None
 
     @property
-    def address(self) -> Address:
+    def _address(self) -> Address:
         """Where the entry is, by the settings of this moment."""
-        return Address(self.cache or conf.cache, self.lock_key, bool(self.run and self.run.quiet))
+        quiet = self._run is not None and self._run.quiet
+        return Address(self.cache or conf.cache, self._lock_key, quiet)
 
     # Taking
 
@@ -186,7 +192,7 @@ class TaskLock:
 
     def _take(self, wait: float | None = None, *, in_block: bool = False) -> None:
         origin = here()
-        attempts = self._try(wait, in_block, self.run or Run.current(), origin)
+        attempts = self._try(wait, in_block, self._run or Run.current(), origin)
         try:
             self._reserve(origin, in_block)
             for pause in attempts:
@@ -204,8 +210,8 @@ class TaskLock:
     #   thread:  add ->                                -> added     undo: release ->
 
     async def _take_in_threads(self, wait: float | None = None, *, in_block: bool = False) -> None:
-        cache, origin = self.address.cache, here()
-        attempts = self._try(wait, in_block, self.run or Run.current(), origin)
+        cache, origin = self._address.cache, here()
+        attempts = self._try(wait, in_block, self._run or Run.current(), origin)
         try:
             self._reserve(origin, in_block)
             step = functools.partial(next, attempts, None)
@@ -250,10 +256,10 @@ class TaskLock:
             wait = self.wait
         else:
             check_seconds("wait", wait, zero=True, infinite=True)
-        if self.lease.held:
-            self.lease.origin, self.lease.in_block = origin, True
+        if self._lease.held:
+            self._lease.origin, self._lease.in_block = origin, True
             return
-        self.note = ""
+        self._note = ""
         until = clock.now() + wait
         next_pause = min(POLL, wait / 16)
         while True:
@@ -269,29 +275,29 @@ class TaskLock:
                 self.key, lease.in_block = lease.key, in_block
                 lease.tell("acquired", lease.holder)
                 return
-            if self.run and blocker.is_run_of(self.run.task_id):
+            if self._run and blocker.is_run_of(self._run.task_id):
                 break  # an earlier run of the same message
             own = renewers[lease.cache].find(blocker.token, lease.key, origin)
-            self.note = BEHIND_ITSELF if own is not None else ""
+            self._note = BEHIND_ITSELF if own is not None else ""
             if not wait:
                 break
             # A fixed lease may end before its block does.
             if own is not None and own.in_block and (own.renews or own.deadline >= until):
-                self.refuse("wait")
+                self._refuse("wait")
             left = until - clock.now()
             if left <= 0:
-                self.say_gave_up(wait)
+                self._note_wait(wait)
                 break
             if own is not None and wait == math.inf and next_pause == POLL:
                 text = "Endless wait for %s: %s. Only another thread can release it."
-                logger.warning(text, lease, self.note)
+                logger.warning(text, lease, self._note)
             own = outer = None  # otherwise they would be renewed as long as this waits
             yield min(left, next_pause * random.uniform(0.5, 1))
             next_pause = min(next_pause * 1.5, MAX_POLL)
         if in_block:
-            self.meet_conflict()
+            self._meet_conflict()
         else:
-            self.report_conflict("skip", "skipped")
+            self._report_conflict("skip", "skipped")
             vars(self).pop("_user", None)
 
     def _new_lease(self, run: Run, origin: Origin) -> Lease:
@@ -300,9 +306,9 @@ class TaskLock:
         holder = run.holder(self.name, length, slots=self.slots)
         slots = None
         if self.slots > 1 or run.redelivered:
-            slots = (self.run or NO_RUN).slots(self.lock_key, holder)
+            slots = (self._run or NO_RUN).slots(self._lock_key, holder)
         # Set before the take, so that the lock can release it after any error or signal.
-        lease = self.lease = Lease(self.cache or conf.cache, self.lock_key, holder, slots)
+        lease = self._lease = Lease(self.cache or conf.cache, self._lock_key, holder, slots)
         lease.quiet, lease.at_least = run.quiet, self.at_least
         lease.renews, lease.origin = self.renew, origin
         return lease
@@ -348,7 +354,7 @@ class TaskLock:
         if match is None:
             raise ValueError(f"handle must be what hand_over() returned, not {repr(handle)[:200]}.")
         slots, token, cache, key, name = match.groups()
-        lock_key = LockKey(name, key)
+        lock_key: Any = LockKey(name, key)  # which replaces a name here
         lock = cls(lock_key, timeout=timeout, renew=renew, cache=cache, slots=int(slots))
         lease = lock._new_lease(Run.current(), here())
         try:
@@ -364,10 +370,10 @@ class TaskLock:
 
     def __exit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
         try:
-            self.lease.give_back(exc)
+            self._lease.give_back(exc)
         except BaseException:
             # A signal, such as a soft time limit, may have come before the release.
-            self.lease.give_back(exc)
+            self._lease.give_back(exc)
             raise
         finally:
             block, self._block = self._block, None
@@ -378,7 +384,7 @@ class TaskLock:
         return self
 
     async def __aexit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
-        cache, release = self.address.cache, functools.partial(self.lease.give_back, exc)
+        cache, release = self._address.cache, functools.partial(self._lease.give_back, exc)
         try:
             await in_thread(cache, release)
         except BaseException:
@@ -400,25 +406,29 @@ class TaskLock:
 
     # Conflicts
 
-    def meet_conflict(self) -> None:
+    def _meet_conflict(self) -> None:
         """Do what a block does that does not get the lock."""
         if self.on_conflict == "raise":
-            self.refuse("wait" if self.wait else "raise")
-        self.report_conflict("skip", "skipped")
+            self._refuse("wait" if self.wait else "raise")
+        self._report_conflict("skip", "skipped")
 
-    def say_gave_up(self, wait: float) -> None:
-        """Note for the log and the error how long the call waited."""
-        note = f"gave up after {wait:g} s ({'lock_wait' if self.run else 'wait'})"
-        self.note = f"{self.note}; {note}" if self.note else note
+    def _note_wait(self, seconds: float) -> None:
+        """Note for the log and the error how long the call waited; 0: its wait goes on."""
+        note = f"gave up after {seconds:g} s ({'lock_wait' if self._run else 'wait'})"
+        self._note = "; ".join(filter(None, [self._note, note])) if seconds else ""
 
-    def refuse(self, reason: str) -> NoReturn:
-        self.report_conflict(reason, "failed")
-        raise LockConflict.of(self)
+    def _conflict(self) -> LockConflict:
+        lease = self._lease
+        return LockConflict(self.name, self.blocker, lease.blocker_remaining, self._note, self)
 
-    def report_conflict(self, reason: str, result: str) -> None:
+    def _refuse(self, reason: str) -> NoReturn:
+        self._report_conflict(reason, "failed")
+        raise self._conflict()
+
+    def _report_conflict(self, reason: str, result: str) -> None:
         """Log a conflict, and send its event; ``reason`` is the policy."""
-        lease, caller = self.lease, self.lease.holder
-        why = f"{reason}; {self.note}" if self.note else reason
+        lease, caller = self._lease, self._lease.holder
+        why = f"{reason}; {self._note}" if self._note else reason
         text = "%s is held by %s; policy for %s: %s."
         logger.info(text, lease, self.blocker, caller, why)
         lease.tell("conflict", caller=caller, blocker=self.blocker, reason=reason, result=result)
@@ -464,13 +474,13 @@ class TaskLock:
             raise TypeError(
                 f"{self.name} has {self.slots} slots: choose a holder with clear(token=…)."
             )
-        return self.address_of(token).clear(token, actor, reason)
+        return self._address_of(token).clear(token, actor, reason)
 
     aclear = offer_in_thread(clear)
 
-    def address_of(self, token: str | None) -> Address:
+    def _address_of(self, token: str | None) -> Address:
         """Return where the holder with this token is, or the first slot."""
-        address = self.address
+        address = self._address
         if self.slots > 1:
             for key, entry in self._entries().items():
                 if Holder.decode(entry.value).token == token:
@@ -478,7 +488,7 @@ class TaskLock:
         return address
 
     def _entries(self) -> dict[str, Entry]:
-        return get_store(self.address.cache).read_many(self.lock_key.slots(self.slots))
+        return get_store(self._address.cache).read_many(self._lock_key.slots(self.slots))
 
     def _first(self) -> Entry | None:
         return min(self._entries().values(), key=lambda each: each.remaining or 0.0, default=None)
@@ -522,7 +532,7 @@ class TaskLock:
 
         Only in a forked child of the holder it sends a request.
         """
-        return self.lease.lost
+        return self._lease.lost
 
     def check(self) -> None:
         """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired.
@@ -564,17 +574,32 @@ class TaskLock:
 
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
-        lease = self.lease
+        lease = self._lease
         return lease.held and lease.is_there() and lease.held
 
     aowned = offer_in_thread(owned)
 
     def _held_lease(self) -> Lease:
-        if not self.lease.held:
+        if not self._lease.held:
             raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
-        return self.lease
+        return self._lease
 
     def _end_use(self) -> None:
         """Let the object be used again, unless a block uses it."""
         if self._block is None:
             vars(self).pop("_user", None)
+
+
+def lock_of(kind: type[L], key: Any, run: Run, **options: Any) -> L:
+    """Return the lock of a task's run, not acquired."""
+    lock = kind(key, **options)
+    lock._run = run  # noqa: SLF001
+    return lock
+
+
+# For other modules of this package: what a lock does not show to users.
+lease_of = operator.attrgetter("_lease")
+address_of = operator.attrgetter("_address")
+conflict_of, refuse = TaskLock._conflict, TaskLock._refuse  # noqa: SLF001
+report_conflict, note_wait = TaskLock._report_conflict, TaskLock._note_wait  # noqa: SLF001
+place_of = TaskLock._address_of  # noqa: SLF001

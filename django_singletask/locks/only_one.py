@@ -8,10 +8,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
 
-from django_singletask.conf import check_seconds
-from django_singletask.exceptions import LockConflict
-from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, name_key, template_fields
-from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.keys import NO_LOCK, call_key, name_key, template_fields
+from django_singletask.locks.lock import TaskLock, conflict_of
 from django_singletask.locks.parameters import Parameters, refuse_deferred
 
 P = ParamSpec("P")
@@ -51,9 +49,14 @@ def only_one(  # type: ignore[misc] # mypy would have each option listed twice
     Ted Tieken (2012).
     """
     make_lock = functools.partial(
-        TaskLock, timeout=timeout, renew=renew, wait=wait, on_conflict=on_conflict, slots=slots
+        TaskLock,
+        timeout=timeout,
+        renew=renew,
+        wait=wait,
+        on_conflict=on_conflict,
+        slots=slots,
+        at_least=at_least,
     )
-    check_seconds("at_least", at_least, zero=True)
     make_lock("any")  # raises for invalid options, at decoration
     if callable(skip_result):
         raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
@@ -70,16 +73,12 @@ def only_one(  # type: ignore[misc] # mypy would have each option listed twice
 
         def lock_for(args: Any, kwargs: Any) -> Any:
             lock_key = key_of(args, kwargs)
-            if lock_key is NO_LOCK:
-                return nullcontext(True)
-            lock = make_lock(lock_key)
-            lock.at_least = at_least
-            return lock
+            return nullcontext(True) if lock_key is NO_LOCK else make_lock(lock_key)
 
         def skip(lock: TaskLock, args: Any, kwargs: Any) -> Any:
             if on_skip is None:
                 return skip_result
-            return on_skip(LockConflict.of(lock), *args, **kwargs)
+            return on_skip(conflict_of(lock), *args, **kwargs)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +100,7 @@ def only_one(  # type: ignore[misc] # mypy would have each option listed twice
     return decorate if function is None else decorate(function)
 
 
-def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
+def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], Any]:
     if hasattr(function, "apply_async") or hasattr(function, "enqueue"):
         raise TypeError(f"{function!r} is a task: put @only_one below @shared_task or @task.")
     if inspect.isclass(function) or not callable(function):

@@ -7,8 +7,9 @@ import enum
 import inspect
 import json
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 from django.utils.functional import Promise
@@ -192,6 +193,23 @@ class Parameters:
             if name not in self._defaults or encode(form) != self._defaults[name]:
                 forms[name] = form
         return forms
+
+
+_signature = lru_cache(maxsize=256)(inspect.signature)
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function of the project with the arguments of a call by name, if it takes them.
+
+    So it gets the same however the call is written. One with ``*args`` alone gets the values.
+    """
+    taken = _signature(function).parameters
+    kinds = {each.kind for each in taken.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return function(**arguments)
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return function(*arguments.values())
+    return function(**{name: arguments[name] for name in taken if name in arguments})
 
 
 # For the arguments that a lock's name shows: any task's, without defaults.

@@ -23,11 +23,11 @@ from vine import promise
 from django_singletask.conf import DOCS, check_installed, conf
 from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.locks.address import Address, Run
-from django_singletask.locks.keys import NO_LOCK, QUEUED, LockKey, call_key
+from django_singletask.locks.keys import NO_LOCK, QUEUED
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.lock import TaskLock, current_lock
+from django_singletask.locks.lock import TaskLock, current_lock, lease_of
 from django_singletask.locks.parameters import Parameters, refuse_deferred
-from django_singletask.task.delivery import Delivery
+from django_singletask.task.delivery import Delivery, DeliveryLock
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import NAMES, Attributes, LockOptions
 from django_singletask.task.unique import QueuedCall, delay_of
@@ -139,16 +139,13 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
     abstract = True
 
-    parameters: Parameters
-    """The parameters of the body."""
-
     # Celery logs these errors without a traceback.
     throws: tuple[type[Exception], ...] = (LockConflict,)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SingletonTask:
         # Not in __init__, which a task class may override without super().
         task: SingletonTask = super().__new__(cls)
-        task.parameters = Parameters(inspect.signature(task.run))
+        vars(task).update(_parameters=Parameters(inspect.signature(task.run)))
         return task
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -176,7 +173,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
         """
         options = LockOptions.of(self)
-        return options.lock(TaskLock, self.lock_key(args, kwargs, options, partial=True), self.name)
+        return options.lock(TaskLock, options.key(self, args, kwargs, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
         """Return the result of a queued call with these arguments; None if there is none.
@@ -184,16 +181,13 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
         as :meth:`lock` does.
         """
-        key = self.lock_key(args, kwargs, LockOptions.of(self), partial=True)
+        key = LockOptions.of(self).key(self, args, kwargs, partial=True)
+        if key == NO_LOCK:
+            return None
         _entry, holder = Address(conf.cache, key.beside(QUEUED, self.name)).read_holder()
         if holder.task_id is None or holder.kept or proof_of_death(holder):
             return None
         return self.AsyncResult(holder.task_id)
-
-    def lock_key(self, args: Any, kwargs: Any, options: LockOptions, **facts: Any) -> LockKey:
-        """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""
-        facts |= {"lock_on": options.lock_on, "lock_name": options.lock_name}
-        return call_key(self.name, self.parameters, args or (), kwargs or {}, **facts)
 
     # Sending
 
@@ -309,9 +303,10 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     def on_replace(self, sig: Any) -> Any:
         """Send the replacement of this task; an eager one runs here, so release the lock first."""
         lock = current_lock()
-        # A TaskLock of the body has no run.
-        if self.request.is_eager and lock and lock.run and lock.run.task_id == self.request.id:
-            lock.lease.give_back(result="ignored")
+        if self.request.is_eager and isinstance(lock, DeliveryLock) and lock:
+            lease = lease_of(lock)
+            if lease.holder.task_id == self.request.id:
+                lease.give_back(result="ignored")
         return super().on_replace(sig)
 
     def _fill_in(
@@ -325,7 +320,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         merged = LockOptions.of(self, header.options)
         if lock_options is None and header.key is not None:
             return merged
-        key = self.lock_key(args, kwargs, merged, shown=hidden_arguments(options))
+        key = merged.key(self, args, kwargs, shown=hidden_arguments(options))
         if key.key != (header.was or header.key):
             # The duplicate entry and the ticket belong to the previous lock.
             header.queued, header.ticket, header.never_gives_way = None, None, False
@@ -337,6 +332,11 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         return merged
 
     # Running
+
+    def update_state(self, task_id: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Update the state of a task; a direct call has none, so there this does nothing."""
+        if task_id or self.request.id:
+            super().update_state(task_id, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock."""

@@ -46,6 +46,8 @@ HEADER = "singletask"
 # sent again only after its earlier call has ended, because a result does not show to which of two
 # calls it belongs.
 
+VERSION = 1
+"""Grows if a field gets another meaning. Of a newer header only the lock is read."""
 ENDLESS = "inf"
 """Stands in the message for ``math.inf``, which JSON does not have."""
 WAITS = 1
@@ -87,6 +89,7 @@ class Header:
     # The key before retry() or replace() changed the arguments: from signature_from_request to
     # apply_async, which does not send it.
     was: str | None = None
+    version: int = VERSION
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
@@ -97,9 +100,11 @@ class Header:
         wire = headers.get(HEADER) if headers and task_id is not None else None
         if not isinstance(wire, dict) or (wire.get("id"), wire.get("task")) != (task_id, task):
             return None
-        header = cls(wire["id"], task)
+        header, version = cls(wire["id"], task), wire.get("version", VERSION)
+        if isinstance(version, int) and version > VERSION:
+            wire = {field: wire[field] for field in ("name", "key") if field in wire}
         for field, value in wire.items():
-            if field in TYPES:  # a newer version may have other fields
+            if field in TYPES:  # a newer header may have other fields
                 if not isinstance(value, TYPES[field]):
                     raise ValueError(
                         f"The message header {HEADER!r} has an invalid {field!r}, of type "

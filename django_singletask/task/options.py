@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from inspect import iscoroutinefunction
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
-from django_singletask.conf import check_seconds
+from django_singletask.conf import check_choice, check_seconds
 from django_singletask.exceptions import LockError
 from django_singletask.locks.address import Run
-from django_singletask.locks.keys import NO_LOCK, LockKey, check_slots, template_fields
-from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, check_slots, template_fields
+from django_singletask.locks.lock import L, lock_of
 from django_singletask.locks.parameters import Parameters
 
-L = TypeVar("L", bound=TaskLock)
 Problem = tuple[tuple[str, ...], Exception]
 """Names of options, and their error. A ``UserWarning`` is only reported by the system check."""
 
@@ -53,12 +52,7 @@ def check_value(option: str, where: str, value: Any) -> None:
     elif option == "lock_slots":
         check_slots(what, value)
     elif option in CHOICES:
-        choices = CHOICES[option]
-        fits = isinstance(value, tuple(map(type, choices)))  # 1 == True, but 1 is not valid
-        if not fits or value not in choices:
-            error = ValueError if fits else TypeError
-            names = ", ".join(map(str, choices))
-            raise error(f"{option}={value!r} {where} is not one of {names}.")
+        check_choice(option, value, CHOICES[option], f" {where}")
     elif option == "lock_on" and is_text:
         raise TypeError(f"{option}={value!r} {where} is a string; did you mean [{value!r}]?")
     else:
@@ -96,6 +90,8 @@ class Attributes:
 FIELDS = tuple(Attributes.__annotations__)
 NAMES = frozenset(FIELDS)
 _values = operator.attrgetter(*FIELDS)
+parameters_of: Callable[[Any], Parameters] = operator.attrgetter("_parameters")
+"""Return the parameters of the body of a task."""
 
 
 class LockOptions(SimpleNamespace, Attributes):
@@ -123,14 +119,20 @@ class LockOptions(SimpleNamespace, Attributes):
         _check_run(task, *_values_of_run(self))
         if key == NO_LOCK:
             raise LockError(f"lock_name of {task} returned None: this call takes no lock.")
-        return kind(
+        return lock_of(
+            kind,
             key,
+            run or Run(task, quiet=not self.lock_history),
             timeout=self.lock_timeout,
             renew=self.lock_renew,
             wait=wait,
             slots=self.lock_slots,
-            run=run or Run(task, quiet=not self.lock_history),
         )
+
+    def key(self, task: Any, args: Any, kwargs: Any, **facts: Any) -> LockKey:
+        """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""
+        facts |= {"lock_on": self.lock_on, "lock_name": self.lock_name}
+        return call_key(task.name, parameters_of(task), args or (), kwargs or {}, **facts)
 
     @classmethod
     def check_call(cls, task: Any, overrides: Mapping[str, Any]) -> None:

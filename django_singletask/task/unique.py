@@ -13,7 +13,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from django_singletask import clock
 from django_singletask.conf import MAX_LEASE, conf, logger
 from django_singletask.exceptions import DuplicateTask, LockUnavailable
-from django_singletask.holder import Holder
+from django_singletask.holder import Holder, without_process
 from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.lease import Lease
@@ -192,7 +192,7 @@ class QueuedCall:
 
     def _let_stay(self, queued: Lease) -> None:
         """Note in the entry that the call has begun, without changing its end."""
-        begun = queued.holder.without_process(queued.length, kept=True).encode()
+        begun = without_process(queued.holder, queued.length, kept=True).encode()
         # The clocks of both hosts decide if the entry is gone (freed with a killed run, or lost by
         # the cache), or if the cache does not report its end. A retry adds no entry, because an
         # operator may have cleared it.

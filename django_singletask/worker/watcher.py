@@ -16,9 +16,9 @@ from django_singletask.conf import conf, logger
 from django_singletask.exceptions import LockError
 from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
-from django_singletask.locks.keys import QUEUED
+from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.liveness import is_gone
-from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.lock import TaskLock, place_of
 from django_singletask.stores import get_store, look_at_epoch
 from django_singletask.stores.base import CannotList, epoch_of
 from django_singletask.task.header import Header
@@ -52,7 +52,7 @@ class Accepted:
             key, options = header.lock_key, LockOptions.of(task, header.options)
             if key is None:
                 args, kwargs, _embed = self.request._payload  # noqa: SLF001, Celery has no other way
-                key = task.lock_key(args, kwargs, options)
+                key = options.key(task, args, kwargs)
             return options.lock(TaskLock, key, task.name)
         except (TypeError, ValueError, LockError):
             return None  # the run itself failed with this error, or it takes no lock
@@ -60,9 +60,10 @@ class Accepted:
     def free(self, lock: TaskLock, how: str) -> None:
         """Free the lock of the process that is dead, and the entry of its queued call."""
         header, token = self.header, self.header.token or ""
-        lock.address_of(token).free_killed(token, how)
+        place_of(lock, token).free_killed(token, how)
         if header.queued:
-            entry = queued_entry(lock.lock_key.beside(QUEUED, header.task), header.queued)
+            key = LockKey(lock.name, lock.key).beside(QUEUED, header.task)
+            entry = queued_entry(key, header.queued)
             if not self.ended:
                 # A delivery that has ended may have queued its call again with that entry.
                 entry.abandon()

@@ -80,7 +80,7 @@ def test_a_killed_child_frees_its_own_slot(start_worker, queue, settings, alias)
     worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=3)
     options = {"lock_options": {"lock_slots": 2}}
     runs = dict(start_one(worker, tasks.long, queue, **options) for _ in range(2))
-    _first, second = tasks.long.lock("a").lock_key.slots(2)
+    _first, second = tasks.long.lock("a")._lock_key.slots(2)
     holder = Holder.decode(get_store(alias).read(second).value)
     (pid,) = (pid for result, pid in runs.items() if result.id == holder.task_id)
     assert tasks.long.apply_async(("a", 0), queue=queue, **options).get(timeout=20) is None

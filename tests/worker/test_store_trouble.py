@@ -114,7 +114,7 @@ def waiting(calls):
 def test_what_could_not_be_given_back_is_given_back_later(own_redis, transactional_db):
     lock = tasks.hold.lock("a")
     lock.acquire()
-    value = lock.lease.value
+    value = lock._lease.value
     store = get_store("own_redis")
     own_redis.kill()
     with pytest.raises(LockUnavailable):

@@ -341,7 +341,7 @@ def queued():
     def leave(task, *args):
         result = task.apply_async(args, queue=queue)
         assert task.queued(*args).id == result.id
-        beside = task.lock(*args).lock_key.beside(QUEUED, task.name).key
+        beside = task.lock(*args)._lock_key.beside(QUEUED, task.name).key
         store = get_store("redis")
         value = store.read(beside).value
         yield result

@@ -15,6 +15,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
 
+from django.core.cache import caches
+from django.core.cache.backends.locmem import LocMemCache
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 from django.utils import timezone
 
@@ -185,13 +187,13 @@ class Command(BaseCommand):
         if action in {"history", "prune"}:
             return ""
         try:
-            store = get_store(conf.cache)
-            store.read(PREFIX)
+            get_store(conf.cache).read(PREFIX)
         except Exception as error:  # a cache that is set up wrongly has errors of its own
             return clean(cannot_ask(error))
         unseen = "this command cannot see the locks of other processes"
         here = f"SINGLETASK_CACHE = {conf.cache!r} is in local memory: {unseen}."
-        return here if store.family == "locmem" and action != "probe" else ""
+        is_local = isinstance(caches[conf.cache], LocMemCache) and action != "probe"
+        return here if is_local else ""
 
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
