@@ -12,13 +12,13 @@ from unittest.mock import MagicMock
 from django_singletask.task.options import NAMES
 
 DOCS = Path(__file__).parent.parent / "docs"
+BLOCK = re.compile(r"^( *)\.\. code-block:: python\n\n((?:\1    .*\n|\n)+)", re.MULTILINE)
 
 
 def blocks(page: str) -> list[str]:
     """Return the blocks of Python code on a page."""
-    text = (DOCS / page).read_text()
-    found = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", text)
-    return [textwrap.dedent(block) for block in found]
+    found = BLOCK.findall((DOCS / page).read_text())
+    return [textwrap.dedent(block) for _indent, block in found]
 
 
 def lock_options(page: str) -> dict[str, dict[str, Any]]:
