@@ -1,4 +1,4 @@
-"""What the guides about periodic tasks and limits promise, without workers."""
+"""What the guides promise about periodic tasks, limits and single questions, without workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.beat import Scheduler, SchedulingError
-from celery.exceptions import Retry
+from celery.exceptions import Ignore, Retry
 
 from django_singletask import LockConflict, SingletonTask, TaskLock
 from django_singletask.task.header import HEADER
-from tests.deliveries import collect_sent, receive
+from tests.deliveries import collect_sent, deliver, held_by, receive
 from tests.guides import blocks
+from tests.testapp import tasks
 
 pytestmark = pytest.mark.usefixtures("on_redis")
 
@@ -113,3 +114,73 @@ class TestBeat:
         settings.SINGLETASK_CACHE = dead_redis
         with pytest.raises(SchedulingError, match="dead"):
             send("import-feeds")
+
+
+class TestLockName:
+    """A function or a format string that names the lock of a call."""
+
+    def test_a_method_gets_the_task_first(self, app):
+        class Bill(SingletonTask):
+            name = "bill"
+
+            def lock_name(self, customer_id):
+                return f"{self.name}:{customer_id}"
+
+            def run(self, customer_id):
+                pass
+
+        assert app.register_task(Bill()).lock(7).name == "bill:7"
+
+    def test_fields_can_be_arguments_in_kwargs(self, app):
+        class Sync(SingletonTask):
+            name = "sync"
+            lock_name = "job:{repoid}"
+
+            def run(self, **kwargs):
+                pass
+
+        task = app.register_task(Sync())
+        assert task.lock(repoid=7, force=True).name == "job:7"
+        with pytest.raises(TypeError, match="repoid"):
+            task.lock(force=True)
+
+    def test_a_function_gets_the_arguments_as_the_caller_wrote_them(self, app):
+        def by_name(*args, **kwargs):
+            return f"customer:{args}{kwargs}"
+
+        def as_the_task(customer_id, force=False):
+            return f"customer:{customer_id}"
+
+        def names(lock_name):
+            @app.task(base=SingletonTask, lock_name=lock_name, shared=False, lazy=False)
+            def bill(customer_id, force=False):
+                pass
+
+            app.tasks.pop(bill.name)
+            return {bill.lock(7).name, bill.lock(7, False).name, bill.lock(customer_id=7).name}
+
+        assert len(names(by_name)) == 3
+        assert names(as_the_task) == {"customer:7"}
+
+
+def test_a_skipped_run_can_store_another_state(monkeypatch):
+    def be_busy(conflict, key):
+        tasks.hold.update_state(state="BUSY")
+        raise Ignore
+
+    stored = []
+    monkeypatch.setattr(tasks.hold, "on_skip", be_busy)
+    monkeypatch.setattr(
+        tasks.hold.backend, "store_result", lambda *result, **facts: stored.append(result)
+    )
+    with held_by("other"):
+        deliver(tasks.hold, "a")
+    assert [(task_id, state) for task_id, _result, state in stored] == [("mine", "BUSY")]
+
+
+def test_a_plain_task_runs_a_message_that_carries_a_lock(monkeypatch, tmp_path):
+    """After an uninstallation, messages of before are in the queue."""
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
+    header = {HEADER: {"id": "mine", "task": tasks.plain.name, "name": "n", "key": "k"}}
+    with held_by("other"):
+        assert deliver(tasks.plain, "a", headers=header)[0] == "ran"
