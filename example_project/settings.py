@@ -126,6 +126,8 @@ CACHES = {
 }
 
 SINGLETASK_CACHE = "locks"
+# The demo shows each row at once. Do not copy this: by default a thread writes the history, and no
+# task waits for it.
 SINGLETASK_HISTORY = "inline"
 
 if BROKER:

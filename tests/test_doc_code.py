@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import doctest
 import functools
-import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -25,9 +24,9 @@ from django.core.management import BaseCommand
 import django_singletask
 from django_singletask.signals import lock_event
 from django_singletask.testing import no_locks
+from tests.guides import BLOCK
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"^( *)\.\. code-block:: python\n\n((?:\1    .*\n|\n)+)", re.MULTILINE)
 
 
 def blocks(page: Path) -> list[str]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import re
-import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +15,11 @@ from django.db import transaction
 
 from django_singletask import LockConflict, SingletonTask, TaskLock
 from tests.deadline import wait_for
+from tests.guides import blocks
 
-GUIDES = Path(__file__).parent.parent / "docs" / "guides"
 ACCOUNTS = ["account:1", "account:2"]
 
 pytestmark = pytest.mark.usefixtures("on_redis")
-
-
-def blocks(page: str) -> list[str]:
-    """Return the Python code on a page of the docs."""
-    text = (GUIDES / page).read_text()
-    found = re.findall(r"\.\. code-block:: python\n\n((?:    .*\n|\n)+)", text)
-    return [textwrap.dedent(block) for block in found]
 
 
 @pytest.fixture
@@ -46,7 +36,7 @@ def recipes() -> Iterator[SimpleNamespace]:
             "shared_task": functools.partial(app.task, shared=False),
             "rebuild_index": rebuild_index,
         }
-        exec("\n".join(blocks("recipes.rst")), names)
+        exec("\n".join([*blocks("guides/recipes.rst"), *blocks("faq.rst")]), names)
         yield SimpleNamespace(names=names, **names)
 
 
@@ -140,7 +130,7 @@ def test_the_bare_body_runs_beside_the_holder(recipes, name):
 
 
 def test_the_ported_lock_of_redis_py_runs_its_work_locked_or_not_at_all(take):
-    [block] = [block for block in blocks("coming-from.rst") if "cache.lock" in block]
+    [block] = [block for block in blocks("guides/coming-from.rst") if "cache.lock" in block]
     ported = block.partition("# after\n")[2]
     runs: list[bool] = []
     work = {"TaskLock": TaskLock, "sync": lambda: runs.extend(held("sync"))}

@@ -10,7 +10,7 @@ from example_project.feeds import importer
 from example_project.feeds.run_log import recorded_run
 
 
-@shared_task(base=SingletonTask, lock_on=["feed_url"])
+@shared_task(base=SingletonTask)
 def import_feed(feed_url: str) -> dict[str, Any]:
     """Import one feed, one run at a time for each feed."""
     with recorded_run(settings.FEEDS_RUN_LOG, feed_url, current_task.request.id):

@@ -168,3 +168,15 @@ def test_calls_without_a_lock_run_beside_each_other(start_worker, queue):
     options = {"lock_name": lambda key, number: None}
     calls = [tasks.meet.apply_async(("a", 2), queue=queue, lock_options=options) for _ in range(2)]
     assert [call.get(timeout=20) for call in calls] == ["met", "met"]
+
+
+def test_a_worker_that_is_stopped_gives_back_the_calls_that_it_has_postponed(start_worker, queue):
+    first = start_worker(concurrency=1)
+    with tasks.requeue.lock("a"):
+        call = tasks.requeue.apply_async(("a", 0), queue=queue)
+        received = f"[{call.id}] received"
+        wait_for(lambda: first.text().count(received) > 1, "it waits in this worker")
+        first.stop()
+    start_worker(name="two", concurrency=1)
+    # Long before the visibility timeout of Redis, which is an hour.
+    assert call.get(timeout=20) == "ran"
