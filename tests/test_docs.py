@@ -14,7 +14,10 @@ import pytest
 from django_singletask import TaskLock, only_one
 from django_singletask.conf import DEFAULTS
 from django_singletask.history.writing import STRENGTH
+from django_singletask.management.output import LOCK, ROW
 from django_singletask.models import HoldOutcome, Kind, Result
+from django_singletask.operators.explain import why
+from django_singletask.operators.probe import probe
 from django_singletask.operators.words import STATES
 from django_singletask.signals import LockEvent
 from django_singletask.task.options import CHOICES, NAMES, LockOptions
@@ -199,3 +202,25 @@ def test_a_module_that_a_page_names_exists(page):
     assert len(named) > 10
     roots = (ROOT / "django_singletask", ROOT)
     assert [one for one in named if not any((root / one).exists() for root in roots)] == []
+
+
+def keys_of(action):
+    """Return the keys that the page of the JSON lists in the section of an action."""
+    page = (REFERENCE / "json.rst").read_text()
+    text = re.split(rf"^``{action}``\n-+\n", page, flags=re.MULTILINE)[1]
+    text = re.split(r"\n\n``\w+``\n-+\n", text)[0]
+    cells = re.findall(r"^   \* - (.+)$", text, re.MULTILINE)
+    return {*re.findall(r"``(\w+)``", " ".join(cells))}
+
+
+@pytest.mark.parametrize(("action", "keys"), [("list", {*LOCK}), ("history", {*ROW, "token"})])
+def test_json_has_the_keys_that_its_page_lists(action, keys):
+    assert keys_of(action) == keys
+
+
+@pytest.mark.django_db(databases="__all__")
+def test_json_of_why_and_probe_has_the_keys_that_the_page_lists(on_redis, empty_history):
+    with TaskLock("nightly"):
+        assert keys_of("why") == {*vars(why("nightly"))}
+    page = (REFERENCE / "json.rst").read_text().partition("``probe``\n---")[2]
+    assert {*vars(probe("redis"))} <= {*re.findall(r"``(\w+)``", page.partition("\n---")[0])}
