@@ -224,3 +224,9 @@ def test_json_of_why_and_probe_has_the_keys_that_the_page_lists(on_redis, empty_
         assert keys_of("why") == {*vars(why("nightly"))}
     page = (REFERENCE / "json.rst").read_text().partition("``probe``\n---")[2]
     assert {*vars(probe("redis"))} <= {*re.findall(r"``(\w+)``", page.partition("\n---")[0])}
+
+
+def test_each_picture_is_on_a_page():
+    pages = [ROOT / "README.rst", *(ROOT / "docs").rglob("*.rst")]
+    shown = {*re.findall(r"/([\w-]+\.(?:png|svg))$", "\n".join(p.read_text() for p in pages), re.M)}
+    assert {path.name for path in (ROOT / "docs/pictures").iterdir()} == shown
