@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/operating/logging.rst").read_text()
 ROW = re.compile(r"   \* - (INFO|WARNING|ERROR)\n     - (.+(?:\n       .+)*)")
+LEVELS = {"info": "INFO", "warning": "WARNING", "error": "ERROR", "exception": "ERROR"}
 Message = tuple[str, str]
 
 
@@ -40,11 +41,11 @@ def messages_of(path: Path) -> Iterator[Message]:
             and isinstance(node.func, ast.Attribute)
             and isinstance(node.func.value, ast.Name)
             and node.func.value.id == "logger"
+            and node.func.attr in LEVELS
         ):
             around = [each for each in functions if node in ast.walk(each)]
             function = max(around, key=lambda each: each.lineno)
-            level = "ERROR" if node.func.attr == "exception" else node.func.attr.upper()
-            yield level, text_of(node.args[0], function)
+            yield LEVELS[node.func.attr], text_of(node.args[0], function)
 
 
 LOGGED = [

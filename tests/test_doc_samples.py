@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import BaseCommand, CommandError, call_command
 
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import QUEUED, LockKey, call_key
@@ -108,6 +108,9 @@ CHANGING = (
 """What differs from one run to the next, and what replaces it on both sides."""
 
 
+OPTIONED = (Command, BaseCommand)
+
+
 def settled(text: str) -> str:
     for pattern, word in CHANGING:
         text = re.sub(pattern, word, text, flags=re.MULTILINE)
@@ -142,9 +145,10 @@ def test_control_another_word_or_number_does_not_fit(site: None):
 
 
 def test_the_page_has_each_option_of_the_command_and_no_other():
-    command = Command()
-    command.create_parser("manage.py", "locks")
-    options = {f"--{name.replace('_', '-')}" for name in command.options}
+    texts = (kind().create_parser("manage.py", "locks").format_help() for kind in OPTIONED)
+    options, of_django = ({*re.findall(r"^  (?:-\w, )?(--[a-z-]+)", text, re.M)} for text in texts)
     page = (ROOT / "docs/operating/command.rst").read_text()
     lines = re.findall(r"^``--.*``$", page, re.MULTILINE)
-    assert {*re.findall(r"``(--[\w-]+)", "\n".join(lines))} == options
+    listed = {*re.findall(r"``(--[\w-]+)", "\n".join(lines))}
+    assert listed | {"--json"} == options - of_django
+    assert "``--json``" in page
