@@ -230,3 +230,48 @@ def test_each_picture_is_on_a_page():
     pages = [ROOT / "README.rst", *(ROOT / "docs").rglob("*.rst")]
     shown = {*re.findall(r"/([\w-]+\.(?:png|svg))$", "\n".join(p.read_text() for p in pages), re.M)}
     assert {path.name for path in (ROOT / "docs/pictures").iterdir()} == shown
+
+
+RESULTS = (ROOT / "benchmarks/RESULTS.rst").read_text()
+COSTS = "\n".join(
+    (ROOT / f"docs/{page}.rst").read_text()
+    for page in ("explanation/benchmarks", "operating/scaling")
+)
+
+
+def measured(title, candidate):
+    """Return the median and the ratio of a candidate in a table of the benchmarks."""
+    table = RESULTS.partition(f"\n{title}\n---")[2].partition("\n---")[0]
+    row = re.search(rf"^{re.escape(candidate)}  +(\S+) \S+  +([\d.]+)", table, re.MULTILINE)
+    return row.groups()
+
+
+@pytest.mark.parametrize(
+    ("title", "candidate"),
+    [
+        ("Throughput of a worker", "django-singletask"),
+        ("Throughput of a worker", "django-singletask, history off"),
+        ("Throughput of a worker, one core busy", "django-singletask"),
+        ("Throughput of a worker, one core busy", "django-singletask, history off"),
+        ("Throughput of a worker, 20 ms of work", "django-singletask"),
+        ("A queue behind one lock", 'on_conflict="requeue"'),
+    ],
+)
+def test_costs_are_those_of_the_benchmarks(title, candidate):
+    assert measured(title, candidate)[1] in COSTS
+
+
+@pytest.mark.parametrize(
+    ("title", "candidate"),
+    [
+        ("Take and release on Redis", "django-singletask, RedisCache"),
+        ("Take and release on Redis", "django-singletask, RedisCache, history off"),
+        *(
+            ("Enqueue only once", candidate)
+            for candidate in ("plain Task", "django-singletask", "celery-singleton", "celery-once")
+        ),
+    ],
+)
+def test_times_are_those_of_the_benchmarks(title, candidate):
+    microseconds = float(measured(title, candidate)[0])
+    assert f"{microseconds / 1000:.2f} ms" in COSTS
