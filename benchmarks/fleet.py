@@ -1,7 +1,7 @@
 """Say what 10, 1,000 and 100,000 worker processes ask of one Redis: a discrete-event model.
 
     pip install -e ".[bench]"
-    python benchmarks/fleet.py            # some minutes; prints the tables of docs/scaling.rst
+    python benchmarks/fleet.py            # some minutes; prints the tables of scaling.rst
     python benchmarks/fleet.py --check    # compares the model with as many real processes
 
 Starts a Redis on a free port, and measures what each action costs it. How often an action happens

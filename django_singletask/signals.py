@@ -15,16 +15,26 @@ lock_event = Signal(use_caching=True)
 
 @dataclasses.dataclass(frozen=True)
 class LockEvent:
-    """One thing that happened to a lock.
+    """One thing that happened to a lock. Texts that are not known are empty, numbers are 0.
 
-    ``kind`` is ``acquired``, ``released``, ``conflict``, ``duplicate``, ``dead``, ``expired``,
-    ``lost``, ``retaken``, ``cleared`` or ``unguarded`` (``on_outage="run"``). ``cache`` is the
-    alias of the cache that stores the lock. ``token``, ``host``, ``pid``, ``task``, ``task_id`` and
-    ``since`` describe the holder; or, without a token, the call that met the holder
-    ``blocked_by``. ``at`` and ``since`` are aware UTC times. ``timeout`` and
-    ``longest_renewal_gap`` are seconds. ``retaken`` is how often the holder has taken its lock
-    again. ``held_for`` is the number of seconds for which the lock was held; it is None until the
-    hold ends, and where it is unknown. ``quiet`` is true for tasks with ``lock_history=False``.
+    * ``kind``: what happened: ``acquired``, ``released``, ``conflict``, ``duplicate``, ``dead``,
+      ``expired``, ``lost``, ``retaken``, ``cleared`` or ``unguarded``.
+    * ``name``, ``key``, ``cache``: the lock, its key, and the alias of its cache.
+    * ``at``: when it happened, as an aware UTC time.
+    * ``token``, ``task``, ``task_id``, ``host``, ``pid``: the holder; or, without a token, the call
+      that did not get the lock or was not sent.
+    * ``since``, ``timeout``: when the holder took the lock, and its lease in seconds.
+    * ``result``: how the body of the run ended; of a conflict: what becomes of the call.
+    * ``reason``: why; of a conflict or a duplicate a code, otherwise a sentence.
+    * ``outcome``: of ``released`` only: ``released``, or ``lost`` if the lock was no longer there.
+    * ``blocked_by``, ``blocked_by_task_id``: token and task id of the holder that a call met; of
+      ``lost``: of the next holder.
+    * ``actor``: who cleared the lock.
+    * ``held_for``: for how many seconds the lock was held; None until the hold ends, and where it
+      is unknown.
+    * ``longest_renewal_gap``: the longest time between two renewals in seconds, or None.
+    * ``retaken``: how often the holder has taken its lock again.
+    * ``quiet``: whether the task has ``lock_history=False``.
     """
 
     kind: str

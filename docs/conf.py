@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from typing import Any
+
 import django
 from django.conf import settings
 
@@ -15,6 +19,16 @@ project = "django-singletask"
 copyright = "the authors of django-singletask"
 release = django_singletask.__version__
 extensions = ["sphinx.ext.autodoc"]
+if "READTHEDOCS" in os.environ:  # elsewhere a build needs no network
+    extensions.append("sphinx.ext.intersphinx")
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3/", None),
+    "django": (
+        "https://docs.djangoproject.com/en/stable/",
+        "https://docs.djangoproject.com/en/stable/_objects/",
+    ),
+    "celery": ("https://docs.celeryq.dev/en/stable/", None),
+}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"django-singletask {release}"
@@ -24,3 +38,21 @@ nitpicky = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
+
+PLAIN = ("django_singletask.TaskLock", "django_singletask.only_one")
+"""What is shown with its parameters only: without types, and without what is internal."""
+
+
+def plain_signature(app: Any, what: str, name: str, thing: Any, *rest: Any) -> Any:
+    if name not in PLAIN:
+        return None
+    parameters = [
+        parameter.replace(annotation=parameter.empty)
+        for parameter in inspect.signature(thing).parameters.values()
+        if parameter.name != "run" and not parameter.name.startswith("_")
+    ]
+    return str(inspect.Signature(parameters)), None
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", plain_signature)

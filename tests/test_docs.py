@@ -1,7 +1,9 @@
-"""The documentation names tests, and its dashboard metrics: they must exist."""
+"""The documentation is what the code says: its codes, options, settings, tests and metrics."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import re
 from fnmatch import fnmatchcase
@@ -9,11 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from django_singletask import TaskLock, only_one
+from django_singletask.conf import DEFAULTS
+from django_singletask.history.writing import STRENGTH
+from django_singletask.management.output import LOCK, ROW
 from django_singletask.models import HoldOutcome, Kind, Result
+from django_singletask.operators.explain import why
+from django_singletask.operators.probe import probe
+from django_singletask.operators.words import STATES
+from django_singletask.signals import LockEvent
+from django_singletask.task.options import CHOICES, NAMES, LockOptions
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["what-happens-when.rst", "evidence.rst"]
-PAGE = "\n".join((ROOT / "docs/explanation" / name).read_text() for name in PAGES)
+REFERENCE = ROOT / "docs/reference"
+SOURCE = "\n".join(path.read_text() for path in (ROOT / "django_singletask").rglob("*.py"))
+PAGES = ["which-test-shows-what.rst", "explanation/benchmarks.rst"]
+PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in PAGES)
 DEFINED = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")
@@ -54,7 +67,7 @@ def queries_and_metrics():
 
 def test_dashboard_asks_for_metrics_that_are_exported():
     queries, metrics = queries_and_metrics()
-    assert len(metrics) == 5
+    assert len(metrics) == 6
     for query in queries:
         names = set(re.findall(r"singletask_\w+", query))
         by = re.findall(r"by \((.*?)\)", query)
@@ -74,8 +87,191 @@ def test_opentelemetry_exports_the_metrics_under_the_same_names():
         assert metric.rpartition("_")[0] in units
 
 
+def codes(heading):
+    """Return the codes of a section of the page of codes; each is there once."""
+    page = (REFERENCE / "codes.rst").read_text()
+    section = re.split(r"\n\n(.+)\n---+\n", page)
+    text = dict(zip(section[1::2], section[2::2], strict=True))[heading]
+    listed = re.findall(r"^   \* - ``(\w+)``", text, re.MULTILINE)
+    assert len(listed) == len({*listed})
+    return {*listed}
+
+
+CONFLICTS = {*CHOICES["on_conflict"], "redelivery", "superseded", "outage"}
+
+
+@pytest.mark.parametrize(
+    ("heading", "known"),
+    [
+        ("Kinds of events", {*re.findall(r"""\.tell\(\s*"(\w+)\"""", SOURCE)}),
+        ("Kinds of rows", {*Kind.values}),
+        ("Outcomes", {*HoldOutcome.values}),
+        ("Results", {*Result.values}),
+        ("Reasons", {*CONFLICTS, "queued", "kept"}),
+        ("States", {*STATES, "slow", "stopped"}),
+        ("Levels", {"ok", "note", "warning", "unfit"}),
+    ],
+)
+def test_the_page_of_codes_lists_each_code_and_no_other(heading, known):
+    assert codes(heading) == known
+
+
+def test_the_code_has_no_other_reason_and_level():
+    reasons = r'(?:\breason=|report_conflict\(|postpone\(|refuse\()"(\w+)"'
+    reasons = re.findall(reasons, SOURCE)
+    assert re.search(r'"kept" if \w+\.kept else "queued"', SOURCE)  # of duplicates
+    assert {*reasons} <= codes("Reasons")
+    probe = (ROOT / "django_singletask/operators/probe.py").read_text()
+    assert {*re.findall(r'(?:Finding\(|yield )"(\w+)"', probe)} == codes("Levels")
+
+
+def test_outcomes_are_listed_with_the_strongest_first():
+    page = (REFERENCE / "codes.rst").read_text().partition("Outcomes\n----")[2]
+    assert re.findall(r"\* - ``(\w+)``", page)[: len(STRENGTH) - 1] == STRENGTH[:0:-1]
+
+
 @pytest.mark.parametrize("choices", [Kind, HoldOutcome, Result])
 def test_history_shows_the_words_that_the_options_and_json_take(choices):
     assert choices.values == choices.labels
-    text = (ROOT / "docs/operating/history.rst").read_text()
-    assert {*choices.values} - {"run"} <= {*re.findall(r"``(\w+)``", text)}
+
+
+def test_the_docstring_of_an_event_describes_each_field():
+    described = re.findall(r"``(\w+)``", LockEvent.__doc__)
+    assert {field.name for field in dataclasses.fields(LockEvent)} <= {*described}
+
+
+def sections(page):
+    """Return the fields below each heading that is a literal, by the literal."""
+    text = (REFERENCE / page).read_text()
+    parts = re.split(r"^\.\. _(\w+):\n\n``(\w+)``\n[-~]+\n", text, flags=re.MULTILINE)
+    found = {}
+    for label, name, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        assert label == name
+        found[name] = dict(re.findall(r"^:(.+?): (.+(?:\n    .+)*)", rest, re.MULTILINE))
+    return found
+
+
+def test_each_option_has_a_heading_and_its_default():
+    found = sections("options.rst")
+    assert found.keys() == NAMES
+    for name, fields in found.items():
+        default = getattr(LockOptions, name)
+        shown = f'"{default}"' if isinstance(default, str) else str(default)
+        assert fields["Default"].startswith(f"``{shown}``"), name
+
+
+def test_options_name_each_option_of_a_lock_and_of_only_one():
+    label = "In ``TaskLock``, ``only_one``"
+    fields = [each.get(label, "") for each in sections("options.rst").values()]
+    named = {*re.findall(r"``(\w+)``", "\n".join(fields))}
+    parameters = {*inspect.signature(TaskLock).parameters, *inspect.signature(only_one).parameters}
+    assert parameters - {"function", "cache", "run"} <= named
+    assert named - {"TaskLock", "only_one"} <= parameters
+
+
+def test_each_setting_has_a_heading_and_its_default():
+    found = sections("settings.rst")
+    for name, default in DEFAULTS.items():
+        shown = f'"{default}"' if isinstance(default, str) else str(default)
+        assert found[f"SINGLETASK_{name.upper()}"]["Default"].startswith(f"``{shown}``"), name
+    assert {name.removeprefix("SINGLETASK_").lower() for name in found} - {"stores"} == {
+        *DEFAULTS.keys() - {"stores"}
+    }
+
+
+@pytest.mark.parametrize("page", sorted({*re.findall(r"\{DOCS\}/([\w/-]+)\.html", SOURCE)}))
+def test_a_page_that_messages_name_exists(page):
+    assert (ROOT / f"docs/{page}.rst").exists()
+
+
+FOLDERS = ("reference", "operating", "explanation")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for folder in FOLDERS for page in sorted((ROOT / "docs" / folder).glob("*.rst"))],
+    ids=lambda page: page.stem,
+)
+def test_no_line_is_too_long(page):
+    assert [line for line in page.read_text().splitlines() if len(line) > 110] == []
+
+
+@pytest.mark.parametrize("page", ["explanation/how-it-works.rst"])
+def test_a_module_that_a_page_names_exists(page):
+    named = re.findall(r"``((?:\w+/)*\w+\.py|\w+/)``", (ROOT / "docs" / page).read_text())
+    assert len(named) > 10
+    roots = (ROOT / "django_singletask", ROOT)
+    assert [one for one in named if not any((root / one).exists() for root in roots)] == []
+
+
+def keys_of(action):
+    """Return the keys that the page of the JSON lists in the section of an action."""
+    page = (REFERENCE / "json.rst").read_text()
+    text = re.split(rf"^``{action}``\n-+\n", page, flags=re.MULTILINE)[1]
+    text = re.split(r"\n\n``\w+``\n-+\n", text)[0]
+    cells = re.findall(r"^   \* - (.+)$", text, re.MULTILINE)
+    return {*re.findall(r"``(\w+)``", " ".join(cells))}
+
+
+@pytest.mark.parametrize(("action", "keys"), [("list", {*LOCK}), ("history", {*ROW, "token"})])
+def test_json_has_the_keys_that_its_page_lists(action, keys):
+    assert keys_of(action) == keys
+
+
+@pytest.mark.django_db(databases="__all__")
+def test_json_of_why_and_probe_has_the_keys_that_the_page_lists(on_redis, empty_history):
+    with TaskLock("nightly"):
+        assert keys_of("why") == {*vars(why("nightly"))}
+    page = (REFERENCE / "json.rst").read_text().partition("``probe``\n---")[2]
+    assert {*vars(probe("redis"))} <= {*re.findall(r"``(\w+)``", page.partition("\n---")[0])}
+
+
+def test_each_picture_is_on_a_page():
+    pages = [ROOT / "README.rst", *(ROOT / "docs").rglob("*.rst")]
+    shown = {*re.findall(r"/([\w-]+\.(?:png|svg))$", "\n".join(p.read_text() for p in pages), re.M)}
+    assert {path.name for path in (ROOT / "docs/pictures").iterdir()} == shown
+
+
+RESULTS = (ROOT / "benchmarks/RESULTS.rst").read_text()
+COSTS = "\n".join(
+    (ROOT / f"docs/{page}.rst").read_text()
+    for page in ("explanation/benchmarks", "operating/scaling")
+)
+
+
+def measured(title, candidate):
+    """Return the median and the ratio of a candidate in a table of the benchmarks."""
+    table = RESULTS.partition(f"\n{title}\n---")[2].partition("\n---")[0]
+    row = re.search(rf"^{re.escape(candidate)}  +(\S+) \S+  +([\d.]+)", table, re.MULTILINE)
+    return row.groups()
+
+
+@pytest.mark.parametrize(
+    ("title", "candidate"),
+    [
+        ("Throughput of a worker", "django-singletask"),
+        ("Throughput of a worker", "django-singletask, history off"),
+        ("Throughput of a worker, one core busy", "django-singletask"),
+        ("Throughput of a worker, one core busy", "django-singletask, history off"),
+        ("Throughput of a worker, 20 ms of work", "django-singletask"),
+        ("A queue behind one lock", 'on_conflict="requeue"'),
+    ],
+)
+def test_costs_are_those_of_the_benchmarks(title, candidate):
+    assert measured(title, candidate)[1] in COSTS
+
+
+@pytest.mark.parametrize(
+    ("title", "candidate"),
+    [
+        ("Take and release on Redis", "django-singletask, RedisCache"),
+        ("Take and release on Redis", "django-singletask, RedisCache, history off"),
+        *(
+            ("Enqueue only once", candidate)
+            for candidate in ("plain Task", "django-singletask", "celery-singleton", "celery-once")
+        ),
+    ],
+)
+def test_times_are_those_of_the_benchmarks(title, candidate):
+    microseconds = float(measured(title, candidate)[0])
+    assert f"{microseconds / 1000:.2f} ms" in COSTS

@@ -16,7 +16,8 @@ from django_singletask.task.options import NAMES, LockOptions
 from django_singletask.testing import hold
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/reference/pairs-of-options.rst").read_text()
+PAGE = (ROOT / "docs/reference/options.rst").read_text()
+TEXT = PAGE.partition("Options that cannot be used together\n---")[2].partition("\n---")[0]
 
 
 def report(*args: Any, **kwargs: Any) -> str:
@@ -51,7 +52,8 @@ class Row(NamedTuple):
     one: list[tuple[str, Any]]
     other: list[tuple[str, Any]]
     error: str | None
-    when_sent: bool
+    in_each_run: bool
+    """Whether the class can be created, and only the check and each run refuse the pair."""
 
     def is_about(self, options: dict[str, Any]) -> bool:
         return all(
@@ -71,12 +73,13 @@ def read_side(cell: str) -> list[tuple[str, Any]]:
 
 def read_table() -> list[Row]:
     rows = []
-    for text in PAGE.split("\n   * - ")[2:]:
-        one, other, gives, _because = re.split(r"\n     - ", text, maxsplit=3)
-        verdict = re.fullmatch(r"``(\w+)``( when sent)?|no effect", gives)
-        assert verdict, gives
-        error, when_sent = verdict.groups()
-        rows.append(Row(read_side(one), read_side(other), error, bool(when_sent)))
+    for text in TEXT.split("\n   * - ")[2:]:
+        one, other, own, travelling, _because = re.split(r"\n     - ", text, maxsplit=4)
+        verdict = re.fullmatch(r"(Error, )?``(\w+)``|no effect", own)
+        assert verdict, own
+        in_each_run, error = verdict.groups()
+        assert travelling == (f"``{error}``" if error else "no effect")
+        rows.append(Row(read_side(one), read_side(other), error, bool(in_each_run)))
     return rows
 
 
@@ -119,8 +122,13 @@ def test_a_pair_is_what_the_table_says(define, names):
         problems = list(LockOptions(**options).problems("of shop.buy"))
         errors = [type(error).__name__ for _, error in problems]
         assert errors == [row.error or "UserWarning" for row in expected], given
-        early = [row.error for row in expected if row.error and not row.when_sent]
+        early = [row.error for row in expected if row.error and not row.in_each_run]
         assert raised(define, **given) == early[:1], given
+        if not early:
+            in_run = [row.error for row in expected if row.error]
+            with hold("another lock"):
+                assert raised(define(**given).apply_async, (1,)) == [], given
+                assert raised(define(**given), 1) == in_run[:1], given
         late = [row.error for row in expected if row.error and names_of(row) & set(given)]
         with hold("another lock"):
             send = define().apply_async

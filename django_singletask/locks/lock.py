@@ -91,12 +91,12 @@ class TaskLock:
     ends without an error keeps the lock until ``at_least`` seconds after its start, and so does
     :meth:`release`.
 
-    The lock is an entry in the cache that expires: see "What such a lock cannot promise" in the
+    The lock is an entry in the cache that expires: see "Guarantees and limits" in the
     documentation. Use an object for one acquisition at a time. A lock is not re-entrant: waiting
     for the lock of a ``with`` block around the call raises at once. If the same code took the lock
     with ``acquire()``, the wait continues, because another thread may release the lock; an endless
-    wait logs a warning. ``acquire()`` does not wait by default, as ``threading`` and redis-py do.
-    Raises ``TypeError`` and ``ValueError`` for invalid options.
+    wait logs a warning. ``acquire()`` waits only if you set ``wait``; those of ``threading`` and
+    redis-py wait by default. Raises ``TypeError`` and ``ValueError`` for invalid options.
 
     Each question to the cache is one request, and can raise :class:`LockUnavailable`.
     """

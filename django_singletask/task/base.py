@@ -110,31 +110,37 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     ``apply_async(..., lock_options={"on_conflict": "raise"})``.
 
     * ``lock_timeout``: lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``), at most 30 days.
-    * ``lock_renew``: renew the lease while the task runs; False needs ``lock_timeout``.
-    * ``lock_on``: names of the arguments that identify the lock; ``[]``: one lock for all calls.
+    * ``lock_renew`` (True): renew the lease while the task runs; False needs ``lock_timeout``.
+    * ``lock_on``: names of the arguments that identify the lock (default: all arguments); ``[]``:
+      one lock for all calls.
     * ``lock_name``: the lock's name: a format string over the arguments, or a function of them.
-    * ``on_conflict``: ``"skip"``; ``"raise"`` (:class:`LockConflict`); ``"wait"``; ``"requeue"``:
-      postpone the call until it can run; ``"rerun"``: of all calls that conflict, only the last
-      runs afterwards. A call without a message (direct, ``apply()``) raises instead of these two.
+    * ``lock_slots`` (1): how many runs may hold the lock at once, at most 100.
+    * ``on_conflict``: ``"skip"`` (default); ``"raise"`` (:class:`LockConflict`); ``"wait"``;
+      ``"requeue"``: postpone the call until it can run; ``"rerun"``: of all calls that conflict,
+      only the last runs afterwards. A call without a message (direct, ``apply()``) raises instead
+      of these two.
     * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
-    * ``lock_at_least``: a run that returns keeps the lock until so many seconds after its start.
-    * ``on_outage``: if the cache cannot be used, ``"raise"`` :class:`LockUnavailable`, ``"run"``
-      without the lock, or ``"skip"`` the run. Unless it is ``"run"``, a message of ``"requeue"``,
-      and one that was postponed before, is postponed until the cache answers.
-    * ``skip_result``: what a skipped run returns.
+    * ``lock_at_least`` (0): a run that returns keeps the lock until so many seconds after its
+      start.
+    * ``on_outage``: if the cache cannot be used, ``"raise"`` (default) :class:`LockUnavailable`,
+      ``"run"`` without the lock, or ``"skip"`` the run. Unless it is ``"run"``, a message of
+      ``"requeue"``, and one that was postponed before, is postponed until the cache answers.
+    * ``skip_result`` (None): what a skipped run returns.
     * ``on_skip``: a function to call on a skip, with the :class:`LockConflict` and the call's
       arguments; it returns the result. A method, or a function with ``bind=True``, gets the task
       first.
-    * ``unique_until``: do not send an identical call until this one has started (``"start"``) or
-      finished (``"finish"``), or for ``unique_for`` seconds after its sending (``"expiry"``).
-    * ``unique_for``: the longest time in seconds for which a queued call stops identical calls; at
-      most 30 days.
-    * ``on_duplicate``: ``"return"`` the queued call's result, ``"raise"`` :class:`DuplicateTask`,
-      or ``"replace"`` the queued call, which is then skipped when a worker gets it.
-    * ``lock_history``: False records only trouble.
+    * ``unique_until`` (None): do not send an identical call until this one has started
+      (``"start"``) or finished (``"finish"``), or for ``unique_for`` seconds after its sending
+      (``"expiry"``).
+    * ``unique_for`` (3600): the longest time in seconds for which a queued call stops identical
+      calls; at most 30 days.
+    * ``on_duplicate``: ``"return"`` (default) the queued call's result, ``"raise"``
+      :class:`DuplicateTask`, or ``"replace"`` the queued call, which is then skipped when a worker
+      gets it.
+    * ``lock_history`` (True): False records only trouble.
 
     Creating the class raises ``TypeError`` for options of a wrong type, and for coroutine and
-    generator functions.
+    generator functions. The system check reports other invalid options.
     """
 
     abstract = True
