@@ -216,7 +216,7 @@ class Store(ABC):
 
     @property
     def place(self) -> str:
-        return ", ".join(sorted(self.places))
+        return ", ".join(sorted(self.places)) or f"CACHES[{self.cache_alias!r}]"
 
     def unavailable(self, error: Exception, next_step: str = "") -> LockUnavailable:
         """Return what to raise for an error of the client: an outage is never "held" or "free"."""
