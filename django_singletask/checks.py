@@ -74,8 +74,7 @@ def check_cache() -> Messages:
     )
     try:
         path, reason = choose(cache)
-        for own in conf.stores.values():
-            load_store(own)
+        _ = [*map(load_store, conf.stores.values())]
     except ImproperlyConfigured as error:
         return [_message("E018", f"{error}", "Correct SINGLETASK_STORES, or remove it.")]
     if path == f"{LocMemStore.__module__}.LocMemStore":

@@ -41,6 +41,7 @@ PUBLIC = {
     f"{PACKAGE}.models": {"TaskLockEvent"},
     f"{PACKAGE}.signals": {"LockEvent", "lock_event"},
     f"{PACKAGE}.testing": {"advance_time", "hold", "no_locks", "queued"},
+    f"{PACKAGE}.testing.stores": {"StoreContract"},
 }
 
 
