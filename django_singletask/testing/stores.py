@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from typing import Any, TypeVar
 from unittest import mock
@@ -82,15 +82,15 @@ def _key(name: str) -> str:
     return name_key(name).key
 
 
-def _in_threads(work: Callable[[int, Callable[[], object]], T]) -> list[T]:
-    """Call ``work(number, wait)`` in several threads; ``wait()`` waits until all call it."""
+def _in_threads(work: Callable[[int, threading.Barrier], T]) -> list[T]:
+    """Call ``work(number, barrier)`` in several threads; the barrier breaks if one fails."""
     barrier = threading.Barrier(WORKERS)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
     def run(number: int) -> None:
         try:
-            results[number] = work(number, lambda: barrier.wait(GIVE_UP))
+            results[number] = work(number, barrier)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -113,9 +113,9 @@ def _in_threads(work: Callable[[int, Callable[[], object]], T]) -> list[T]:
 
 
 def _in_processes(
-    work: Callable[[int, Callable[[], object]], T], meanwhile: Callable[[], object] = int
+    work: Callable[[int, threading.Barrier], T], meanwhile: Callable[[], object] = int
 ) -> list[T]:
-    """Call ``work(number, wait)`` in several forked processes; call ``meanwhile`` here."""
+    """Call ``work(number, barrier)`` in several forked processes; call ``meanwhile`` here."""
     fork = multiprocessing.get_context("fork")
     barrier, queue = fork.Barrier(WORKERS), fork.SimpleQueue()
 
@@ -123,7 +123,7 @@ def _in_processes(
         result: Any = None
         error = ""
         try:
-            result = work(number, lambda: barrier.wait(GIVE_UP))
+            result = work(number, barrier)
             close_stores()
             gc.collect()
         except BaseException:
@@ -210,8 +210,8 @@ class StoreContract:
         return None if entry is None else entry.value
 
     def take(self, value: bytes, mark: bytes = b"", keys: int = 3) -> object:
-        """Take one of three slots; return its key, or the bytes of the entries by key."""
-        slots = Slots(LOCK.slots(keys), 3, mark)
+        """Take one of up to three slots; return its key, or the bytes of the entries by key."""
+        slots = Slots(LOCK.slots(keys), min(keys, 3), mark)
         taken = self.store.take(slots, value, 60, heeds_epoch=False)
         return taken if isinstance(taken, str) else {key: taken[key].value for key in taken}
 
@@ -223,7 +223,7 @@ class StoreContract:
             time.sleep(0.01)
         return result
 
-    def _race(self, work: Callable[[int, Callable[[], object]], T]) -> Iterator[list[T]]:
+    def _race(self, work: Callable[[int, threading.Barrier], T]) -> Iterator[list[T]]:
         """Yield the results of threads, and then those of processes."""
         yield _in_threads(work)
         if self.between_processes and hasattr(os, "fork"):
@@ -277,10 +277,10 @@ class StoreContract:
         assert self.store.take(Slots((KEY,)), A, 60, heeds_epoch=True) == KEY
 
     def test_of_several_that_take_a_free_lock_one_gets_it(self) -> None:
-        def take(number: int, wait: Callable[[], object]) -> list[bool]:
+        def take(number: int, barrier: threading.Barrier) -> list[bool]:
             won = []
             for turn in range(ROUNDS):
-                wait()
+                barrier.wait(GIVE_UP)
                 won.append(self.store.add(_key(f"{turn}"), _value(f"{number}"), 60) is None)
             return won
 
@@ -293,10 +293,10 @@ class StoreContract:
     def test_of_several_that_take_an_expired_lock_one_gets_it(self) -> None:
         keys = [_key(f"{turn}") for turn in range(ROUNDS)]
 
-        def take(number: int, wait: Callable[[], object]) -> list[bool]:
+        def take(number: int, barrier: threading.Barrier) -> list[bool]:
             for key in keys:
                 self.store.add(key, D, 0.1)
-            wait()
+            barrier.wait(GIVE_UP)
             won = []
             for key in keys:
                 blocker: Entry | None = Entry(D, None)
@@ -309,11 +309,11 @@ class StoreContract:
             assert [sum(turn) for turn in zip(*results, strict=True)] == [1] * ROUNDS
 
     def test_of_several_that_replace_an_entry_one_does(self) -> None:
-        def replace(number: int, wait: Callable[[], object]) -> list[bool]:
+        def replace(number: int, barrier: threading.Barrier) -> list[bool]:
             done = []
             for turn in range(ROUNDS):
                 self.store.add(_key(f"{turn}"), D, 60)
-                wait()
+                barrier.wait(GIVE_UP)
                 done.append(self.store.replace(_key(f"{turn}"), D, _value(f"{number}"), 60))
             return done
 
@@ -324,10 +324,10 @@ class StoreContract:
         """With a fencing token for each turn, where the store has them."""
         key = _key("turns")
 
-        def work(number: int, wait: Callable[[], object]) -> list[tuple[float, float, int]]:
+        def work(number: int, barrier: threading.Barrier) -> list[tuple[float, float, int]]:
             value, runs = _value(f"{number}"), list[tuple[float, float, int]]()
-            wait()
-            while len(runs) < ROUNDS:
+            barrier.wait(GIVE_UP)
+            while len(runs) < ROUNDS and not barrier.broken:
                 if self.store.add(key, value, 60) is not None:
                     continue
                 began = clock.now()
@@ -508,10 +508,10 @@ class StoreContract:
         assert self.value() is None
 
     def test_renewals_at_the_same_moment_take_a_missing_lock_again(self) -> None:
-        def renew(number: int, wait: Callable[[], object]) -> list[Outcome]:
+        def renew(number: int, barrier: threading.Barrier) -> list[Outcome]:
             outcomes = []
             for turn in range(ROUNDS):
-                wait()
+                barrier.wait(GIVE_UP)
                 outcomes.append(self.store.renew(_key(f"{turn}"), A, 60))
             return outcomes
 
@@ -585,13 +585,14 @@ class StoreContract:
             self.store.release(str(other), B)
             self.store.release(key, own)
 
-    def test_several_share_three_slots(self) -> None:
-        def work(number: int, wait: Callable[[], object]) -> list[tuple[float, int]]:
+    def test_several_share_two_slots(self) -> None:
+        def work(number: int, barrier: threading.Barrier) -> list[tuple[float, int]]:
             value, changes = _value(f"{number}"), list[tuple[float, int]]()
-            wait()
-            while len(changes) < ROUNDS:
-                if isinstance(key := self.take(value), str):
+            barrier.wait(GIVE_UP)
+            while len(changes) < ROUNDS and not barrier.broken:
+                if isinstance(key := self.take(value, keys=2), str):
                     changes.append((clock.now(), 1))
+                    time.sleep(0.001)
                     assert self.store.renew(key, value, 60) is Outcome.OK
                     changes.append((clock.now(), -1))
                     assert self.store.release(key, value) is Outcome.OK
@@ -599,7 +600,7 @@ class StoreContract:
 
         for results in self._race(work):
             changes = sorted(change for result in results for change in result)
-            assert max(sum(by for _, by in changes[:n]) for n in range(len(changes))) <= 3
+            assert max(sum(by for _, by in changes[:n]) for n in range(len(changes))) <= 2
 
     # Reading and listing
 
@@ -627,7 +628,8 @@ class StoreContract:
         if self.fences:
             self.store.fence(_key("one"), A)
         self.store.look()
-        caches[self.alias].set("something_else", "of the same cache")
+        with suppress(NotImplementedError):  # the cache may be for locks only
+            caches[self.alias].set("something_else", "of the same cache")
         if not self.lists:
             with pytest.raises(CannotList):
                 list(self.store.entries())
@@ -757,9 +759,9 @@ class StoreContract:
             other.close()
 
     def test_threads_read_no_entry_of_each_other(self) -> None:
-        def work(number: int, wait: Callable[[], object]) -> None:
+        def work(number: int, barrier: threading.Barrier) -> None:
             value = _value(f"thread {number}")
-            wait()
+            barrier.wait(GIVE_UP)
             for turn in range(ROUNDS):
                 key = _key(f"thread {number}, {turn}")
                 assert self.store.add(key, value, 60) is None
@@ -782,10 +784,10 @@ class StoreContract:
                 for key, value in entries.items():
                     assert get_store(self.alias).read(key) == Entry(value, mock.ANY)
 
-        def read_in_child(number: int, wait: Callable[[], object]) -> None:
+        def read_in_child(number: int, barrier: threading.Barrier) -> None:
             assert get_store(self.alias) is not store
             if self.between_processes:
-                wait()
+                barrier.wait(GIVE_UP)
                 read()
 
         _in_processes(read_in_child, meanwhile=read)
@@ -821,8 +823,8 @@ class StoreContract:
         if not self.forgets:
             pytest.skip("the cache forgets nothing")
 
-        def look(number: int, wait: Callable[[], object]) -> bytes | None:
-            wait()
+        def look(number: int, barrier: threading.Barrier) -> bytes | None:
+            barrier.wait(GIVE_UP)
             self.store.look()
             return self.value(EPOCH)
 
