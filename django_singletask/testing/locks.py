@@ -108,7 +108,7 @@ class _StandIn(TestContextDecorator):
         is_new = self.starts_empty or not _active
         self.memory = _Memory() if is_new else _active[-1].memory
         try:
-            entered = self.begin()
+            entered = self._begin()
         except BaseException:
             if is_new:
                 self.memory.close()
@@ -129,7 +129,7 @@ class _StandIn(TestContextDecorator):
 
     def disable(self) -> None:
         _active.pop()
-        self.end()
+        self._end()
         outer = _active[-1].memory if _active else None
         open_with(outer.open_store if outer else None)
         if outer is not self.memory:
@@ -137,11 +137,11 @@ class _StandIn(TestContextDecorator):
         if not _active:
             del Conf.history
 
-    def begin(self) -> Any:
+    def _begin(self) -> Any:
         """Add entries to the memory before it is active."""
 
-    def end(self) -> None:
-        """Undo :meth:`begin`."""
+    def _end(self) -> None:
+        """Undo :meth:`_begin`."""
 
     def decorate_callable(self, func: F) -> F:
         if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
@@ -174,15 +174,15 @@ class _Elsewhere(_StandIn):
     _keys: Sequence[str] = ()
     _value = b""
 
-    def __init__(self, task: Any, /, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *call: Any) -> None:
         super().__init__()
-        self._call = (task, args, kwargs)
+        self._call = call
 
     def __enter__(self) -> Holder:  # type: ignore[override] # the stubs think of isolate_apps()
         holder: Holder = self.enable()
         return holder
 
-    def add(self, alias: str, keys: Sequence[str], holder: Holder) -> Holder:
+    def _add(self, alias: str, keys: Sequence[str], holder: Holder) -> Holder:
         """Add the holder's entries; return the holder, or the one that is there from elsewhere."""
         self._store, self._keys, self._value = self.memory.open_store(alias), keys, holder.encode()
         for key in keys:
@@ -190,15 +190,15 @@ class _Elsewhere(_StandIn):
             if entry is not None:
                 holder = Holder.decode(entry.value)
                 if holder.host != ELSEWHERE:
-                    self.end()
-                    raise self.refusal(holder, entry)
+                    self._end()
+                    raise self._refusal(holder, entry)
         return holder
 
     @abstractmethod
-    def refusal(self, holder: Holder, entry: Entry) -> Exception:
+    def _refusal(self, holder: Holder, entry: Entry) -> Exception:
         """Return the error if the test itself has made the entry."""
 
-    def end(self) -> None:
+    def _end(self) -> None:
         for key in self._keys:  # an entry of another block stays
             self._store.release(key, self._value)
 
@@ -221,15 +221,18 @@ class hold(_Elsewhere):
     block.
     """
 
-    def begin(self) -> Holder:
+    def __init__(self, task: SingletonTask | TaskLock | str, /, *args: Any, **kwargs: Any) -> None:
+        super().__init__(task, args, kwargs)
+
+    def _begin(self) -> Holder:
         task, args, kwargs = self._call
         lock = _lock(task, args, kwargs)
         run = Run(task.name if isinstance(task, SingletonTask) else None, str(uuid.uuid4()))
         # Without a process, so it never counts as dead.
         holder = run.holder(lock.name, DAY, host=ELSEWHERE, pid=0, start="")
-        return self.add(lock.cache or conf.cache, lock.lock_key.slots(lock.slots), holder)
+        return self._add(lock.cache or conf.cache, lock.lock_key.slots(lock.slots), holder)
 
-    def refusal(self, holder: Holder, entry: Entry) -> Exception:
+    def _refusal(self, holder: Holder, entry: Entry) -> Exception:
         return LockConflict(holder.name, holder, entry.remaining)
 
 
@@ -264,7 +267,10 @@ class queued(_Elsewhere):
     :class:`DuplicateTask` if the test itself has queued an identical call before.
     """
 
-    def begin(self) -> Holder:
+    def __init__(self, task: SingletonTask, /, *args: Any, **kwargs: Any) -> None:
+        super().__init__(task, args, kwargs)
+
+    def _begin(self) -> Holder:
         task, args, kwargs = self._call
         if not isinstance(task, SingletonTask):
             raise TypeError(f"queued() takes a SingletonTask, not {task!r}.")
@@ -274,14 +280,14 @@ class queued(_Elsewhere):
             raise ValueError(f"queued(): this call of {task.name} has no lock, so no duplicates.")
         run = Run(task.name, str(uuid.uuid4()))
         holder = run.holder(key.name, options.unique_for, host=ELSEWHERE, pid=0, start="")
-        return self.add(conf.cache, [key.beside(QUEUED, task.name).key], holder)
+        return self._add(conf.cache, [key.beside(QUEUED, task.name).key], holder)
 
-    def refusal(self, holder: Holder, entry: Entry) -> Exception:
+    def _refusal(self, holder: Holder, entry: Entry) -> Exception:
         return DuplicateTask(holder.name, holder.task_id or "")
 
 
 def advance_time(seconds: float) -> None:
-    """Let time pass for the locks of the innermost :class:`no_locks` or block inside it.
+    """Let time pass for the locks inside :class:`no_locks`, :class:`hold` or :class:`queued`.
 
     What ends within these seconds has ended: the lock of :class:`hold` (a day), a queued call's
     ``unique_for``, the rest of ``lock_at_least``, a lease that is not renewed. A lock that this
