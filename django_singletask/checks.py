@@ -15,7 +15,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from django_singletask.conf import DOCS, HISTORY_MODES, TASK_URL, conf, is_test
-from django_singletask.stores import find_store, open_cache, refusal
+from django_singletask.stores import choose, find_store, load_store, open_cache
+from django_singletask.stores.locmem import LocMemStore
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
 from django_singletask.task.options import SECONDS, LockOptions, parameters_of
 
@@ -70,22 +71,27 @@ def check_cache(**kwargs: Any) -> Messages:
         return [_message("E001", text, hint)]
     hint = (
         f"Set CACHES[{alias!r}]['BACKEND'] to Redis, memcached or Django's DatabaseCache on a "
-        "supported database, or SINGLETASK_CACHE to such a cache."
+        "supported database, or SINGLETASK_CACHE to such a cache, or add the cache's class to "
+        "SINGLETASK_STORES."
     )
-    if isinstance(cache, LocMemCache):
+    try:
+        path, reason = choose(cache)
+        _ = [*map(load_store, conf.stores.values())]
+    except ImproperlyConfigured as error:
+        return [_message("E018", f"{error}", "Correct SINGLETASK_STORES, or remove it.")]
+    if path == f"{LocMemStore.__module__}.LocMemStore":
         backend = settings.CACHES[alias]["BACKEND"]
         text = f"{named} uses {backend}: processes do not share its locks."
         if current_app.conf.task_always_eager or is_test():
             fine = "This is fine for tests in one process, but never for workers."
             return [_message("W001", text, fine)]
         return [_message("E004", text, hint)]
-    if reason := refusal(cache):
+    if reason:
         numbers = [number for kind, number in REFUSED.items() if isinstance(cache, kind)]
         other = "E005" if hasattr(cache, "_client_cls") else "E006"
         return [_message([*numbers, other][0], f"{named}: {reason}.", hint)]
     found = _shared(
         "W005",
-        {"database"},
         "cache.clear() and the culling of a full cache delete locks.",
         "Add a CACHES entry with a separate table as its LOCATION, run 'manage.py "
         "createcachetable', and set SINGLETASK_CACHE to that entry.",
@@ -107,10 +113,13 @@ def check_cache(**kwargs: Any) -> Messages:
     return found
 
 
-def _shared(number: str, families: set[str], loss: str, hint: str) -> Messages:
-    """Return a warning if other code uses the place of the locks as a cache."""
+def _shared(number: str, loss: str, hint: str, *others: type) -> Messages:
+    """Return a warning if other code uses the place of the locks as a cache.
+
+    ``others``: caches about which another check says this.
+    """
     alias, store = conf.cache, find_store(conf.cache)
-    if store is None or store.family not in families:
+    if store is None or isinstance(store.cache, others):
         return []
     users = [
         f"CACHES[{other!r}]"
@@ -202,7 +211,8 @@ def check_deployment(**kwargs: Any) -> Messages:
     """Check what matters on a production server (``check --deploy``)."""
     return _shared(
         "W002",
-        {"redis", "memcached"},
         "its clear() and its evictions delete locks.",
         "Give the locks a dedicated Redis database, memcached server or DatabaseCache table.",
+        DatabaseCache,
+        LocMemCache,
     )

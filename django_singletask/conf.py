@@ -23,6 +23,8 @@ MAX_LEASE = 30 * 24 * 60 * 60
 DEFAULTS: dict[str, Any] = {
     # The alias in CACHES that holds the locks.
     "cache": "default",
+    # The class of the store by the class of the cache, for caches that have none here.
+    "stores": {},
     # The length of a lease in seconds.
     "lock_timeout": 60,
     # How the history is written: "background", "inline" or "off".

@@ -125,6 +125,7 @@ CACHES = {
     "db_sqlite": cache(f"{DJANGO}.db.DatabaseCache", "locks_sqlite"),
     "locmem": cache(f"{DJANGO}.locmem.LocMemCache", "locks"),
     "dummy": cache(f"{DJANGO}.dummy.DummyCache"),
+    "files": cache("tests.file_locks.FileCache", str(FOLDER / "locks")),
     "filebased": cache(f"{DJANGO}.filebased.FileBasedCache", str(FOLDER / "cache")),
 }
 # Servers of a test's own, that it stops and restarts.
@@ -140,6 +141,8 @@ if "SINGLETASK_TEST_OWN_MEMCACHED" in os.environ:
 for alias, configuration in CACHES.items():
     configuration["KEY_PREFIX"] = alias
 CACHES["default"] = CACHES["redis"]
+
+SINGLETASK_STORES = {"tests.file_locks.FileCache": "tests.file_locks.FileStore"}
 
 # What the workers that tests start are told beside.
 SINGLETASK_CACHE = os.environ.get("SINGLETASK_TEST_CACHE", "redis")

@@ -24,12 +24,15 @@ from django.core.cache.backends.locmem import LocMemCache
 from django.core.cache.backends.memcached import PyLibMCCache, PyMemcacheCache
 from django.core.cache.backends.redis import RedisCache
 from django.core.checks import CheckMessage, Error, Warning
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 from django.db import connections
 from django_redis.cache import RedisCache as DjangoRedisCache
 
 from django_singletask import SingletonTask, checks, stores
+from django_singletask.stores.base import Store
+from django_singletask.stores.locmem import LocMemStore
 from django_singletask.task import base
 from tests.settings import cache as configured
 
@@ -68,6 +71,12 @@ class OwnFileBased(FileBasedCache): ...
 class Unknown(BaseCache):
     def __init__(self, server: str, params: dict[str, Any]) -> None:
         super().__init__(params)
+
+
+class OwnStore(LocMemStore): ...
+
+
+class HalfAStore(Store): ...
 
 
 class NeedsAbsentPackage(LocMemCache):
@@ -226,6 +235,68 @@ def test_an_unknown_backend_is_refused(use):
     use(configured(dotted("Unknown")))
     message = only(checks.check_cache(), "E006")
     assert "Unknown is not one of the supported caches" in message.msg
+
+
+@pytest.mark.parametrize(
+    "backend", [dotted("Unknown"), dotted("OwnFileBased"), dotted("OwnDatabase"), DJANGO_REDIS]
+)
+def test_a_cache_with_a_store_of_a_third_party_is_accepted(use, settings, backend, monkeypatch):
+    """Whatever is said of the cache, its database and its client without that store."""
+    monkeypatch.setattr(stores, "connections", {"default": SimpleNamespace(vendor="oracle")})
+    use(configured(backend, "x", CLIENT_CLASS="django_redis.client.ShardClient"))
+    assert checks.check_cache() != []
+    settings.SINGLETASK_STORES = {backend: dotted("OwnStore")}
+    monkeypatch.setattr(checks, "_table", lambda cache, named: [])
+    assert checks.check_cache() == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "store"),
+    [(dotted("Unknown"), "OwnStore"), (dotted("OwnRedis"), "RedisStore"), (REDIS, "OwnStore")],
+)
+def test_the_store_of_the_nearest_class_is_chosen(settings, backend, store):
+    settings.SINGLETASK_STORES = {
+        f"{DJANGO}.base.BaseCache": dotted("OwnStore"),
+        dotted("OwnRedis"): "django_singletask.stores.redis.RedisStore",
+        REDIS: dotted("OwnStore"),
+    }
+    settings.CACHES = {**settings.CACHES, "locks": configured(backend, "redis://x/1")}
+    path, reason = stores.choose(stores.open_cache("locks"))
+    assert (path.rpartition(".")[2], reason) == (store, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([], "must be a dict from the path of a cache's class"),
+        ({"a.Cache": LocMemStore}, "must be a dict from the path of a cache's class"),
+        ({LocMemCache: "a.Store"}, "must be a dict from the path of a cache's class"),
+        ({"a.Cache": "Store"}, "Store: Store doesn't look like a module path"),
+        ({"a.Cache": "no.such.Store"}, "no.such.Store: No module named 'no'"),
+        (
+            {"a.Cache": dotted("Unknown")},
+            "is not a subclass of django_singletask.stores.base.Store",
+        ),
+        ({"a.Cache": dotted("dotted")}, "is not a subclass of django_singletask.stores.base.Store"),
+        ({"a.Cache": dotted("HalfAStore")}, "with its abstract methods"),
+    ],
+)
+def test_stores_that_cannot_be_are_refused(use, settings, value, reason):
+    use(configured(REDIS, "redis://x/1"))
+    settings.SINGLETASK_STORES = value
+    message = only(checks.check_cache(), "E018")
+    assert message.msg.startswith("SINGLETASK_STORES")
+    assert reason in message.msg
+    assert message.hint == "Correct SINGLETASK_STORES, or remove it."
+
+
+@pytest.mark.parametrize("path", ["no.such.Store", dotted("HalfAStore")])
+def test_a_wrong_store_is_refused_at_first_use(use, settings, path):
+    """A web server runs no system checks."""
+    use(configured(dotted("Unknown")))
+    settings.SINGLETASK_STORES = {dotted("Unknown"): path}
+    with pytest.raises(ImproperlyConfigured, match=f"^SINGLETASK_STORES: {path}"):
+        stores.get_store("locks")
 
 
 def test_a_database_that_cannot_hold_locks_is_refused(use, monkeypatch):

@@ -23,7 +23,10 @@ from django.core.management import BaseCommand
 
 import django_singletask
 from django_singletask.signals import lock_event
+from django_singletask.stores import open_cache
 from django_singletask.testing import no_locks
+from tests import test_file_locks
+from tests.file_locks import FileStore
 from tests.guides import BLOCK
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +87,28 @@ def test_the_code_of_a_page_runs(page, names):
     for block in blocks(page):
         exec(compile(block, page, "exec", dont_inherit=True), names)
         names["app"].tasks.clear()  # a page may define a task anew
+
+
+@pytest.mark.parametrize("path", ["file_locks.py", "test_file_locks.py"])
+def test_the_store_of_the_page_is_the_one_whose_promises_are_tested(path):
+    code = (ROOT / "tests" / path).read_text().strip()
+    assert code in [each.strip() for each in blocks(ROOT / "docs/guides/add-a-store.rst")]
+
+
+def test_a_store_that_forgets_keeps_its_promises(names):
+    [block] = [each for each in blocks(ROOT / "docs/guides/add-a-store.rst") if "forgets" in each]
+    exec(block, names)
+    store = type("ForgetfulFileStore", (names["ForgetfulStore"], FileStore), {})
+    contract = test_file_locks.TestFileStore()
+    contract.forgets, contract.open_store = True, lambda: store(open_cache("files"), "files")
+    for test in (
+        contract.test_no_lock_is_taken_at_once_in_a_cache_that_has_forgotten_its_locks,
+        contract.test_all_that_look_agree_on_the_epoch,
+        contract.test_take_returns_the_key_or_the_entry,
+        contract.test_a_cache_that_cannot_be_used_is_neither_held_nor_free,
+    ):
+        with contract.prepared():
+            test()
 
 
 def test_control_code_with_an_option_that_does_not_exist_fails(names, tmp_path):

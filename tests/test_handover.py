@@ -230,7 +230,7 @@ class TestReceiving:
 
 
 @no_locks()
-def test_where_every_lock_is_granted_it_is_handed_over_too():
+def test_a_lock_is_handed_over_in_the_tests_of_an_application():
     with TaskLock.receive(handed_over()) as lock:
         assert lock
 

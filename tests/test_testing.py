@@ -1,4 +1,4 @@
-"""hold() and no_locks(), as the tests of an application use them."""
+"""The helpers for tests, as the tests of an application use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from django.conf import settings as django_settings
 from django.core.management import call_command
 from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
 
-from django_singletask import LockConflict, SingletonTask, TaskLock, only_one
+from django_singletask import (
+    DuplicateTask,
+    LockConflict,
+    LockError,
+    LockLost,
+    SingletonTask,
+    TaskLock,
+    only_one,
+)
 from django_singletask.conf import Conf, conf
 from django_singletask.locks import renewal
 from django_singletask.locks.liveness import proof_of_death
@@ -20,8 +28,9 @@ from django_singletask.locks.lock import current_lock
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Outcome
-from django_singletask.testing import hold, no_locks
+from django_singletask.task.header import HEADER
+from django_singletask.testing import advance_time, hold, no_locks, queued
+from tests.deliveries import collect_sent, receive
 
 app = Celery("users", set_as_current=False, broker="memory://")
 app.conf.task_always_eager = True
@@ -354,44 +363,270 @@ def test_hold_refuses_arguments_for_a_lock_by_name(dead, lock):
 # no_locks()
 
 
-def test_no_run_is_skipped(dead):
-    with no_locks(), TaskLock("nightly") as lock, TaskLock("nightly") as other:
-        assert lock
-        assert other
-        assert nightly() == "ran"
+def test_no_other_process_holds_a_lock(locmem):
+    with TaskLock("nightly"):
+        with no_locks():
+            assert not TaskLock("nightly").locked()
+            assert nightly() == "ran"
 
 
-def test_nothing_is_stored(dead):
+def test_a_nested_lock_conflicts(dead):
     with no_locks(), TaskLock("a") as lock:
-        assert not lock.locked()
-        assert not lock.owned()
-        assert lock.holder() is None
-        assert lock.remaining() is None
-        assert not lock.clear()
-        assert list(get_store(conf.cache).entries()) == []
+        assert lock.locked()
+        assert lock.owned()
+        assert lock.holder().token == lock.token
+        assert lock.remaining() > 0
+        with pytest.raises(LockConflict), TaskLock("a"):
+            pass
+        assert not in_a_thread(TaskLock("a").acquire)
 
 
-def test_a_granted_lock_is_not_lost(dead, caplog):
+def test_a_task_that_calls_itself_is_skipped_there(dead):
+    @app.task(base=SingletonTask, shared=False, name="users.nested", skip_result="skipped")
+    def nested(deeper=True):
+        return nested(deeper), nested.apply((False,)).result if deeper else "no deeper"
+
+    with no_locks():
+        assert nested() == ("skipped", ("skipped", "no deeper"))
+
+
+def test_a_lock_works_as_in_production(dead, caplog):
     with no_locks(), TaskLock("a") as lock:
         lock.extend()
         lock.check()
         assert current_lock() is lock
+        assert lock.fencing_token() > 0
         assert lock.release()
+        assert not lock.locked()
     assert not caplog.records
 
 
-def test_no_locks_grants_every_change(dead):
+def test_a_lost_lock_is_noticed(dead):
+    with no_locks(), TaskLock("a") as lock:
+        assert TaskLock("a").clear()
+        with pytest.raises(LockLost):
+            lock.extend()
+
+
+def test_slots_are_counted(dead):
+    with no_locks(), TaskLock("a", slots=2):
+        assert in_a_thread(TaskLock("a", slots=2).acquire)
+        assert not in_a_thread(TaskLock("a", slots=2).acquire)
+
+
+def test_a_lock_from_before_is_not_renewed_inside(locmem, wait_for):
+    with TaskLock("before", timeout=3) as before:
+        with no_locks(), TaskLock("inside", timeout=1) as inside:
+            taken = inside.lease.renewed_at
+            wait_for(lambda: inside.lease.renewed_at > taken, "it is renewed")
+            assert not TaskLock("before").locked()
+        taken = before.lease.renewed_at
+        wait_for(lambda: before.lease.renewed_at > taken, "it is renewed again")
+        assert before.owned()
+
+
+# queued()
+
+
+@app.task(base=SingletonTask, shared=False, name="users.once", unique_until="start", unique_for=600)
+def once(a, b=2):
+    return a + b
+
+
+@pytest.fixture
+def sends(dead):
+    """Let calls be sent, to a broker in memory."""
+    app.conf.task_always_eager = False
+    yield
+    app.conf.task_always_eager = True
+
+
+@pytest.mark.usefixtures("sends")
+def test_an_identical_call_is_a_duplicate(events):
+    with queued(once, 1) as holder:
+        assert once.delay(1, b=2).id == once.queued(1).id == holder.task_id
+        assert once.delay(2).id != holder.task_id
+        assert not once.lock(1).locked()
+        with pytest.raises(DuplicateTask) as caught:
+            once.apply_async((1,), lock_options={"on_duplicate": "raise"})
+        assert caught.value.task_id == holder.task_id
+    assert [event.kind for event in events] == ["duplicate", "duplicate"]
+    assert (holder.host, holder.task, holder.name) == ("elsewhere", "users.once", "users.once(a=1)")
     with no_locks():
-        store = get_store("any")
-        assert store.replace("k", b"1", b"2", 9)
-        assert not store.clear("k", b"2", 9)
-        assert store.renew_many([("k", b"1", 9), ("l", b"1", 9)]) == [Outcome.OK, Outcome.OK]
+        assert once.queued(1) is None
+
+
+@pytest.mark.usefixtures("sends")
+def test_duplicates_of_the_own_calls_are_found_too(dead):
+    with no_locks():
+        first = once.delay(1)
+        assert once.delay(1).id == once.queued(1).id == first.id
+    with no_locks():
+        assert once.queued(1) is None
+        assert once.delay(1).id != first.id
+
+
+@pytest.mark.usefixtures("sends")
+def test_a_queued_call_may_be_replaced(dead):
+    with queued(once, 1) as holder:
+        newer = once.apply_async((1,), lock_options={"on_duplicate": "replace"})
+        assert once.queued(1).id == newer.id != holder.task_id
+
+
+@pytest.mark.usefixtures("sends")
+def test_a_queued_call_blocks_its_duplicates_for_unique_for(dead):
+    with queued(once, 1) as holder:
+        advance_time(590)
+        assert once.delay(1).id == holder.task_id
+        advance_time(10)
+        assert once.delay(1).id != holder.task_id
+
+
+@queued(once, 1)
+def test_queued_as_a_decorator(dead):
+    assert once.queued(1)
+
+
+@pytest.mark.usefixtures("sends")
+def test_queued_refuses_a_call_that_the_test_has_queued_itself(dead):
+    with no_locks():
+        first = once.delay(1)
+        with pytest.raises(DuplicateTask) as caught, queued(once, 1):
+            pass
+        assert caught.value.task_id == first.id
+        assert once.queued(1).id == first.id
+
+
+@pytest.mark.parametrize("what", [None, "name", TaskLock("a"), nightly])
+def test_queued_refuses_what_is_no_task(dead, what):
+    with pytest.raises(TypeError, match=r"queued\(\) takes a SingletonTask"), queued(what):
+        pass
+
+
+def test_queued_refuses_a_call_that_cannot_be(dead):
+    with pytest.raises(TypeError, match=r"users\.once"), queued(once, c=1):
+        pass
+
+    @app.task(base=SingletonTask, shared=False, name="users.without", lock_name=lambda a: None)
+    def without(a):
+        pass
+
+    with pytest.raises(ValueError, match="has no lock"), queued(without, 1):
+        pass
+
+
+# advance_time()
+
+
+@app.task(
+    base=SingletonTask,
+    shared=False,
+    name="users.kept",
+    skip_result="skipped",
+    lock_at_least=300,
+    lock_on=[],
+)
+def kept(seconds):
+    advance_time(seconds)
+    return "ran"
+
+
+def test_a_lock_is_kept_from_the_start_of_its_run(dead):
+    with no_locks():
+        assert kept(0) == "ran"
+        advance_time(290)
+        assert kept(0) == "skipped"
+        advance_time(10)
+        assert kept(0) == "ran"
+
+
+def test_a_run_that_lasts_longer_keeps_nothing(dead):
+    with no_locks():
+        assert kept(301) == "ran"
+        assert kept(299) == "ran"
+        assert kept(0) == "skipped"
+        advance_time(1)
+        assert kept(0) == "ran"
+
+
+def test_the_lease_of_a_live_run_is_renewed_meanwhile(dead):
+    with no_locks(), TaskLock("a", timeout=30) as lock:
+        advance_time(3600)
+        lock.check()
+        assert lock.owned()
+        assert not in_a_thread(TaskLock("a").acquire)
+
+
+def test_a_lease_that_is_not_renewed_ends(dead):
+    with no_locks(), TaskLock("a", timeout=30, renew=False) as lock:
+        advance_time(29)
+        lock.check()
+        advance_time(2)
+        with pytest.raises(LockLost):
+            lock.check()
+        assert in_a_thread(TaskLock("a").acquire)
+
+
+def test_a_lock_that_was_handed_over_ends(dead):
+    with no_locks():
+        with TaskLock("a") as lock:
+            lock.hand_over(for_=60)
+        advance_time(61)
+        assert not TaskLock("a").locked()
+
+
+def test_hold_ends_after_a_day(dead):
+    with hold(add, 1):
+        advance_time(3600)
+        assert add(1) == "skipped"
+        advance_time(23 * 3600)
+        assert add(1) == 3
+
+
+def test_only_the_innermost_memory_gets_older(dead):
+    with hold("a"):
+        with no_locks():
+            advance_time(100_000)
+        assert TaskLock("a").locked()
+
+
+@app.task(base=SingletonTask, shared=False, name="users.daily", unique_until="expiry")
+def daily():
+    return "ran"
+
+
+@pytest.mark.usefixtures("sends")
+@pytest.mark.parametrize(("seconds", "sent"), [(3590, 1), (3600, 2), (7200, 2)])
+def test_a_call_blocks_its_duplicates_for_a_period_however_late_it_begins(
+    dead, monkeypatch, seconds, sent
+):
+    messages = collect_sent(app, monkeypatch)
+    with no_locks():
+        daily.delay()
+        advance_time(seconds)
+        [message] = messages
+        receive(daily, task_id=message["task_id"], header=message["headers"][HEADER])
+        daily.delay()
+    assert len(messages) == sent
+
+
+@pytest.mark.parametrize("seconds", [-1, "60"])
+def test_time_that_cannot_pass_is_refused(dead, seconds):
+    with no_locks(), pytest.raises((TypeError, ValueError), match=r"advance_time\(\)"):
+        advance_time(seconds)
+
+
+def test_time_passes_only_inside_a_block():
+    with pytest.raises(LockError, match=r"inside no_locks\(\)"):
+        advance_time(60)
 
 
 # Both
 
 
-@pytest.fixture(params=[hold("other"), no_locks()], ids=["hold", "no_locks"])
+@pytest.fixture(
+    params=[hold("other"), no_locks(), queued(add, 7)], ids=["hold", "no_locks", "queued"]
+)
 def either(request):
     return request.param
 
@@ -554,13 +789,20 @@ def test_hold_refuses_a_lock_that_the_test_has_taken_itself(dead):
         assert lock.owned()
 
 
-def test_a_lock_taken_inside_hold_can_be_given_back_inside_no_locks(dead):
-    with hold("a"):
-        lock = TaskLock("b")
-        lock.acquire()
+def test_a_lock_is_back_after_no_locks(dead):
+    with hold("a"), TaskLock("b") as lock:
         with no_locks():
-            assert lock.release()
-        assert not lock.locked()
+            assert TaskLock("b").acquire()
+        assert lock.owned()
+        assert TaskLock("a").locked()
+
+
+def test_hold_adds_its_lock_to_those_that_are_there(dead):
+    with no_locks(), TaskLock("a"):
+        with hold("b"):
+            assert TaskLock("a").locked()
+        assert TaskLock("a").locked()
+        assert not TaskLock("b").locked()
 
 
 def test_a_lock_that_was_not_given_back_is_forgotten(dead, either):

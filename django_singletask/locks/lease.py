@@ -341,9 +341,8 @@ class Lease(Address):
         # A redelivered message finds the bytes of its own first run, which received the lock.
         if holder.token != token and holder.is_run_of(self.holder.task_id):
             how = liveness.proof_of_death(holder)
-        # Also without an entry, because no_locks() stores none.
-        may = entry is None or holder.token == token or how is not None
-        if not (may and self.replace(b"" if entry is None else entry.value)):
+        may = holder.token == token or how is not None
+        if entry is None or not may or not self.replace(entry.value):
             raise LockLost(
                 f"{self} can no longer be received: it was already received, was cleared, or was "
                 "lost by the cache, or the time that hand_over() gave is over."
@@ -352,7 +351,7 @@ class Lease(Address):
             text = "%s was received by %s, but %s: this process receives the lock again."
             logger.warning(text, self, holder, how)
             self.tell("dead", holder, reason=how)
-        elif entry is not None:
+        else:
             reason = f"received by {self.holder}"
             self.tell("released", holder, outcome="released", reason=reason)
         self.tell("acquired", self.holder)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from inspect import isabstract
+from itertools import chain
 from typing import Any
 
 from django.core.cache import caches
@@ -22,17 +24,17 @@ from django_singletask.stores.base import Store, epochs
 from django_singletask.stores.database import DIALECTS
 
 STORES = {
-    "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
-    "django_redis.cache.RedisCache": "redis.RedisStore",
-    "django_valkey.cache.ValkeyCache": "redis.RedisStore",
-    "django_redis.client.default.DefaultClient": "redis.RedisStore",
-    "django_valkey.client.default.DefaultClient": "redis.RedisStore",
-    "django.core.cache.backends.memcached.PyLibMCCache": "memcached.PyLibMCStore",
-    "django.core.cache.backends.memcached.PyMemcacheCache": "memcached.PyMemcacheStore",
-    "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
-    "django.core.cache.backends.locmem.LocMemCache": "locmem.LocMemStore",
+    "django.core.cache.backends.redis.RedisCache": f"{__name__}.redis.RedisStore",
+    "django_redis.cache.RedisCache": f"{__name__}.redis.RedisStore",
+    "django_valkey.cache.ValkeyCache": f"{__name__}.redis.RedisStore",
+    "django_redis.client.default.DefaultClient": f"{__name__}.redis.RedisStore",
+    "django_valkey.client.default.DefaultClient": f"{__name__}.redis.RedisStore",
+    "django.core.cache.backends.memcached.PyLibMCCache": f"{__name__}.memcached.PyLibMCStore",
+    "django.core.cache.backends.memcached.PyMemcacheCache": f"{__name__}.memcached.PyMemcacheStore",
+    "django.core.cache.backends.db.DatabaseCache": f"{__name__}.database.DatabaseStore",
+    "django.core.cache.backends.locmem.LocMemCache": f"{__name__}.locmem.LocMemStore",
 }
-"""The module and class of the store, by the class of the cache, or of its client, or a base."""
+"""The class of the store, by the class of the cache, or of its client, or a base."""
 
 UNSAFE = {
     "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run gets the lock",
@@ -46,12 +48,7 @@ UNSAFE = {
     # Seen with version 0.4.1.
     "django_valkey.client.sentinel.SentinelClient": "writes to a replica",
 }
-REASONS = UNSAFE | dict.fromkeys(STORES, "")
-
-
-def _ancestors(cls: type) -> list[str]:
-    # By name, so that client libraries that are not used are not imported.
-    return [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+"""Why the cache, or its client, cannot hold locks, unless ``SINGLETASK_STORES`` names it."""
 
 
 def open_cache(alias: str) -> Any:
@@ -72,48 +69,67 @@ def _named(alias: str) -> str:
     return f"SINGLETASK_CACHE = {alias!r}" if alias == conf.cache else f"TaskLock's cache={alias!r}"
 
 
-def refusal(cache: Any) -> str:
-    """Return why a cache cannot hold locks; an empty text if it can."""
-    classes = {"caches": type(cache)}
-    if hasattr(cache, "_client_cls"):  # CLIENT_CLASS of django-redis or django-valkey, loaded
-        classes["clients"] = cache._client_cls  # noqa: SLF001
-    for kind, cls in classes.items():
-        names = _ancestors(cls)
-        known = [REASONS[name] for name in names if name in REASONS]
-        if reason := [*known, f"is not one of the supported {kind}"][0]:
-            return f"{names[0]} {reason}"
+def choose(cache: Any) -> tuple[str, str]:
+    """Return the path of a cache's store, and why the cache cannot hold locks; empty if it can.
+
+    Look up the class of the cache, and then the class of its client. The nearest base that
+    ``SINGLETASK_STORES``, STORES or UNSAFE names decides; the setting overrides the other two.
+    """
+    own, path = conf.stores, ""
+    if not isinstance(own, dict) or not all(isinstance(text, str) for text in chain(*own.items())):
+        what = "a dict from the path of a cache's class to the path of its store's class"
+        raise ImproperlyConfigured(f"SINGLETASK_STORES must be {what}, not {own!r}.")
+    # CLIENT_CLASS of django-redis or django-valkey, loaded
+    client = getattr(cache, "_client_cls", type(cache))
+    for kind, cls in {"caches": type(cache), "clients": client}.items():
+        # By name, so that client libraries that are not used are not imported.
+        names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+        name = next((name for name in names if name in own | STORES | UNSAFE), "")
+        if name in own:
+            return own[name], ""
+        path = path or STORES.get(name, "")
+        if name not in STORES:
+            return path, f"{names[0]} {UNSAFE.get(name, f'is not one of the supported {kind}')}"
     if hasattr(cache, "cache_model_class"):  # a DatabaseCache
         alias = router.db_for_write(cache.cache_model_class)
-        vendor = connections[alias].vendor
-        if vendor not in DIALECTS:
-            return f"DATABASES[{alias!r}] is {vendor}, not PostgreSQL, MySQL, MariaDB or SQLite"
-    return ""
+        if (vendor := connections[alias].vendor) not in DIALECTS:
+            what = f"DATABASES[{alias!r}] is {vendor}"
+            return path, f"{what}, not PostgreSQL, MySQL, MariaDB or SQLite"
+    return path, ""
+
+
+def load_store(path: str) -> type[Store]:
+    """Return the class of a store; raise ``ImproperlyConfigured`` if it is none."""
+    try:
+        found = import_string(path)
+    except ImportError as error:
+        raise ImproperlyConfigured(f"SINGLETASK_STORES: {path}: {error}") from error
+    if not isinstance(found, type) or not issubclass(found, Store) or isabstract(found):
+        what = "a subclass of django_singletask.stores.base.Store with its abstract methods"
+        raise ImproperlyConfigured(f"SINGLETASK_STORES: {path} is not {what}.")
+    return found
 
 
 def open_store(alias: str) -> Store:
     """Return a new store for an alias; raise ``ImproperlyConfigured`` if it cannot hold locks."""
     check_installed()
     cache = open_cache(alias)
-    if reason := refusal(cache):
+    path, reason = choose(cache)
+    if reason:
         raise ImproperlyConfigured(
             f"{_named(alias)} cannot hold locks: {reason}. "
             "Use Redis, memcached or Django's DatabaseCache: "
             f"{DOCS}/operating/choosing-a-cache.html lists them."
         )
-    return _store(cache, alias)
+    return load_store(path)(cache, alias)
 
 
 def find_store(alias: str) -> Store | None:
     """Return a new store for an alias, also if it is not fit; None if its client is missing."""
     with suppress(Exception):
-        return _store(open_cache(alias), alias)
+        cache = open_cache(alias)
+        return load_store(choose(cache)[0])(cache, alias)
     return None
-
-
-def _store(cache: Any, alias: str) -> Store:
-    [path, *_] = [STORES[name] for name in _ancestors(type(cache)) if name in STORES]
-    store: Store = import_string(f"django_singletask.stores.{path}")(cache, alias)
-    return store
 
 
 # After a fork, a client shares its socket with the parent. Then two processes read each other's

@@ -1,4 +1,8 @@
-"""What is the same for each kind of cache: the operations of a store, and the epoch."""
+"""What is the same for each kind of cache: the operations of a store, and the epoch.
+
+A project can add a store. The page "Add a store" of the documentation is its contract, and
+:mod:`django_singletask.testing.stores` tests it.
+"""
 
 from __future__ import annotations
 
@@ -172,23 +176,35 @@ class Store(ABC):
 
     An entry is a key and the bytes of its holder. To change an entry, a caller passes the bytes
     that it expects there. The bytes contain a random token, so no caller can change the entry of
-    another that it does not know. ``lease`` is in seconds. An outage is neither "held" nor "free":
-    where a store sends a request, it raises :class:`LockUnavailable` for ``client_errors``.
+    another that it does not know. An outage is neither "held" nor "free": where a store sends a
+    request, it raises :meth:`unavailable` for ``client_errors``.
+
+    ``lease`` is in seconds. One clock ends all leases, that of the server; an entry that has ended
+    is gone. It never ends early: a holder trusts its lease from before it sent the request.
+
+    A subclass writes :meth:`insert`, :meth:`change` and :meth:`read_many`, and where the cache can,
+    :meth:`scan`. A request may be sent again after a lost reply, and must then say what the first
+    one did.
 
     One object serves one thread of one process (see :func:`django_singletask.stores.get_store`).
+    After a fork, the child neither uses nor closes it. So it has a connection of its own, which is
+    closed after any exception that may leave a reply unread.
     """
 
-    family: str
-    """``"redis"``, ``"memcached"``, ``"database"`` or ``"locmem"``."""
+    family = ""
+    """A word for the kind of cache; ``locks probe`` asks the servers of the built-in kinds."""
 
     places: frozenset[str] = frozenset()
     """The servers or the table of the entries, for people, in a uniform spelling.
 
-    Caches that have one of them in common share it.
+    A check warns if two caches have one of them in common. Without any, messages name the alias.
     """
 
     forgets = False
-    """Whether the server can restart empty while locks are held, so that there is an epoch."""
+    """Whether the server can restart empty while locks are held, so that there is an epoch.
+
+    Then :meth:`take` compares the epoch.
+    """
 
     batch = 1
     """How many leases :meth:`_extend` renews in one request."""
@@ -216,7 +232,7 @@ class Store(ABC):
 
     @property
     def place(self) -> str:
-        return ", ".join(sorted(self.places))
+        return ", ".join(sorted(self.places)) or f"CACHES[{self.cache_alias!r}]"
 
     def unavailable(self, error: Exception, next_step: str = "") -> LockUnavailable:
         """Return what to raise for an error of the client: an outage is never "held" or "free"."""
@@ -237,7 +253,7 @@ class Store(ABC):
             self.set_timeouts(seconds)
 
     def set_timeouts(self, seconds: float) -> None:  # noqa: B027 - LocMemStore sends no requests
-        """Set the timeouts of the client."""
+        """Let each request fail after so many seconds; :meth:`limit` calls this."""
 
     def add(self, key: str, value: bytes, lease: float) -> Entry | None:
         """Add the entry; return None if it was added, otherwise the existing entry.
@@ -256,9 +272,10 @@ class Store(ABC):
 
     @abstractmethod
     def insert(self, key: str, value: bytes, lease: float) -> Any:
-        """Add the entry if there is none, and return whether it was added.
+        """Add the entry if there is none that lasts, and return whether it was added.
 
-        This is atomic between processes. For the epoch, the lease is infinite.
+        This is atomic between processes. For the epoch, the lease is infinite. If the request is
+        sent twice, this may return False for the caller's own entry: :meth:`add` compares it.
         """
 
     # Two deliveries of one message must not take two slots. Only Redis reads and takes in one step.
@@ -280,7 +297,8 @@ class Store(ABC):
         """Take a free slot and return its key, or return the entries of the slots.
 
         ``heeds_epoch``: raise :class:`Forgotten` if the cache has just forgotten its locks. A store
-        that ``forgets`` does this in a method of its own.
+        that ``forgets`` does this in a method of its own, which compares the epoch in the same step
+        or after the entry was added.
         """
         if len(slots.keys) == 1:
             (key,) = slots.keys
@@ -308,8 +326,9 @@ class Store(ABC):
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         """Replace the entry ``old`` by ``new`` for ``lease`` seconds (None: delete it).
 
-        This is atomic between processes. Return OK, GONE, TAKEN or SENT_TWICE. If the entry is
-        already ``new``, an earlier sending of this request did it; that is OK, too.
+        This is atomic between processes, and compares all bytes. Return OK, GONE, TAKEN or
+        SENT_TWICE. If the entry is already ``new``, an earlier sending of this request did it; that
+        is OK, too. SENT_TWICE: a deletion found no entry, but was sent twice by this call.
         """
 
     def read(self, key: str) -> Entry | None:
@@ -318,7 +337,7 @@ class Store(ABC):
 
     @abstractmethod
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        """Return the existing entries by key, in the order of ``keys``."""
+        """Return the entries that last by key, in the order of ``keys``; there may be no key."""
 
     # A client sends a request again if the server has closed the connection. If the first deletion
     # was made, and its reply was lost, the second one finds no entry:
@@ -417,8 +436,8 @@ class Store(ABC):
         It is one more than the last number, or the server's time in microseconds if that is
         greater. So the numbers keep growing if the server loses the last one, or if its clock is
         set back, but not after both. Two numbers that are drawn at the same moment for different
-        locks may be equal. Raises ``NotImplementedError`` for memcached, which can lose the number
-        and does not tell its time in microseconds.
+        locks may be equal. Raises ``NotImplementedError`` where the cache can lose the number and
+        does not tell its time in microseconds, such as memcached.
         """
         # Not in a transaction: a stopped process with an open transaction would block all others.
         drawn = False
@@ -459,14 +478,17 @@ class Store(ABC):
                 yield key, entry
 
     def scan(self, prefix: str) -> Iterable[tuple[str, Entry]]:
-        """Return the existing entries whose cache keys begin with ``prefix``, and perhaps more."""
+        """Return the cache key and entry of each entry that lasts, if its key has this prefix.
+
+        More entries do no harm.
+        """
         raise CannotList(
             f"The cache {self.cache_alias!r} cannot list its entries: name one lock, or one call "
             "with its arguments."
         )
 
     def purge(self) -> int:
-        """Delete entries that expired long ago, if the cache keeps them; return how many."""
+        """Delete entries that ended a day ago, if the cache keeps them; return how many."""
         return 0
 
     def prefix(self) -> str:
@@ -480,7 +502,7 @@ class Store(ABC):
         return prefix
 
     def close(self) -> None:  # noqa: B027 - LocMemStore has nothing to close
-        """Close what the store opened."""
+        """Close what the store opened, at the end of its thread; it is not used again."""
 
 
 def marker_key(key: str, value: bytes) -> str:

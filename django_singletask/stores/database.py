@@ -135,13 +135,16 @@ class DatabaseStore(Store):
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         cache_key, before, after = self.make_key(key), old.decode(), new.decode()
-        delete = f"DELETE FROM {self.quoted} WHERE cache_key = %s AND value = %s"
+        # By default MySQL compares texts without their case and without spaces at their ends.
+        mark = "CAST(%s AS BINARY)" if self.vendor == "mysql" else "%s"
+        delete = f"DELETE FROM {self.quoted} WHERE cache_key = %s AND value = {mark}"
         for _ in range(TRIES):
             if lease is None:
                 changed = self.execute(delete, [cache_key, before])
             else:
                 # The holder still has a row with its value, even an expired one.
-                changed = self._update("value IN (%s, %s)", after, lease, cache_key, before, after)
+                has_either = f"value IN ({mark}, {mark})"
+                changed = self._update(has_either, after, lease, cache_key, before, after)
             if changed:
                 return Outcome.OK
             deleted_twice = lease is None and self.was_sent_twice

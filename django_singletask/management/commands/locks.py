@@ -15,8 +15,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
 
-from django.core.cache import caches
-from django.core.cache.backends.locmem import LocMemCache
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 from django.utils import timezone
 
@@ -36,6 +34,7 @@ from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.words import STATES, WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
+from django_singletask.stores.locmem import LocMemStore
 
 __all__ = ["Command"]
 
@@ -192,7 +191,7 @@ class Command(BaseCommand):
             return clean(cannot_ask(error))
         unseen = "this command cannot see the locks of other processes"
         here = f"SINGLETASK_CACHE = {conf.cache!r} is in local memory: {unseen}."
-        is_local = isinstance(caches[conf.cache], LocMemCache) and action != "probe"
+        is_local = type(get_store(conf.cache)) is LocMemStore and action != "probe"
         return here if is_local else ""
 
     def list(self, options: dict[str, Any]) -> None:

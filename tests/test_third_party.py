@@ -1,0 +1,65 @@
+"""A store of a third party is shown and probed as the built-in ones are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from django.core.cache import caches
+
+from django_singletask import TaskLock, checks
+from django_singletask.operators.probe import probe
+from django_singletask.stores import get_store
+from tests.admin_pages import BASE, log_in, rows_of
+from tests.command_line import locks, locks_as_json
+from tests.file_locks import FileStore
+
+pytestmark = pytest.mark.django_db(databases="__all__")
+
+
+@pytest.fixture(autouse=True)
+def in_files(settings: object) -> Iterator[None]:
+    settings.SINGLETASK_CACHE = "files"  # type: ignore[attr-defined]
+    caches["files"].clear()
+    yield
+    caches["files"].clear()
+
+
+def test_it_is_chosen_by_the_class_of_the_cache() -> None:
+    assert type(get_store("files")) is FileStore
+    assert checks.check_cache() == []
+    assert checks.check_deployment() == []
+
+
+def test_the_command_lists_explains_and_clears_its_locks() -> None:
+    with TaskLock("nightly") as lock:
+        [listed] = locks_as_json("list", "nightly")["locks"]
+        assert (listed["name"], listed["state"]) == ("nightly", "held")
+        assert 50 < listed["remaining"] <= 60
+        assert "nightly" in locks("list")
+        assert locks("why", "nightly").startswith("nightly: held")
+        locks("clear", "nightly", "--yes")
+        assert not lock.locked()
+
+
+def test_probe_finds_that_it_is_fit() -> None:
+    result = probe("files")
+    assert result.fit
+    assert result.backend == "tests.file_locks.FileCache"
+    assert result.server == str(caches["files"].folder)
+    assert {finding.level for finding in result.findings} == {"ok"}
+
+
+def test_the_admin_shows_its_locks() -> None:
+    with TaskLock("nightly"):
+        response = log_in("view_tasklockevent").get(BASE)
+    [row] = rows_of(response, 'class="singletask-table')
+    assert "nightly" in row
+
+
+def test_a_place_that_another_cache_uses_gives_a_warning(settings: object) -> None:
+    other = settings.CACHES["files"]  # type: ignore[attr-defined]
+    settings.CACHES = {**settings.CACHES, "pages": other}  # type: ignore[attr-defined]
+    [message] = checks.check_deployment()
+    assert message.id == "django_singletask.W002"
+    assert str(caches["files"].folder) in message.msg
