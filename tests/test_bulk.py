@@ -20,7 +20,7 @@ from tests.proxy import Proxy
 
 pytestmark = pytest.mark.django_db(databases="__all__", transaction=True)
 
-NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 678_901, tzinfo=datetime.timezone.utc)
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 678_901, tzinfo=datetime.UTC)
 TABLE = TaskLockEvent._meta.db_table
 # A sequence counts on when its transaction is rolled back: this row is refused once only.
 THIRD_ROW = """

@@ -46,7 +46,7 @@ def background(settings, empty_cache, monkeypatch):
 
 
 def event(kind="acquired", **facts):
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     return LockEvent(
         **{
             "kind": kind,

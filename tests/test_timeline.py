@@ -17,7 +17,7 @@ from django_singletask.operators.windows import Window
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
-NOW = datetime.datetime(2026, 1, 2, 12, 0, tzinfo=datetime.timezone.utc)
+NOW = datetime.datetime(2026, 1, 2, 12, 0, tzinfo=datetime.UTC)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -257,4 +257,4 @@ def delay_of(when: Any) -> float:
     eta = maybe_iso8601(when)
     assert eta is not None
     eta = maybe_make_aware(eta)
-    return max(0.0, (eta - datetime.now(timezone.utc)).total_seconds())
+    return max(0.0, (eta - datetime.now(UTC)).total_seconds())
