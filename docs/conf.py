@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import django
 from django.conf import settings
 
@@ -17,7 +20,15 @@ release = django_singletask.__version__
 extensions = ["sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = "django-singletask"
+html_title = f"django-singletask {release}"
+project_file = Path(__file__).parent.parent / "pyproject.toml"
+repository = tomllib.loads(project_file.read_text())["project"]["urls"].get("Repository", "")
+if repository:
+    html_theme_options = {
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 nitpicky = False
