@@ -150,9 +150,6 @@ def test_rows_are_part_of_the_transaction_of_the_caller():
     assert tokens() == []
 
 
-@pytest.mark.skipif(
-    not servers.find("pgbouncer"), reason="PgBouncer, which is optional, is not installed"
-)
 def test_rows_are_written_through_pgbouncer_in_transaction_mode(background, monkeypatch):
     settings = connections.databases["default"]
     with servers.PgBouncer(settings["PORT"]) as bouncer:
