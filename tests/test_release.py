@@ -47,3 +47,16 @@ def test_each_linked_page_exists() -> None:
     pages = re.findall(r"\{DOCS\}/([\w/-]+)\.html", code)
     assert len(pages) == code.count("{DOCS}")
     assert all((ROOT / "docs" / f"{page}.rst").exists() for page in pages)
+
+
+def test_readme_and_policy_name_the_supported_versions() -> None:
+    project = BUILD["project"]
+    minors = re.findall(r"Python :: 3\.(\d+)", "\n".join(project["classifiers"]))
+    assert project["requires-python"] == f">=3.{minors[0]}"
+    [celery] = [need for need in project["dependencies"] if need.startswith("celery")]
+    policy = (ROOT / "docs/reference/policy.rst").read_text()
+    assert f"``{celery.split(',')[0][:6]}{celery.rpartition(',')[2]}``" in policy
+    for page in (policy, (ROOT / "README.rst").read_text()):
+        assert f"3.{minors[0]} to 3.{minors[-1]}" in page
+        for django in re.findall(r"Django :: (\d\.\d)", "\n".join(project["classifiers"])):
+            assert django in page
