@@ -2,6 +2,9 @@
 
     python runtests.py [--install-services] [--quick] [pytest's own arguments]
 
+The tests of what is not installed are left out, and the end says which and why. In CI (with the
+variable CI) nothing may be left out.
+
 Without arguments the tests run in four parts at the same time, each with its own servers: two
 mostly with Celery workers and one of faults, which wait for most of the time, and one with all
 other tests.
@@ -34,7 +37,7 @@ from pathlib import Path
 from tests import servers
 
 POLICY = Path("/usr/sbin/policy-rc.d")
-# Modules whose absence would fail many tests, none of which says plainly what to install.
+# Modules of the extra "test". Without them many tests would fail, and not say what to install.
 MODULES = ["pytest", "pytest_django", "pytest_randomly", "hypothesis"]
 MODULES += ["django_redis", "django_valkey", "psycopg", "pydantic", "pymemcache", "redis"]
 # They take about half of the time of all tests with workers. A new file falls into the second part.
@@ -82,17 +85,19 @@ def main(arguments: list[str]) -> int:
     missing = servers.missing(browser=not quick)
     if installing and missing and shutil.which("apt-get"):
         install(missing)
-    if missing := servers.missing(browser=not quick, optional=installing or "CI" in os.environ):
-        print(explain(missing))
+        missing = servers.missing(browser=not quick)
+    if missing and "CI" in os.environ:
+        print("In CI no test may be left out, but not everything is installed.", explain(missing))
         return 1
-    for need in servers.missing(browser=False):
-        print(f"{need.name} is not installed: its tests are skipped.", flush=True)
     # Look for the modules without importing them: pytest must be the first to import its plugins.
     if absent := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         print(f'Not installed: {", ".join(absent)}. They come with pip install -e ".[test]"')
         return 1
     if not quick and not arguments:
-        return side_by_side()
+        code = side_by_side()
+        if missing:
+            print("The tests of what is not installed were left out.", explain(missing))
+        return code
     if quick:
         marks = "not worker and not browser and not race"
         # Only the tests of the browser import selenium.
@@ -152,11 +157,14 @@ def environment() -> Iterator[dict[str, str]]:
     sentinel = servers.Redis(sentinel_for=redis)
     memcached, postgres, mariadb = servers.Memcached(), servers.PostgreSQL(), servers.MariaDB()
     everything = [redis, replica, sentinel, memcached, postgres, mariadb]
-    with tempfile.TemporaryDirectory(prefix="singletask-") as folder, servers.running(everything):
+    installed = [server for server in everything if servers.find(server.program)]
+    with tempfile.TemporaryDirectory(prefix="singletask-") as folder, servers.running(installed):
         seconds = time.monotonic() - started
-        print(f"Redis, Memcached, PostgreSQL and MariaDB started in {seconds:.1f} s.", flush=True)
+        names = ", ".join(dict.fromkeys(type(server).__name__ for server in installed))
+        print(f"{names or 'No servers'} started in {seconds:.1f} s.", flush=True)
         yield {
             "SINGLETASK_TEST_FOLDER": folder,
+            "SINGLETASK_TEST_ABSENT": ",".join(need.name for need in servers.missing()),
             "SINGLETASK_TEST_REDIS_URL": redis.url,
             "SINGLETASK_TEST_REDIS_REPLICA_URL": replica.url,
             "SINGLETASK_TEST_SENTINEL": f"127.0.0.1:{sentinel.port}/{sentinel.service}",
@@ -167,14 +175,9 @@ def environment() -> Iterator[dict[str, str]]:
 
 
 def explain(missing: list[servers.Need]) -> str:
-    lines = ["The tests need what is not installed here:", ""]
-    for need in missing:
-        pip = f" && pip install {need.name}" if need.module else ""
-        lines.append(f"{need.name}")
-        lines.append(f"    Debian, Ubuntu:  apt install {need.apt}{pip}")
-        lines.append(f"    macOS:           brew install {need.brew}{pip}")
-    lines += ["", "On Debian and Ubuntu this installs it: python runtests.py --install-services"]
-    return "\n".join(lines)
+    lines = [f"{need.name}. {need.how}" for need in missing]
+    lines += ["On Debian and Ubuntu this installs all: python runtests.py --install-services"]
+    return "\n" + "\n".join(lines)
 
 
 def install(missing: list[servers.Need]) -> None:

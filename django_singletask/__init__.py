@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from django_singletask.conf import __version__ as __version__
 from django_singletask.exceptions import (
     DuplicateTask,
     LockConflict,
@@ -26,5 +27,3 @@ __all__ = [
     "current_lock",
     "only_one",
 ]
-
-__version__ = "0.1.0"

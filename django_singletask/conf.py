@@ -14,8 +14,12 @@ from django.core.signals import setting_changed
 
 logger = logging.getLogger("django_singletask")
 
-DOCS = "https://django-singletask.readthedocs.io/en/latest"
-"""Where the documentation is, for messages that name a page of it."""
+__version__ = "0.1.0.dev0"
+"""The version of the package: the build and the documentation read it from here."""
+
+DOCS = "https://django-singletask.readthedocs.io/en/"
+DOCS += "latest" if "dev" in __version__ else __version__
+"""Where the documentation of this version is, for messages that name a page of it."""
 
 MAX_LEASE = 30 * 24 * 60 * 60
 """Longest lease in seconds: memcached takes anything above as a date."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import django
@@ -32,6 +34,14 @@ intersphinx_mapping = {
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"django-singletask {release}"
+project_file = Path(__file__).parent.parent / "pyproject.toml"
+repository = tomllib.loads(project_file.read_text())["project"]["urls"].get("Repository", "")
+if repository:
+    html_theme_options = {
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 nitpicky = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.base import epoch_of
 from tests import deadline, servers
+from tests.absent import needed_by
 from tests.routers import LOCK_TABLES
 
 LOCK_CACHES = [
@@ -45,8 +47,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "SINGLETASK_TEST_REDIS_URL" not in os.environ and not config.option.collectonly:
-        raise pytest.UsageError("The tests need their servers: run them with python runtests.py")
+    if "SINGLETASK_TEST_FOLDER" not in os.environ and not config.option.collectonly:
+        arguments = shlex.join(config.invocation_params.args)
+        raise pytest.UsageError(
+            "The tests need servers of their own, which runtests.py starts. It takes the arguments "
+            f"of pytest: python runtests.py {arguments}"
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose parameters, marks or fixtures name what is not installed."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    used = [value for value in parameters if isinstance(value, str)]
+    used += [alias for mark in item.iter_markers("needs") for alias in mark.args]
+    if item.get_closest_marker("worker"):
+        used.append("redis")  # the broker
+    if item.get_closest_marker("django_db") or "db" in getattr(item, "fixturenames", ()):
+        used.append("default")
+    if reason := needed_by(*used):
+        pytest.skip(reason)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests were left out, because of what, and how to install that."""
+    reasons = [str(report.longrepr[2]) for report in terminalreporter.getreports("skipped")]
+    for need in [*servers.NEEDS, *servers.BROWSER]:
+        reason = f"{need.name} is not installed"
+        if count := reasons.count(f"Skipped: {reason}"):
+            terminalreporter.write_line(f"Left out: {count} tests, because {reason}. {need.how}")
 
 
 @pytest.fixture(scope="session")

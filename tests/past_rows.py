@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.conf import settings
@@ -32,7 +32,7 @@ def keep_history_in(settings: Any, alias: str) -> None:
 
 def before_now(seconds: float) -> datetime:
     """Return the time that was so many seconds ago, by the clock that tests can stop."""
-    at = datetime.fromtimestamp(time.time(), timezone.utc) - timedelta(seconds=seconds)
+    at = datetime.fromtimestamp(time.time(), UTC) - timedelta(seconds=seconds)
     return at if settings.USE_TZ else make_naive(at, get_default_timezone())
 
 

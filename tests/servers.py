@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,14 +55,18 @@ if os.getppid() == int(parent):
 
 
 class Need(NamedTuple):
-    """What the tests need, and what installs it."""
+    """What tests need, and what installs it."""
 
     name: str
     apt: str
     brew: str
     program: str = ""
     module: str = ""
-    optional: bool = False  # without it some tests are skipped, but for CI
+
+    @property
+    def how(self) -> str:
+        pip = f" && pip install {self.name}" if self.module else ""
+        return f"Debian, Ubuntu: apt install {self.apt}{pip}. macOS: brew install {self.brew}{pip}."
 
     def is_here(self) -> bool:
         if self.module:
@@ -72,10 +77,10 @@ class Need(NamedTuple):
 NEEDS = [
     Need("Redis", "redis-server", "redis", program="redis-server"),
     Need("Memcached", "memcached", "memcached", program="memcached"),
-    Need("PostgreSQL", "postgresql", "postgresql@17", program="initdb"),
+    Need("PostgreSQL", "postgresql", "postgresql@17", program="postgres"),
     Need("MariaDB", "mariadb-server", "mariadb", program="mariadbd"),
-    Need("PgBouncer", "pgbouncer", "pgbouncer", program="pgbouncer", optional=True),
-    Need("RabbitMQ", "rabbitmq-server", "rabbitmq", program="rabbitmq-server", optional=True),
+    Need("PgBouncer", "pgbouncer", "pgbouncer", program="pgbouncer"),
+    Need("RabbitMQ", "rabbitmq-server", "rabbitmq", program="rabbitmq-server"),
     Need("pylibmc", "gcc libmemcached-dev zlib1g-dev", "libmemcached zlib", module="pylibmc"),
     Need("mysqlclient", "gcc libmariadb-dev pkg-config", "mariadb pkgconf", module="MySQLdb"),
 ]
@@ -86,10 +91,16 @@ BROWSER = [
 ]
 
 
-def missing(*, browser: bool = True, optional: bool = True) -> list[Need]:
+def missing(*, browser: bool = True) -> list[Need]:
     """Return the servers, compiled clients and parts of the browser that are not installed."""
-    needs = NEEDS + BROWSER if browser else NEEDS
-    return [need for need in needs if (optional or not need.optional) and not need.is_here()]
+    return [need for need in (NEEDS + BROWSER if browser else NEEDS) if not need.is_here()]
+
+
+def require(program: str) -> None:
+    """Skip the test, unless the program of this server is installed."""
+    for need in NEEDS + BROWSER:
+        if need.program == program and not need.is_here():
+            raise unittest.SkipTest(f"{need.name} is not installed")
 
 
 def find(program: str) -> str | None:
@@ -151,7 +162,11 @@ class Server(ABC):
     # Starting and ending
 
     def prepare(self) -> None:
-        """Make the server's folder, unless it exists; `start` does this too."""
+        """Make the server's folder, unless it exists; `start` does this too.
+
+        This skips the test if the server is not installed.
+        """
+        require(self.program)
         if self.folder is None:
             folder = Path(tempfile.mkdtemp(prefix=f"singletask-{self.program}-"))
             if self._account():

@@ -2,7 +2,8 @@
 
 The databases are named as the test databases, so that such a process, which pytest-django knows
 nothing of, finds what the test sees. runtests.py sets the variables; without them the settings
-still load (mypy and makemigrations read them), but no server answers.
+still load (mypy and makemigrations read them), but no server answers. It also names what is not
+installed: tests/absent.py says what becomes of the tests of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from tests.absent import needed_by
 
 FOLDER = Path(os.environ.get("SINGLETASK_TEST_FOLDER", "/nonexistent"))
 REDIS_URL = os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")
@@ -93,6 +96,10 @@ DATABASES = {
     "sqlite": sqlite_database("history"),
     "sqlite_locks": sqlite_database("locks"),
 }
+if needed_by("default"):  # Django wants one; its tests are skipped
+    DATABASES["default"] = sqlite_database("default")
+if needed_by("mariadb"):
+    del DATABASES["mariadb"]
 DATABASE_ROUTERS = ["tests.routers.LockTables"]
 
 DJANGO = "django.core.cache.backends"
@@ -140,6 +147,8 @@ if "SINGLETASK_TEST_OWN_MEMCACHED" in os.environ:
 # They share servers, not entries.
 for alias, configuration in CACHES.items():
     configuration["KEY_PREFIX"] = alias
+    if needed_by(alias):
+        configuration["BACKEND"] = "tests.absent.Cache"
 CACHES["default"] = CACHES["redis"]
 
 SINGLETASK_STORES = {"tests.file_locks.FileCache": "tests.file_locks.FileStore"}

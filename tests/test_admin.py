@@ -141,7 +141,7 @@ def test_short_and_negative_holds_are_told_in_parts_of_a_second(admin, seconds, 
 
 def test_list_shows_time_task_id_and_process(admin, settings):
     settings.TIME_ZONE = "UTC"
-    at = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
+    at = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
     event(at=at, task_id="the-id", host="web-3", pid=8121, timeout=1e9)
     [row] = shown(admin)
     assert row == f"2026-01-02 03:04:05 {TASK}(feed_id=7) held the-id web-3:8121"

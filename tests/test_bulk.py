@@ -20,7 +20,7 @@ from tests.proxy import Proxy
 
 pytestmark = pytest.mark.django_db(databases="__all__", transaction=True)
 
-NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 678_901, tzinfo=datetime.timezone.utc)
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 678_901, tzinfo=datetime.UTC)
 TABLE = TaskLockEvent._meta.db_table
 # A sequence counts on when its transaction is rolled back: this row is refused once only.
 THIRD_ROW = """
@@ -150,9 +150,6 @@ def test_rows_are_part_of_the_transaction_of_the_caller():
     assert tokens() == []
 
 
-@pytest.mark.skipif(
-    not servers.find("pgbouncer"), reason="PgBouncer, which is optional, is not installed"
-)
 def test_rows_are_written_through_pgbouncer_in_transaction_mode(background, monkeypatch):
     settings = connections.databases["default"]
     with servers.PgBouncer(settings["PORT"]) as bouncer:

@@ -313,9 +313,9 @@ def test_a_database_that_cannot_hold_locks_is_refused(use, monkeypatch):
         (dotted("OwnRedis"), "redis://x/1"),
         (dotted("OwnDjangoRedis"), "redis://x/1"),
         (DJANGO_VALKEY, "valkey://x/1"),
-        (dotted("OwnPyLibMC"), "x:11211"),
+        pytest.param(dotted("OwnPyLibMC"), "x:11211", marks=pytest.mark.needs("pylibmc")),
         (dotted("OwnPyMemcache"), "x:11211"),
-        (dotted("OwnDatabase"), "locks_pg"),
+        pytest.param(dotted("OwnDatabase"), "locks_pg", marks=pytest.mark.needs("default")),
     ],
 )
 def test_subclasses_of_supported_backends_are_accepted(use, backend, location):
@@ -323,6 +323,7 @@ def test_subclasses_of_supported_backends_are_accepted(use, backend, location):
     assert checks.check_cache() == []
 
 
+@pytest.mark.needs("default")
 @pytest.mark.parametrize("backend", [f"{DJANGO}.db.DatabaseCache", dotted("OwnDatabase")])
 def test_a_table_that_another_cache_uses_gives_a_warning(use, backend):
     use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=configured(backend, "t"))
@@ -332,6 +333,7 @@ def test_a_table_that_another_cache_uses_gives_a_warning(use, backend):
     assert "createcachetable" in message.hint
 
 
+@pytest.mark.needs("default")
 def test_the_table_of_the_default_cache_gives_a_warning(settings):
     settings.SINGLETASK_CACHE = "default"
     settings.CACHES = {"default": configured(f"{DJANGO}.db.DatabaseCache", "t")}
@@ -339,6 +341,7 @@ def test_the_table_of_the_default_cache_gives_a_warning(settings):
     assert "the default cache also uses" in message.msg
 
 
+@pytest.mark.needs("default")
 def test_another_table_of_another_cache_is_fine(use):
     other = configured(f"{DJANGO}.db.DatabaseCache", "other")
     use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=other)
@@ -717,6 +720,7 @@ def test_the_default_cache_as_lock_cache_gives_a_warning(settings):
     assert "on x:6379 database 1, which the default cache also uses" in message.msg
 
 
+@pytest.mark.needs("pylibmc")
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -802,6 +806,8 @@ def test_check_deploy_end_to_end():
             "DJANGO_SETTINGS_MODULE": "tests.settings",
             "SINGLETASK_TEST_CACHE": "redis",
             "SINGLETASK_TEST_REDIS_URL": "redis://127.0.0.1:1/0",
+            # The check needs no server.
+            "SINGLETASK_TEST_ABSENT": os.environ["SINGLETASK_TEST_ABSENT"].replace("Redis", ""),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

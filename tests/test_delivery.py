@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
@@ -247,7 +247,7 @@ def test_hops_on_quorum_queues_take_a_second_at_least():
     assert hop(app, 60, 0.05, 0) <= 0.05
 
 
-NOW = datetime(2030, 6, 1, 12, tzinfo=timezone.utc)
+NOW = datetime(2030, 6, 1, 12, tzinfo=UTC)
 DUE = {"due": NOW.timestamp()}
 MARKED = {"delivery_info": {"redelivered": True}}
 

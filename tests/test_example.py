@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,7 +81,7 @@ def test_imports_each_format(
     entry = feed.entries.get(guid=f"urn:{name}:3")
     assert entry.title == f"{name} & friends, no. 3: “Čaj” für <alle>"
     assert entry.link == f"{url}?entry=3&from=feed"
-    assert entry.published == datetime(2024, 3, 1, 11, tzinfo=timezone.utc)
+    assert entry.published == datetime(2024, 3, 1, 11, tzinfo=UTC)
 
 
 @pytest.mark.usefixtures("tables")

@@ -117,6 +117,7 @@ def fork_and_wait() -> None:
     os.waitpid(pid, 0)
 
 
+@pytest.mark.needs("default")
 def test_a_fork_waits_for_no_server() -> None:
     with undivided(connections["default"]):
         thread = threading.Thread(target=fork_and_wait)

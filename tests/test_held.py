@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 import time
 import tracemalloc
 
@@ -265,7 +264,7 @@ def test_memory_of_a_long_list_is_what_it_shows(many):
     finally:
         tracemalloc.stop()
     assert lines == 3001
-    assert peak / 3000 < (1200 if sys.version_info >= (3, 11) else 1400)  # attributes took more
+    assert peak / 3000 < 1200
 
 
 # Without a history

@@ -11,6 +11,8 @@ import pytest
 
 from tests.settings import REDIS_URL
 
+pytestmark = pytest.mark.needs("redis")
+
 ROOT = Path(__file__).parent.parent
 WARNING = "django_singletask is not in INSTALLED_APPS"
 PROJECT = """

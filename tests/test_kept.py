@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -246,7 +246,7 @@ class TestItsOwnMessageAgain:
     def test_is_skipped_if_the_id_is_used_again_and_the_result_is_older(self, sent, result):
         run("mine")
         result.state = "SUCCESS"
-        result.date_done = datetime.fromtimestamp(1000, timezone.utc)
+        result.date_done = datetime.fromtimestamp(1000, UTC)
         header = {"options": KEEP, "due": 2000.0}
         with pytest.raises(Postponed):
             receive(tasks.hold, "a", task_id="mine", header=header)

@@ -45,7 +45,7 @@ class Level(enum.IntEnum):
     HIGH = 3
 
 
-class Name(str, enum.Enum):
+class Name(str, enum.Enum):  # noqa: UP042 - str() of it is not its value
     FIRST = "first"
 
 
@@ -159,7 +159,7 @@ VALUES = [
     datetime.date(2026, 1, 2),
     datetime.time(1, 2, 3),
     datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
-    datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+    datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
     datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=5))),
     Decimal("1.10"),
     b"text",
@@ -197,7 +197,7 @@ plain = st.one_of(
     st.uuids(),
     st.dates(),
     st.times(),
-    st.datetimes(timezones=st.none() | st.just(datetime.timezone.utc)),
+    st.datetimes(timezones=st.none() | st.just(datetime.UTC)),
     st.decimals(),
     st.binary(),
 )

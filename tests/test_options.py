@@ -443,7 +443,7 @@ def test_an_unknown_policy_is_refused_where_no_checks_run(use):
 
 
 def test_a_policy_can_be_a_member_of_an_enumeration():
-    class Policy(str, enum.Enum):
+    class Policy(str, enum.Enum):  # noqa: UP042 - str() of it is not its value
         WAIT = "wait"
 
     check_value("on_conflict", "of a test", Policy.WAIT)

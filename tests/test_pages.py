@@ -8,8 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from datetime import datetime, timedelta
-from datetime import timezone as dt_timezone
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from django.contrib import admin
@@ -847,7 +846,7 @@ def test_wrong_window_is_a_message(operator, page, query, message):
 @pytest.mark.parametrize("page", [TIMELINE, LIST])
 def test_window_is_shown_and_kept_in_the_link_to_the_other_page(operator, page, settings):
     settings.TIME_ZONE = "Europe/Berlin"
-    at = datetime(2026, 1, 2, 2, 30, tzinfo=dt_timezone.utc)
+    at = datetime(2026, 1, 2, 2, 30, tzinfo=UTC)
     event(name="at night", at=at, ended_at=at, outcome="released", task="t")
     event(name="by day", task="t")
     content = content_of(

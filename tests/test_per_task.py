@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +31,7 @@ HOUR = 3600
 
 def facts(span="24h"):
     """Return the facts of each task by its name."""
-    window = Window.past(span, datetime.now(timezone.utc))
+    window = Window.past(span, datetime.now(UTC))
     tasks = per_task(TaskLockEvent.objects.all(), window)["rows"]
     return {each["task"]: SimpleNamespace(**each, charted=[*each["bars"]]) for each in tasks}
 
@@ -108,7 +108,7 @@ def test_week_has_bars_of_four_hours():
 
 
 def test_bars_of_the_day_on_which_the_clock_is_set_back_are_at_their_times():
-    now = datetime(2025, 10, 26, 11, 30, tzinfo=timezone.utc)
+    now = datetime(2025, 10, 26, 11, 30, tzinfo=UTC)
     facts = {"name": "a()", "key": "k", "task": "a", "outcome": "released", "ended_at": now}
     TaskLockEvent.objects.create(kind="run", ref="t", timeout=60, at=now, **facts)
     with override("Europe/Berlin"):

@@ -189,6 +189,7 @@ def run(*arguments, cache):
     )
 
 
+@pytest.mark.needs("redis")
 def test_process_of_a_fit_cache_exits_with_zero():
     done = run(cache="redis")
     assert (done.returncode, done.stderr) == (0, "")

@@ -46,7 +46,7 @@ def background(settings, empty_cache, monkeypatch):
 
 
 def event(kind="acquired", **facts):
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     return LockEvent(
         **{
             "kind": kind,
@@ -483,6 +483,7 @@ def start(program, *arguments, **env):
     )
 
 
+@pytest.mark.needs("redis")
 @pytest.mark.parametrize("alias", ["default", "mariadb"])
 def test_forked_child_leaves_the_connection_of_its_parent(settings, alias):
     keep_history_in(settings, alias)
@@ -492,6 +493,7 @@ def test_forked_child_leaves_the_connection_of_its_parent(settings, alias):
     assert (process.returncode, output, errors) == (0, "written\n", "")
 
 
+@pytest.mark.needs("redis")
 def test_forked_child_has_a_thread_of_its_own():
     with start(CHILD, "exit", "default") as process:
         _out, errors = process.communicate(timeout=30)
@@ -500,6 +502,7 @@ def test_forked_child_has_a_thread_of_its_own():
     assert len(rows()) == 3
 
 
+@pytest.mark.needs("redis")
 def test_a_script_that_ends_at_once_loses_no_row():
     """Its thread may not have begun when the interpreter ends."""
     program = CHILD.partition('with TaskLock("before")')[0] + "TaskLock(str(os.getpid())).acquire()"
@@ -510,6 +513,7 @@ def test_a_script_that_ends_at_once_loses_no_row():
     assert len(rows()) == 3
 
 
+@pytest.mark.needs("redis")
 def test_sigkill_loses_no_row_that_was_written():
     with start(CHILD, "wait", "default") as process:
         assert process.stdout.readline() == "written\n"

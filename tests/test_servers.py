@@ -25,9 +25,7 @@ from tests.servers import (
     find,
 )
 
-KINDS = [Redis, Memcached, PostgreSQL, MariaDB]
-if find(RabbitMQ.program):
-    KINDS.append(RabbitMQ)
+KINDS = [Redis, Memcached, PostgreSQL, MariaDB, RabbitMQ]
 ROOT = Path(__file__).parent.parent
 
 
@@ -90,7 +88,7 @@ def test_a_sentinel_knows_primary_and_replica() -> None:
 def test_a_killed_test_run_ends_its_servers() -> None:
     script = (
         "from tests.servers import *\n"
-        f"servers = [{', '.join(f'{kind.__name__}()' for kind in KINDS)}]\n"
+        f"servers = [{', '.join(f'{kind.__name__}()' for kind in KINDS if find(kind.program))}]\n"
         "for server in servers: server.start()\n"
         "servers += [server.epmd for server in servers if isinstance(server, RabbitMQ)]\n"
         "for server in servers: print(server.process.pid, server.folder, flush=True)\n"

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import pylibmc
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from django.core.exceptions import ImproperlyConfigured
@@ -30,6 +29,8 @@ from django_singletask.stores.base import Outcome, Store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server
+
+pylibmc = pytest.importorskip("pylibmc", reason="pylibmc is not installed")
 
 A, B = holder("a"), holder("b")
 KEY, OTHER = key_of("nightly"), key_of("other")

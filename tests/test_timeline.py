@@ -7,6 +7,7 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
+from django.db import connections
 from django.utils import timezone
 
 from django_singletask.history import queries
@@ -17,13 +18,13 @@ from django_singletask.operators.windows import Window
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
-NOW = datetime.datetime(2026, 1, 2, 12, 0, tzinfo=datetime.timezone.utc)
+NOW = datetime.datetime(2026, 1, 2, 12, 0, tzinfo=datetime.UTC)
 
 
 @pytest.fixture(autouse=True)
 def empty_history(db, settings):
     settings.TIME_ZONE = "UTC"
-    for alias in ("default", "sqlite", "mariadb"):
+    for alias in {"default", "sqlite", "mariadb"}.intersection(connections):
         TaskLockEvent.objects.using(alias).all().delete()
 
 

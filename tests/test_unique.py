@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -253,7 +253,7 @@ class TestLease:
     )
     def test_the_entry_lasts_for_unique_for_and_the_countdown(self, sent, options, least):
         if "eta" in options:
-            options = {"eta": datetime.now(timezone.utc) + options["eta"]}
+            options = {"eta": datetime.now(UTC) + options["eta"]}
         unique.apply_async(("a",), **options)
         assert least - 2 < entry_of(unique, "a").remaining() < least + 300
 
@@ -276,7 +276,7 @@ class TestLease:
         ],
     )
     def test_delay_of_a_countdown_or_an_eta(self, when, seconds):
-        assert seconds - 60 <= delay_of(when(datetime.now(timezone.utc))) <= seconds
+        assert seconds - 60 <= delay_of(when(datetime.now(UTC))) <= seconds
 
 
 class TestAwaited:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from django.utils.timezone import override
 
 from django_singletask.operators.windows import Window, window_of
 
-UTC = timezone.utc
 NOW = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import pytest
 from django.utils.timezone import override
@@ -67,7 +67,7 @@ def test_short_holds_have_hundredths(seconds, text):
 @pytest.mark.parametrize(
     ("at", "text"),
     [
-        (datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc), "04:04:05"),
+        (datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), "04:04:05"),
         (datetime(2026, 1, 2, 3, 4, 5), "03:04:05"),
         (1767323045.9, "04:04:05"),
     ],

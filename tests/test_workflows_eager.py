@@ -17,6 +17,8 @@ from tests.testapp import workflow_tasks as tasks
 from tests.testapp.celery import app
 from tests.testapp.workflow_tasks import FLAVOURS, SKIPPED
 
+pytestmark = pytest.mark.needs("redis")  # the results of groups
+
 LOCKED = [flavour for flavour in FLAVOURS if flavour != "plain"]
 SKIPPING = ["skip", "start", "finish"]  # the others raise: no message can be postponed
 

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.usefixtures("empty_history"),
 ]
 
-NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 TABLE = TaskLockEvent._meta.db_table
 
 

@@ -118,7 +118,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         ``outcome = ''`` it may read the whole table, from the newest id.
         """
         rows = self.filter(kind="run", outcome__lte="").extra(where=[STATE])
-        return rows.order_by("outcome", "-id")
+        return rows.order_by("outcome", "-id")  # type: ignore[return-value]
 
     def of_state(self, kind: str, outcome: str | None) -> TaskLockEventQuerySet:
         """Keep the rows of a kind and with an outcome; None means any.
@@ -130,13 +130,13 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         rows = self.filter(kind=kind)
         if outcome is not None:
             rows = rows.filter(outcome=outcome)
-        return rows if outcome in (None, "released") else rows.extra(where=[STATE])
+        return rows if outcome in (None, "released") else rows.extra(where=[STATE])  # type: ignore[return-value]
 
     def of_trouble(self, trouble: str) -> TaskLockEventQuerySet:
         """Keep the runs with an outcome, or those that took their lock again, the newest first."""
         if trouble == "retaken":
             # In the order of the ids, SQLite would read the whole table.
-            return self.extra(where=[RETAKEN]).order_by((F("id") + 0).desc())
+            return self.extra(where=[RETAKEN]).order_by((F("id") + 0).desc())  # type: ignore[return-value]
         return self.of_state("run", trouble).newest()
 
     def of_task(self, task: str) -> TaskLockEventQuerySet:

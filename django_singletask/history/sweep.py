@@ -106,7 +106,7 @@ def prune(
     while oldest := list(rest.values_list("pk", "at", "ref")[: min(batch, limit)]):
         # Delete calls before the runs that they met, since a batch may be the last one.
         pks, times, tokens = zip(*oldest, strict=True)
-        calls = rows.values_list("pk", flat=True).blocked_by(tokens)
+        calls = rows.values_list("pk", flat=True).blocked_by(tokens)  # type: ignore[attr-defined]
         with undivided(connections[rows.db]):
             doomed = list(dict.fromkeys([*calls, *pks]))[: min(batch, limit)]
             gone = rows.filter(pk__in=doomed).delete()[0]

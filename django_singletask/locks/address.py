@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from celery._state import get_current_task
@@ -115,11 +115,11 @@ class Address:
             return
         run, process = holder or caller, holder or this_process()
         if holder is not None:
-            since = datetime.fromtimestamp(holder.since, timezone.utc) if holder.since else None
+            since = datetime.fromtimestamp(holder.since, UTC) if holder.since else None
             facts |= {"token": holder.token, "timeout": holder.timeout, "since": since}
         if blocker is not None:
             facts |= {"blocked_by": blocker.token, "blocked_by_task_id": blocker.task_id or ""}
-        at = (facts.get("since") if kind == "acquired" else None) or datetime.now(timezone.utc)
+        at = (facts.get("since") if kind == "acquired" else None) or datetime.now(UTC)
         facts |= {"task": run.task or "", "task_id": run.task_id or "", "host": process.host}
         facts |= {"cache": self.cache, "quiet": self.quiet, "pid": process.pid}
         event = object.__new__(LockEvent)

@@ -234,7 +234,7 @@ def with_history(locks: list[HeldLock]) -> list[HeldLock]:
         with reading():
             tokens = [lock.token for lock in locks]
             counts = TaskLockEvent.objects.values_list("blocked_by", "result", "count")
-            for token, result, count in counts.blocked_by(tokens):
+            for token, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
                 met[token] += count
                 waiting[token] += count * (result == "waiting")
     except NoHistory as error:

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
@@ -100,13 +100,13 @@ def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False)
     ``zone`` adds the name of that time zone.
     """
     if not isinstance(at, datetime):
-        at = datetime.fromtimestamp(at, tz=timezone.utc)
+        at = datetime.fromtimestamp(at, tz=UTC)
     return date_format(to_local(at), f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
 
 
 def to_moment(text: str) -> datetime:
     """Read a time; without an offset it is in the time zone of the user. Raises ``ValueError``."""
-    at = parse_datetime(text)  # Python 3.10's own reads no "Z"
+    at = parse_datetime(text)
     if at is None:
         raise ValueError(text)
     if not settings.USE_TZ:
@@ -119,7 +119,7 @@ def to_local(at: datetime) -> datetime:
 
 
 def to_utc(at: datetime) -> datetime:
-    return at if is_naive(at) else at.astimezone(timezone.utc)
+    return at if is_naive(at) else at.astimezone(UTC)
 
 
 def process(host: str, pid: int) -> str:

@@ -93,8 +93,14 @@ class DatabaseStore(Store):
         chosen = self.connection.settings_dict
         options = {name: value for name, value in chosen["OPTIONS"].items() if name != "pool"}
         self.connection.settings_dict = {**chosen, "AUTOCOMMIT": True, "OPTIONS": options}
-        # Another thread may close the store.
-        self.connection.inc_thread_sharing()
+        # Another thread may close the store. inc_thread_sharing() would allow that, too, but then
+        # each use of the connection takes a lock of Django:
+        #
+        #   task:  "with" takes Django's lock   SIGUSR1: SoftTimeLimitExceeded   (never unlocked)
+        #   task:                                              close(): waits for the lock for ever
+        #
+        # Python 3.14 calls the handler there: https://github.com/python/cpython/issues/148874
+        self.connection.validate_thread_sharing = lambda: None  # type: ignore[method-assign]
         close_before_forks(self.connection)
         self.vendor = self.connection.vendor
         self.table: str = cache._table  # noqa: SLF001 - LOCATION; Django has no public name for it

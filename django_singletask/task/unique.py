@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -255,4 +255,4 @@ def delay_of(when: Any) -> float:
     if isinstance(when, (int, float)):
         return max(0.0, when)
     eta: Any = maybe_iso8601(when)
-    return max(0.0, (maybe_make_aware(eta) - datetime.now(timezone.utc)).total_seconds())
+    return max(0.0, (maybe_make_aware(eta) - datetime.now(UTC)).total_seconds())

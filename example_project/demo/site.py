@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import Any
 from example_project.demo import documents
 from example_project.demo.documents import Item, Writer
 
-FIRST_DAY = datetime(2024, 3, 1, 8, tzinfo=timezone.utc)
+FIRST_DAY = datetime(2024, 3, 1, 8, tzinfo=UTC)
 
 
 @dataclass

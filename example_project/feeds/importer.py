@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
@@ -150,7 +150,7 @@ def parse(answer: Answer) -> Document:
 
 def _moment(parsed: time.struct_time | None) -> datetime | None:
     try:
-        return parsed and datetime.fromtimestamp(calendar.timegm(parsed), timezone.utc)
+        return parsed and datetime.fromtimestamp(calendar.timegm(parsed), UTC)
     except (OverflowError, ValueError, OSError):
         return None
 

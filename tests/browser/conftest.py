@@ -67,6 +67,8 @@ def site() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    servers.require("chromium")
+    servers.require("chromedriver")
     options = webdriver.ChromeOptions()
     options.binary_location = servers.find("chromium") or "chromium"
     for flag in FLAGS:

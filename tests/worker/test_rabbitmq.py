@@ -26,12 +26,7 @@ if detect_quorum_queues is None:  # Celery 5.4
 CONFIRM = {"confirm_publish": True}
 """Wait for each message until RabbitMQ has stored it, as the docs say."""
 
-pytestmark = [
-    pytest.mark.skipif(
-        servers.find(servers.RabbitMQ.program) is None, reason="RabbitMQ is not installed"
-    ),
-    pytest.mark.parametrize("kind", KINDS),
-]
+pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 class Site:

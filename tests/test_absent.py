@@ -1,0 +1,74 @@
+"""Tests of what is not installed are left out, and the end of a run says so; CI refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+
+import runtests
+from tests import servers
+
+ROOT = Path(__file__).parent.parent
+NEEDING_MEMCACHED = [
+    "tests/test_stores.py::test_add_takes_a_free_lock[pymemcache]",  # by its parameter
+    "tests/test_command.py::test_clear_works_on_memcached",  # it opens the cache
+]
+OTHER = "tests/test_stores.py::test_add_takes_a_free_lock[redis]"
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_tests_of_an_absent_server_are_left_out() -> None:
+    done = run(*NEEDING_MEMCACHED, OTHER, SINGLETASK_TEST_ABSENT="Memcached")
+    assert done.returncode == 0, done.stdout
+    assert "Left out: 2 tests, because Memcached is not installed. Debian" in done.stdout
+
+
+def test_control_they_run_if_it_is_installed() -> None:
+    done = run(*NEEDING_MEMCACHED, OTHER)
+    assert done.returncode == 0, done.stdout
+    assert "Left out" not in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_a_test_that_starts_an_absent_server_is_left_out(monkeypatch) -> None:
+    monkeypatch.setattr(servers, "find", lambda program: None)
+    with pytest.raises(unittest.SkipTest, match="Memcached is not installed"):
+        servers.Memcached().start()
+
+
+def test_ci_refuses_to_leave_out_tests(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(servers, "missing", lambda **kwargs: servers.NEEDS[1:2])
+    monkeypatch.setenv("CI", "true")
+    assert runtests.main([]) == 1
+    printed = capsys.readouterr().out
+    assert "In CI no test may be left out" in printed
+    assert "Memcached. Debian, Ubuntu: apt install memcached. macOS: brew" in printed
+
+
+def test_plain_pytest_says_what_to_run() -> None:
+    variables = {name: "" for name in os.environ if name.startswith("SINGLETASK_TEST_")}
+    environment = {name: text for name, text in os.environ.items() if name not in variables}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/test_keys.py", "-k", "a or b"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "python runtests.py tests/test_keys.py -k 'a or b'" in done.stderr
