@@ -90,15 +90,16 @@ def check_cache(**kwargs: Any) -> Messages:
         numbers = [number for kind, number in REFUSED.items() if isinstance(cache, kind)]
         other = "E005" if hasattr(cache, "_client_cls") else "E006"
         return [_message([*numbers, other][0], f"{named}: {reason}.", hint)]
+    if not isinstance(cache, DatabaseCache):
+        return []
     found = _shared(
         "W005",
         "cache.clear() and the culling of a full cache delete locks.",
         "Add a CACHES entry with a separate table as its LOCATION, run 'manage.py "
         "createcachetable', and set SINGLETASK_CACHE to that entry.",
     )
-    is_table = isinstance(cache, DatabaseCache)
-    database = is_table and router.db_for_write(cache.cache_model_class)
-    if database == "default" and connections["default"].vendor == "sqlite":
+    database = router.db_for_write(cache.cache_model_class)
+    if database == "default" and connections[database].vendor == "sqlite":
         text = (
             f"{named} keeps the locks in DATABASES['default'], an SQLite file: no lock can be "
             "acquired while a transaction is open there. Without a transaction_mode, "

@@ -59,7 +59,7 @@ def use_locks(settings: Any, server: servers.Redis, alias: str, *, probes: bool 
     with private_store(settings, alias, url) as store:
         with suppress(LockError), TaskLock("nightly", slots=2) as lock:
             lock.extend(30)
-            store.renew_many([(lock.key, lock.lease.value, 60)])
+            store.renew_many([(lock.key, lock._lease.value, 60)])
         with suppress(LockError), TaskLock("nightly") as lock:
             assert not TaskLock("nightly").acquire()
             lock.fencing_token()

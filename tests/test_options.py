@@ -14,7 +14,7 @@ from django.core.checks import Error
 
 from django_singletask import SingletonTask, checks
 from django_singletask.task import base
-from django_singletask.task.header import HEADER, WAITS, Header
+from django_singletask.task.header import HEADER, VERSION, WAITS, Header
 from django_singletask.task.options import NAMES, OF_RUN, LockOptions, check_value
 
 NAME = "shop.buy"
@@ -347,7 +347,8 @@ class TestHeader:
         assert Header.of(headers, "an id", NAME) is None
 
     def test_what_has_no_value_is_not_sent(self):
-        assert Header("an id", NAME).into(None) == {HEADER: {"id": "an id", "task": NAME}}
+        wire = {"id": "an id", "task": NAME, "version": VERSION}
+        assert Header("an id", NAME).into(None) == {HEADER: wire}
 
     def test_the_next_message_drops_what_is_of_this_one(self):
         header = replace(FULL)
@@ -384,6 +385,7 @@ class TestMessageOfAnotherVersion:
     """What the first version with this header wrote."""
 
     NEW = {"met": None, "outage_hops": 0, "requeued_at": 0.0, "never_gives_way": False}
+    NEW["version"] = VERSION
 
     def test_one_of_the_version_before_is_read(self):
         headers = {HEADER: self.BEFORE}

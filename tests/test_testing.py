@@ -417,11 +417,11 @@ def test_slots_are_counted(dead):
 def test_a_lock_from_before_is_not_renewed_inside(locmem, wait_for):
     with TaskLock("before", timeout=3) as before:
         with no_locks(), TaskLock("inside", timeout=1) as inside:
-            taken = inside.lease.renewed_at
-            wait_for(lambda: inside.lease.renewed_at > taken, "it is renewed")
+            taken = inside._lease.renewed_at
+            wait_for(lambda: inside._lease.renewed_at > taken, "it is renewed")
             assert not TaskLock("before").locked()
-        taken = before.lease.renewed_at
-        wait_for(lambda: before.lease.renewed_at > taken, "it is renewed again")
+        taken = before._lease.renewed_at
+        wait_for(lambda: before._lease.renewed_at > taken, "it is renewed again")
         assert before.owned()
 
 
