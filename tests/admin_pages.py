@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from html import unescape
 from typing import Any
 from uuid import uuid4
 
@@ -63,7 +64,7 @@ def rows_of(response: HttpResponse, table: str) -> list[str]:
 
 def text_of(html: str) -> str:
     """Return what a browser shows of some HTML, with a space for every tag."""
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html).replace("&#x27;", "'")).strip()
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
 
 
 def fill_table() -> None:

@@ -1,15 +1,18 @@
 """The catalogues of the package's texts: ``python -m tests.catalogues`` brings them up to date.
 
-New texts are added without a translation, and texts that are no longer used are removed.
-``tests/test_catalogues.py`` says what is left to translate. After an edit of a ``.po``, run this
-again: it compiles the ``.mo``.
+New texts are added without a translation, and texts that are no longer used are removed. It lists
+what is left to translate, and ``tests/test_catalogues.py`` fails until that is done. After an edit
+of a ``.po``, run this again: it compiles the ``.mo``.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from io import BytesIO
+from itertools import count
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from babel.messages import Catalog
@@ -18,7 +21,7 @@ from babel.messages.mofile import read_mo, write_mo
 from babel.messages.pofile import read_po, write_po
 from django.utils.translation.template import templatize
 
-__all__ = ["LANGUAGES", "by_id", "compiled", "read", "texts", "update"]
+__all__ = ["LANGUAGES", "by_id", "compiled", "faults", "read", "texts", "update"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "django_singletask"
@@ -97,6 +100,33 @@ def update(language: str) -> None:
             write_mo(file, catalog)
 
 
+def faults(catalog: Catalog, texts: Catalog) -> list[str]:
+    """Return what is wrong with a catalogue that is to translate these texts, and no other."""
+    wanted, found = by_id(texts), by_id(catalog)
+    wrong = {
+        "not translated": [text for text in wanted if not all(found.get(text, [""]))],
+        "only a guess": [(each.context, each.id) for each in catalog if each.id and each.fuzzy],
+        "no longer used": [*(found.keys() - wanted), *((None, text) for text in catalog.obsolete)],
+        "other placeholders": [text for text in found if differs(text[1], found[text])],
+    }
+    return [f"{fault}: {text!r}" for fault, them in wrong.items() for _context, text in them]
+
+
+def differs(text: Any, strings: tuple[str, ...]) -> bool:
+    """Say whether one of its translations does not have the placeholders and tags of a text."""
+    forms = [text] if isinstance(text, str) else [text[0], *[text[1]] * (len(strings) - 1)]
+    pairs = zip(forms, strings, strict=True)
+    return any(string and placeholders(form) != placeholders(string) for form, string in pairs)
+
+
+def placeholders(text: str) -> list[str]:
+    """Return what is filled in, whatever the order, and the tags."""
+    numbers = count()
+    fields = [field for _text, field, *_rest in Formatter().parse(text) if field is not None]
+    named = [field or str(next(numbers)) for field in fields]
+    return sorted(named + re.findall(r"%\(\w+\)\w|%%|<[^>]*>", text))
+
+
 def by_id(catalog: Catalog) -> dict[tuple[str | None, Any], tuple[str, ...]]:
     """Return the translations of each text, by its context and itself: several for a plural."""
     translations = {}
@@ -114,5 +144,5 @@ def by_id(catalog: Catalog) -> dict[tuple[str | None, Any], tuple[str, ...]]:
 if __name__ == "__main__":
     for language in LANGUAGES:
         update(language)
-        untranslated = sum(not all(strings) for strings in by_id(read(language)).values())
-        sys.stdout.write(f"{language}: {untranslated} texts are not translated\n")
+        for fault in faults(read(language), texts()):
+            sys.stdout.write(f"{language}: {fault}\n")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from html import unescape
-from io import StringIO
-from itertools import count
+from io import BytesIO, StringIO
 from pathlib import Path
-from string import Formatter
 from typing import Any
 from urllib.parse import urlencode
 
 import django
 import pytest
 from babel.messages.mofile import read_mo
+from babel.messages.pofile import read_po
 from django.core.management import call_command
 from django.http import HttpResponse
 from django.utils import timezone
@@ -36,14 +35,6 @@ pytestmark = [
 UPDATE = "python -m tests.catalogues"
 
 
-def placeholders(text: str) -> list[str]:
-    """Return what is filled in, whatever the order, and the tags."""
-    numbers = count()
-    fields = [field for _text, field, *_rest in Formatter().parse(text) if field is not None]
-    named = [field or str(next(numbers)) for field in fields]
-    return sorted(named + re.findall(r"%\(\w+\)\w|%%|<[^>]*>", text))
-
-
 def translated(language: str) -> dict[tuple[str | None, Any], tuple[str, ...]]:
     """Return the translations that are in the source of a catalogue."""
     every = by_id(catalogues.read(language))
@@ -51,23 +42,46 @@ def translated(language: str) -> dict[tuple[str | None, Any], tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("language", catalogues.LANGUAGES)
-def test_no_translation_is_a_guess_and_missing_ones_are_listed(language: str) -> None:
-    missing = by_id(catalogues.texts()).keys() - translated(language).keys()
-    for _context, text in sorted(missing, key=str):
-        print(f"{language}: not translated: {text!r}")
-    catalog = catalogues.read(language)
-    assert [message.id for message in catalog if message.id and message.fuzzy] == []
+def test_each_text_is_translated_and_no_translation_is_stale(language: str) -> None:
+    faults = catalogues.faults(catalogues.read(language), catalogues.texts())
+    assert faults == [], f"run {UPDATE}"
 
 
-@pytest.mark.parametrize("language", catalogues.LANGUAGES)
-def test_a_translation_has_the_placeholders_and_the_tags_of_its_text(language: str) -> None:
-    wrong = []
-    for (_context, text), strings in translated(language).items():
-        texts = [text] if isinstance(text, str) else [text[0], *[text[1]] * (len(strings) - 1)]
-        assert len(texts) == len(strings)
-        pairs = zip(texts, strings, strict=True)
-        wrong += [pair for pair in pairs if placeholders(pair[0]) != placeholders(pair[1])]
-    assert wrong == []
+GOOD = """
+msgid "Holder"
+msgstr "Inhaber"
+
+msgid "{} of {}"
+msgstr "{} von {}"
+
+msgid "%(counter)s lock"
+msgid_plural "%(counter)s locks"
+msgstr[0] "%(counter)s Sperre"
+msgstr[1] "%(counter)s Sperren"
+"""
+HOLDER = 'msgid "Holder"'
+PLURAL = "('%(counter)s lock', '%(counter)s locks')"
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "fault"),
+    [
+        (f'{HOLDER}\nmsgstr "Inhaber"', "", "not translated: 'Holder'"),
+        ('"Inhaber"', '""', "not translated: 'Holder'"),
+        ('"%(counter)s Sperren"', '""', f"not translated: {PLURAL}"),
+        (HOLDER, f"#, fuzzy\n{HOLDER}", "only a guess: 'Holder'"),
+        (HOLDER, f'msgid "Owner"\nmsgstr "Inhaber"\n\n{HOLDER}', "no longer used: 'Owner'"),
+        (HOLDER, f'#~ msgid "Owner"\n#~ msgstr "Inhaber"\n\n{HOLDER}', "no longer used: 'Owner'"),
+        ('"{} von {}"', '"von {}"', "other placeholders: '{} of {}'"),
+        ('"%(counter)s Sperren"', '"%(zahl)s Sperren"', f"other placeholders: {PLURAL}"),
+    ],
+)
+def test_each_fault_of_a_catalogue_is_found(good: str, bad: str, fault: str) -> None:
+    texts, spoiled = (
+        read_po(BytesIO(source.encode()), locale="de") for source in (GOOD, GOOD.replace(good, bad))
+    )
+    assert catalogues.faults(texts, texts) == []
+    assert catalogues.faults(spoiled, texts) == [fault]
 
 
 @pytest.mark.parametrize("language", catalogues.LANGUAGES)

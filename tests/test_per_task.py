@@ -140,7 +140,7 @@ def test_page_shows_each_task(viewer):
     skipped(60, count=4, task="feeds.tasks.fetch")
     [text] = shown(viewer)
     assert text.startswith("feeds.tasks.fetch ")
-    assert text.endswith(" History 4 3 0 1 1 retried 4 0 2.00s 1m 30s 1m 30s")
+    assert text.endswith(" History 4 3 0 1 retried × 1 4 0 2.00s 1m 30s 1m 30s")
     content = viewer.get(PAGE).content.decode()
     assert f'{BASE}history/?task=feeds.tasks.fetch&amp;range=24h"' in content
     assert f'{BASE}timeline/?task=feeds.tasks.fetch&amp;range=24h"' in content
