@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from django_singletask.conf import __version__ as __version__
+from django_singletask.conf import VERSION as __version__  # noqa: F401, for users
 from django_singletask.exceptions import (
     DuplicateTask,
     LockConflict,

@@ -14,11 +14,11 @@ from django.core.signals import setting_changed
 
 logger = logging.getLogger("django_singletask")
 
-__version__ = "0.1.0.dev0"
+VERSION = "0.1.0.dev0"
 """The version of the package: the build and the documentation read it from here."""
 
 DOCS = "https://django-singletask.readthedocs.io/en/"
-DOCS += "latest" if "dev" in __version__ else __version__
+DOCS += "latest" if "dev" in VERSION else VERSION
 """Where the documentation of this version is, for messages that name a page of it."""
 
 MAX_LEASE = 30 * 24 * 60 * 60

@@ -24,7 +24,8 @@ from django_singletask.forks import at_fork
 #
 # So a task's thread wakes another one by queue.SimpleQueue, which is written in C. It guards data
 # by "with" on a plain lock, or by an atomic method of a dict. It starts a thread by
-# _thread.start_new_thread.
+# _thread.start_new_thread. (In Python 3.14.0 to 3.14.8, a signal can also strike between the lock
+# and the block of a "with": python/cpython#148874. No cure is known here: the docs say so.)
 #
 # gevent and eventlet replace these names, perhaps after this package was imported. So nothing of
 # them is made or imported by name before its first use.

@@ -20,9 +20,9 @@ SITE = "https://django-singletask.readthedocs.io/en"
 def test_the_build_reads_the_version_of_the_package() -> None:
     assert BUILD["project"]["dynamic"] == ["version"]
     assert BUILD["tool"]["setuptools"]["dynamic"]["version"] == {
-        "attr": "django_singletask.conf.__version__"
+        "attr": "django_singletask.conf.VERSION"
     }
-    assert django_singletask.__version__ == conf.__version__
+    assert django_singletask.__version__ == conf.VERSION
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_messages_link_to_the_documentation_of_their_version(
 ) -> None:
     released = tmp_path / "conf.py"
     code = Path(conf.__file__).read_text()
-    released.write_text(re.sub(r'(?<=^__version__ = ").*(?="$)', version, code, flags=re.MULTILINE))
+    released.write_text(re.sub(r'(?<=^VERSION = ").*(?="$)', version, code, flags=re.MULTILINE))
     assert runpy.run_path(str(released))["DOCS"] == f"{SITE}/{folder}"
 
 

@@ -312,6 +312,7 @@ class TestSending:
         assert header == {
             "id": result.id,
             "task": task.name,
+            "version": 1,
             "due": ANY,
             "key": task.lock(1).key,
             "name": f"{task.name}(a=1)",

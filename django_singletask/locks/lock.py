@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import operator
 import random
 import re
 import time
@@ -13,11 +12,12 @@ import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Generator
 from contextvars import ContextVar, Token
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 from django_singletask import clock, threads
 from django_singletask.conf import check_choice, check_seconds, conf, logger
-from django_singletask.exceptions import LockConflict, LockError, LockLost
+from django_singletask.exceptions import LockConflict, LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks.address import NO_RUN, Address, Run
 from django_singletask.locks.aio import GRACE, in_thread, offer_in_thread, submit
@@ -376,8 +376,7 @@ class TaskLock:
             self._lease.give_back(exc)
             raise
         finally:
-            block, self._block = self._block, None
-            self._leave_block(block)
+            self._leave_block()
 
     async def __aenter__(self) -> TaskLock:
         await self._take_in_threads(in_block=True)
@@ -391,11 +390,11 @@ class TaskLock:
             submit(cache, release)  # it may not have begun
             raise
         finally:
-            block, self._block = self._block, None
-            self._leave_block(block)
+            self._leave_block()
 
-    def _leave_block(self, block: Token[Any] | None) -> None:
+    def _leave_block(self) -> None:
         """Note that the block, if there was one, has ended: the object can be used again."""
+        block, self._block = self._block, None
         try:
             if block is not None:
                 innermost.reset(block)
@@ -598,8 +597,33 @@ def lock_of(kind: type[L], key: Any, run: Run, **options: Any) -> L:
 
 
 # For other modules of this package: what a lock does not show to users.
-lease_of = operator.attrgetter("_lease")
-address_of = operator.attrgetter("_address")
-conflict_of, refuse = TaskLock._conflict, TaskLock._refuse  # noqa: SLF001
-report_conflict, note_wait = TaskLock._report_conflict, TaskLock._note_wait  # noqa: SLF001
-place_of = TaskLock._address_of  # noqa: SLF001
+conflict_of, place_of = TaskLock._conflict, TaskLock._address_of  # noqa: SLF001
+
+
+class DeliveryLock(TaskLock):
+    """The lock of a delivery, which handles a conflict and an outage of the cache itself.
+
+    ``outage`` is the error of a cache that could not be used. Then a body may run without the lock.
+    """
+
+    outage: LockUnavailable | None = None
+    # What a delivery needs of a lock, and a user does not.
+    lease, address = property(attrgetter("_lease")), property(attrgetter("_address"))
+    refuse, report_conflict = TaskLock._refuse, TaskLock._report_conflict  # noqa: SLF001
+    note_wait = TaskLock._note_wait  # noqa: SLF001
+
+    def _meet_conflict(self) -> None:
+        """Do nothing: the delivery handles the conflict."""
+
+    def __enter__(self) -> DeliveryLock:
+        try:
+            super().__enter__()
+        except LockUnavailable as error:
+            self.outage = error
+            self._block = innermost.set(weakref.ref(self))
+        return self
+
+    def check(self) -> None:
+        """Raise :class:`LockLost` if the lock is lost; do nothing if the body runs without it."""
+        if self.outage is None:
+            super().check()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from inspect import isabstract
-from itertools import chain
 from typing import Any
 
 from django.core.cache import caches
@@ -76,7 +75,7 @@ def choose(cache: Any) -> tuple[str, str]:
     ``SINGLETASK_STORES``, STORES or UNSAFE names decides; the setting overrides the other two.
     """
     own, path = conf.stores, ""
-    if not isinstance(own, dict) or not all(isinstance(text, str) for text in chain(*own.items())):
+    if not isinstance(own, dict) or not {*map(type, own), *map(type, own.values())} <= {str}:
         what = "a dict from the path of a cache's class to the path of its store's class"
         raise ImproperlyConfigured(f"SINGLETASK_STORES must be {what}, not {own!r}.")
     # CLIENT_CLASS of django-redis or django-valkey, loaded

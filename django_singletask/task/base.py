@@ -25,9 +25,9 @@ from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import NO_LOCK, QUEUED
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.lock import TaskLock, current_lock, lease_of
+from django_singletask.locks.lock import DeliveryLock, TaskLock, current_lock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
-from django_singletask.task.delivery import Delivery, DeliveryLock
+from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import NAMES, Attributes, LockOptions
 from django_singletask.task.unique import QueuedCall, delay_of
@@ -309,10 +309,9 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     def on_replace(self, sig: Any) -> Any:
         """Send the replacement of this task; an eager one runs here, so release the lock first."""
         lock = current_lock()
-        if self.request.is_eager and isinstance(lock, DeliveryLock) and lock:
-            lease = lease_of(lock)
-            if lease.holder.task_id == self.request.id:
-                lease.give_back(result="ignored")
+        lease = lock.lease if isinstance(lock, DeliveryLock) and lock else None
+        if self.request.is_eager and lease and lease.holder.task_id == self.request.id:
+            lease.give_back(result="ignored")
         return super().on_replace(sig)
 
     def _fill_in(
