@@ -827,7 +827,7 @@ class StoreContract:
         thread.start()
         try:
             opened.wait(GIVE_UP)
-            for _ in range(3):
+            for _ in range(2):
                 _in_processes(use_in_child)
         finally:
             stop.set()
