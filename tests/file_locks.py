@@ -27,8 +27,8 @@ class FileCache(BaseCache):
         (self.folder / "locks.json").unlink(missing_ok=True)
 
 
-# A child that is forked during a request has a copy of the file, and would keep it locked after
-# the end of the parent. To close the copy does not unlock the file for the parent.
+# A child that is forked during a request has a copy of the file. It closes the copy, which does not
+# unlock the file for the parent. Otherwise it would keep the file locked if the parent is killed.
 _open_files: set[int] = set()
 
 
@@ -131,6 +131,8 @@ class FileStore(Store):
             self.wait_for(file)
             yield
         finally:
+            # To close the file would not unlock it while a child has a copy.
+            fcntl.flock(file, fcntl.LOCK_UN)
             _open_files.discard(file)
             os.close(file)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -312,6 +313,23 @@ class SharesItsConnection(RedisStore):
         super().__init__(open_cache("redis"), alias)
         self.shared[:] = self.shared or self.connections
         self.connections = self.shared
+
+
+@fails("test_a_child_that_is_forked_during_a_request_can_use_the_cache")
+class KeepsTheLocksOfItsParent(Files):
+    timeout = 0.5
+
+    def set_timeouts(self, seconds: float) -> None:
+        pass
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        file = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR)
+        try:
+            self.wait_for(file)
+            yield
+        finally:
+            os.close(file)
 
 
 class Contract(StoreContract):

@@ -6,15 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.cache import caches
-
-from django_singletask.stores import close_stores, get_store
-from tests.entries import holder, key_of
 
 pytestmark = pytest.mark.race
 
@@ -121,29 +116,3 @@ def test_control_threads_of_pylibmc_with_str_keys_read_entries_of_each_other(
         if run_racers("threads", cache_alias, "str", 500)["wrong"]:
             return
     pytest.fail("no read got another thread's entry: the test with bytes keys shows nothing")
-
-
-@pytest.mark.parametrize("cache_alias", ["locmem"], indirect=True)
-def test_of_16_threads_exactly_one_takes_a_key_in_local_memory(cache_alias: str) -> None:
-    barrier = threading.Barrier(16)
-    taken = []
-
-    def take(number: int) -> None:
-        for turn in range(ROUNDS):
-            barrier.wait(60)
-            if get_store(cache_alias).add(key_of(f"turn {turn}"), holder(str(number)), 60) is None:
-                taken.append(turn)
-
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(16)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert sorted(taken) == list(range(ROUNDS))
-    close_stores()
-    caches[cache_alias].clear()

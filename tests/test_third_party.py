@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import TaskLock, checks
 from django_singletask.operators.probe import probe
@@ -29,6 +30,13 @@ def test_it_is_chosen_by_the_class_of_the_cache() -> None:
     assert type(get_store("files")) is FileStore
     assert checks.check_cache() == []
     assert checks.check_deployment() == []
+
+
+def test_a_changed_setting_opens_the_stores_again(settings: object) -> None:
+    get_store("files")
+    settings.SINGLETASK_STORES = {}  # type: ignore[attr-defined]
+    with pytest.raises(ImproperlyConfigured, match="FileCache is not one of the supported caches"):
+        get_store("files")
 
 
 def test_the_command_lists_explains_and_clears_its_locks() -> None:

@@ -216,7 +216,7 @@ at_fork(after_in_child=_after_fork)
 
 def _reopen(*, setting: str, **kwargs: Any) -> None:
     # Only tests change settings.
-    if setting in {"CACHES", "DATABASES", "USE_TZ"}:
+    if setting in {"CACHES", "DATABASES", "SINGLETASK_STORES", "USE_TZ"}:
         open_with(_opener)
 
 

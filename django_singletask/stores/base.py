@@ -488,7 +488,7 @@ class Store(ABC):
         )
 
     def purge(self) -> int:
-        """Delete entries that ended a day ago, if the cache keeps them; return how many."""
+        """Delete entries that expired long ago, if the cache keeps them; return how many."""
         return 0
 
     def prefix(self) -> str:

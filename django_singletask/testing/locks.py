@@ -42,19 +42,21 @@ class _Memory:
         self.caches: dict[str, LocMemCache] = {}
         self.advances: list[tuple[float, float]] = []
         """When :func:`advance_time` was called, by ``time.time()``, and with how many seconds."""
-        self.aside = {alias: each.leases for alias, each in renewal.renewers.items()}
+        self.aside = {alias: each.leases for alias, each in [*renewal.renewers.items()]}
         """The leases from before: renewing them here would create them in this memory."""
-        for renewer in renewal.renewers.values():
-            renewer.leases = {}
+        self._forget_leases()
 
     def close(self) -> None:
         # Renewing a lock that the test did not release would create it in the configured cache.
-        for renewer in renewal.renewers.values():
-            renewer.leases = {}
+        self._forget_leases()
         for alias, leases in self.aside.items():
             for lease in filter(None, [reference() for reference in leases.values()]):
                 if lease.held:
                     renewal.renewers[alias].keep(lease)
+
+    def _forget_leases(self) -> None:
+        for renewer in [*renewal.renewers.values()]:
+            renewer.leases = {}
 
     def open_store(self, alias: str) -> Store:
         if alias not in self.caches:

@@ -50,7 +50,7 @@ TRUST = 0.99
 """The part of a lease that its holder trusts; see :mod:`django_singletask.locks.lease`."""
 ROUNDING = 0.002
 """Seconds by which a store may shorten a lease besides."""
-GIVE_UP = 60.0
+GIVE_UP = 30.0
 """Seconds after which a process or thread that waits for the others has failed."""
 WORKERS = 4
 """Processes, or threads, that do the same at the same moment."""
@@ -117,9 +117,9 @@ def _in_processes(
 ) -> list[T]:
     """Call ``work(number, barrier)`` in several forked processes; call ``meanwhile`` here."""
     fork = multiprocessing.get_context("fork")
-    barrier, queue = fork.Barrier(WORKERS), fork.SimpleQueue()
+    barrier = fork.Barrier(WORKERS)
 
-    def run(number: int) -> None:
+    def run(number: int, results: Any) -> None:
         result: Any = None
         error = ""
         try:
@@ -129,23 +129,29 @@ def _in_processes(
         except BaseException:
             barrier.abort()
             error = traceback.format_exc()
-        queue.put((number, result, error))
+        results.send((result, error))
+        # Nothing of the test runner may end in a child.
+        os._exit(0)
 
-    processes = [fork.Process(target=run, args=(number,)) for number in range(WORKERS)]
+    pipes = [fork.Pipe(duplex=False) for _ in range(WORKERS)]
+    processes = [fork.Process(target=run, args=(n, pipes[n][1])) for n in range(WORKERS)]
     with warnings.catch_warnings():
-        # A thread of the test runner may be running, but it has no part in these requests.
+        # Other threads of this process have no part in what the children do.
         warnings.simplefilter("ignore", DeprecationWarning)
         for process in processes:
             process.start()
     try:
         meanwhile()
     finally:
-        ended = sorted(queue.get() for _ in processes)
-        for process in processes:
+        nothing = None, f"A process did not answer within {GIVE_UP} s."
+        ended: list[Any] = []
+        for process, (reader, _) in zip(processes, pipes, strict=True):
+            ended.append(reader.recv() if reader.poll(GIVE_UP) else nothing)
+            process.kill()  # if it has not ended by now
             process.join()
-    errors = [error for _, _, error in ended if error]
+    errors = [error for _, error in ended if error]
     assert not errors, min(errors, key=lambda error: "BrokenBarrierError" in error)
-    return [result for _, result, _ in ended]
+    return [result for result, _ in ended]
 
 
 class StoreContract:
@@ -793,6 +799,40 @@ class StoreContract:
         _in_processes(read_in_child, meanwhile=read)
         assert self.store is store
         read()
+
+    def test_a_child_that_is_forked_during_a_request_can_use_the_cache(self) -> None:
+        """It has no thread that would finish the request, and perhaps a copy of its lock."""
+        if not hasattr(os, "fork") or not self.between_processes:
+            pytest.skip("this system has no forks, or the store has no use for them")
+        opened, stop, errors = threading.Event(), threading.Event(), list[Exception]()
+
+        def use() -> None:
+            try:
+                while not stop.is_set():
+                    self.store.add(KEY, A, 60)
+                    self.store.release(KEY, A)
+                    opened.set()
+            except Exception as error:
+                errors.append(error)
+            finally:
+                opened.set()
+                close_stores()
+
+        def use_in_child(number: int, barrier: threading.Barrier) -> None:
+            self.store.limit(10)
+            assert self.store.add(_key(f"{number}"), A, 60) is None
+            assert self.store.release(_key(f"{number}"), A) is Outcome.OK
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        try:
+            opened.wait(GIVE_UP)
+            for _ in range(2):
+                _in_processes(use_in_child)
+        finally:
+            stop.set()
+            thread.join()
+        assert not errors
 
     # A cache that forgets
 
