@@ -214,6 +214,8 @@ def test_a_limit_after_the_body_of_a_task_changes_no_result(
     assert_free_in_the_end(names)
 
 
+# If the signal strikes before a connection is closed, Python closes its socket, and warns.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_after_a_limit_anywhere_in_a_with_block_there_is_no_current_lock(on_redis):
     # Not in local memory, which is for tests: Python 3.14 can leave the lock of its cache locked.
     kept = []  # as an error does whose traceback somebody keeps

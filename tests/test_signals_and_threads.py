@@ -20,8 +20,8 @@ import pytest
 import django_singletask
 
 ROOT = Path(django_singletask.__file__).parent
-# What runs only in commands.
-OTHER_THREADS = {"management"}
+# What runs only in commands and in tests.
+OTHER_THREADS = {"management", "testing"}
 CLASSES = ["Barrier", "BoundedSemaphore", "Condition", "Event", "Semaphore", "Thread", "Timer"]
 LEFT_LOCKED = {f"threading.{name}" for name in CLASSES}
 # What a monkey patch of gevent replaces: to be looked up in its module when it is used.
