@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import unittest
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, current_app
 from django.test import TestCase, TransactionTestCase
 
 from django_singletask import SingletonTask, only_one
@@ -53,6 +54,15 @@ def cases() -> dict[str, type[unittest.TestCase]]:
 
 
 CASES = cases()
+
+
+@pytest.fixture(autouse=True)
+def same_app_afterwards() -> Iterator[None]:
+    """Celery's ``start_worker`` makes its app the current one of the process, and leaves it so."""
+    before = current_app._get_current_object()
+    yield
+    before.set_current()
+    before.set_default()
 
 
 @pytest.mark.django_db(transaction=True)
