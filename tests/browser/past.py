@@ -8,8 +8,11 @@ from uuid import UUID
 
 from django.utils import timezone
 
+from django_singletask.holder import Holder
+from django_singletask.locks.keys import name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.names import locks_of
+from django_singletask.stores import get_store
 
 FEED = "news.tasks.fetch_feed(feed_url='https://example.org/{}.xml')"
 MONTHLY = "reports.tasks.monthly()"
@@ -85,4 +88,36 @@ def fill_day() -> None:
             }
             tokens = {"id": None, "ref": f"{ago}-{facts['ref'][-20:]}", "blocked_by": ""}
             rows.append(TaskLockEvent(**{**facts, **times, **tokens}))
+    TaskLockEvent.objects.bulk_create(sorted(rows, key=lambda row: row.at))
+
+
+def fill_held() -> None:
+    """Let other hosts hold three locks: one slow, one with conflicts, and one that starves."""
+    now = timezone.now()
+    rows: list[TaskLockEvent] = []
+
+    def add(name: str, minutes: float, **facts: Any) -> None:
+        common = {"name": name, "key": name_key(name).key, "task": name.partition("(")[0]}
+        common |= {"ref": f"{len(rows):032x}", "kind": "run", "host": "web-1", "pid": 40}
+        rows.append(TaskLockEvent(at=now - timedelta(minutes=minutes), **{**common, **facts}))
+
+    def hold(name: str, minutes: float, host: str, pid: int, conflicts: int) -> None:
+        token = f"{pid:032x}"
+        task_id = str(UUID(int=pid * 0x1F3C_0000_0000_0000_7777_0000_0001))
+        since = now.timestamp() - 60 * minutes
+        facts = {"token": token, "name": name, "task": name.partition("(")[0], "task_id": task_id}
+        facts |= {"host": host, "pid": pid, "since": since, "timeout": 60.0}
+        get_store("redis").add(name_key(name).key, Holder.from_dict(facts).encode(), 48)
+        add(name, minutes, ref=token, task_id=task_id, host=host, pid=pid)
+        if conflicts:
+            by = {"blocked_by": token, "kind": "conflict", "reason": "skip", "result": "skipped"}
+            add(name, minutes - 0.5, last_at=now, count=conflicts, **by)
+
+    for days in range(1, 7):
+        ended = now - timedelta(days=days) + timedelta(minutes=11)
+        done = {"outcome": "released", "result": "returned", "ended_at": ended}
+        add("reports.tasks.nightly()", 24 * 60 * days, **done)
+    hold("reports.tasks.nightly()", 62, "web-1", 40, 0)
+    hold("shop.tasks.sync_stock(customer_id=7)", 95, "web-2", 8144, 57)
+    hold("feeds.tasks.import_feed(feed_id=7)", 2.2, "web-3", 8121, 31)
     TaskLockEvent.objects.bulk_create(sorted(rows, key=lambda row: row.at))

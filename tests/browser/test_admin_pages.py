@@ -49,6 +49,22 @@ def test_index_leads_to_what_is_held(browser, operator, locks):
     assert holder.task_id in row
 
 
+def test_what_is_slow_dead_or_starves_is_seen_at_once(browser, operator, locks):
+    past.fill_held()
+    die_holding("billing.tasks.bill(customer=4711)")
+    operator(VIEW, CLEAR)
+    browser.open()
+    browser.size(1200, 780)
+    browser.picture("held")
+    rows = browser.texts(".singletask-held tbody tr")
+    assert [row.split()[0] for row in rows if "slow" in row] == ["reports.tasks.nightly()"]
+    assert [row.split()[0] for row in rows if "dead" in row] == [
+        "billing.tasks.bill(customer=4711)"
+    ]
+    starving = browser.one("#content").text.split("HELD FOR")[0]
+    assert "shop.tasks.sync_stock(customer_id=7): 57 conflicts in 1h 34m" in starving
+
+
 def test_operator_clears_a_lock_and_its_run_goes_on(browser, operator, locks):
     past.fill()
     operator(VIEW, CLEAR)
@@ -60,8 +76,6 @@ def test_operator_clears_a_lock_and_its_run_goes_on(browser, operator, locks):
     die_holding("billing.tasks.bill(customer=4711)")
     browser.open()
     assert browser.texts(".singletask-dead.singletask-state") == ["dead"]
-    browser.size(1200, 600)
-    browser.picture("held")
     [row] = [row for row in browser.all(".singletask-held tbody tr") if NAME in row.text]
     with browser.another_page():
         row.find_element("css selector", ".singletask-do a").click()
