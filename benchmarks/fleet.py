@@ -81,8 +81,8 @@ def simulate(load: Workload, warm_up: float, seconds: float, seed: int = 14) -> 
 
     chance = random.Random(seed)
     n, begins, ends = load.processes, warm_up, warm_up + seconds
-    hops_of = hops_after_conflicts(load._lease)
-    renewal = renewed_after(load._lease)
+    hops_of = hops_after_conflicts(load.lease)
+    renewal = renewed_after(load.lease)
     free = [(chance.uniform(0, load.seconds), process) for process in range(n)]
     heapq.heapify(free)
     latest = [[0.0] for _ in range(n)]  # the lock that each process has taken last
@@ -221,7 +221,7 @@ def agrees(load: Workload, seconds: float, server: redis.Redis, costs: Costs) ->
     """Compare the model with real processes, print a table, and say whether they agree."""
     server.flushdb()
     runs = RawArray("l", load.processes)
-    args = (runs, load.seconds, load._lease, load.shared)
+    args = (runs, load.seconds, load.lease, load.shared)
     with clients.running(load.processes, clients.work, *args):
         wait_for(lambda: all(runs), "each process has begun its first task", 120)
         time.sleep(load.seconds)

@@ -15,10 +15,10 @@ from tests import servers
 
 ROOT = Path(__file__).parent.parent
 NEEDING_MEMCACHED = [
-    "tests/test_stores.py::test_add_takes_a_free_lock[pymemcache]",  # by its parameter
+    "tests/test_stores.py::TestStores::test_add_takes_a_free_lock[pymemcache]",  # by its parameter
     "tests/test_command.py::test_clear_works_on_memcached",  # it opens the cache
 ]
-OTHER = "tests/test_stores.py::test_add_takes_a_free_lock[redis]"
+OTHER = "tests/test_stores.py::TestStores::test_add_takes_a_free_lock[redis]"
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import unittest
 from collections.abc import Iterator
 from typing import Any
@@ -57,12 +58,13 @@ CASES = cases()
 
 
 @pytest.fixture(autouse=True)
-def same_app_afterwards() -> Iterator[None]:
-    """Celery's ``start_worker`` makes its app the current one of the process, and leaves it so."""
-    before = current_app._get_current_object()
+def as_before() -> Iterator[None]:
+    """Restore what Celery's ``start_worker`` changes in the process: the current app, the log."""
+    app, level = current_app._get_current_object(), logging.root.level
     yield
-    before.set_current()
-    before.set_default()
+    app.set_current()
+    app.set_default()
+    logging.root.setLevel(level)
 
 
 @pytest.mark.django_db(transaction=True)

@@ -213,7 +213,7 @@ def test_a_key_that_memcached_would_refuse_is_not_sent(store: Store) -> None:
 def test_during_an_outage_no_other_server_is_asked(alias: str, settings) -> None:
     # Another process may still reach the server of the key.
     with Memcached() as one, Memcached() as two:
-        addresses = [one._address, two._address]
+        addresses = [one.address, two.address]
         with private_store(settings, alias, addresses) as store:
             keys = [key_of(f"lock {number}") for number in range(20)]
             for key in keys:
