@@ -26,6 +26,7 @@ LOCK_CACHES = [
     "redis_replica",
     "django_redis",
     "django_redis_sentinel",
+    "valkey",
     "django_valkey",
     "pylibmc",
     "pylibmc_binary",

@@ -71,6 +71,7 @@ class Need(NamedTuple):
 
 NEEDS = [
     Need("Redis", "redis-server", "redis", program="redis-server"),
+    Need("Valkey", "valkey-server", "valkey", program="valkey-server"),
     Need("Memcached", "memcached", "memcached", program="memcached"),
     Need("PostgreSQL", "postgresql", "postgresql@17", program="initdb"),
     Need("MariaDB", "mariadb-server", "mariadb", program="mariadbd"),
@@ -327,6 +328,12 @@ class Redis(Server):
         if self.replica_of:
             return b"master_link_status:up" in ask(self.port, b"INFO replication\r\n")
         return ask(self.port, b"PING\r\n") == b"+PONG\r\n"
+
+
+class Valkey(Redis):
+    """A server of the project that continues Redis 7.2; all else is the same."""
+
+    program = "valkey-server"
 
 
 class Memcached(Server):

@@ -9,13 +9,13 @@ import pytest
 import redis
 
 from tests.processes import running
-from tests.servers import Redis, ask
+from tests.servers import Redis, Valkey, ask
 
-CLIENTS = ["redis", "django_redis", "django_valkey"]
+CLIENTS = {"redis": Redis, "django_redis": Redis, "django_valkey": Valkey}
 
 
 def at(server: Redis) -> dict[str, str]:
-    return {"SINGLETASK_TEST_REDIS_URL": server.url}
+    return dict.fromkeys(("SINGLETASK_TEST_REDIS_URL", "SINGLETASK_TEST_VALKEY_URL"), server.url)
 
 
 def take_after_a_return(alias: str, *, pool: tuple[str, ...] = ()) -> tuple[bool, float, dict]:
@@ -24,7 +24,7 @@ def take_after_a_return(alias: str, *, pool: tuple[str, ...] = ()) -> tuple[bool
     The snapshot has the epoch of before, but not the lock that was taken since.
     """
     with (
-        Redis() as server,
+        CLIENTS[alias]() as server,
         running("tests.snapshot", alias, "holder", **at(server)) as holder,
         running("tests.snapshot", alias, "taker", *pool, **at(server)) as taker,
     ):
@@ -75,7 +75,7 @@ class Observer(threading.Thread):
 @pytest.mark.parametrize("alias", CLIENTS)
 def test_300_tasks_with_gevent_share_30_connections(alias):
     with (
-        Redis() as server,
+        CLIENTS[alias]() as server,
         Observer(server.url) as observer,
         running("tests.greenlets", alias, "300", **at(server)) as process,
     ):

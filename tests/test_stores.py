@@ -34,7 +34,10 @@ on_each_family = pytest.mark.parametrize(
 )
 on_listing_caches = pytest.mark.parametrize(
     "cache_alias",
-    ["redis", "django_redis", "django_valkey", "db_postgres", "db_mariadb", "db_sqlite", "locmem"],
+    [
+        *("redis", "django_redis", "valkey", "django_valkey"),
+        *("db_postgres", "db_mariadb", "db_sqlite", "locmem"),
+    ],
     indirect=True,
 )
 

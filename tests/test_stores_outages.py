@@ -29,7 +29,7 @@ from django_singletask.locks import renewal
 from django_singletask.stores.base import Outcome, Store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
-from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server
+from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server, Valkey
 
 A, B = holder("a"), holder("b")
 KEY, OTHER = key_of("nightly"), key_of("other")
@@ -37,7 +37,7 @@ KEY, OTHER = key_of("nightly"), key_of("other")
 KINDS: dict[str, type[Server]] = {
     "redis": Redis,
     "django_redis_ignore": Redis,
-    "django_valkey": Redis,
+    "django_valkey": Valkey,
     "pylibmc": Memcached,
     "pylibmc_binary": Memcached,
     "pymemcache": Memcached,
@@ -46,7 +46,8 @@ KINDS: dict[str, type[Server]] = {
 }
 # The errors of the clients during an outage.
 CAUSES: dict[type[Server], Any] = {
-    Redis: (RedisError, ValkeyError),
+    Redis: RedisError,
+    Valkey: ValkeyError,
     Memcached: (MemcacheError, OSError, pylibmc.Error),
     PostgreSQL: Error,
     MariaDB: Error,
@@ -104,7 +105,7 @@ def open_store(settings, monkeypatch, django_db_blocker) -> OpenStore:
             monkeypatch.setitem(connections.settings, database, configuration)
         else:
             location = f"127.0.0.1:{port}"
-            if KINDS[alias] is Redis:
+            if issubclass(KINDS[alias], Redis):
                 location = f"redis://{location}/0"
         with django_db_blocker.unblock(), private_store(settings, alias, location) as store:
             for statement in TABLES.get(alias, []):

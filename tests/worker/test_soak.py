@@ -24,12 +24,12 @@ CONF = {
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 
 
-@pytest.fixture(params=["redis", "pylibmc", "pymemcache"])
+@pytest.fixture(params=["redis", "valkey", "pylibmc", "pymemcache"])
 def store(request):
     """Give the alias of a cache, its server and how workers find it."""
-    if request.param == "redis":
-        with servers.Redis(**DURABLE) as server:
-            yield "own_redis", server, {"SINGLETASK_TEST_OWN_REDIS_URL": server.url}
+    if request.param in ("redis", "valkey"):
+        with (servers.Redis if request.param == "redis" else servers.Valkey)(**DURABLE) as server:
+            yield f"own_{request.param}", server, {"SINGLETASK_TEST_OWN_REDIS_URL": server.url}
     else:
         with servers.Memcached() as server:
             yield f"own_{request.param}", server, {"SINGLETASK_TEST_OWN_MEMCACHED": server.address}
@@ -53,7 +53,7 @@ def test_soak(start_worker, store, tmp_path, monkeypatch, request, record_proper
             workers,
             server,
             broker,
-            forgets=alias != "own_redis",
+            forgets=isinstance(server, servers.Memcached),
             seconds=request.config.getoption("soak"),
         )
         soak.run()
