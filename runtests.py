@@ -50,6 +50,7 @@ FIRST_WORKER_TESTS = [
 OTHERS = ["tests/browser", "tests/test_stores_races.py"]
 # Tests of signals, of servers that fail, and of the demo: they start processes and wait for them.
 FAULTS = [
+    "tests/test_cluster.py",
     "tests/test_example.py",
     "tests/test_flushes.py",
     "tests/test_interrupted.py",

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 FOLDER = Path(os.environ.get("SINGLETASK_TEST_FOLDER", "/nonexistent"))
 REDIS_URL = os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")
 VALKEY_URL = os.environ.get("SINGLETASK_TEST_VALKEY_URL", "redis://127.0.0.1:1/0")
+CLUSTER = os.environ.get("SINGLETASK_TEST_CLUSTER", "redis://127.0.0.1:1")
 REDIS_REPLICA_URL = os.environ.get("SINGLETASK_TEST_REDIS_REPLICA_URL", "redis://127.0.0.1:1/0")
 SENTINEL, _, SENTINEL_SERVICE = os.environ.get(
     "SINGLETASK_TEST_SENTINEL", "127.0.0.1:1/singletask"
@@ -119,6 +120,7 @@ CACHES = {
     ),
     "valkey": cache(f"{DJANGO}.redis.RedisCache", VALKEY_URL),
     "django_valkey": cache("django_valkey.cache.ValkeyCache", VALKEY_URL),
+    "cluster": cache("django_valkey.cluster_cache.cache.ClusterValkeyCache", CLUSTER),
     "pylibmc": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED),
     "pylibmc_binary": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED, binary=True),
     "pymemcache": cache(f"{DJANGO}.memcached.PyMemcacheCache", MEMCACHED),

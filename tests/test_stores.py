@@ -22,6 +22,7 @@ from django_singletask.stores.base import (
     Store,
     marker_key,
 )
+from django_singletask.stores.cluster import TAGS, ClusterStore
 from tests.conftest import LOCK_CACHES
 from tests.entries import eventually, holder, key_of, private_store
 from tests.racers import connection_id
@@ -35,7 +36,7 @@ on_each_family = pytest.mark.parametrize(
 on_listing_caches = pytest.mark.parametrize(
     "cache_alias",
     [
-        *("redis", "django_redis", "valkey", "django_valkey"),
+        *("redis", "django_redis", "valkey", "django_valkey", "cluster"),
         *("db_postgres", "db_mariadb", "db_sqlite", "locmem"),
     ],
     indirect=True,
@@ -48,6 +49,11 @@ def store(cache_alias: str) -> Iterator[Store]:
     close_stores()
     # A test may have used Django's own connection to the table.
     caches[cache_alias].close()
+
+
+def of_lock(store: Store, key: str) -> str:
+    """Return where the cache has an entry of this lock, or of its group in a cluster."""
+    return key + (f"{{{TAGS[store.group(KEY).number]}}}" if isinstance(store, ClusterStore) else "")
 
 
 def value_of(store: Store, key: str = KEY) -> bytes | None:
@@ -231,7 +237,7 @@ def test_control_the_cache_itself_deletes_the_lock_of_another(
     store: Store, cache_alias: str
 ) -> None:
     store.add(KEY, A, 60)
-    caches[cache_alias].delete(KEY)
+    caches[cache_alias].delete(of_lock(store, KEY))
     assert store.read(KEY) is None
 
 
@@ -400,6 +406,8 @@ def fence(store: Store, value: bytes) -> int:
 
 def set_last(store: Store, number: int) -> None:
     """Make this the fencing token that was given last."""
+    if isinstance(store, ClusterStore):
+        store = store.group(KEY)
     store.add(FENCE, b"0", 60)
     entry = store.read(FENCE)
     assert entry is not None
@@ -472,7 +480,8 @@ def test_purge_leaves_the_last_fencing_token(store: Store) -> None:
     store.add(KEY, A, 60)
     fence(store, A)
     assert store.purge() == 0
-    assert value_of(store, FENCE) is not None
+    counting = store.group(KEY) if isinstance(store, ClusterStore) else store
+    assert value_of(counting, FENCE) is not None
 
 
 @on_memcached
@@ -595,7 +604,7 @@ def explode() -> None:
 
 
 def test_a_planted_pickle_is_not_loaded(store: Store, cache_alias: str) -> None:
-    caches[cache_alias].set(KEY, Bomb(), 60)
+    caches[cache_alias].set(of_lock(store, KEY), Bomb(), 60)
     unpickled.clear()
     assert value_of(store)
     blocker = store.add(KEY, A, 60)

@@ -283,7 +283,7 @@ def test_what_is_no_error_of_the_client_passes(settings, monkeypatch, error) -> 
         raise error
 
     with private_store(settings, "redis") as store:
-        monkeypatch.setattr(store, "_ask", fail)
+        monkeypatch.setattr(store, "ask", fail)
         with pytest.raises(error):
             store.add(KEY, A, 60)
 

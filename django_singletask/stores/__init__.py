@@ -18,15 +18,18 @@ from django.utils.module_loading import import_string
 from django_singletask import threads
 from django_singletask.conf import DOCS, check_installed, conf
 from django_singletask.forks import at_fork, leak
-from django_singletask.stores.base import Store, epochs
+from django_singletask.stores.base import LONGEST_KEY, Store, epochs
 from django_singletask.stores.database import DIALECTS
 
+CLUSTER = "cluster.ClusterStore"
 STORES = {
     "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
     "django_redis.cache.RedisCache": "redis.RedisStore",
     "django_valkey.cache.ValkeyCache": "redis.RedisStore",
     "django_redis.client.default.DefaultClient": "redis.RedisStore",
     "django_valkey.client.default.DefaultClient": "redis.RedisStore",
+    "django_valkey.cluster_cache.cache.ClusterValkeyCache": CLUSTER,
+    "django_valkey.cluster_cache.client.default.DefaultClusterClient": CLUSTER,
     "django.core.cache.backends.memcached.PyLibMCCache": "memcached.PyLibMCStore",
     "django.core.cache.backends.memcached.PyMemcacheCache": "memcached.PyMemcacheStore",
     "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
@@ -82,6 +85,9 @@ def refusal(cache: Any) -> str:
         known = [REASONS[name] for name in names if name in REASONS]
         if reason := [*known, f"is not one of the supported {kind}"][0]:
             return f"{names[0]} {reason}"
+    if _path(cache) == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
+        # A cluster chooses the node by what follows it, not by the tag of the lock's group.
+        return 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
     if hasattr(cache, "cache_model_class"):  # a DatabaseCache
         alias = router.db_for_write(cache.cache_model_class)
         vendor = connections[alias].vendor
@@ -111,9 +117,13 @@ def find_store(alias: str) -> Store | None:
 
 
 def _store(cache: Any, alias: str) -> Store:
-    [path, *_] = [STORES[name] for name in _ancestors(type(cache)) if name in STORES]
-    store: Store = import_string(f"django_singletask.stores.{path}")(cache, alias)
+    store: Store = import_string(f"django_singletask.stores.{_path(cache)}")(cache, alias)
     return store
+
+
+def _path(cache: Any) -> str:
+    classes = getattr(cache, "_client_cls", type(cache)), type(cache)
+    return next(STORES[name] for cls in classes for name in _ancestors(cls) if name in STORES)
 
 
 # After a fork, a client shares its socket with the parent. Then two processes read each other's

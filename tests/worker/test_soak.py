@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -24,10 +25,22 @@ CONF = {
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 
 
-@pytest.fixture(params=["redis", "valkey", "pylibmc", "pymemcache"])
+class OneNode(servers.Cluster):
+    """A cluster of which one node is killed, and started again with its data."""
+
+    def kill(self):
+        random.choice(self.primaries).kill()
+
+
+@pytest.fixture(params=["redis", "valkey", "cluster", "pylibmc", "pymemcache"])
 def store(request):
     """Give the alias of a cache, its server and how workers find it."""
-    if request.param in ("redis", "valkey"):
+    if request.param == "valkey" and request.config.getoption("soak") < 60:
+        pytest.skip("short: the nodes of the cluster are Valkey servers")
+    if request.param == "cluster":
+        with OneNode(replicas=0, **DURABLE) as server:
+            yield "cluster", server, {"SINGLETASK_TEST_CLUSTER": server.url}
+    elif request.param in ("redis", "valkey"):
         with (servers.Redis if request.param == "redis" else servers.Valkey)(**DURABLE) as server:
             yield f"own_{request.param}", server, {"SINGLETASK_TEST_OWN_REDIS_URL": server.url}
     else:
