@@ -23,7 +23,7 @@ PREFIX = "singletask:"
 MARKER = ":cleared:"
 SLOT = "#"
 """Separates the key of the lock from the number of the slot in the key of a slot."""
-MAX_SLOTS = 100
+MAX_SLOTS = 1000
 """Limited, because a take that finds no free slot reads all slots."""
 # The key of a marker is that of its lock, which ends in 32 hexadecimal digits and perhaps a slot's
 # number, and then ":cleared:…". Of the entries with "@", operators see only those of queued calls.
