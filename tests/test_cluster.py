@@ -147,8 +147,12 @@ def test_a_look_is_one_trip_to_each_node(store: Any, monkeypatch: Any) -> None:
     store.look()
     monkeypatch.setattr(Node, "ask", count)
     store.look()
-    assert sorted(where for where, _ in trips) == sorted(store.seeds)
-    assert sum(number for _, number in trips) == 256
+    assert sorted(trips) == sorted((where, 1) for where in store.seeds)
+    trips.clear()
+    Client(port=int(store.seeds[0].rpartition(":")[2])).flushall()
+    store.look()  # one of each node, then all, and those that are gone are set
+    assert sum(number for _, number in trips if number > 1) == 256
+    assert all(epoch.value for epoch in store.map.epochs)
     trips.clear()
     store.look(map(key_of, names_on(store, store.seeds[1], 5)))
     assert trips == [(store.seeds[1], 5)]

@@ -269,8 +269,18 @@ class ClusterStore(RedisStore):
             found |= entries_of(parts[group], text)
         return {key: found[key] for key in wanted if key in found}
 
+    # Who holds no lock looks for the processes that it will fork. A worker for each of a hundred
+    # thousand processes must not read all epochs each second: one of each node shows that the
+    # others must be read.
+
     def look(self, keys: Iterable[str] = ()) -> None:
-        groups = {self.group(key).number for key in keys} or TAGS
+        changes, groups = self.epoch.changes, {self.group(key).number for key in keys}
+        unknown = (group for group in TAGS if self.map.epochs[group].value is None)
+        self.look_at(groups or {*unknown, *self.one_of_each()})
+        if not groups and self.epoch.changes != changes:
+            self.look_at(TAGS)
+
+    def look_at(self, groups: Iterable[int]) -> None:
         requests = {group: ("GET", Group(self, group).epoch_key) for group in groups}
         for group, value in self.ask_each(requests):
             if value is None:
@@ -279,10 +289,14 @@ class ClusterStore(RedisStore):
                 self.map.epochs[group].see(value)
         self.epoch.seen_at = clock.now()
 
+    def one_of_each(self) -> Iterable[int]:
+        """Return a group of each node."""
+        return {owner: group for group, owner in enumerate(self.map.owners)}.values()
+
     def entries(self) -> Iterator[tuple[str, Entry]]:
         prefix = self.prefix()
         self.read_map()
-        for group in {owner: group for group, owner in enumerate(self.map.owners)}.values():
+        for group in self.one_of_each():
             for names in Group(self, group).names(prefix):
                 keys = [base.PREFIX + name.removeprefix(prefix).partition("{")[0] for name in names]
                 yield from self.read_many(filter(is_key, keys)).items()
