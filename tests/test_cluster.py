@@ -400,11 +400,13 @@ WAYS: dict[str, tuple[Callable[[Cluster, int], None], int, float]] = {
 }
 """How a node forgets, how many replicas it has, and for how many seconds others want the lock."""
 UNASKED = "nobody asks which server answers"
+NOT_READY = "nobody sees when it is ready"
 CASES: list[tuple[str, type[Redis], str]] = [
     ("flush", Valkey, ""),
     ("restart", Redis, ""),
     ("old snapshot", Valkey, ""),
     ("old snapshot", Valkey, UNASKED),
+    ("old snapshot", Valkey, NOT_READY),
     ("lagging replica", Valkey, ""),
     ("lagging replica", Redis, ""),
     ("lagging replica", Valkey, UNASKED),
@@ -452,11 +454,9 @@ def test_a_holder_has_its_lock_back_before_others_take_it(way, kind, forgotten) 
 
 
 @pytest.mark.race
-@pytest.mark.parametrize("way", ["old snapshot", "lagging replica"])
-def test_control_if_nobody_asks_which_server_answers_others_run_beside_the_holder(
-    way, forgotten
-) -> None:
-    assert forgotten[way, Valkey, UNASKED].result()["beside"] > 0
+@pytest.mark.parametrize(("way", "kind", "fault"), [case for case in CASES if case[2]])
+def test_control_without_it_others_run_beside_the_holder(way, kind, fault, forgotten) -> None:
+    assert forgotten[way, kind, fault].result()["beside"] > 0
 
 
 # A node that does not answer
