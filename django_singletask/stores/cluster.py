@@ -10,9 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from valkey import Valkey
-from valkey.cluster import cleanup_kwargs
-from valkey.connection import parse_url
+from valkey import Valkey, cluster, connection
 
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
@@ -178,9 +176,9 @@ class ClusterStore(RedisStore):
     def make_client(self) -> Any:
         """Return a client of the first server, whose options all connections have."""
         client = self.cache.client
-        urls = [*map(parse_url, client._server)]  # noqa: SLF001 - no public way
+        urls = [*map(connection.parse_url, client._server)]  # noqa: SLF001 - no public way
         self.seeds = [address(url.get("host"), url.get("port", 6379)) for url in urls]
-        options = cleanup_kwargs(**client.connection_factory.base_client_cls_kwargs)  # type: ignore[no-untyped-call]
+        options = cluster.cleanup_kwargs(**client.connection_factory.base_client_cls_kwargs)  # type: ignore[no-untyped-call]
         return Valkey.from_url(client._server[0], **options)  # noqa: SLF001
 
     def clients(self) -> dict[str, Any]:
