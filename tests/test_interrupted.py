@@ -32,6 +32,7 @@ on_each_store = pytest.mark.parametrize(
         "redis",
         "django_redis",
         "django_valkey",
+        "cluster",
         "pylibmc",
         "pymemcache",
         "db_postgres",

@@ -76,9 +76,7 @@ class Node(RedisStore):
         self.cluster, self.where, self.epoch = cluster, where, epoch
         host, _, port = where.rpartition(":")
         self.options = cluster.options | {"host": host, "port": int(port)}
-        if where not in cluster.pools:
-            cluster.pools[where] = cluster.connections_to(f"{self.cache_alias} {where}")
-        self.connections = cluster.pools[where]
+        self.connections = cluster.pools[f"{self.cache_alias} {where}"]
 
     # The thread that renews locks has a limit for each request. If a node hangs, its locks must not
     # keep the thread from those of other nodes:
@@ -167,7 +165,6 @@ class ClusterStore(RedisStore):
     batch = 1  # a node that does not answer concerns no lock of another one
 
     def __init__(self, cache: Any, alias: str) -> None:
-        self.pools: dict[str, list[Any]] = {}
         self.hanging: dict[str, float] = {}
         super().__init__(cache, alias)
         self.places = frozenset(self.seeds)
@@ -298,8 +295,3 @@ class ClusterStore(RedisStore):
             for names in Group(self, group).names(prefix):
                 keys = [base.PREFIX + name.removeprefix(prefix).partition("{")[0] for name in names]
                 yield from self.read_many(filter(is_key, keys)).items()
-
-    def close(self) -> None:
-        for where in self.pools:
-            RedisStore.close(Node(self, where, self.epoch))
-        self.pools = {}

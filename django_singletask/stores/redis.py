@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -131,11 +132,12 @@ def entries_of(keys: Sequence[str], text: bytes) -> dict[str, Entry]:
     return entries
 
 
-# The connections of the greenlets of this process that are not in use, by the alias of the cache;
-# None is one to open. A thread keeps its connection. A worker may have a greenlet for each of
-# thousands of tasks, so a greenlet borrows a connection for each request, and nobody else has it
-# meanwhile.
-_shared: defaultdict[str, list[Any]] = defaultdict(lambda: [None] * MOST)
+# The connections of the greenlets of this process that are not in use, by the alias of the cache
+# (and the node of a cluster); None is one to open. A thread keeps its connection. A worker may have
+# a greenlet for each of thousands of tasks, so a greenlet borrows a connection for each request,
+# and nobody else has it meanwhile.
+Pools = defaultdict[str, list[Any]]
+_shared = Pools(lambda: [None] * MOST)
 
 # The sockets are the parent's. A connection that is deleted here closes only the child's copy.
 at_fork(after_in_child=_shared.clear)
@@ -168,7 +170,8 @@ class RedisStore(Store):
         server = self.options.get("path") or address(host, self.options.get("port", 6379))
         self.places = frozenset({f"{server} database {self.options.get('db') or 0}"})
         # A thread opens a second one only if a signal handler interrupts a request.
-        self.connections = self.connections_to(alias)
+        self.pools = _shared if are_greenlets() else Pools(_shared.default_factory)
+        self.connections = self.pools[alias]
 
     def make_client(self) -> Any:
         if hasattr(self.cache, "client"):  # of django-redis or django-valkey
@@ -179,17 +182,14 @@ class RedisStore(Store):
         """Return the clients of the servers by their addresses; the only one needs none."""
         return {"": self.client}
 
-    def connections_to(self, server: str) -> list[Any]:
-        """Return the connections of all greenlets, unless their requests are limited."""
-        return _shared[server] if are_greenlets() and self.limited == math.inf else [None] * MOST
-
     def set_timeouts(self, seconds: float) -> None:
         self.options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), seconds)
         # Without these options a connection is tried once.
         for name in ("retry", "retry_on_error", "retry_on_timeout"):
             self.options.pop(name, None)
         self.close()
-        self.connections = self.connections_to(self.cache_alias)
+        self.pools = Pools(_shared.default_factory)
+        self.connections = self.pools[self.cache_alias]
 
     def ask(self, *requests: tuple[Any, ...], takes: bool = False) -> list[Any]:
         """Send requests together, and return their replies.
@@ -353,5 +353,5 @@ class RedisStore(Store):
 
     def close(self) -> None:
         if not are_greenlets():  # those share their connections
-            for connection in filter(None, self.connections):
+            for connection in filter(None, chain(*self.pools.values())):
                 connection.disconnect()
