@@ -123,7 +123,9 @@ def _store(cache: Any, alias: str) -> Store:
 
 def _path(cache: Any) -> str:
     classes = getattr(cache, "_client_cls", type(cache)), type(cache)
-    return next(STORES[name] for cls in classes for name in _ancestors(cls) if name in STORES)
+    # No generator: Python ignores the error of a signal that strikes while it deletes one.
+    path, *_ = [STORES[name] for cls in classes for name in _ancestors(cls) if name in STORES]
+    return path
 
 
 # After a fork, a client shares its socket with the parent. Then two processes read each other's

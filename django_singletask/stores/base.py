@@ -378,7 +378,7 @@ class Store(ABC):
         taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
         if taken and looks_twice:
             # Perhaps nobody here has seen the change yet.
-            self.look(key for key, _, _ in requests)
+            self.look([key for key, _, _ in requests])
             if clock.now() < self.epoch.changed_at + HOLD_BACK:
                 time.sleep(LOOK_TWICE)
                 again = self.renew_many([requests[i] for i in taken], looks_twice=False)
