@@ -185,6 +185,33 @@ def test_a_server_that_is_no_cluster_is_an_error(settings: Any, on_redis: None) 
         TaskLock("nightly", cache="cluster").acquire()
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_release_that_a_node_made_before_another_one_took_over_counts_as_made(
+    store: Any, monkeypatch: Any, cleared: bool
+) -> None:
+    """The reply is lost, and the new node has the deletion already; but not if it was cleared."""
+    lock = TaskLock("nightly")
+    assert lock.acquire()
+    group, asked = store.group(lock.key).number, Node.ask
+    where = store.find(group)
+
+    def lose(node: Node, *requests: Any, **options: Any) -> Any:
+        monkeypatch.setattr(Node, "ask", asked)
+        if cleared:
+            store.clear(lock.key, lock.lease.value, 60)
+        else:
+            node.ask(*requests, **options)
+        raise node.unavailable(store.errors.ConnectionError("gone")) from ConnectionError("gone")
+
+    def read_map(*args: Any, **options: Any) -> None:
+        store.map.owners[group] = where.replace("127.0.0.1", "localhost")  # another address
+
+    monkeypatch.setattr(store, "read_map", read_map)
+    monkeypatch.setattr(Node, "ask", lose)
+    assert lock.release() is not cleared
+    assert store.map.owners[group] != where
+
+
 # A slot that migrates
 
 
