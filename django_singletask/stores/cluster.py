@@ -24,8 +24,9 @@ from django_singletask.stores.redis import READ, SHA, RedisStore, entries_of
 # a lock's digest choose one of 256 groups, and the keys of a group end in its hash tag. So a lock,
 # its slots and markers, and the group's epoch and counter are in one hash slot, and a group is to
 # the requests of RedisStore what a server is. The tag of group i is the smallest number whose hash
-# slot is one of 64i to 64i + 63, so that the groups are spread over the nodes as the slots are. It
-# never changes, because the hash of a cluster does not; to compute it takes a millisecond.
+# slot is one of 64i to 64i + 63, so that the groups are spread over the nodes as the slots are; 477
+# is the largest. It never changes, because the hash of a cluster does not, and to compute them all
+# takes less than a millisecond.
 HASHED = {str(number): crc_hqx(b"%d" % number, 0) % 16384 for number in reversed(range(478))}
 TAGS = {slot // 64: number for number, slot in HASHED.items()}
 DIGEST = re.compile(r":([0-9a-f]{2})[0-9a-f]{30}(#\d+)?(:cleared:[^:]*)?$")
