@@ -3,6 +3,7 @@
     pip install -e ".[bench]"
     python benchmarks/fleet.py            # some minutes; prints the tables of scaling.rst
     python benchmarks/fleet.py --check    # compares the model with as many real processes
+    python benchmarks/fleet.py --nodes 3  # what real processes ask of a cluster
 
 Starts a Redis on a free port, and measures what each action costs it. How often an action happens
 follows from the package's own constants and functions. An action is a take, a conflict, a release,
@@ -45,6 +46,7 @@ TASKS = ((0.1, 1.2, 0.3), (10.0, 30.0, 10.0), (600.0, 1200.0, 60.0))
 """Seconds of a task, seconds before the count begins, seconds of the count."""
 CONFLICTS = ((0.0, "skip"), (0.1, "skip"), (0.5, "skip"), (0.5, "requeue"))
 """The share of the new calls that want a lock that another process holds, and what those do."""
+NODES = (1, 3, 6, 12)
 RESTARTED = (10, 100, 1000, 2000, 5000, 10_000, 100_000)
 POOL = 8
 """Processes of one worker, which has a main process too."""
@@ -201,6 +203,56 @@ def show_restarts(costs: Costs) -> None:
     show("Every process holds a lock, and the server restarts", head, cells)
 
 
+def show_clusters(costs: Costs) -> None:
+    """Divide what a fleet asks among the nodes of a cluster; tasks of 10 s hold its locks.
+
+    A group of locks is on one node, and each main process looks at each node. The thread of a task
+    has a connection to each node in the end, the other two of a process to that of its lock.
+    """
+    from django_singletask.worker.watcher import LEARN
+
+    cells = []
+    loads = [Workload(processes, TASKS[1][0], pool=0) for processes in (1000, 10_000, 100_000)]
+    demands = [(load.processes, simulate(load, *TASKS[1][1:])) for load in loads]
+    for (processes, demand), nodes in itertools.product(demands, NODES):
+        mine = Counter({name: rate / nodes for name, rate in demand.actions.items()})
+        mine["look"] += processes / POOL / LEARN
+        used = at_a_rate(mine, costs).micros / 1e6
+        connections = processes * (1 + (costs.connections - 1) / nodes) + processes / POOL
+        memory = connections * costs.connection_bytes + processes / nodes * costs.lock_bytes
+        last, in_time = restart(processes // nodes, costs)
+        figures = (f"{sum(mine.values()):,.0f}", f"{used:.1%}", f"{connections:,.0f}")
+        back = (f"{memory / 1e6:,.0f} MB", f"{last:.2f} s", f"{in_time:.0%}")
+        cells.append((f"{processes:,}", f"{nodes}", *figures, *back))
+    asked = ("requests a second", "of a thread", "connections", "memory")
+    head = ("Processes", "nodes", *asked, "all are back after", f"within {HOLD_BACK:g} s")
+    show("Each node of a cluster, and one of them forgets", head, cells)
+
+
+def show_nodes(cluster: servers.Cluster, processes: int, seconds: float = 5) -> None:
+    """Measure each node under real processes that hold a lock each, and let one node forget."""
+    nodes = [redis.Redis.from_url(node.url) for node in cluster.primaries]
+    with clients.running(processes, clients.hold):
+        wait_for(lambda: sum(n.dbsize() for n in nodes) >= 256 + processes, "all are held", 120)
+        before, count = list(map(clients.read, nodes)), nodes[0].dbsize()
+        time.sleep(seconds)
+        after = list(map(clients.read, nodes))
+        nodes[0].flushall()
+        began = time.monotonic()
+        wait_for(lambda: nodes[0].dbsize() >= count - 256 // len(nodes), "all are back", 60)
+        took = time.monotonic() - began
+    cells = []
+    for number, (old, new) in enumerate(zip(before, after, strict=True), 1):
+        asked, memory = new.since(old).times(1 / seconds), new.facts["mem_clients_normal"]
+        rate = sum(asked.commands[name] for name in ("evalsha", "get"))
+        clients_ = new.facts["connected_clients"] - 1
+        figures = (f"{rate:,.0f}", f"{asked.micros / 1e6:.1%}", f"{memory / 1e6:.1f} MB")
+        cells.append((str(number), *figures, f"{clients_:,}"))
+    head = ("Node", "requests a second", "of a thread", "memory of clients", "connections")
+    show(f"{processes:,} processes, each with a lock", head, cells)
+    print(f"\nAfter the first node was flushed, all had their locks back in {took:.2f} s.")
+
+
 def show(title: str, head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     from benchmarks import report
 
@@ -265,27 +317,38 @@ def show_restart(processes: int, server: servers.Redis, client: redis.Redis, cos
     show(f"{processes:,} processes, the server restarts", ("", "model", "measured"), cells)
 
 
+def configure(backend: str, location: str) -> None:
+    settings.configure(
+        INSTALLED_APPS=["django.contrib.contenttypes", "django_singletask"],
+        CACHES={"default": {"BACKEND": backend, "LOCATION": location}},
+        SINGLETASK_HISTORY="off",
+        USE_TZ=True,
+    )
+    django.setup()
+    logging.disable(logging.CRITICAL)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with real processes")
     parser.add_argument("--processes", type=int, action="append", help="how many in the check")
+    parser.add_argument("--nodes", type=int, help="measure a cluster of so many primaries")
     arguments = parser.parse_args()
+    if arguments.nodes:
+        with servers.Cluster(servers.Redis, primaries=arguments.nodes, replicas=0) as cluster:
+            configure("django_valkey.cluster_cache.cache.ClusterValkeyCache", cluster.url)
+            for processes in arguments.processes or [100]:
+                show_nodes(cluster, processes)
+        return 0
     with servers.Redis() as server:
-        backend = "django.core.cache.backends.redis.RedisCache"
-        settings.configure(
-            INSTALLED_APPS=["django.contrib.contenttypes", "django_singletask"],
-            CACHES={"default": {"BACKEND": backend, "LOCATION": server.url}},
-            SINGLETASK_HISTORY="off",
-            USE_TZ=True,
-        )
-        django.setup()
-        logging.disable(logging.CRITICAL)
+        configure("django.core.cache.backends.redis.RedisCache", server.url)
         client = redis.Redis.from_url(server.url)
         costs = clients.measure(client, rounds=1 if arguments.check else 15)
         show_costs(costs)
         if not arguments.check:
             show_fleets(costs)
             show_restarts(costs)
+            show_clusters(costs)
             return 0
         agree = True
         for processes in arguments.processes or [10, 100, 1000]:

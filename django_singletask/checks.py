@@ -27,6 +27,8 @@ MAX_DAYS = 36_500
 REFUSED = {DummyCache: "E002", FileBasedCache: "E003", DatabaseCache: "E015"}
 """The ids of the messages about these caches; about an unfit client E005, about others E006."""
 
+MANY_SLOTS = 200
+"""With more, a conflict stops a Redis for about a millisecond and more."""
 OF_OPTION = {
     **dict.fromkeys((*SECONDS, "lock_slots"), "E008"),
     "lock_on": "E009",
@@ -181,6 +183,12 @@ def _task(task: SingletonTask) -> Messages:
         getattr(task, name) or getattr(task.app.conf, f"task_{name}") or 0
         for name in ("time_limit", "soft_time_limit")
     ]
+    if not problems and task.lock_slots > MANY_SLOTS:
+        text = (
+            f"lock_slots={task.lock_slots} of {task.name}: each conflict reads that many entries."
+        )
+        hint = f"Use at most {MANY_SLOTS}, or divide the work among several locks."
+        found.append(_message("W007", text, hint, task.name))
     fixed = not (problems or task.lock_renew) and task.lock_timeout
     if fixed and (limit := max(limits)) > fixed:
         text = (

@@ -4,7 +4,7 @@
 
 It prints "held" when all have met, and in the end, as JSON, how many runs went beside the holder
 and what the holder knew. With a fault it is broken on purpose: "nobody is held back",
-"nobody looks" or "nobody asks which server answers".
+"nobody looks", "nobody asks which server answers" or "nobody sees when it is ready".
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from django.conf import settings
 from tests.racers import GIVE_UP, fork, run
 
 TAKERS = 5
-LEASE = 12.0
+LEASE = 30.0
+"""Seconds; a third of it, when a renewal is due, is longer than each test."""
 RUN = 0.5  # seconds
+
+
+def hide_that_it_is_not_ready(store: Any) -> None:
+    note = store.note_server
+    store.note_server = lambda self, line: line == b"not ready" or note(self, line)
 
 
 def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
@@ -30,6 +36,8 @@ def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
     from django_singletask import TaskLock
     from django_singletask.locks.renewal import Renewer
     from django_singletask.stores.base import Epoch
+    from django_singletask.stores.cluster import Node
+    from django_singletask.stores.redis import RedisStore
 
     if fault == "nobody is held back":
         Epoch.check = lambda epoch: None
@@ -39,6 +47,9 @@ def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
         note = Epoch.note
         Epoch.note = lambda epoch, fact, seen: fact == "server" or note(epoch, fact, seen)
         Renewer.interval = seconds  # else the holder may be the first to reach the server
+    if fault == "nobody sees when it is ready":
+        for store in (RedisStore, Node):
+            hide_that_it_is_not_ready(store)
     ended = fork.Event()
 
     def work(number: int, barrier: Any) -> tuple[Any, ...]:

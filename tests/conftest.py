@@ -28,7 +28,9 @@ LOCK_CACHES = [
     "redis_replica",
     "django_redis",
     "django_redis_sentinel",
+    "valkey",
     "django_valkey",
+    "cluster",
     "pylibmc",
     "pylibmc_binary",
     "pymemcache",
@@ -38,7 +40,7 @@ LOCK_CACHES = [
     "locmem",
 ]
 """Every cache that can hold locks, each on its real server."""
-FAMILIES = ["redis", "pymemcache", "db_postgres", "locmem"]
+FAMILIES = ["redis", "cluster", "pymemcache", "db_postgres", "locmem"]
 """One cache of each family. What is above the stores is shown on these; the stores on all."""
 
 
@@ -190,6 +192,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cache_alias", caches, indirect=True)
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[servers.Cluster]:
+    """Run the Valkey cluster of the cache "cluster", for these tests and their processes."""
+    with servers.Cluster() as cluster:
+        os.environ["SINGLETASK_TEST_CLUSTER"] = cluster.url
+        caches.settings["cluster"]["LOCATION"] = cluster.url
+        yield cluster
+
+
 @pytest.fixture
 def cache_alias(
     request: pytest.FixtureRequest, django_db_setup: None, django_db_blocker: Any, settings: Any
@@ -200,6 +211,8 @@ def cache_alias(
     needs the mark django_db, as always.
     """
     settings.SINGLETASK_CACHE = request.param
+    if request.param == "cluster":
+        request.getfixturevalue("cluster")
     with django_db_blocker.unblock():
         empty(request.param)
         yield request.param

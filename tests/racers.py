@@ -4,6 +4,7 @@ A program, so that it forks from a process without threads. It prints what happe
 
     python -m tests.racers race <alias> <store or django> <free or expired> <rounds>
     python -m tests.racers turns <alias> <seconds>
+    python -m tests.racers moves <alias> <seconds>
     python -m tests.racers slots <alias> <right, one run or broken> <seconds>
     python -m tests.racers fork <alias> <opened or inherited> <reads>
     python -m tests.racers threads <alias> <bytes or str> <cycles>
@@ -148,6 +149,43 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
 
     runs, met, lost = map(sum, zip(*run(work, PROCESSES), strict=True))
     return {"runs": runs, "met": met, "lost": lost}
+
+
+def moves(alias: str, seconds: float) -> dict[str, Any]:
+    """Let all take and give back one lock while its entries move; what is refused counts apart."""
+    from django.conf import settings
+
+    from django_singletask import LockUnavailable, TaskLock
+
+    settings.SINGLETASK_HISTORY = "off"
+    inside = fork.Value("i", 0)
+
+    def work(number: int, barrier: Any) -> tuple[int, int, int, int]:
+        runs = met = lost = refused = 0
+        barrier.wait(GIVE_UP)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            lock = TaskLock("moves", cache=alias, timeout=60)
+            try:
+                if not lock.acquire():
+                    continue
+            except LockUnavailable:
+                refused += 1
+                continue
+            with inside.get_lock():
+                inside.value += 1
+                met += inside.value != 1
+            with inside.get_lock():
+                inside.value -= 1
+            try:
+                lost += not lock.release()
+            except LockUnavailable:
+                refused += 1
+            runs += 1
+        return runs, met, lost, refused
+
+    runs, met, lost, refused = map(sum, zip(*run(work, PROCESSES), strict=True))
+    return {"runs": runs, "met": met, "lost": lost, "refused": refused}
 
 
 def take_slots(alias: str, way: str, seconds: float) -> dict[str, int]:
@@ -300,6 +338,8 @@ if __name__ == "__main__":
         result = race(alias, rest[0], rest[1], int(rest[2]))
     elif command == "turns":
         result = turns(alias, float(rest[0]))
+    elif command == "moves":
+        result = moves(alias, float(rest[0]))
     elif command == "slots":
         result = take_slots(alias, rest[0], float(rest[1]))
     elif command == "threads":

@@ -24,7 +24,7 @@ import tempfile
 import time
 import unittest
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
@@ -76,6 +76,7 @@ class Need(NamedTuple):
 
 NEEDS = [
     Need("Redis", "redis-server", "redis", program="redis-server"),
+    Need("Valkey", "valkey-server", "valkey", program="valkey-server"),
     Need("Memcached", "memcached", "memcached", program="memcached"),
     Need("PostgreSQL", "postgresql", "postgresql@17", program="postgres"),
     Need("MariaDB", "mariadb-server", "mariadb", program="mariadbd"),
@@ -342,6 +343,106 @@ class Redis(Server):
         if self.replica_of:
             return b"master_link_status:up" in ask(self.port, b"INFO replication\r\n")
         return ask(self.port, b"PING\r\n") == b"+PONG\r\n"
+
+
+class Valkey(Redis):
+    """A server of the project that continues Redis 7.2; all else is the same."""
+
+    program = "valkey-server"
+
+
+class Cluster:
+    """A cluster of primaries with a replica each, of one program; a context manager."""
+
+    def __init__(
+        self, kind: type[Redis] = Valkey, *, primaries: int = 3, replicas: int = 1, **config: object
+    ) -> None:
+        self.have_met = False
+        options = {
+            "cluster_enabled": "yes",
+            "cluster_node_timeout": 1000,
+            "cluster_replica_validity_factor": 0,
+            **config,
+        }
+        self.nodes = [
+            kind(cluster_port=free_port(), **options) for _ in range(primaries * (1 + replicas))
+        ]
+        self.primaries = self.nodes[:primaries]
+
+    @property
+    def url(self) -> str:
+        return ",".join(node.url for node in self.primaries)
+
+    def start(self) -> Cluster:
+        """Start the nodes, let them meet, and return when each can be used.
+
+        If they have met, start those again that were killed; each finds its files.
+        """
+        if self.have_met:
+            for node in self.nodes:
+                if not node.answers():
+                    node.start()
+            self.wait(lambda: all(map(self.is_ready, self.nodes)))
+            return self
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(Server.prepare, self.nodes))
+        for node in self.nodes:
+            node.start()
+        first, count = self.nodes[0], len(self.primaries)
+        for number, node in enumerate(self.nodes):
+            assert self.say(node, "CLUSTER SET-CONFIG-EPOCH", number + 1) == "+OK\r\n"
+            self.say(first, "CLUSTER MEET 127.0.0.1", node.port, node.config["cluster_port"])
+            if number < count:
+                ends = (16384 * number // count, 16384 * (number + 1) // count - 1)
+                assert self.say(node, "CLUSTER ADDSLOTSRANGE", *ends) == "+OK\r\n"
+        ids = [self.id_of(node) for node in self.nodes]
+        self.wait(lambda: all(each in self.say(self.nodes[-1], "CLUSTER NODES") for each in ids))
+        for number, node in enumerate(self.nodes[count:]):
+            primary = ids[number % count]
+            self.wait(lambda: self.say(node, "CLUSTER REPLICATE", primary) == "+OK\r\n")  # noqa: B023
+        self.wait(lambda: all(map(self.is_ready, self.nodes)))
+        self.have_met = True
+        return self
+
+    def is_ready(self, node: Redis) -> bool:
+        if "cluster_state:ok" not in self.say(node, "CLUSTER INFO"):
+            return False
+        if len(self.slots(node)) < len(self.primaries):
+            return False
+        facts = self.say(node, "INFO replication")
+        return "role:master" in facts or "master_link_status:up" in facts
+
+    def slots(self, node: Redis) -> list[str]:
+        """Return the lines of the primaries that have slots, as a node knows them."""
+        lines = self.say(node, "CLUSTER NODES").splitlines()
+        return [line for line in lines if len(line.split()) > 8 and "fail" not in line.split()[2]]
+
+    def id_of(self, node: Redis) -> str:
+        return self.say(node, "CLUSTER MYID").split()[1]
+
+    @staticmethod
+    def say(node: Redis, *words: object) -> str:
+        """Send a command, and return the reply as it came."""
+        return ask(node.port, " ".join(map(str, words)).encode() + b"\r\n").decode()
+
+    @staticmethod
+    def wait(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + START_WITHIN
+        while not condition():
+            if time.monotonic() > deadline:
+                raise RuntimeError("The cluster is not ready")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        for node in reversed(self.nodes):
+            node.kill()
+            node.stop()
+
+    def __enter__(self) -> Cluster:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
 
 
 class Memcached(Server):

@@ -16,6 +16,8 @@ from tests.absent import needed_by
 
 FOLDER = Path(os.environ.get("SINGLETASK_TEST_FOLDER", "/nonexistent"))
 REDIS_URL = os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")
+VALKEY_URL = os.environ.get("SINGLETASK_TEST_VALKEY_URL", "redis://127.0.0.1:1/0")
+CLUSTER = os.environ.get("SINGLETASK_TEST_CLUSTER", "redis://127.0.0.1:1")
 REDIS_REPLICA_URL = os.environ.get("SINGLETASK_TEST_REDIS_REPLICA_URL", "redis://127.0.0.1:1/0")
 SENTINEL, _, SENTINEL_SERVICE = os.environ.get(
     "SINGLETASK_TEST_SENTINEL", "127.0.0.1:1/singletask"
@@ -123,7 +125,9 @@ CACHES = {
     "django_redis_ignore": cache(
         "django_redis.cache.RedisCache", REDIS_URL, IGNORE_EXCEPTIONS=True
     ),
-    "django_valkey": cache("django_valkey.cache.ValkeyCache", REDIS_URL),
+    "valkey": cache(f"{DJANGO}.redis.RedisCache", VALKEY_URL),
+    "django_valkey": cache("django_valkey.cache.ValkeyCache", VALKEY_URL),
+    "cluster": cache("django_valkey.cluster_cache.cache.ClusterValkeyCache", CLUSTER),
     "pylibmc": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED),
     "pylibmc_binary": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED, binary=True),
     "pymemcache": cache(f"{DJANGO}.memcached.PyMemcacheCache", MEMCACHED),
@@ -137,9 +141,9 @@ CACHES = {
 }
 # Servers of a test's own, that it stops and restarts.
 if "SINGLETASK_TEST_OWN_REDIS_URL" in os.environ:
-    CACHES["own_redis"] = cache(
-        f"{DJANGO}.redis.RedisCache", os.environ["SINGLETASK_TEST_OWN_REDIS_URL"]
-    )
+    own_redis = os.environ["SINGLETASK_TEST_OWN_REDIS_URL"]
+    CACHES["own_redis"] = cache(f"{DJANGO}.redis.RedisCache", own_redis)
+    CACHES["own_valkey"] = cache("django_valkey.cache.ValkeyCache", own_redis)
 if "SINGLETASK_TEST_OWN_MEMCACHED" in os.environ:
     own_memcached = os.environ["SINGLETASK_TEST_OWN_MEMCACHED"]
     CACHES["own_pylibmc"] = cache(f"{DJANGO}.memcached.PyLibMCCache", own_memcached)

@@ -616,6 +616,15 @@ def test_a_time_limit_within_the_lease_is_fine(check_task, options):
     assert check_task(**{"lock_renew": False, "lock_timeout": 30, **options}) == []
 
 
+def test_very_many_slots_give_a_warning(check_task):
+    message = only(check_task(lock_slots=201), "W007")
+    assert "each conflict reads that many entries" in message.msg
+
+
+def test_many_slots_are_fine(check_task):
+    assert check_task(lock_slots=200) == []
+
+
 def test_a_run_that_is_lost_with_its_process_gives_a_warning(check_task):
     message = only(check_task(acks_late=True), "W004")
     assert message.msg.startswith("bad.task has acks_late without reject_on_worker_lost")

@@ -184,8 +184,6 @@ def test_a_page_that_messages_name_exists(page):
     assert (ROOT / f"docs/{page}.rst").exists()
 
 
-
-
 @pytest.mark.parametrize(
     "page",
     sorted([*ROOT.glob("*.rst"), *(ROOT / "docs").rglob("*.rst")]),

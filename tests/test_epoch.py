@@ -17,7 +17,7 @@ from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import base, get_store
 from django_singletask.stores.base import EPOCH, TRIES, Forgotten
 from tests.entries import holder, key_of
-from tests.servers import Memcached, Redis, ask
+from tests.servers import Memcached, Redis, Valkey, ask
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 2.0  # shorter than a third of the lease, so that no renewal is due
@@ -28,8 +28,10 @@ def beside(alias, way, fault="", seconds=SECONDS):
     kind, variable = Memcached, "SINGLETASK_TEST_MEMCACHED"
     if "redis" in alias:
         kind, variable = Redis, "SINGLETASK_TEST_REDIS_URL"
+    elif "valkey" in alias:
+        kind, variable = Valkey, "SINGLETASK_TEST_VALKEY_URL"
     with kind() as server:
-        address = server.url if kind is Redis else server.address
+        address = server.address if kind is Memcached else server.url
         environment = {
             **os.environ,
             variable: address,
@@ -61,16 +63,17 @@ def beside(alias, way, fault="", seconds=SECONDS):
 
 @pytest.mark.race
 @pytest.mark.parametrize("way", ["restart", "flush"])
-@pytest.mark.parametrize("alias", ["redis", "pylibmc", "pymemcache"])
+@pytest.mark.parametrize("alias", ["redis", "valkey", "pylibmc", "pymemcache"])
 def test_a_live_holder_has_its_lock_back_before_others_take_it(alias, way):
     result = beside(alias, way)
     assert result == {"beside": 0, "retaken": 1, "lost": False}
 
 
 @pytest.mark.race
-def test_a_server_that_comes_back_with_an_old_snapshot_is_noticed():
+@pytest.mark.parametrize("alias", ["redis", "valkey"])
+def test_a_server_that_comes_back_with_an_old_snapshot_is_noticed(alias):
     """It has the epoch of before, but not the locks that were taken since."""
-    result = beside("redis", "restart with an old snapshot")
+    result = beside(alias, "restart with an old snapshot")
     assert result == {"beside": 0, "retaken": 1, "lost": False}
 
 
@@ -97,7 +100,7 @@ def outside_of_tests(monkeypatch, cache_alias):
 
 on_each_client = pytest.mark.parametrize(
     "cache_alias",
-    ["redis", "django_redis", "django_valkey", "pylibmc", "pymemcache"],
+    ["redis", "django_redis", "valkey", "django_valkey", "pylibmc", "pymemcache"],
     indirect=True,
 )
 

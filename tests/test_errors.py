@@ -25,7 +25,7 @@ SERVER = configured.CACHES["redis"]["LOCATION"].partition("//")[2]
         f"user:{SECRET}@127.0.0.1:1/0",
     ],
 )
-@pytest.mark.parametrize("alias", ["redis", "django_redis", "django_valkey"])
+@pytest.mark.parametrize("alias", ["redis", "django_redis", "django_valkey", "cluster"])
 def test_password_in_the_address_of_redis(settings, alias, location):
     check_cache(settings, alias, location)
 

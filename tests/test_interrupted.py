@@ -32,6 +32,7 @@ on_each_store = pytest.mark.parametrize(
         "redis",
         "django_redis",
         "django_valkey",
+        "cluster",
         "pylibmc",
         "pymemcache",
         "db_postgres",
@@ -126,7 +127,7 @@ def interrupt_each_place(use: Callable[[str], None]) -> tuple[list[str], list[st
     for interruption in interruptions(SoftTimeLimitExceeded):
         name = f"place {interruption.number}"
         names.append(name)
-        use("connects")  # an interruption closes the connection: count no places of a new one
+        use(name)  # an interruption closes the connection: count no places of a new one
         try:
             with interruption:
                 use(name)

@@ -77,7 +77,7 @@ def wrong_choices(option: str) -> list[Wrong]:
     return wrong
 
 
-SLOTS = "lock_slots {} must be a whole number from 1 to 100, not"
+SLOTS = "lock_slots {} must be a whole number from 1 to 1000, not"
 LIST = "lock_on {} must be a list of argument names, not"
 PROBLEMS = [
     *(wrong for option in LEAST for wrong in wrong_seconds(option)),

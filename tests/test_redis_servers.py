@@ -9,30 +9,38 @@ import pytest
 import redis
 
 from tests.processes import running
-from tests.servers import Redis, ask
+from tests.servers import Redis, Valkey, ask
 
-CLIENTS = ["redis", "django_redis", "django_valkey"]
+CLIENTS = {"redis": Redis, "django_redis": Redis, "django_valkey": Valkey}
 
 
 def at(server: Redis) -> dict[str, str]:
-    return {"SINGLETASK_TEST_REDIS_URL": server.url}
+    return dict.fromkeys(("SINGLETASK_TEST_REDIS_URL", "SINGLETASK_TEST_VALKEY_URL"), server.url)
 
 
-def take_after_a_return(alias: str, *, pool: tuple[str, ...] = ()) -> tuple[bool, float, dict]:
+def take_after_a_return(
+    alias: str, *, pool: tuple[str, ...] = (), loads_for: float = 0
+) -> tuple[bool, float, dict]:
     """Let Redis return with an old snapshot; return what the taker and the holder know.
 
     The snapshot has the epoch of before, but not the lock that was taken since.
     """
     with (
-        Redis() as server,
+        CLIENTS[alias]() as server,
         running("tests.snapshot", alias, "holder", **at(server)) as holder,
         running("tests.snapshot", alias, "taker", *pool, **at(server)) as taker,
     ):
         assert (holder.says(), taker.says()) == ("ready", "ready")
+        for number in range(200):
+            ask(server.port, f"SET other:{number} {'x' * 1000}\r\n".encode())
         assert ask(server.port, b"SAVE\r\n") == b"+OK\r\n"
         holder.go_on()
         assert holder.says() == "held"
         server.kill()
+        server.config |= {
+            "key_load_delay": int(loads_for * 1e6 / 200),
+            "loading_process_events_interval_bytes": 1024,
+        }
         taker.go_on()  # it asks again and again, so it comes as soon as the server is back
         server.start()
         taken, seconds = json.loads(taker.says())
@@ -47,6 +55,14 @@ def test_a_taker_waits_until_the_live_holder_has_its_lock_back(alias, pool):
     taken, seconds, holder = take_after_a_return(alias, pool=pool)
     assert (taken, holder) == (False, {"lost": False, "retaken": 1})
     assert 0.5 < seconds < 3
+
+
+@pytest.mark.race
+@pytest.mark.parametrize("alias", ["redis", "django_valkey"])
+def test_a_taker_waits_also_after_a_server_that_loads_its_snapshot_for_long(alias):
+    """It says who it is from its start, but takes requests only when it has loaded."""
+    taken, _seconds, holder = take_after_a_return(alias, loads_for=2)
+    assert (taken, holder) == (False, {"lost": False, "retaken": 1})
 
 
 class Observer(threading.Thread):
@@ -75,7 +91,7 @@ class Observer(threading.Thread):
 @pytest.mark.parametrize("alias", CLIENTS)
 def test_300_tasks_with_gevent_share_30_connections(alias):
     with (
-        Redis() as server,
+        CLIENTS[alias]() as server,
         Observer(server.url) as observer,
         running("tests.greenlets", alias, "300", **at(server)) as process,
     ):

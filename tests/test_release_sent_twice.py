@@ -22,7 +22,7 @@ from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import close_stores
 from tests.entries import private_store
 from tests.proxy import Proxy
-from tests.servers import Redis
+from tests.servers import Redis, Valkey
 
 RETRY = {"retry": Retry(NoBackoff(), 3)}
 # The cache's client sends a request again that failed: how each is told to.
@@ -54,8 +54,8 @@ def events() -> Iterator[list[LockEvent]]:
 
 
 @pytest.fixture
-def server() -> Iterator[Redis]:
-    with Redis() as server:
+def server(alias: str) -> Iterator[Redis]:
+    with Valkey() if alias == "django_valkey" else Redis() as server:
         yield server
 
 

@@ -20,6 +20,7 @@ from django_singletask.stores.base import (
     Store,
     marker_key,
 )
+from django_singletask.stores.cluster import TAGS, ClusterStore
 from django_singletask.testing.stores import StoreContract
 from tests.conftest import remove_all
 from tests.entries import eventually, holder, key_of, private_store
@@ -34,7 +35,10 @@ on_each_family = pytest.mark.parametrize(
 )
 on_listing_caches = pytest.mark.parametrize(
     "cache_alias",
-    ["redis", "django_redis", "django_valkey", "db_postgres", "db_mariadb", "db_sqlite", "locmem"],
+    [
+        *("redis", "django_redis", "valkey", "django_valkey", "cluster"),
+        *("db_postgres", "db_mariadb", "db_sqlite", "locmem"),
+    ],
     indirect=True,
 )
 
@@ -45,6 +49,11 @@ def store(cache_alias: str) -> Iterator[Store]:
     close_stores()
     # A test may have used Django's own connection to the table.
     caches[cache_alias].close()
+
+
+def of_lock(store: Store, key: str) -> str:
+    """Return where the cache has an entry of this lock, or of its group in a cluster."""
+    return key + (f"{{{TAGS[store.group(KEY).number]}}}" if isinstance(store, ClusterStore) else "")
 
 
 def value_of(store: Store, key: str = KEY) -> bytes | None:
@@ -62,7 +71,9 @@ class TestStores(StoreContract):
         self.alias = cache_alias
         is_memcached = cache_alias in MEMCACHED
         self.lists = self.fences = self.tells_remaining = not is_memcached
-        self.forgets = is_memcached or "redis" in cache_alias or "valkey" in cache_alias
+        self.forgets = is_memcached or any(
+            name in cache_alias for name in ("redis", "valkey", "cluster")
+        )
         self.between_processes = cache_alias != "locmem"
         with self.prepared():
             yield
@@ -119,7 +130,7 @@ def test_control_the_cache_itself_deletes_the_lock_of_another(
     store: Store, cache_alias: str
 ) -> None:
     store.add(KEY, A, 60)
-    caches[cache_alias].delete(KEY)
+    caches[cache_alias].delete(of_lock(store, KEY))
     assert store.read(KEY) is None
 
 
@@ -223,7 +234,7 @@ def explode() -> None:
 
 
 def test_a_planted_pickle_is_not_loaded(store: Store, cache_alias: str) -> None:
-    caches[cache_alias].set(KEY, Bomb(), 60)
+    caches[cache_alias].set(of_lock(store, KEY), Bomb(), 60)
     unpickled.clear()
     assert value_of(store)
     blocker = store.add(KEY, A, 60)
@@ -237,7 +248,7 @@ def test_a_planted_pickle_is_not_loaded(store: Store, cache_alias: str) -> None:
 
 @on_each_family
 def test_control_the_cache_itself_loads_the_planted_pickle(store: Store, cache_alias: str) -> None:
-    caches[cache_alias].set(KEY, Bomb(), 60)
+    caches[cache_alias].set(of_lock(store, KEY), Bomb(), 60)
     unpickled.clear()
     caches[cache_alias].get(KEY)
     assert unpickled

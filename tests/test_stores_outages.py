@@ -28,7 +28,7 @@ from django_singletask.locks import renewal
 from django_singletask.stores.base import Outcome, Store
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
-from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server
+from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server, Valkey
 
 pylibmc = pytest.importorskip("pylibmc", reason="pylibmc is not installed")
 
@@ -38,7 +38,7 @@ KEY, OTHER = key_of("nightly"), key_of("other")
 KINDS: dict[str, type[Server]] = {
     "redis": Redis,
     "django_redis_ignore": Redis,
-    "django_valkey": Redis,
+    "django_valkey": Valkey,
     "pylibmc": Memcached,
     "pylibmc_binary": Memcached,
     "pymemcache": Memcached,
@@ -47,7 +47,8 @@ KINDS: dict[str, type[Server]] = {
 }
 # The errors of the clients during an outage.
 CAUSES: dict[type[Server], Any] = {
-    Redis: (RedisError, ValkeyError),
+    Redis: RedisError,
+    Valkey: ValkeyError,
     Memcached: (MemcacheError, OSError, pylibmc.Error),
     PostgreSQL: Error,
     MariaDB: Error,
@@ -105,7 +106,7 @@ def open_store(settings, monkeypatch, django_db_blocker) -> OpenStore:
             monkeypatch.setitem(connections.settings, database, configuration)
         else:
             location = f"127.0.0.1:{port}"
-            if KINDS[alias] is Redis:
+            if issubclass(KINDS[alias], Redis):
                 location = f"redis://{location}/0"
         with django_db_blocker.unblock(), private_store(settings, alias, location) as store:
             for statement in TABLES.get(alias, []):
@@ -283,7 +284,7 @@ def test_what_is_no_error_of_the_client_passes(settings, monkeypatch, error) -> 
         raise error
 
     with private_store(settings, "redis") as store:
-        monkeypatch.setattr(store, "_ask", fail)
+        monkeypatch.setattr(store, "ask", fail)
         with pytest.raises(error):
             store.add(KEY, A, 60)
 

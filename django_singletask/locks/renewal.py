@@ -193,7 +193,7 @@ class Renewer(Background):
             # A run that is shorter than a tick costs no look.
             age = clock.now() - max(leases[0].taken_at, epoch.seen_at)
             if age > self.interval / 2:
-                self.try_to(store.look)
+                self.try_to(store.look, (lease.key for lease in leases))
         changes = epoch.changes
         # After an outage the server may be back with an old snapshot, which has the same epoch.
         everything = self.failed or changes != self.changes

@@ -134,9 +134,13 @@ def _answers(store: Any) -> Iterator[tuple[str, str]]:
         yield "note", f"{connection.display_name} {version}"
         if connection.vendor == "sqlite":
             yield "note", "only processes on one host can share an SQLite file"
-    if store.family != "redis":
-        return
-    client = store.client
+    if store.family == "redis":
+        for server, client in store.clients().items():
+            for level, text in _of_redis(client):
+                yield level, f"{server}: {text}" if server else text
+
+
+def _of_redis(client: Any) -> Iterator[tuple[str, str]]:
     info = client.info()
     yield "note", f"{info.get('server_name', 'redis')} {info.get('redis_version')}"
     policy, evicted = info.get("maxmemory_policy"), info.get("evicted_keys", 0)

@@ -19,15 +19,18 @@ from django.utils.module_loading import import_string
 from django_singletask import threads
 from django_singletask.conf import DOCS, check_installed, conf
 from django_singletask.forks import at_fork, leak
-from django_singletask.stores.base import Store, epochs
+from django_singletask.stores.base import LONGEST_KEY, Store, epochs
 from django_singletask.stores.database import DIALECTS
 
+CLUSTER = f"{__name__}.cluster.ClusterStore"
 STORES = {
     "django.core.cache.backends.redis.RedisCache": f"{__name__}.redis.RedisStore",
     "django_redis.cache.RedisCache": f"{__name__}.redis.RedisStore",
     "django_valkey.cache.ValkeyCache": f"{__name__}.redis.RedisStore",
     "django_redis.client.default.DefaultClient": f"{__name__}.redis.RedisStore",
     "django_valkey.client.default.DefaultClient": f"{__name__}.redis.RedisStore",
+    "django_valkey.cluster_cache.cache.ClusterValkeyCache": CLUSTER,
+    "django_valkey.cluster_cache.client.default.DefaultClusterClient": CLUSTER,
     "django.core.cache.backends.memcached.PyLibMCCache": f"{__name__}.memcached.PyLibMCStore",
     "django.core.cache.backends.memcached.PyMemcacheCache": f"{__name__}.memcached.PyMemcacheStore",
     "django.core.cache.backends.db.DatabaseCache": f"{__name__}.database.DatabaseStore",
@@ -86,9 +89,12 @@ def choose(cache: Any) -> tuple[str, str]:
         name = next((name for name in names if name in own | STORES | UNSAFE), "")
         if name in own:
             return own[name], ""
-        path = path or STORES.get(name, "")
+        path = STORES.get(name, path)
         if name not in STORES:
             return path, f"{names[0]} {UNSAFE.get(name, f'is not one of the supported {kind}')}"
+    if path == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
+        # A cluster chooses the node by what follows it, not by the tag of the lock's group.
+        return path, 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
     if hasattr(cache, "cache_model_class"):  # a DatabaseCache
         alias = router.db_for_write(cache.cache_model_class)
         if (vendor := connections[alias].vendor) not in DIALECTS:

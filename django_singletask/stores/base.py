@@ -27,7 +27,7 @@ PREFIX = "singletask:"
 MARKER = ":cleared:"
 SLOT = "#"
 """Separates the key of the lock from the number of the slot in the key of a slot."""
-MAX_SLOTS = 100
+MAX_SLOTS = 1000
 """Limited, because a take that finds no free slot reads all slots."""
 # The key of a marker is that of its lock, which ends in 32 hexadecimal digits and perhaps a slot's
 # number, and then ":cleared:…". Of the entries with "@", operators see only those of queued calls.
@@ -120,15 +120,20 @@ class Forgotten(Exception):
 
 
 class Epoch:
-    """The epoch of one cache, as this process knows it; a forked child inherits it."""
+    """The epoch of one cache, as this process knows it; a forked child inherits it.
+
+    In a cluster each group of locks has an epoch. It is a part of the ``whole``, which counts the
+    changes of all groups.
+    """
 
     value: bytes | None = None
     server: bytes | None = None
     seen_at = changed_at = told_at = -math.inf
     changes = 0
 
-    def __init__(self, cache: str) -> None:
+    def __init__(self, cache: str, whole: Epoch | None = None) -> None:
         self.cache = cache
+        self.whole = whole or self
 
     def see(self, value: bytes) -> None:
         self.seen_at = clock.now()
@@ -144,11 +149,11 @@ class Epoch:
         #
         #   this thread:   value = new                              changed_at = now
         #   other thread:                see(new): as before   take
-        self.changes += 1
+        self.whole.changes += 1
         if before is not None:
-            self.changed_at = now = clock.now()
-            if now >= self.told_at + TELL_AGAIN and not is_test():  # eviction can repeat it
-                self.told_at = now
+            self.changed_at = self.whole.changed_at = now = clock.now()
+            if now >= self.whole.told_at + TELL_AGAIN and not is_test():  # eviction can repeat it
+                self.whole.told_at = now
                 logger.warning(
                     "The cache %r may have forgotten its locks: it was restarted or flushed, or a "
                     "replica took over. Holders take their locks again; new runs wait %g s first.",
@@ -356,7 +361,7 @@ class Store(ABC):
         changed_at = self.epoch.changed_at
         outcome = self.change(key, value, value, None)
         if outcome is Outcome.SENT_TWICE:
-            self.look()
+            self.look((key,))
             forgotten = self.epoch.changed_at != changed_at
             if forgotten or self.read(marker_key(key, value)) is not None:
                 return Outcome.GONE
@@ -394,7 +399,8 @@ class Store(ABC):
                 outcomes[i] = Outcome.RETAKEN if added else Outcome.TAKEN
         taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
         if taken and looks_twice:
-            self.look()  # perhaps nobody here has seen the change yet
+            # Perhaps nobody here has seen the change yet.
+            self.look([key for key, _, _ in requests])
             if clock.now() < self.epoch.changed_at + HOLD_BACK:
                 time.sleep(LOOK_TWICE)
                 again = self.renew_many([requests[i] for i in taken], looks_twice=False)
@@ -455,8 +461,11 @@ class Store(ABC):
         """Return the time of the server; a store in this process has the time of this host."""
         return time.time_ns() // 1000
 
-    def look(self) -> None:
-        """Read the epoch of a cache that can forget its locks; add one if there is none."""
+    def look(self, keys: Iterable[str] = ()) -> None:
+        """Read the epoch of a cache that can forget its locks; add one if there is none.
+
+        In a cluster this reads the epochs of these locks, or of all locks.
+        """
         if not self.forgets:
             return
         for _ in range(TRIES):

@@ -43,7 +43,7 @@ def _expiry(lease: float) -> int:
     return min(math.ceil(lease) + 1, PAST - 1)
 
 
-def _server(server: str) -> str:
+def _place(server: str) -> str:
     parts = urlsplit(f"//{server}")
     return (
         server.removeprefix("unix:") if parts.path else address(parts.hostname, parts.port or 11211)
@@ -74,7 +74,7 @@ class MemcachedStore(Store):
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        self.places = frozenset(map(_server, cache.client_servers))
+        self.places = frozenset(map(_place, cache.client_servers))
 
     def insert(self, key: str, value: bytes, lease: float) -> Any:
         return self._ask("add", self._name(key), value, _expiry(lease))

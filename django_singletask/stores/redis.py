@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -120,7 +121,7 @@ def _reply(data: bytes, start: int, refusal: type[Exception]) -> tuple[Any, int]
     return items, end
 
 
-def _entries(keys: Sequence[str], text: bytes) -> dict[str, Entry]:
+def entries_of(keys: Sequence[str], text: bytes) -> dict[str, Entry]:
     """Return entries by key, from a script's text about those that exist."""
     entries, end = {}, 0
     while match := HEAD.match(text, end):
@@ -131,11 +132,12 @@ def _entries(keys: Sequence[str], text: bytes) -> dict[str, Entry]:
     return entries
 
 
-# The connections of the greenlets of this process that are not in use, by the alias of the cache;
-# None is one to open. A thread keeps its connection. A worker may have a greenlet for each of
-# thousands of tasks, so a greenlet borrows a connection for each request, and nobody else has it
-# meanwhile.
-_shared: defaultdict[str, list[Any]] = defaultdict(lambda: [None] * MOST)
+# The connections of the greenlets of this process that are not in use, by the alias of the cache
+# (and the node of a cluster); None is one to open. A thread keeps its connection. A worker may have
+# a greenlet for each of thousands of tasks, so a greenlet borrows a connection for each request,
+# and nobody else has it meanwhile.
+Pools = defaultdict[str, list[Any]]
+_shared = Pools(lambda: [None] * MOST)
 
 # The sockets are the parent's. A connection that is deleted here closes only the child's copy.
 at_fork(after_in_child=_shared.clear)
@@ -155,10 +157,7 @@ class RedisStore(Store):
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        if hasattr(cache, "client"):  # of django-redis or django-valkey
-            self.client = cache.client.get_client(write=True)
-        else:
-            self.client = cache._cache.get_client(None, write=True)  # noqa: SLF001 - no public way
+        self.client: Any = self.make_client()
         is_valkey = any(base.__module__.startswith("django_valkey.") for base in type(cache).mro())
         package = "valkey" if is_valkey else "redis"
         self.errors: Any = import_module(f"{package}.exceptions")
@@ -171,7 +170,17 @@ class RedisStore(Store):
         server = self.options.get("path") or address(host, self.options.get("port", 6379))
         self.places = frozenset({f"{server} database {self.options.get('db') or 0}"})
         # A thread opens a second one only if a signal handler interrupts a request.
-        self.connections = _shared[alias] if are_greenlets() else [None] * MOST
+        self.pools = _shared if are_greenlets() else Pools(_shared.default_factory)
+        self.connections = self.pools[alias]
+
+    def make_client(self) -> Any:
+        if hasattr(self.cache, "client"):  # of django-redis or django-valkey
+            return self.cache.client.get_client(write=True)
+        return self.cache._cache.get_client(None, write=True)  # noqa: SLF001 - no public way
+
+    def clients(self) -> dict[str, Any]:
+        """Return the clients of the servers by their addresses; the only one needs none."""
+        return {"": self.client}
 
     def set_timeouts(self, seconds: float) -> None:
         self.options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), seconds)
@@ -179,9 +188,10 @@ class RedisStore(Store):
         for name in ("retry", "retry_on_error", "retry_on_timeout"):
             self.options.pop(name, None)
         self.close()
-        self.connections = [None] * MOST
+        self.pools = Pools(_shared.default_factory)
+        self.connections = self.pools[self.cache_alias]
 
-    def _ask(self, *requests: tuple[Any, ...], takes: bool = False) -> list[Any]:
+    def ask(self, *requests: tuple[Any, ...], takes: bool = False) -> list[Any]:
         """Send requests together, and return their replies.
 
         If the server has closed the connection, send them again: if it has handled them already,
@@ -233,6 +243,8 @@ class RedisStore(Store):
                     connection.disconnect()
                     is_closed = isinstance(error, OSError) and not isinstance(error, TimeoutError)
                     code = str(error).partition(" ")[0] if isinstance(error, refusal) else ""
+                    if code in ("CLUSTERDOWN", "LOADING"):
+                        self.note_server(b"not ready")
                     if code == "NOSCRIPT":  # a new or flushed server
                         sent = [*LOADS, *requests]
                     elif was_open and (code == "READONLY" or is_closed):
@@ -253,7 +265,7 @@ class RedisStore(Store):
             facts = connection.read_response(disable_decoding=True).splitlines()
         except self.errors.ResponseError:
             return  # it is forbidden: only the epoch shows that locks were forgotten
-        if b"redis_mode:cluster" in facts:
+        if b"redis_mode:cluster" in facts and not hasattr(self, "cluster"):
             raise ImproperlyConfigured(
                 f"The cache {self.cache_alias!r} cannot hold locks: its server belongs to a "
                 "Redis Cluster, and one request needs several keys. Use a Redis or Valkey "
@@ -261,7 +273,18 @@ class RedisStore(Store):
             )
         for line in facts:
             if line.startswith(b"run_id:"):
-                self.epoch.note("server", line)
+                self.note_server(line)
+
+    # A server that restarts says who it is before it takes requests: it loads its snapshot, or
+    # waits for its cluster. The pause for the holders begins when it is ready. So after a refusal
+    # the next connection finds another server again:
+    #
+    #   server:   restarts     loading ..............  ready
+    #   taker:     another run_id -> waits 1 s ...       another again -> waits 1 s    takes -> held
+    #   holder:                                                takes its lock again
+
+    def note_server(self, line: bytes) -> None:
+        self.epoch.note("server", line)
 
     def take(
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
@@ -271,21 +294,21 @@ class RedisStore(Store):
         args = value, max(1, int(lease * 1000)), slots.allowed, slots.mark
         while True:
             epoch = (self.epoch.value or b"unknown") if heeds_epoch else b""
-            (reply,) = self._ask((*script, *args, epoch), takes=heeds_epoch)
+            (reply,) = self.ask((*script, *args, epoch), takes=heeds_epoch)
             if isinstance(reply, int):
                 return slots.keys[reply]
             if reply:
-                return _entries(slots.keys, reply)
+                return entries_of(slots.keys, reply)
             self.look()  # if the epoch has changed, the next check raises
 
     def insert(self, key: str, value: bytes, lease: float) -> Any:
         expiry = () if lease == math.inf else ("PX", max(1, int(lease * 1000)))
-        return self._ask(("SET", self.make_key(key), value, "NX", *expiry))[0]
+        return self.ask(("SET", self.make_key(key), value, "NX", *expiry))[0]
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         milliseconds = "" if lease is None else max(1, int(lease * 1000))
         words = self.make_key(key), old, new, milliseconds
-        (reply,) = self._ask(("EVALSHA", SHA[CHANGE], 1, *words))
+        (reply,) = self.ask(("EVALSHA", SHA[CHANGE], 1, *words))
         if lease is None and reply == 0 and self.was_sent_twice:
             return Outcome.SENT_TWICE
         return OUTCOMES[reply]
@@ -295,7 +318,7 @@ class RedisStore(Store):
             (self.make_key(key), value, value, max(1, int(lease * 1000)))
             for key, value, lease in requests
         ]
-        replies = self._ask(*(("EVALSHA", SHA[CHANGE], 1, *each) for each in words))
+        replies = self.ask(*(("EVALSHA", SHA[CHANGE], 1, *each) for each in words))
         return [OUTCOMES[reply] for reply in replies]
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
@@ -303,27 +326,32 @@ class RedisStore(Store):
         return self._read(wanted, map(self.make_key, wanted))
 
     def _read(self, keys: Sequence[str], cache_keys: Iterable[str]) -> dict[str, Entry]:
-        (text,) = self._ask(("EVALSHA", SHA[READ], len(keys), *cache_keys))
-        return _entries(keys, text)
+        (text,) = self.ask(("EVALSHA", SHA[READ], len(keys), *cache_keys))
+        return entries_of(keys, text)
 
     def fence(self, key: str, value: bytes) -> int | None:
         keys = self.make_key(key), self.make_key(FENCE)
-        (number,) = self._ask(("EVALSHA", SHA[FENCE_SCRIPT], 2, *keys, value))
+        (number,) = self.ask(("EVALSHA", SHA[FENCE_SCRIPT], 2, *keys, value))
         return None if number is None else int(number)
 
     def scan(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        for names in self.names(prefix):
+            yield from self._read(names, names).items()
+
+    def names(self, prefix: str) -> Iterator[list[str]]:
+        """Yield the cache keys that begin with a prefix, many at a time."""
         pattern = re.sub(r"([*?[\]\\])", r"\\\1", prefix) + "*"
         cursor: Any = None
         seen: set[str] = set()
         while cursor != b"0":
             request = "SCAN", cursor or 0, "MATCH", pattern, "COUNT", BATCH, "TYPE", "string"
-            ((cursor, names),) = self._ask(request)
+            ((cursor, names),) = self.ask(request)
             # SCAN may name an entry twice.
             new = [*{name.decode(errors="replace") for name in names}.difference(seen)]
             seen.update(new)
-            yield from self._read(new, new).items()
+            yield new
 
     def close(self) -> None:
         if not are_greenlets():  # those share their connections
-            for connection in filter(None, self.connections):
+            for connection in filter(None, chain(*self.pools.values())):
                 connection.disconnect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -24,12 +25,24 @@ CONF = {
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}
 
 
-@pytest.fixture(params=["redis", "pylibmc", "pymemcache"])
+class OneNode(servers.Cluster):
+    """A cluster of which one node is killed, and started again with its data."""
+
+    def kill(self):
+        random.choice(self.primaries).kill()
+
+
+@pytest.fixture(params=["redis", "valkey", "cluster", "pylibmc", "pymemcache"])
 def store(request):
     """Give the alias of a cache, its server and how workers find it."""
-    if request.param == "redis":
-        with servers.Redis(**DURABLE) as server:
-            yield "own_redis", server, {"SINGLETASK_TEST_OWN_REDIS_URL": server.url}
+    if request.param == "valkey" and request.config.getoption("soak") < 60:
+        pytest.skip("short: the nodes of the cluster are Valkey servers")
+    if request.param == "cluster":
+        with OneNode(replicas=0, **DURABLE) as server:
+            yield "cluster", server, {"SINGLETASK_TEST_CLUSTER": server.url}
+    elif request.param in ("redis", "valkey"):
+        with (servers.Redis if request.param == "redis" else servers.Valkey)(**DURABLE) as server:
+            yield f"own_{request.param}", server, {"SINGLETASK_TEST_OWN_REDIS_URL": server.url}
     else:
         with servers.Memcached() as server:
             yield f"own_{request.param}", server, {"SINGLETASK_TEST_OWN_MEMCACHED": server.address}
@@ -53,7 +66,7 @@ def test_soak(start_worker, store, tmp_path, monkeypatch, request, record_proper
             workers,
             server,
             broker,
-            forgets=alias != "own_redis",
+            forgets=isinstance(server, servers.Memcached),
             seconds=request.config.getoption("soak"),
         )
         soak.run()

@@ -1,0 +1,298 @@
+"""Locks in a Valkey or Redis Cluster, through the cluster client of django-valkey."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from binascii import crc_hqx
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from valkey import Valkey, cluster, connection
+
+from django_singletask import clock
+from django_singletask.exceptions import LockUnavailable
+from django_singletask.stores import base
+from django_singletask.stores.base import Entry, Epoch, Outcome, Slots, address, is_key
+from django_singletask.stores.redis import READ, SHA, RedisStore, entries_of
+
+# The groups of locks
+#
+# A script may use only keys of one hash slot, of which a cluster has 16384. The first two digits of
+# a lock's digest choose one of 256 groups, and the keys of a group end in its hash tag. So a lock,
+# its slots and markers, and the group's epoch and counter are in one hash slot, and a group is to
+# the requests of RedisStore what a server is. The tag of group i is the smallest number whose hash
+# slot is one of 64i to 64i + 63, so that the groups are spread over the nodes as the slots are; 477
+# is the largest. It never changes, because the hash of a cluster does not, and to compute them all
+# takes less than a millisecond.
+HASHED = {str(number): crc_hqx(b"%d" % number, 0) % 16384 for number in reversed(range(478))}
+TAGS = {slot // 64: number for number, slot in HASHED.items()}
+DIGEST = re.compile(r":([0-9a-f]{2})[0-9a-f]{30}(#\d+)?(:cleared:[^:]*)?$")
+
+PAUSE = 0.05
+"""Seconds until a request is sent again whose keys are on their way to another node."""
+PASSING = {"ASK", "MOVED", "TRYAGAIN"}
+"""Refusals of a node that is well."""
+
+
+class Map:
+    """The address of each group's node, as this process knows it, and the epoch of each group."""
+
+    def __init__(self, whole: Epoch) -> None:
+        self.epochs = [Epoch(whole.cache, whole) for _ in TAGS]
+        self.owners: list[str] = []
+        self.servers: dict[str, bytes] = {}
+        """The line of a node's INFO that identifies its process, by address."""
+
+
+# A node that forgets
+#
+# Each node can restart empty, or with an old snapshot, or be replaced by a replica that lags. Then
+# its groups are what a plain server is that has forgotten its locks, and the other groups are not
+# concerned. A restart shows by the epoch of the group, or by the "run_id" on a new connection:
+#
+#   holder:  holds in group 7 .............. looks: another epoch, or run_id: takes it again
+#   node:                    restarts
+#   taker:                             takes in group 7: the same       waits 1 s     takes -> held
+#
+# A replica that took over has the epoch of before, and may lack the newest locks. A node to which a
+# slot migrated has all of them, and nobody waits. In the map both are another owner of the group:
+#
+#   failover:    owner: A    A dies    B is promoted    owner: B, which had no group   -> forgotten
+#   migration:   owner: A    keys move to C             owner: C, which has others     -> moved
+#
+# A node that is new in the cluster looks like a replica, but only for the first group that moves
+# there. All groups are compared in one step. Otherwise the second group of A would find B among the
+# owners, because the first one has put it there.
+
+
+class Node(RedisStore):
+    """The requests to one node; a take heeds the ``epoch``."""
+
+    def __init__(self, cluster: ClusterStore, where: str, epoch: Epoch) -> None:
+        names = ("cache", "cache_alias", "client_errors", "connect", "errors", "limited", "places")
+        vars(self).update({name: getattr(cluster, name) for name in names})
+        self.cluster, self.where, self.epoch = cluster, where, epoch
+        host, _, port = where.rpartition(":")
+        self.options = cluster.options | {"host": host, "port": int(port)}
+        self.connections = cluster.pools[f"{self.cache_alias} {where}"]
+
+    # The thread that renews locks has a limit for each request. If a node hangs, its locks must not
+    # keep the thread from those of other nodes:
+    #
+    #   thread: renews a (hangs, 2 s)   renews b (hangs, 2 s) ...      renews z: its lease has ended
+    #   so:     renews a (hangs, 2 s)   b: not sent           ...      renews z
+
+    def ask(self, *requests: tuple[Any, ...], takes: bool = False) -> list[Any]:
+        hanging, timeouts = self.cluster.hanging, (TimeoutError, self.errors.TimeoutError)
+        if clock.now() < hanging.get(self.where, 0):
+            raise self.unavailable(TimeoutError(f"{self.where} has not answered"))
+        try:
+            return super().ask(*requests, takes=takes)
+        except LockUnavailable as error:
+            if self.limited < math.inf and isinstance(error.__cause__, timeouts):
+                hanging[self.where] = clock.now() + base.LOOK
+            raise
+
+    def note_server(self, line: bytes) -> None:
+        nodes = self.cluster.map
+        for epoch, owner in zip(nodes.epochs, nodes.owners, strict=False):  # none at first
+            if owner == self.where:
+                epoch.note("server", line)
+        nodes.servers[self.where] = line  # last: read_map() notes it without a change
+
+
+class Group(RedisStore):
+    """The locks of one group, on whichever node has it now."""
+
+    def __init__(self, cluster: ClusterStore, number: int) -> None:
+        self.cluster, self.number = cluster, number
+        self.cache_alias, self.epoch = cluster.cache_alias, cluster.map.epochs[number]
+        self.make_key = lambda key: f"{cluster.make_key(key)}{{{TAGS[number]}}}"
+        self.epoch_key = self.make_key(base.EPOCH)
+
+    # A slot that migrates
+    #
+    # Its keys move one by one. The old node answers for those that it still has, and sends whoever
+    # wants another one to the new node ("ASK"). Each key is on one node at a time, so two processes
+    # cannot both find a lock free. A take needs the epoch and the lock: while only one of them has
+    # moved, both nodes say "TRYAGAIN".
+    #
+    #   old node:   epoch, lock      lock                               -
+    #   new node:                    epoch              epoch, lock     has the slot
+    #   take:       -> held          -> TRYAGAIN        -> ASK -> held  -> MOVED -> held
+    #   release:    -> freed         -> freed           -> ASK -> freed -> MOVED -> freed
+    #
+    # These refusals change nothing. But if the connection fails, the node may have made a deletion
+    # and passed it on before a replica took over. So the deletion is sent twice, as in RedisStore.
+
+    def ask(self, *requests: tuple[Any, ...], takes: bool = False) -> list[Any]:
+        find, left, asking, was_sent = self.cluster.find, base.TRIES, False, False
+        where = find(self.number)
+        while True:
+            words = [w for each in requests for w in (("ASKING",), each)] if asking else requests
+            node = Node(self.cluster, where, self.epoch)
+            try:
+                replies = node.ask(*words, takes=takes)
+                self.was_sent_twice = node.was_sent_twice or was_sent
+                return replies[1::2] if asking else replies
+            except LockUnavailable as error:
+                code, *rest = str(error.__cause__).split() or [""]
+                asking, left = code == "ASK", left - 1
+                if code == "TRYAGAIN":
+                    time.sleep(PAUSE)
+                elif not asking:
+                    self.cluster.read_map(where, answers=code == "MOVED")
+                found = beside(where, *rest[1].rsplit(":", 1)) if asking else find(self.number)
+                if not left or (found == where and code not in PASSING):
+                    raise
+                was_sent, where = was_sent or code not in PASSING, found
+
+
+def beside(where: str, host: str, port: object) -> str:
+    """Return an address that a node has named; an empty host is its own."""
+    return address(host or where.rpartition(":")[0], port)
+
+
+class ClusterStore(RedisStore):
+    """Send each request to the group of its lock.
+
+    The client of django-valkey is not used. It would read its map without the limits of a
+    background thread, and send a script again without saying so.
+    """
+
+    batch = 1  # a node that does not answer concerns no lock of another one
+
+    def __init__(self, cache: Any, alias: str) -> None:
+        self.hanging: dict[str, float] = {}
+        super().__init__(cache, alias)
+        self.places = frozenset(self.seeds)
+        self.map: Map = vars(self.epoch).setdefault("map", Map(self.epoch))
+
+    def make_client(self) -> Any:
+        """Return a client of the first server, whose options all connections have."""
+        client = self.cache.client
+        urls = [*map(connection.parse_url, client._server)]  # noqa: SLF001 - no public way
+        self.seeds = [address(url.get("host"), url.get("port", 6379)) for url in urls]
+        options = cluster.cleanup_kwargs(**client.connection_factory.base_client_cls_kwargs)  # type: ignore[no-untyped-call]
+        return Valkey.from_url(client._server[0], **options)  # noqa: SLF001
+
+    def clients(self) -> dict[str, Any]:
+        self.read_map()
+        options = self.options | {"connection_class": self.connect}
+        owners = sorted({*self.map.owners} - {""})
+        return {owner: Valkey.from_url(f"valkey://{owner}", **options) for owner in owners}
+
+    def group(self, key: str) -> Group:
+        """Return the group of a lock, given the key of one of its entries."""
+        digest = DIGEST.search(key)
+        return Group(self, int(digest[1], 16) if digest else 0)
+
+    def find(self, group: int) -> str:
+        """Return the address of the node of a group; any, which refuses, if it has none."""
+        if not self.map.owners:
+            self.read_map()
+        return self.map.owners[group] or self.seeds[0]
+
+    def read_map(self, where: str = "", *, answers: bool = False) -> None:
+        """Ask which node has which group: first the node that ``answers``, last one that fails."""
+        nodes, known = self.map, {*self.map.owners, *self.seeds} - {""}
+        for each in sorted(known, key=lambda address: (address == where) != answers):
+            try:
+                (ranges,) = Node(self, each, self.epoch).ask(("CLUSTER", "SLOTS"))
+                break
+            except LockUnavailable as error:
+                failure = error
+        else:
+            raise failure
+        owners = nodes.owners[:] or [""] * len(TAGS)
+        for start, end, (host, port, *_), *_replicas in ranges:
+            for group, tag in TAGS.items():
+                if start <= HASHED[tag] <= end:
+                    owners[group] = beside(each, (host or b"").decode(), port)
+        for epoch, owner in zip(nodes.epochs, owners, strict=True):
+            server = nodes.servers.get(owner)
+            if nodes.owners and owner not in nodes.owners:
+                epoch.note("server", server or owner.encode())
+            else:
+                epoch.server = server
+        nodes.owners = owners
+
+    def ask_each(self, requests: dict[int, tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+        """Send a request for each group, all of a node in one trip; yield groups and replies.
+
+        If a node fails, those of the others are yielded before this raises.
+        """
+        trips, left = defaultdict[str, list[int]](list), list[int]()
+        for group in requests:
+            trips[self.find(group)].append(group)
+        for where, groups in trips.items():
+            try:
+                replies = Node(self, where, self.epoch).ask(*map(requests.__getitem__, groups))
+                yield from zip(groups, replies, strict=True)
+            except LockUnavailable:  # perhaps one of the slots has moved
+                left += groups
+        for group in left:
+            yield group, Group(self, group).ask(requests[group])[0]
+
+    # The requests of a store
+
+    def take(self, slots: Slots, *args: Any, **options: Any) -> str | dict[str, Entry]:
+        return self.group(slots.keys[0]).take(slots, *args, **options)
+
+    def insert(self, key: str, value: bytes, lease: float) -> Any:
+        return self.group(key).insert(key, value, lease)
+
+    def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
+        return self.group(key).change(key, old, new, lease)
+
+    _extend = base.Store._extend  # noqa: SLF001
+
+    def fence(self, key: str, value: bytes) -> int | None:
+        return self.group(key).fence(key, value)
+
+    def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
+        wanted, parts, found = list(keys), defaultdict[int, list[str]](list), dict[str, Entry]()
+        for key in wanted:
+            parts[self.group(key).number].append(key)
+        requests = {}
+        for group, part in parts.items():
+            names = map(Group(self, group).make_key, part)
+            requests[group] = ("EVALSHA", SHA[READ], len(part), *names)
+        for group, text in self.ask_each(requests):
+            found |= entries_of(parts[group], text)
+        return {key: found[key] for key in wanted if key in found}
+
+    # Who holds no lock looks for the processes that it will fork. A worker for each of a hundred
+    # thousand processes must not read all epochs each second: one of each node shows that the
+    # others must be read.
+
+    def look(self, keys: Iterable[str] = ()) -> None:
+        changes, groups = self.epoch.changes, {self.group(key).number for key in keys}
+        unknown = (group for group in TAGS if self.map.epochs[group].value is None)
+        self.look_at(groups or {*unknown, *self.one_of_each()})
+        if not groups and self.epoch.changes != changes:
+            self.look_at(TAGS)
+
+    def look_at(self, groups: Iterable[int]) -> None:
+        requests = {group: ("GET", Group(self, group).epoch_key) for group in groups}
+        for group, value in self.ask_each(requests):
+            if value is None:
+                Group(self, group).look()
+            else:
+                self.map.epochs[group].see(value)
+        self.epoch.seen_at = clock.now()
+
+    def one_of_each(self) -> Iterable[int]:
+        """Return a group of each node."""
+        return {owner: group for group, owner in enumerate(self.map.owners)}.values()
+
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        prefix = self.prefix()
+        self.read_map()
+        for group in self.one_of_each():
+            for names in Group(self, group).names(prefix):
+                keys = [base.PREFIX + name.removeprefix(prefix).partition("{")[0] for name in names]
+                yield from self.read_many(filter(is_key, keys)).items()
