@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from django_singletask.operators.probe import probe
 from django_singletask.stores import base, cluster, get_store
 from django_singletask.stores.base import EPOCH, FENCE, Outcome, Slots, epoch_of, marker_key
 from django_singletask.stores.cluster import TAGS, Node
+from tests import servers
 from tests.entries import eventually, holder, key_of, private_store
 from tests.servers import Cluster, Redis, Server, Valkey
 from tests.test_stores_redis import requests
@@ -248,6 +250,11 @@ class Migration:
         lines = self.cluster.say(node, "CLUSTER NODES").splitlines()
         return next(line.split()[6] for line in lines if self.cluster.id_of(self.new) in line[:41])
 
+    def all(self) -> None:
+        self.begin()
+        self.move()
+        self.end()
+
     def say(self, node: Redis, *words: object) -> str:
         return self.cluster.say(node, "CLUSTER SETSLOT", self.slot, *words)
 
@@ -294,6 +301,30 @@ def test_a_lock_is_held_while_its_slot_migrates(store: Any, migration: Migration
     assert epoch_of("cluster").changed_at == changed_at
 
 
+@pytest.mark.usefixtures("outside_of_tests")
+def test_nobody_waits_for_a_slot_that_moves_to_a_new_node(either: Cluster, store: Any) -> None:
+    with TaskLock("nightly"):
+        pass
+    changed_at = epoch_of("cluster").changed_at
+    migration = Migration(either, store, "nightly")
+    old, config = migration.old, {"cluster_enabled": "yes", "cluster_port": servers.free_port()}
+    config["cluster_allow_replica_migration"] = "no"  # it would follow its last slot
+    with type(old)(**config) as node:
+        either.say(node, "CLUSTER MEET 127.0.0.1", old.port, old.config["cluster_port"])
+        either.wait(lambda: "cluster_state:ok" in either.say(node, "CLUSTER INFO"))
+        either.wait(lambda: either.id_of(node) in either.say(old, "CLUSTER NODES"))
+        migration.new = node
+        migration.all()
+        with TaskLock("nightly"):
+            pass
+        assert store.find(migration.group.number) == where_is(node)
+        assert epoch_of("cluster").changed_at == changed_at
+        migration.old, migration.new = node, old  # back, before the node ends
+        migration.all()
+        for each in either.nodes:
+            either.say(each, "CLUSTER FORGET", either.id_of(node))
+
+
 def test_a_lock_is_released_on_the_new_node_before_the_slot_is_there(
     store: Any, migration: Migration
 ) -> None:
@@ -325,12 +356,14 @@ def test_a_free_lock_is_taken_by_nobody_while_only_its_epoch_has_moved(
 def test_a_free_lock_is_taken_as_soon_as_its_slot_has_moved(
     store: Any, migration: Migration, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: ends.pop()() if ends else None)
     with TaskLock("nightly"):
         pass
     ends = [migration.end]
     migration.begin()
     migration.move()
+    # Only the module's own pauses, since other threads sleep as well.
+    pause = SimpleNamespace(sleep=lambda seconds: ends.pop()() if ends else None)
+    monkeypatch.setattr(cluster, "time", pause)
     with TaskLock("nightly") as lock:
         assert lock.owned()
     assert not ends

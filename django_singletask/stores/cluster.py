@@ -8,6 +8,7 @@ import time
 from binascii import crc_hqx
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from valkey import Valkey, cluster, connection
@@ -33,6 +34,8 @@ DIGEST = re.compile(r":([0-9a-f]{2})[0-9a-f]{30}(#\d+)?(:cleared:[^:]*)?$")
 
 PAUSE = 0.05
 """Seconds until a request is sent again whose keys are on their way to another node."""
+NEVER_PROMOTED = b"master_replid2:" + b"0" * 40
+"""What INFO says of a node that was no replica before."""
 PASSING = {"ASK", "MOVED", "TRYAGAIN"}
 """Refusals of a node that is well."""
 
@@ -62,9 +65,9 @@ class Map:
 #
 #   failover:    owner: A    A dies    B is promoted    owner: B, which had no group   -> forgotten
 #   migration:   owner: A    keys move to C             owner: C, which has others     -> moved
+#   new node:    owner: A    keys move to D             owner: D, was never promoted   -> moved
 #
-# A node that is new in the cluster looks like a replica, but only for the first group that moves
-# there. All groups are compared in one step. Otherwise the second group of A would find B among the
+# All groups are compared in one step. Otherwise the second group of A would find B among the
 # owners, because the first one has put it there.
 
 
@@ -212,12 +215,17 @@ class ClusterStore(RedisStore):
             for group, tag in TAGS.items():
                 if start <= HASHED[tag] <= end:
                     owners[group] = beside(each, (host or b"").decode(), port)
+        moved = {*nodes.owners} or {*owners}
+        for owner in {*owners} - moved:
+            with suppress(LockUnavailable):  # INFO can be forbidden
+                if NEVER_PROMOTED in Node(self, owner, self.epoch).ask(("INFO",))[0]:
+                    moved.add(owner)
         for epoch, owner in zip(nodes.epochs, owners, strict=True):
             server = nodes.servers.get(owner)
-            if nodes.owners and owner not in nodes.owners:
-                epoch.note("server", server or owner.encode())
-            else:
+            if owner in moved:
                 epoch.server = server
+            else:
+                epoch.note("server", server or owner.encode())
         nodes.owners = owners
 
     def ask_each(self, requests: dict[int, tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
