@@ -68,6 +68,8 @@ class TestStores(StoreContract):
     def prepare(self, cache_alias: str, request: pytest.FixtureRequest) -> Iterator[None]:
         if cache_alias == "pylibmc_binary" and "lease" in request.node.name:
             pytest.skip("its leases are those of pylibmc, which memcached ends seconds late")
+        if cache_alias == "cluster" and "forgotten" in request.node.name:
+            pytest.skip("each group of locks has an epoch: see test_cluster.py")
         self.alias = cache_alias
         is_memcached = cache_alias in MEMCACHED
         self.lists = self.fences = self.tells_remaining = not is_memcached
