@@ -103,8 +103,8 @@ def check_installed(**kwargs: Any) -> None:
             logger.warning(
                 "django_singletask is not in INSTALLED_APPS. Locks work, but there is no history, "
                 "no system check and no 'manage.py locks', and the lock of a killed worker process "
-                'stays until its lease ends. Add "django_singletask" to INSTALLED_APPS and run '
-                "'manage.py migrate'."
+                "stays until the next conflict on its host, or until its lease ends. Add "
+                "\"django_singletask\" to INSTALLED_APPS and run 'manage.py migrate'."
             )
 
 

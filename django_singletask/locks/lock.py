@@ -376,7 +376,8 @@ class TaskLock:
             self._lease.give_back(exc)
             raise
         finally:
-            self._leave_block()
+            block, self._block = self._block, None
+            self._leave_block(block)
 
     async def __aenter__(self) -> TaskLock:
         await self._take_in_threads(in_block=True)
@@ -390,11 +391,15 @@ class TaskLock:
             submit(cache, release)  # it may not have begun
             raise
         finally:
-            self._leave_block()
+            block, self._block = self._block, None
+            self._leave_block(block)
 
-    def _leave_block(self) -> None:
+    # A signal handler runs when Python enters a function. So the block is forgotten before that:
+    #
+    #   __exit__:  released   enters _leave_block(): SIGUSR1   current_lock() -> a lock that is free
+
+    def _leave_block(self, block: Token[Any] | None) -> None:
         """Note that the block, if there was one, has ended: the object can be used again."""
-        block, self._block = self._block, None
         try:
             if block is not None:
                 innermost.reset(block)

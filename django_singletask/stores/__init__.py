@@ -86,7 +86,8 @@ def choose(cache: Any) -> tuple[str, str]:
     for kind, cls in {"caches": type(cache), "clients": client}.items():
         # By name, so that client libraries that are not used are not imported.
         names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
-        name = next((name for name in names if name in own | STORES | UNSAFE), "")
+        # No generator: Python ignores the error of a signal that strikes while it deletes one.
+        name, *_ = [*[name for name in names if name in own | STORES | UNSAFE], ""]
         if name in own:
             return own[name], ""
         path = STORES.get(name, path)

@@ -279,7 +279,7 @@ class ClusterStore(RedisStore):
 
     def look(self, keys: Iterable[str] = ()) -> None:
         changes, groups = self.epoch.changes, {self.group(key).number for key in keys}
-        unknown = (group for group in TAGS if self.map.epochs[group].value is None)
+        unknown = [group for group in TAGS if self.map.epochs[group].value is None]
         self.look_at(groups or {*unknown, *self.one_of_each()})
         if not groups and self.epoch.changes != changes:
             self.look_at(TAGS)

@@ -36,8 +36,8 @@ def test_debounce_runs_once_after_the_last_call(start_worker, call, options, run
     worker = start_worker(concurrency=2)
     calls = []
     for value in range(6):
-        calls.append(call(options, value, countdown=1))
         last = time.monotonic()
+        calls.append(call(options, value, countdown=1))
         time.sleep(0.2)  # the pause between two changes
     for each in calls:
         each.get(timeout=20)
