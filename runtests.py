@@ -50,7 +50,8 @@ FIRST_WORKER_TESTS = [
     "tests/worker/test_unique.py",
 ]
 # The part without workers takes longest, so the first part has some of its tests.
-OTHERS = ["tests/browser", "tests/test_stores_races.py"]
+OTHERS = ["tests/browser", "tests/test_stores_races.py", "tests/test_stores.py"]
+OTHERS += ["tests/test_stores_broken.py", "tests/test_file_locks.py"]
 # Tests of signals, of servers that fail, and of the demo: they start processes and wait for them.
 FAULTS = [
     "tests/test_cluster.py",

@@ -52,7 +52,8 @@ def test_a_test_that_starts_an_absent_server_is_left_out(monkeypatch) -> None:
 
 
 def test_ci_refuses_to_leave_out_tests(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(servers, "missing", lambda **kwargs: servers.NEEDS[1:2])
+    needs = [need for need in servers.NEEDS if need.name == "Memcached"]
+    monkeypatch.setattr(servers, "missing", lambda **kwargs: needs)
     monkeypatch.setenv("CI", "true")
     assert runtests.main([]) == 1
     printed = capsys.readouterr().out
