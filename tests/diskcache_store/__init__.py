@@ -18,15 +18,16 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diskcache import Cache, Disk, DjangoCache, Timeout
 from diskcache.core import DBNAME
 
 from django_singletask.stores.base import Entry, Outcome, Store
+
+T = TypeVar("T")
 
 # SQLite remembers for each file which locks this process has on it. A forked child inherits that
 # memory without the locks, and would then write beside the others:
@@ -71,16 +72,14 @@ class DiskStore(Store):
         self.timeout = seconds
         self.locks = None
 
-    # The requests: each is one transaction.
-
     def insert(self, key: str, value: bytes, lease: float) -> bool:
-        with self.transaction() as locks:
-            return locks.add(self.make_key(key), value, lease)
+        return self.request(lambda locks: locks.add(self.make_key(key), value, lease))
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        with self.transaction() as locks:
-            name = self.make_key(key)
-            entry = self.live(locks, name)
+        name = self.make_key(key)
+
+        def change(locks: Cache) -> Outcome:
+            entry = live(locks, name)
             if entry is None:
                 return Outcome.GONE
             if entry.value not in (old, new):
@@ -91,46 +90,57 @@ class DiskStore(Store):
                 locks.set(name, new, lease)
             return Outcome.OK
 
+        return self.request(change)
+
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        with self.transaction() as locks:
-            found = {key: self.live(locks, self.make_key(key)) for key in keys}
-            return {key: entry for key, entry in found.items() if entry is not None}
+        names = {key: self.make_key(key) for key in keys}
+        found = self.request(lambda locks: [(key, live(locks, names[key])) for key in names])
+        return {key: entry for key, entry in found if entry is not None}
 
     def scan(self, prefix: str) -> list[tuple[str, Entry]]:
-        with self.transaction() as locks:
-            found = [(name, self.live(locks, name)) for name in locks]
-            return [(name, entry) for name, entry in found if entry is not None]
+        found = self.request(lambda locks: [(name, live(locks, name)) for name in locks])
+        return [(name, entry) for name, entry in found if entry is not None]
 
-    # How
-
-    def live(self, locks: Cache, name: str) -> Entry | None:
-        """Return the entry with this name, unless its lease has ended."""
-        value, ends_at = locks.get(name, expire_time=True)
-        if value is None:
-            return None
-        return Entry(value, None if ends_at is None else max(ends_at - time.time(), 0.0))
-
-    @contextmanager
-    def transaction(self) -> Iterator[Cache]:
-        """Let one process and thread at a time read and write the locks."""
+    def request(self, work: Callable[[Cache], T]) -> T:
+        """Return what ``work`` returns; one process and thread at a time does this."""
+        # A signal can raise an error wherever a function of Python begins. So release the lock by
+        # the first call of ``finally``: a ``@contextmanager`` could miss it.
         try:
             if not _open.acquire(timeout=self.timeout):
-                raise Timeout("another thread uses the database")
-            # After any exception, the next request begins with a new object.
-            locks, self.locks = self.locks or self.open(), None
-            with closing(locks):
+                raise Timeout("another thread uses the locks")
+            # After an error, the next request begins with a new object.
+            locks, self.locks = self.open() if self.locks is None else self.locks, None
+            try:
                 with locks.transact():
-                    yield locks
+                    result = work(locks)
+            finally:
+                locks.close()
             self.locks = locks
+            return result
         except self.client_errors as error:
             raise self.unavailable(error) from error
         finally:
-            with suppress(RuntimeError):  # it was not acquired
+            try:  # noqa: SIM105
                 _open.release()
+            except RuntimeError:
+                pass  # it was not acquired
 
     def open(self) -> Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Cache() waits a minute for a busy database, so see first whether it is busy.
-        with closing(sqlite3.connect(self.folder / DBNAME, self.timeout)) as database:
+        database = sqlite3.connect(self.folder / DBNAME, self.timeout)
+        try:
             database.execute("BEGIN IMMEDIATE")
-        return Cache(self.folder, self.timeout, RawDisk, eviction_policy="none")
+        finally:
+            database.close()
+        # Nothing is evicted, and no value is in a file beside the database.
+        options = {"eviction_policy": "none", "disk_min_file_size": 2**30}
+        return Cache(self.folder, self.timeout, RawDisk, **options)
+
+
+def live(locks: Cache, name: str) -> Entry | None:
+    """Return the entry with this name, unless its lease has ended."""
+    value, ends_at = locks.get(name, expire_time=True)
+    if value is None:
+        return None
+    return Entry(value, None if ends_at is None else max(ends_at - time.time(), 0.0))
