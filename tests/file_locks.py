@@ -44,7 +44,6 @@ os.register_at_fork(after_in_child=_after_fork)
 class FileStore(Store):
     """Keep all entries in one file, and lock another file during each request."""
 
-    family = "file"
     client_errors = (OSError, ValueError)
     timeout = 5.0
 
@@ -131,8 +130,10 @@ class FileStore(Store):
             self.wait_for(file)
             yield
         finally:
-            _open_files.discard(file)
-            os.close(file)
+            try:  # a signal may strike after the first call
+                _open_files.discard(file)
+            finally:
+                os.close(file)
 
     def wait_for(self, file: int) -> None:
         until = time.monotonic() + self.timeout
