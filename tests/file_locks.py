@@ -44,7 +44,6 @@ os.register_at_fork(after_in_child=_after_fork)
 class FileStore(Store):
     """Keep all entries in one file, and lock another file during each request."""
 
-    family = "file"
     client_errors = (OSError, ValueError)
     timeout = 5.0
 
@@ -131,10 +130,12 @@ class FileStore(Store):
             self.wait_for(file)
             yield
         finally:
-            # To close the file would not unlock it while a child has a copy.
-            fcntl.flock(file, fcntl.LOCK_UN)
-            _open_files.discard(file)
-            os.close(file)
+            try:  # a signal may strike after the first call
+                # To close the file would not unlock it while a child has a copy.
+                fcntl.flock(file, fcntl.LOCK_UN)
+                _open_files.discard(file)
+            finally:
+                os.close(file)
 
     def wait_for(self, file: int) -> None:
         until = time.monotonic() + self.timeout

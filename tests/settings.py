@@ -137,6 +137,7 @@ CACHES = {
     "locmem": cache(f"{DJANGO}.locmem.LocMemCache", "locks"),
     "dummy": cache(f"{DJANGO}.dummy.DummyCache"),
     "files": cache("tests.file_locks.FileCache", str(FOLDER / "locks")),
+    "disk": cache("diskcache.DjangoCache", str(FOLDER / "disk")),
     "filebased": cache(f"{DJANGO}.filebased.FileBasedCache", str(FOLDER / "cache")),
 }
 # Servers of a test's own, that it stops and restarts.
@@ -155,7 +156,10 @@ for alias, configuration in CACHES.items():
         configuration["BACKEND"] = "tests.absent.Cache"
 CACHES["default"] = CACHES["redis"]
 
-SINGLETASK_STORES = {"tests.file_locks.FileCache": "tests.file_locks.FileStore"}
+SINGLETASK_STORES = {
+    "diskcache.djangocache.DjangoCache": "tests.diskcache_store.DiskStore",
+    "tests.file_locks.FileCache": "tests.file_locks.FileStore",
+}
 
 # What the workers that tests start are told beside.
 SINGLETASK_CACHE = os.environ.get("SINGLETASK_TEST_CACHE", "redis")
