@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from django_singletask import LockError, LockLost, TaskLock, current_lock
+from django_singletask.locks.address import NO_RUN
+from django_singletask.locks.keys import LockKey
+from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Outcome
+from django_singletask.stores.base import MAX_SLOTS, Outcome
 from django_singletask.testing import no_locks
 from tests.command_line import alarm, hold, locks
 from tests.deadline import wait_for
@@ -336,3 +339,13 @@ def test_a_conflict_names_who_handed_it_over(take: Callable[..., TaskLock]):
     lock = TaskLock("nightly")
     assert not lock.acquire()
     assert "process" not in str(lock.blocker)
+
+
+def test_the_last_of_all_slots_can_be_handed_over(on_redis):
+    lock = TaskLock("many", slots=MAX_SLOTS)
+    lock._lease = Lease(
+        "redis", LockKey("many", LockKey("", lock.key).slots()[-1]), NO_RUN.holder("many", 60)
+    )
+    assert lock._lease.take() is None
+    with TaskLock.receive(lock.hand_over(for_=60)) as received:
+        assert received.key.endswith(f"#{MAX_SLOTS}")

@@ -56,8 +56,8 @@ L = TypeVar("L", bound="TaskLock")
 Attempts = Generator[float, None, None]
 """An acquisition: it makes an attempt, and yields the seconds until the next one."""
 HANDLE = re.compile(
-    r"([1-9][0-9]{0,2}) ([0-9a-f]{32}) (.+?) "  # slots, token, cache
-    rf"({PREFIX}[A-Za-z0-9_.:()=-]{{0,100}}:[0-9a-f]{{32}}(?:{SLOT}[0-9]{{1,3}})?) "
+    r"([1-9][0-9]{0,3}) ([0-9a-f]{32}) (.+?) "  # slots, token, cache
+    rf"({PREFIX}[A-Za-z0-9_.:()=-]{{0,100}}:[0-9a-f]{{32}}(?:{SLOT}[0-9]{{1,4}})?) "
     rf"(.{{1,{MAX_NAME}}})"  # the name
 )
 """What a receiver needs: the place and the token of a lock that was handed over."""

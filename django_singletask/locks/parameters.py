@@ -9,7 +9,6 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
-from functools import lru_cache
 from typing import Any
 
 from django.utils.functional import Promise
@@ -195,15 +194,12 @@ class Parameters:
         return forms
 
 
-_signature = lru_cache(maxsize=256)(inspect.signature)
-
-
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function of the project with the arguments of a call by name, if it takes them.
 
     So it gets the same however the call is written. One with ``*args`` alone gets the values.
     """
-    taken = _signature(function).parameters
+    taken = inspect.signature(function).parameters
     kinds = {each.kind for each in taken.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return function(**arguments)

@@ -231,7 +231,7 @@ class ClusterStore(RedisStore):
     def ask_each(self, requests: dict[int, tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
         """Send a request for each group, all of a node in one trip; yield groups and replies.
 
-        If a node fails, those of the others are yielded before this raises.
+        If a node fails, this raises after the trips to the others.
         """
         trips, left = defaultdict[str, list[int]](list), list[int]()
         for group in requests:

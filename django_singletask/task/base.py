@@ -114,7 +114,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     * ``lock_on``: names of the arguments that identify the lock (default: all arguments); ``[]``:
       one lock for all calls.
     * ``lock_name``: the lock's name: a format string over the arguments, or a function of them.
-    * ``lock_slots`` (1): how many runs may hold the lock at once, at most 100.
+    * ``lock_slots`` (1): how many runs may hold the lock at once, at most 1,000.
     * ``on_conflict``: ``"skip"`` (default); ``"raise"`` (:class:`LockConflict`); ``"wait"``;
       ``"requeue"``: postpone the call until it can run; ``"rerun"``: of all calls that conflict,
       only the last runs afterwards. A call without a message (direct, ``apply()``) raises instead

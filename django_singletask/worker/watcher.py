@@ -141,20 +141,19 @@ class Watcher(Background):
         """Free the locks of killed runs; if the store is down, the next check tries again."""
         if not self.killed:
             return
-        try:
-            while self.killed:
-                _until, free = self.killed[0]
+        left, failure = [], None
+        for until, free in self.killed:
+            try:
                 free()
-                del self.killed[0]
-            self.free_failed = False
-        except Exception as error:
-            if not self.free_failed:  # logged once per outage
-                text = "The locks of killed runs are not freed yet; trying again: %s"
-                logger.warning(text, error)
-            self.free_failed = True
-            self.killed = [one for one in self.killed if time.monotonic() < one[0]]
-        finally:
-            connections.close_all()
+            except Exception as error:  # another node of a cluster may answer
+                failure = error
+                if time.monotonic() < until:
+                    left.append((until, free))
+        if failure is not None and not self.free_failed:  # logged once per outage
+            text = "The locks of killed runs are not freed yet; trying again: %s"
+            logger.warning(text, failure)
+        self.free_failed, self.killed = failure is not None, left
+        connections.close_all()
 
 
 class Sweeper(Background):
