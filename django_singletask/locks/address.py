@@ -57,8 +57,8 @@ class Run(NamedTuple):
     #
     # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. A process that
     # allows 2 neither takes nor counts those slots. So until the old processes are gone, there are
-    # at most 5 runs: the greatest number that a process allows. A redelivery reads at least a hundred
-    # slots, to find its own first run. With several slots a retry does so, too, because the
+    # at most 5 runs: the greatest number that a process allows. A redelivery reads a hundred slots
+    # or more, to find its own first run. With several slots a retry does so, too, because the
     # previous try may not have released its slot yet.
 
     def slots(self, lock_key: LockKey, holder: Holder) -> Slots:
