@@ -44,6 +44,7 @@ if repository:
     }
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
+html_js_files = ["accessible.js"]
 nitpicky = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
