@@ -4,7 +4,8 @@
 
 It prints "held" when it has both locks. After a line on its standard input it goes on for these
 seconds. Then it prints as JSON whether it lost the lock in the healthy cache, and the longest time
-that an ``extend()`` of that took; without "extend" it calls none.
+that an ``extend()`` of that took; without "extend" it calls none. It ends after one more line, or
+when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def main(hanging: str, healthy: str, what: str, seconds: float) -> None:
     while time.monotonic() < until:
         time.sleep(0.02)
     print(json.dumps({"lost": lock.lost, "longest": longest}), flush=True)
+    # Others try to take the lock until they have read that. An ended process would not keep it.
+    sys.stdin.readline()
     os._exit(0)  # the end of the interpreter would wait for the cache
 
 
