@@ -81,12 +81,13 @@ def check_cache(**kwargs: Any) -> Messages:
         _ = [*map(load_store, conf.stores.values())]
     except ImproperlyConfigured as error:
         return [_message("E018", f"{error}", "Correct SINGLETASK_STORES, or remove it.")]
+    if path in conf.stores.values():
+        cache.close()  # diskcache, for example, opens files before it is used
     if path == f"{LocMemStore.__module__}.LocMemStore":
         backend = settings.CACHES[alias]["BACKEND"]
         text = f"{named} uses {backend}: processes do not share its locks."
         if current_app.conf.task_always_eager or is_test():
-            fine = "This is fine for tests in one process, but never for workers."
-            return [_message("W001", text, fine)]
+            return [_message("W001", text, "Use it for tests in one process, never for workers.")]
         return [_message("E004", text, hint)]
     if reason:
         numbers = [number for kind, number in REFUSED.items() if isinstance(cache, kind)]
@@ -144,18 +145,17 @@ def check_settings(**kwargs: Any) -> Messages:
     except (TypeError, ValueError) as error:
         hint = "Set SINGLETASK_LOCK_TIMEOUT to seconds, such as 60, or remove it."
         found.append(_message("E007", str(error), hint))
-    is_number = isinstance(days, (int, float)) and days is not True and 0 < days <= MAX_DAYS
+    is_number = type(days) in (int, float) and 0 < days <= MAX_DAYS
     days_rule = f"a number of days above 0 and up to {MAX_DAYS}"
-    modes = f"one of {', '.join(HISTORY_MODES)}"
+    modes = f"one of {HISTORY_MODES}"
     is_boolean = isinstance(conf.record_arguments, bool)
     is_url = not url or (isinstance(url, str) and TASK_URL.fullmatch(url))
     url_rule = "an http or https address whose only field is {task_id}"
-    flower = "'https://flower.example/task/{task_id}'"
     for number, setting, is_valid, rule, example in (
         ("E016", "history_days", is_number, days_rule, "days, such as 30"),
         ("E013", "history", conf.history in HISTORY_MODES, modes, "'background'"),
         ("E014", "record_arguments", is_boolean, "True or False", "False to hide arguments"),
-        ("E017", "task_url", is_url, url_rule, flower),
+        ("E017", "task_url", is_url, url_rule, "'https://flower.example/task/{task_id}'"),
     ):
         if not is_valid:
             name = f"SINGLETASK_{setting.upper()}"
@@ -179,18 +179,16 @@ def _task(task: SingletonTask) -> Messages:
         hint = f"Change {names[-1]}, or remove {names[0] if len(names) > 1 else 'it'}."
         kind = checks.Warning if isinstance(error, Warning) else None
         found.append(_message(number, str(error), hint, task.name, kind))
-    limits = [
+    limit = max(
         getattr(task, name) or getattr(task.app.conf, f"task_{name}") or 0
         for name in ("time_limit", "soft_time_limit")
-    ]
+    )
     if not problems and task.lock_slots > MANY_SLOTS:
-        text = (
-            f"lock_slots={task.lock_slots} of {task.name}: each conflict reads that many entries."
-        )
+        text = f"lock_slots={task.lock_slots} of {task.name}: each conflict reads all of them."
         hint = f"Use at most {MANY_SLOTS}, or divide the work among several locks."
         found.append(_message("W007", text, hint, task.name))
     fixed = not (problems or task.lock_renew) and task.lock_timeout
-    if fixed and (limit := max(limits)) > fixed:
+    if fixed and limit > fixed:
         text = (
             f"lock_timeout={task.lock_timeout!r} of {task.name} is shorter than its time limit of "
             f"{limit} s, and lock_renew=False: the lock can expire while the task runs."

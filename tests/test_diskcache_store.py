@@ -204,6 +204,7 @@ def test_others_work_on_after_an_interruption_at_any_place(
         places.append(interruption.place)
     assert len(places) > 5
     assert bool(stopped) == (class_ is HoldingStore), stopped
+    gc.collect()  # what was interrupted while it opened the database: warn of it here, not later
 
 
 def in_thread(function: Callable[[], bool]) -> bool:

@@ -128,7 +128,7 @@ class DiskStore(Store):
     def open(self) -> Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Cache() waits a minute for a busy database, so see first whether it is busy.
-        database = sqlite3.connect(self.folder / DBNAME, self.timeout)
+        database = sqlite3.connect(self.folder / DBNAME, timeout=self.timeout)
         try:
             database.execute("BEGIN IMMEDIATE")
         finally:
