@@ -53,6 +53,8 @@ class Conf:
 
     history: str
     """In tests an attribute of the class, which :meth:`forget` leaves."""
+    was_changed = False
+    """Whether a test has changed a setting; nothing else sends ``setting_changed``."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in DEFAULTS:
@@ -71,7 +73,7 @@ class Conf:
 
     def forget(self, **kwargs: Any) -> None:
         """Read the settings again. A thread that reads one now writes it into the old dict."""
-        self.__dict__ = {}
+        self.__dict__ = {"was_changed": True}
 
 
 conf = Conf()
@@ -82,10 +84,10 @@ def is_test() -> bool:
     """Return whether this process runs the tests of a project.
 
     Django's test runner and pytest-django both call ``setup_test_environment()``, which adds this
-    host and this outbox.
+    outbox and this host. A test can change the hosts.
     """
-    mail = sys.modules.get("django.core.mail")
-    return hasattr(mail, "outbox") and "testserver" in settings.ALLOWED_HOSTS
+    has_outbox = hasattr(sys.modules.get("django.core.mail"), "outbox")
+    return has_outbox and (conf.was_changed or "testserver" in settings.ALLOWED_HOSTS)
 
 
 _checked_installed = False

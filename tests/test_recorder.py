@@ -539,6 +539,10 @@ class TestMode:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert (done.stdout, done.stderr) == ("inline\n", "")
 
+    def test_in_tests_of_a_host_the_default_is_inline(self, settings):
+        settings.ALLOWED_HOSTS = ["shop.example"]
+        assert conf.history == "inline"
+
     def test_elsewhere_the_default_is_the_background(self, monkeypatch):
         monkeypatch.delattr("django.core.mail.outbox")
         assert conf.history == "background"

@@ -17,6 +17,7 @@ from django_singletask.locks.address import Run
 from django_singletask.locks.lease import Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
+from django_singletask.stores.base import MAX_SLOTS
 from django_singletask.task.header import READS, WAITS
 from django_singletask.testing import hold
 from tests.command_line import locks
@@ -252,8 +253,8 @@ class TestTasks:
         ids=["marked by the broker", "postponed before"],
     )
     def test_a_redelivery_finds_its_first_run_beyond_its_own_number(self, hold, sent, message):
-        """A deploy has lowered lock_slots from 5 to 3 since the first run began."""
-        hold_slot(5, task_id="mine")
+        """A deploy has lowered lock_slots from 1,000 to 3 since the first run began."""
+        hold_slot(MAX_SLOTS, task_id="mine")
         with pytest.raises(Postponed):
             receive(hold, "a", **message)
         assert sent[0]["headers"]["singletask"]["redelivered"] == WAITS
@@ -270,8 +271,8 @@ class TestTasks:
         assert receive(hold, "a", delivery_info={"redelivered": True}) == "ran"
 
     def test_a_retry_waits_for_the_try_before_it_beyond_its_own_number(self, hold, sent):
-        """That try has sent it, and is about to give back a slot of a time with 5 slots."""
-        hold_slot(5, task_id="mine")
+        """That try has sent it, and is about to give back a slot of a time with 1,000 slots."""
+        hold_slot(MAX_SLOTS, task_id="mine")
         with pytest.raises(Postponed):
             receive(hold, "a", retries=1)
         assert len(sent) == 1

@@ -15,10 +15,8 @@ from django_singletask.holder import Holder, clean, mark_of, this_process
 from django_singletask.locks.keys import LockKey
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Entry, Outcome, Slots
+from django_singletask.stores.base import MAX_SLOTS, Entry, Outcome, Slots
 
-SLOTS_BEFORE = 100
-"""How many slots a redelivery looks at, at least: an earlier deployment may have allowed more."""
 KEPT = "kept for"
 """The history's reason for a run that keeps its lock begins with this."""
 
@@ -57,14 +55,13 @@ class Run(NamedTuple):
     #
     # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. A process that
     # allows 2 neither takes nor counts those slots. So until the old processes are gone, there are
-    # at most 5 runs: the greatest number that a process allows. A redelivery reads a hundred slots
-    # or more, to find its own first run. With several slots a retry does so, too, because the
-    # previous try may not have released its slot yet.
+    # at most 5 runs: the greatest number that a process allows. A redelivery reads all slots that
+    # there can be, to find its own first run. A retry does so, too, because the previous try may
+    # not have released its slot yet.
 
     def slots(self, lock_key: LockKey, holder: Holder) -> Slots:
         """Return the slots that a take reads; a delivery takes no second slot for one message."""
-        before = SLOTS_BEFORE if self.redelivered or self.retries else 0
-        looks_at = max(before, holder.slots)
+        looks_at = MAX_SLOTS if self.redelivered or self.retries else holder.slots
         # Locks of a body have no mark, since it may take slots in several threads or asyncio tasks.
         return Slots(lock_key.slots(looks_at), holder.slots, mark_of(self.task_id))
 
