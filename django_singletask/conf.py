@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import sys
+from functools import lru_cache
 from typing import Any
 
 from django.apps import apps
@@ -13,6 +14,7 @@ from django.conf import settings
 from django.core.signals import setting_changed
 
 logger = logging.getLogger("django_singletask")
+warn_once = lru_cache(maxsize=128)(logger.warning)
 
 VERSION = "0.1.0.dev0"
 """The version of the package: the build and the documentation read it from here."""
@@ -90,24 +92,18 @@ def is_test() -> bool:
     return has_outbox and (conf.was_changed or "testserver" in settings.ALLOWED_HOSTS)
 
 
-_checked_installed = False
-
-
 def check_installed(**kwargs: Any) -> None:
     """Log once per process if locks are used but the app is not in ``INSTALLED_APPS``.
 
     A system check cannot report this, because the app itself registers the checks.
     """
-    global _checked_installed
-    if apps.apps_ready and not _checked_installed:
-        _checked_installed = True
-        if not apps.is_installed("django_singletask"):
-            logger.warning(
-                "django_singletask is not in INSTALLED_APPS. Locks work, but there is no history, "
-                "no system check and no 'manage.py locks', and the lock of a killed worker process "
-                "stays until the next conflict on its host, or until its lease ends. Add "
-                "\"django_singletask\" to INSTALLED_APPS and run 'manage.py migrate'."
-            )
+    if apps.apps_ready and not apps.is_installed("django_singletask"):
+        warn_once(
+            "django_singletask is not in INSTALLED_APPS. Locks work, but there is no history, no "
+            "system check and no 'manage.py locks', and the lock of a killed worker process stays "
+            "until the next conflict on its host, or until its lease ends. Add "
+            "\"django_singletask\" to INSTALLED_APPS and run 'manage.py migrate'."
+        )
 
 
 def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool = False) -> float:

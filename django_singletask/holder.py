@@ -14,6 +14,8 @@ from functools import cache, lru_cache
 from typing import Any, get_args, get_type_hints
 from unicodedata import category
 
+from django_singletask.forks import at_fork
+
 # A token is part of the key of a marker, and memcached must accept that key.
 IS_TOKEN = re.compile("[!-9;-~]{0,32}")
 LONGEST = 255
@@ -52,7 +54,8 @@ class Holder(Process):
 
     ``since`` is a Unix time by the clock of the holder's host: people read it, but no lease is
     computed from it. ``timeout`` is the length of the lease in seconds. ``kept`` is true for an
-    entry that belongs to no process any more and stays for ``timeout`` seconds from ``since``.
+    entry that belongs to no process any more and stays for ``timeout`` seconds from ``since``. Do
+    not change a record: other code may have the same object.
     """
 
     token: str
@@ -167,8 +170,7 @@ def this_process() -> Process:
     return Process(socket.gethostname(), boot_id(), pid_ns, time_ns, pid, start_time(pid))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=this_process.cache_clear)
+at_fork(after_in_child=this_process.cache_clear)
 
 
 def boot_id() -> str:

@@ -78,7 +78,7 @@ def wait_for_debts() -> None:
     """Wait until all entries are freed that the background had to free in Redis so far."""
     store = get_store("redis")
     store.add("singletask:last", b"last", 60)
-    renewal.renewers["redis"].owe("singletask:last", b"last", 60)  # they are paid in turn
+    renewal.renewers["redis"].owe(["singletask:last"], b"last", 60)  # they are paid in turn
     eventually(lambda: store.read("singletask:last") is None)
 
 

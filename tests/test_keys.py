@@ -606,7 +606,13 @@ def of_values(*args: Any) -> str:
 
 @pytest.mark.parametrize(
     "lock_name",
-    [of_all, of_values, lambda a, b, **rest: f"of {a} {b} {rest}", lambda b, a: f"of {a} {b}"],
+    [
+        of_all,
+        of_values,
+        "of {} {}".format,
+        lambda a, b, **rest: f"of {a} {b} {rest}",
+        lambda b, a: f"of {a} {b}",
+    ],
 )
 def test_a_function_gets_the_same_however_the_call_is_written(lock_name: Any) -> None:
     parameters = parameters_of(lambda a, b=2: None)
@@ -614,6 +620,22 @@ def test_a_function_gets_the_same_however_the_call_is_written(lock_name: Any) ->
     keys = {call_key(TASK, parameters, *way, lock_name=lock_name) for way in ways}
     assert len(keys) == 1
     assert call_key(TASK, parameters, (1, 3), {}, lock_name=lock_name) not in keys
+
+
+@pytest.mark.parametrize(
+    "lock_name",
+    [
+        "of ({}, {}, {})".format,
+        lambda a, b, c, /: f"of {(a, b, c)}",
+        lambda *values: f"of {values}",
+        lambda first, *others: f"of {(first, *others)}",
+    ],
+)
+@pytest.mark.parametrize("body", [lambda a, b, c: None, lambda a, *rest: None])
+def test_a_function_that_takes_places_gets_the_values(lock_name: Any, body: Any) -> None:
+    assert call_key(TASK, parameters_of(body), (1, 2, 3), {}, lock_name=lock_name).name == (
+        "of (1, 2, 3)"
+    )
 
 
 def test_a_function_may_take_fewer_arguments_than_the_body() -> None:

@@ -741,9 +741,7 @@ class TestOptions:
         for name in ("lost-f-{user_id}", "lost-f-{user_id}", "{'a': 1}", "{}"):
             TaskLock(name)
         [record] = caplog.records
-        expected = (
-            "TaskLock('lost-f-{user_id}') has an unfilled field, so all values share one lock."
-        )
+        expected = "TaskLock('lost-f-{user_id}') has an unfilled field: all values share one lock."
         assert record.getMessage() == f"{expected} Use an f-string."
 
     @pytest.mark.parametrize("name", ["", " ", "a\nb"])

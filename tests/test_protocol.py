@@ -166,7 +166,9 @@ class World(RuleBasedStateMachine):
             keep=lambda lease: None,
             drop=lambda lease: None,
             find=lambda token, key, place: None,
-            owe=lambda key, value, length, *new: self.debts.append((key, value, self.now + length)),
+            owe=lambda keys, value, length, *new: self.debts.append(
+                (*keys, value, self.now + length)
+            ),
             renewing=nullcontext(),
         )
         every_cache = mock.MagicMock(return_value=renewer)

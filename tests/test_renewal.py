@@ -12,6 +12,7 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from django.core.cache import caches
@@ -19,6 +20,7 @@ from django.core.cache import caches
 from django_singletask import LockLost, LockUnavailable, TaskLock, clock, threads
 from django_singletask.locks import renewal
 from django_singletask.locks.address import Run
+from django_singletask.locks.keys import name_key
 from django_singletask.locks.lock import lock_of
 from django_singletask.signals import lock_event
 from django_singletask.stores import get_store
@@ -438,7 +440,7 @@ def test_many_owed_releases_keep_no_lock_from_its_renewal(renewer, wait_for):
     """A worker that discards a backlog of expired calls gives back the entry of each."""
     with TaskLock("nightly", timeout=0.6) as lock:
         for number in range(5000):
-            renewer.owe(f"singletask:{number}", b"x", 60)
+            renewer.owe([f"singletask:{number}"], b"x", 60)
         wait_for(lambda: not renewer.owed, "all releases are made", deadline=10)
         assert not lock.lost
         assert lock._lease.longest_gap < 0.5
@@ -447,35 +449,67 @@ def test_many_owed_releases_keep_no_lock_from_its_renewal(renewer, wait_for):
 def test_too_many_owed_releases_are_dropped_and_logged(no_thread, monkeypatch, caplog):
     monkeypatch.setattr(renewal, "MAX_OWED", 2)
     for key in ("a", "b", "c"):
-        no_thread.owe(key, b"x", 60)
-    assert [key for key, *_ in no_thread.owed] == ["a", "b"]
+        no_thread.owe([key], b"x", 60)
+    assert [keys for keys, *_ in no_thread.owed] == [["a"], ["b"]]
     assert "c is not released; it is free when its lease ends." in caplog.text
 
 
-def test_a_release_that_always_fails_does_not_block_the_others(no_thread, monkeypatch):
+def test_releases_of_a_server_that_is_down_do_not_delay_those_of_another(no_thread, monkeypatch):
     store, freed = get_store("redis"), []
 
     def release(key, value, new, until):
         assert (value, new, until) == (b"x", b"", 0.0)
-        if key == "poison":
-            raise ValueError("this entry is no lock")
+        if key == "down":
+            raise LockUnavailable("down")
         freed.append(key)
 
     monkeypatch.setattr(store, "release", release)
     no_thread.tick_at = math.inf
-    for key in ("poison", "good"):
-        no_thread.owe(key, b"x", 60)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no lock"):
-            no_thread.release_some()
+    for key in (*["down"] * 50, "good"):
+        no_thread.owe([key], b"x", 60)
+    no_thread.release_some()
     assert freed == ["good"]
+    assert len(no_thread.owed) == 50
+    assert "down" in str(no_thread.error)
+
+
+def test_releases_of_a_server_that_hangs_take_little_time(no_thread, monkeypatch):
+    def release(*arguments):
+        now.append(now[-1] + renewal.LOOK / 10)
+        raise LockUnavailable("hangs")
+
+    now = [100.0]
+    monkeypatch.setattr(clock, "now", lambda: now[-1])
+    monkeypatch.setattr(get_store("redis"), "release", release)
+    no_thread.tick_at = math.inf
+    for _ in range(9):
+        no_thread.owe(["hangs"], b"x", 60)
+    no_thread.release_some()
+    assert len(now) == 2  # no more than one request
+
+
+def test_a_take_of_many_slots_owes_one_release(no_thread, monkeypatch):
+    """The take of a lock with 1,000 slots may have put its entry in each of them."""
+    lock, slots = TaskLock("nightly", slots=1000), name_key("nightly").slots()
+    store, sent = get_store("redis"), []
+    monkeypatch.setattr(store, "take", mock.Mock(side_effect=LockUnavailable("no reply")))
+    with pytest.raises(LockUnavailable):
+        lock.acquire()
+    assert len(no_thread.owed) == 1
+    store.add(slots[0], b"another", 60)
+    store.add(slots[700], no_thread.owed[0][1], 60)
+    monkeypatch.setattr(store, "release", lambda *entry: sent.append(entry))
+    no_thread.tick_at = math.inf
+    no_thread.release_some()
+    assert [key for key, *_ in sent] == [slots[700]]
+    assert not no_thread.owed
 
 
 def test_an_owed_release_is_tried_once_although_its_lease_has_ended(no_thread, monkeypatch):
     """Memcached keeps an entry for up to two seconds longer than its lease."""
     store, freed = get_store("redis"), []
     monkeypatch.setattr(store, "release", lambda key, *rest: freed.append((key, *rest)))
-    no_thread.owe("late", b"x", -1, b"new", 7.0)
+    no_thread.owe(["late"], b"x", -1, b"new", 7.0)
     no_thread.release_some()
     assert freed == [("late", b"x", b"new", 7.0)]
 
@@ -485,7 +519,7 @@ def test_a_process_that_ends_waits_for_owed_releases(renewer, monkeypatch):
     monkeypatch.setattr(renewal, "renewers", {"redis": renewer})
     store = get_store("redis")
     store.add("singletask:owed", b"x", 60)
-    renewer.owe("singletask:owed", b"x", 60)
+    renewer.owe(["singletask:owed"], b"x", 60)
     began = clock.now()
     renewal.release_owed(10)
     assert store.read("singletask:owed") is None
@@ -493,7 +527,7 @@ def test_a_process_that_ends_waits_for_owed_releases(renewer, monkeypatch):
 
 
 def test_a_process_that_ends_does_not_wait_for_a_cache_that_is_down(dead_redis):
-    renewal.renewers[dead_redis].owe("singletask:owed", b"x", 60)
+    renewal.renewers[dead_redis].owe(["singletask:owed"], b"x", 60)
     began = clock.now()
     renewal.release_owed(0.3)
     assert 0.3 <= clock.now() - began < 3

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from django.core.signals import setting_changed
 
 from django_singletask.conf import conf
-from django_singletask.locks.parameters import Parameters, call, encode, formattable
+from django_singletask.locks.parameters import Parameters, encode, formattable
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
 MAX_NAME = 255
@@ -45,8 +45,12 @@ class LockKey(NamedTuple):
 
     def slots(self, count: int = MAX_SLOTS) -> tuple[str, ...]:
         """Return the keys of the first slots of this lock; the first slot has the lock's key."""
-        key = lock_of_slot(self.key)
-        return (key, *(f"{key}{SLOT}{number}" for number in range(2, count + 1)))
+        return _slots(lock_of_slot(self.key), count)
+
+
+@functools.lru_cache(maxsize=64)
+def _slots(key: str, count: int) -> tuple[str, ...]:
+    return (key, *(f"{key}{SLOT}{number}" for number in range(2, count + 1)))
 
 
 def lock_of_slot(key: str) -> str:
@@ -120,15 +124,15 @@ def call_key(
             shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
         name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
         return LockKey(name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 2]}…)", key)
+    arguments = parameters.bind(task, args, kwargs, required, defaults=True)
     if callable(lock_name):
         what, public = f"the result of {option} of {task}", f"{task}.{option}"
-        name = call(lock_name, parameters.bind(task, args, kwargs, required, defaults=True))
+        name = parameters.call(lock_name, arguments)
         if name is None:
             return NO_LOCK
     else:
         what, public = f"{option}={lock_name!r} of {task}", lock_name
         template_fields(what, lock_name, parameters)
-        arguments = parameters.bind(task, args, kwargs, required, defaults=True)
         try:
             name = lock_name.format(**{each: formattable(arguments[each]) for each in arguments})
         except (LookupError, AttributeError, TypeError, ValueError, RecursionError) as error:

@@ -234,9 +234,8 @@ class Lease(Address):
         """
         self.held = False
         renewers[self.cache].drop(self)
-        may_have = self.slots.keys[: self.slots.allowed]
-        for key in (self.key,) if self.taken_at else may_have:
-            renewers[self.cache].owe(key, self.value, self.length, new, until)
+        keys = (self.key,) if self.taken_at else self.slots.keys[: self.slots.allowed]
+        renewers[self.cache].owe(keys, self.value, self.length, new, until)
 
     # A run that returned keeps its lock
     #
@@ -330,7 +329,7 @@ class Lease(Address):
                 return f"{holder.slots} {token} {self.cache} {self.key} {self.name}"
         except BaseException:
             # The caller does not get the handle, so free the entry even if it was handed over.
-            renewers[self.cache].owe(self.key, value, seconds)
+            renewers[self.cache].owe((self.key,), value, seconds)
             raise
         raise LockLost(f"{self} is not held by this process: nothing to hand over.")
 
@@ -439,7 +438,7 @@ class Lease(Address):
             #
             #   renewal: request on its way                                -> taken again -> ...
             #   others:            the lease ends   take   run   release
-            renewers[self.cache].owe(self.key, self.value, length)
+            renewers[self.cache].owe((self.key,), self.value, length)
             outcome = Outcome.GONE
         if not self.held:
             return

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 from django_singletask import clock, threads
-from django_singletask.conf import check_choice, check_seconds, conf, logger
+from django_singletask.conf import check_choice, check_seconds, conf, logger, warn_once
 from django_singletask.exceptions import LockConflict, LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks.address import NO_RUN, Address, Run
@@ -61,6 +61,8 @@ HANDLE = re.compile(
     rf"(.{{1,{MAX_NAME}}})"  # the name
 )
 """What a receiver needs: the place and the token of a lock that was handed over."""
+UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
+"""A field in a name: an f-string may have lost its f."""
 BEHIND_ITSELF = "the same code already holds it, and a lock is not re-entrant"
 
 
@@ -69,14 +71,6 @@ def current_lock() -> TaskLock | None:
     lock = innermost.get()()
     # A signal at the end of a block can leave the lock here.
     return None if lock is None or lock._block is None else lock  # noqa: SLF001
-
-
-@functools.lru_cache(maxsize=128)
-def _report_field(name: str) -> None:
-    """Log once that a name has an unfilled field: an f-string may have lost its f."""
-    if re.search(r"\{[A-Za-z_][\w.]*\}", name):
-        text = "TaskLock(%r) has an unfilled field, so all values share one lock. Use an f-string."
-        logger.warning(text, name)
 
 
 class TaskLock:
@@ -127,8 +121,9 @@ class TaskLock:
         at_least: float = 0,
     ) -> None:
         self._lock_key = name if isinstance(name, LockKey) else name_key(name)
-        if isinstance(name, str) and "{" in name:
-            _report_field(name)
+        if isinstance(name, str) and UNFILLED.search(name):
+            text = "TaskLock(%r) has an unfilled field: all values share one lock. Use an f-string."
+            warn_once(text, name)
         self.name, self.key = self._lock_key
         self.timeout = timeout
         self.cache = cache
@@ -602,7 +597,10 @@ def lock_of(kind: type[L], key: Any, run: Run, **options: Any) -> L:
 
 
 # For other modules of this package: what a lock does not show to users.
+lease_of, address_of = attrgetter("_lease"), attrgetter("_address")
 conflict_of, place_of = TaskLock._conflict, TaskLock._address_of  # noqa: SLF001
+refuse, report_conflict = TaskLock._refuse, TaskLock._report_conflict  # noqa: SLF001
+note_wait = TaskLock._note_wait  # noqa: SLF001
 
 
 class DeliveryLock(TaskLock):
@@ -612,10 +610,6 @@ class DeliveryLock(TaskLock):
     """
 
     outage: LockUnavailable | None = None
-    # What a delivery needs of a lock, and a user does not.
-    lease, address = property(attrgetter("_lease")), property(attrgetter("_address"))
-    refuse, report_conflict = TaskLock._refuse, TaskLock._report_conflict  # noqa: SLF001
-    note_wait = TaskLock._note_wait  # noqa: SLF001
 
     def _meet_conflict(self) -> None:
         """Do nothing: the delivery handles the conflict."""

@@ -9,6 +9,7 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
+from itertools import chain
 from typing import Any
 
 from django.utils.functional import Promise
@@ -118,6 +119,8 @@ class Parameters:
         """The names of the arguments, without those in ``**kwargs``."""
         self.extra: str | None = None
         """The name of ``**kwargs``, which takes arguments of any name."""
+        self.rest: str | None = None
+        """The name of ``*args``."""
         self._required: set[str] = set()
         self._defaults: dict[str, str] = {}  # encoded, because 1 differs from 1.0 and from True
         self._unstable: dict[str, Any] = {}
@@ -130,7 +133,9 @@ class Parameters:
                     self._defaults[name] = encode(canonical(parameter.default))
                 except Exception:  # such as a translation before Django is ready
                     self._unstable[name] = parameter.default
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                self.rest = name
+            else:
                 self._required.add(name)
 
     def check_names(self, what: str, names: Collection[str], passed: Collection[str] = ()) -> None:
@@ -174,6 +179,24 @@ class Parameters:
                 arguments[f"**{name}" if twice else name] = value
         return arguments
 
+    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Call a function of the project with the arguments of a call, by name if it takes them.
+
+        So it gets the same however the call is written. One that takes ``*args`` or places only
+        gets the values.
+        """
+        try:
+            taken = inspect.signature(function).parameters
+        except ValueError:  # such as "feed:{}".format
+            taken = BY_PLACE
+        kinds = {each.kind for each in taken.values()}
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return function(**arguments)
+        if kinds <= BY_NAME:
+            return function(**{name: arguments[name] for name in taken if name in arguments})
+        values = [value if name == self.rest else [value] for name, value in arguments.items()]
+        return function(*chain(*values))
+
     def forms(self, task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the canonical forms of the arguments that differ from their defaults.
 
@@ -194,19 +217,7 @@ class Parameters:
         return forms
 
 
-def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function of the project with the arguments of a call by name, if it takes them.
-
-    So it gets the same however the call is written. One with ``*args`` alone gets the values.
-    """
-    taken = inspect.signature(function).parameters
-    kinds = {each.kind for each in taken.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return function(**arguments)
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return function(*arguments.values())
-    return function(**{name: arguments[name] for name in taken if name in arguments})
-
-
+BY_PLACE = inspect.signature(lambda *values: None).parameters
+BY_NAME = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 # For the arguments that a lock's name shows: any task's, without defaults.
 AS_SHOWN = Parameters(inspect.signature(lambda **arguments: None))

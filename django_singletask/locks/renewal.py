@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,11 +27,11 @@ MAX_OWED = 10_000
 """How many releases can be owed to one cache. A lock beyond them is free when its lease ends."""
 
 
-Owed = tuple[str, bytes, float, bytes, float]
+Owed = tuple[Sequence[str], bytes, float, bytes, float]
 """An entry that must be left: the cache was down, or a signal interrupted the request.
 
-Its key and value; until when it is tried, since its lease has ended then; the value that replaces
-the entry, and until when.
+The keys of the slots where it may be, and its value; until when it is tried, since its lease has
+ended then; the value that replaces the entry, and until when.
 """
 
 
@@ -99,18 +99,17 @@ class Renewer(Background):
 
     def find(self, token: str, key: str, origin: object) -> Any:
         """Return the lease of an entry that this thread and asyncio task took, or None."""
-        reference = self.leases.get((token, key))
-        lease = None if reference is None else reference()
+        lease = self.leases.get((token, key), lambda: None)()
         return lease if lease is not None and lease.origin == origin else None
 
     def owe(
-        self, key: str, value: bytes, lease: float, new: bytes = b"", new_until: float = 0.0
+        self, keys: Sequence[str], value: bytes, lease: float, new: bytes = b"", until: float = 0.0
     ) -> None:
         """Leave an entry in the background, and try again until its lease has ended."""
         if len(self.owed) >= MAX_OWED:
-            logger.warning("%s is not released; it is free when its lease ends.", key)
+            logger.warning("%s is not released; it is free when its lease ends.", keys[0])
             return
-        self.owed.append((key, value, clock.now() + lease, new, new_until))
+        self.owed.append((keys, value, clock.now() + lease, new, until))
         self.wake()
         self.check_thread()
 
@@ -207,9 +206,8 @@ class Renewer(Background):
         self.shortest = math.inf
         self.shortest = min([lease.length for lease in self.held()], default=math.inf)
         again = max(self.interval, self.shortest / 12)
-        due = [lease for lease in leases if lease.renews]
-        if not everything:
-            due = [lease for lease in due if lease.due_at <= now + again / 2]
+        soon = math.inf if everything else now + again / 2
+        due = [lease for lease in leases if lease.renews and lease.due_at <= soon]
         for start in range(0, len(due), store.batch):
             self.try_to(self.renew, store, due[start : start + store.batch])
             self.late_at = clock.now() + 2 * LONGEST
@@ -248,18 +246,27 @@ class Renewer(Background):
                 lease.renewing.release()
 
     def release_some(self) -> None:
-        """Make owed releases until the next tick is due, or until the cache does not answer."""
+        """Make owed releases until the next tick is due.
+
+        Of several servers, another may answer: after an error try others, for a tenth of a tick.
+        """
+        soon = clock.now() + self.interval / 10
         for _ in range(len(self.owed)):
-            key, value, until, new, new_until = owed = self.owed[0]
+            keys, value, until, new, new_until = owed = self.owed[0]
             try:
-                self.store().release(key, value, new, new_until)
-            except Exception:
+                store = self.store()
+                if len(keys) > 1:
+                    found = store.read_many(keys)
+                    keys = [key for key in found if found[key].value == value]
+                for key in keys:
+                    store.release(key, value, new, new_until)
+            except Exception as error:
+                self.error = error
                 if clock.now() < until:
-                    self.owed.append(owed)  # so that one that always fails does not block others
-                raise
+                    self.owed.append(owed)
             finally:
                 self.owed.popleft()
-            if clock.now() >= self.tick_at:
+            if clock.now() >= (self.tick_at if self.error is None else soon):
                 break
 
 

@@ -25,7 +25,7 @@ from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import NO_LOCK, QUEUED
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.lock import DeliveryLock, TaskLock, current_lock
+from django_singletask.locks.lock import DeliveryLock, TaskLock, current_lock, lease_of
 from django_singletask.locks.parameters import Parameters, refuse_deferred
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
@@ -41,16 +41,8 @@ ELSEWHERE = {
 }
 """Options of celery-once and celery-singleton, which Celery would accept and ignore."""
 
-OF_ONLY_ONE = {
-    "at_least": "lock_at_least",
-    "key": "lock_name",
-    "lock_key": "lock_name",
-    "renew": "lock_renew",
-    "slots": "lock_slots",
-    "timeout": "lock_timeout",
-    "unique": "unique_until",
-    "wait": "lock_wait",
-}
+OF_ONLY_ONE = {name.removeprefix("lock_"): name for name in NAMES}
+OF_ONLY_ONE |= {"key": "lock_name", "lock_key": "lock_name", "unique": "unique_until"}
 """Options of ``only_one`` that a user may pass to a task by mistake."""
 
 
@@ -63,10 +55,10 @@ def check_definition(cls: type, base: type) -> None:
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
     elsewhere = ELSEWHERE | OF_ONLY_ONE
     for name in cls.__dict__ if "_decorated" in cls.__dict__ else ():
+        if name in dir(base):  # hasattr() would bind the class to an application
+            continue
         if name in elsewhere:
             hint = f": use {elsewhere[name]}. {GUIDE}"
-        elif name in dir(base):  # hasattr() would bind the class to an application
-            continue
         elif similar := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             hint = f"; did you mean {similar[0]!r}?"
         elif name.startswith(("lock_", "unique_")):
@@ -309,7 +301,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     def on_replace(self, sig: Any) -> Any:
         """Send the replacement of this task; an eager one runs here, so release the lock first."""
         lock = current_lock()
-        lease = lock.lease if isinstance(lock, DeliveryLock) and lock else None
+        lease = lease_of(lock) if isinstance(lock, DeliveryLock) and lock else None
         if self.request.is_eager and lease and lease.holder.task_id == self.request.id:
             lease.give_back(result="ignored")
         return super().on_replace(sig)

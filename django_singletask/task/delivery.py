@@ -18,7 +18,16 @@ from django_singletask.exceptions import LockUnavailable
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.lease import Postponed
-from django_singletask.locks.lock import DeliveryLock, TaskLock, conflict_of
+from django_singletask.locks.lock import (
+    DeliveryLock,
+    TaskLock,
+    address_of,
+    conflict_of,
+    lease_of,
+    note_wait,
+    refuse,
+    report_conflict,
+)
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import gives_way, take_ticket
 from django_singletask.task.options import LockOptions
@@ -149,12 +158,12 @@ class Delivery:
         except Exception as error:
             if not self.has_ended or error is self.failure:
                 raise
-            self.lock.lease.give_back(self.failure)
+            lease_of(self.lock).give_back(self.failure)
             if self.queued_call is not None:
                 self._free(self.queued_call)
             logger.exception(
                 "%s: this error came after the body had ended, so it changes nothing.",
-                self.lock.lease,
+                lease_of(self.lock),
             )
             result, failure = self.result, self.failure
         finally:
@@ -182,11 +191,11 @@ class Delivery:
                 if lock.outage is not None:
                     return self._meet_outage(lock.outage)
                 if lock:
-                    if self.header.redelivered and not lock.lease.took_over:
+                    if self.header.redelivered and not lease_of(lock).took_over:
                         self._meet_own_run()
                     # A later call may have run while this one waited for the lock.
                     if ticket and (wait or self.again) and self._is_superseded():
-                        lock.lease.give_back(result="ignored")
+                        lease_of(lock).give_back(result="ignored")
                         return self.options.skip_result
                     return self._run_body()
             return self._meet_conflict()
@@ -206,7 +215,7 @@ class Delivery:
     def _free(self, queued_call: QueuedCall) -> None:
         """Free the entry of a queued call, unless the call or its lock goes on."""
         self._keep_entry(queued_call)
-        queued_call.give_back(kept=self.has_ended and self.lock.lease.kept)
+        queued_call.give_back(kept=self.has_ended and lease_of(self.lock).kept)
 
     def _keep_entry(self, queued_call: QueuedCall) -> None:
         """Keep the entry if the call was sent again, or goes back to the broker."""
@@ -228,7 +237,7 @@ class Delivery:
                 self.postpone("outage")
             if on_outage != "skip":
                 raise outage
-        address, holder = lock.address, lock.lease.holder
+        address, holder = address_of(lock), lease_of(lock).holder
         if on_outage == "skip":
             text = "%s: %s is skipped (on_outage='skip'). %s"
             logger.warning(text, address, holder, outage)
@@ -242,7 +251,7 @@ class Delivery:
     def _meet_conflict(self) -> Any:
         policy = self.options.on_conflict
         if policy == "requeue":
-            self.lock.note_wait(0)  # it waits for its turn
+            note_wait(self.lock, 0)  # it waits for its turn
         if self.request is not None:
             self._meet_own_run()
         if policy == "skip":
@@ -251,7 +260,7 @@ class Delivery:
             self.requeue()
         if policy == "rerun":
             self.rerun()
-        self.lock.refuse(policy)  # "wait" has already waited
+        refuse(self.lock, policy)  # "wait" has already waited
 
     def _run_body(self) -> Any:
         if self.header.ticket is not None and self.request is not None:
@@ -280,7 +289,7 @@ class Delivery:
         if blocker is not None:
             # If a chain replaces a task, its first link has a new id, and the task is its parent.
             replaces = request.replaced_task_nesting > 0 and any(
-                holder.is_run_of(request.parent_id) for holder in self.lock.lease.others
+                holder.is_run_of(request.parent_id) for holder in lease_of(self.lock).others
             )
             # A retry that was sent by a body has more retries: it is not a redelivery.
             if replaces or (is_own and blocker.retries < request.retries):
@@ -349,13 +358,13 @@ class Delivery:
         ``reason`` is reported once for each holder that the message meets, and an outage at the
         first hop. ``changes`` change the header.
         """
-        lock, lease = self.lock, self.lock.lease
+        lock, lease = self.lock, lease_of(self.lock)
         count = "hops" if lock.outage is None else "outage_hops"
         hops = getattr(self.header, count)
         met = lease.blocker.token if lease.blocker else self.header.met
         if lock.outage is None:
             if reason and (not hops or met != self.header.met):
-                lock.report_conflict(reason, "waiting")
+                report_conflict(lock, reason, "waiting")
         elif reason and not hops:
             text = "%s: the call of %s is postponed. %s"
             logger.warning(text, lease, lease.holder, lock.outage)
@@ -387,7 +396,7 @@ class Delivery:
     # What on_conflict says
 
     def skip(self) -> Any:
-        self.lock.report_conflict("skip", "skipped")
+        report_conflict(self.lock, "skip", "skipped")
         if self.options.on_skip is None:
             return self.options.skip_result
         conflict = conflict_of(self.lock)
@@ -402,13 +411,13 @@ class Delivery:
         if left <= 0:
             if self.lock.outage is not None:
                 raise self.lock.outage
-            self.lock.note_wait(limit)
-            self.lock.refuse("requeue")
+            note_wait(self.lock, limit)
+            refuse(self.lock, "requeue")
         self.postpone("requeue", longest=left, requeued_at=since)
 
     def rerun(self) -> NoReturn:
         """Postpone the message behind the holder, as the last one that has met a conflict."""
-        entry, ticket = (self.lock.address, self.task.name), None
+        entry, ticket = (address_of(self.lock), self.task.name), None
         with suppress(LockUnavailable):  # the next delivery meets the outage itself
             has_one = self.header.ticket or self.header.never_gives_way
             ticket = None if has_one else take_ticket(*entry)
@@ -424,7 +433,7 @@ class Delivery:
 
     def _is_superseded(self) -> bool:
         """Return whether a later call replaces this one (``"rerun"`` or ``"replace"``)."""
-        address = self.lock.address
+        address = address_of(self.lock)
         if not gives_way(address, self.task.name, self.header.ticket):
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
