@@ -111,8 +111,8 @@ def call_key(
     """
     # An argument that lock_name needs is noticed when the name is made.
     required = (lock_on or ()) if partial and (lock_on is not None or lock_name) else None
+    arguments = parameters.bind(task, args, kwargs, required, defaults=lock_name is not None)
     if lock_name is None:
-        arguments = parameters.bind(task, args, kwargs, required)
         if lock_on is not None:
             parameters.check_names(f"lock_on of {task}", lock_on, arguments)
             arguments = {name: arguments[name] for name in lock_on if name in arguments}
@@ -124,7 +124,6 @@ def call_key(
             shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
         name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
         return LockKey(name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 2]}…)", key)
-    arguments = parameters.bind(task, args, kwargs, required, defaults=True)
     if callable(lock_name):
         what, public = f"the result of {option} of {task}", f"{task}.{option}"
         name = parameters.call(lock_name, arguments)
