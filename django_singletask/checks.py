@@ -24,8 +24,8 @@ Messages = list[checks.CheckMessage]
 
 MAX_DAYS = 36_500
 
-REFUSED = {DummyCache: "E002", FileBasedCache: "E003", DatabaseCache: "E015"}
-"""The ids of the messages about these caches; about an unfit client E005, about others E006."""
+REFUSED = {DummyCache: "E002", FileBasedCache: "E003", DatabaseCache: "E015", object: "E006"}
+"""The ids of the messages about these caches, and about others; about an unfit client E005."""
 
 MANY_SLOTS = 200
 """With more, a conflict stops a Redis for about a millisecond and more."""
@@ -50,27 +50,21 @@ def run() -> Messages:
     return [*check_cache(), *check_settings(), *check_tasks()]
 
 
-def _message(number: str, text: str, hint: str, obj: str | None = None, kind: Any = None) -> Any:
-    """Return an error for ``E…``, a warning for ``W…``; its hint links to the documentation."""
-    message = kind or (checks.Error if number.startswith("E") else checks.Warning)
+def _message(number: str, text: str | Exception, hint: str, obj: str | None = None) -> Any:
+    """Return an error for ``E…``, but a warning for ``W…`` and for the text of a ``Warning``."""
+    message = checks.Warning if "W" in number or isinstance(text, Warning) else checks.Error
     hint = f"{hint} See {DOCS}/reference/checks.html#{number.lower()}"
-    return message(text, hint=hint, obj=obj, id=f"django_singletask.{number}")
+    return message(f"{text}", hint=hint, obj=obj, id=f"django_singletask.{number}")
 
 
 def check_cache(**kwargs: Any) -> Messages:
     """Check that ``SINGLETASK_CACHE`` can hold locks."""
-    alias, named = conf.cache, f"SINGLETASK_CACHE = {conf.cache!r}"
-    try:
-        cache = open_cache(alias)
-    except (ImproperlyConfigured, ImportError, TypeError) as error:
-        aliases = [*settings.CACHES]
-        text = f"{named} is not in CACHES."
-        hint = f"Add CACHES[{alias!r}], or set SINGLETASK_CACHE to one of {aliases}."
-        if alias in aliases:
-            backend = settings.CACHES[alias].get("BACKEND")
-            text = f"{named}: its BACKEND {backend!r} cannot be loaded: {error}"
-            hint = f"Install the package that it needs, or correct CACHES[{alias!r}]."
-        return [_message("E001", text, hint)]
+    alias = conf.cache
+    named = f"SINGLETASK_CACHE = {alias!r}"
+    if alias not in [*settings.CACHES]:  # it may be unhashable
+        hint = f"Add CACHES[{alias!r}], or set SINGLETASK_CACHE to one of {[*settings.CACHES]}."
+        return [_message("E001", f"{named} is not in CACHES.", hint)]
+    cache = open_cache(alias)
     hint = (
         f"Set CACHES[{alias!r}]['BACKEND'] to Redis, memcached or Django's DatabaseCache on a "
         "supported database, or SINGLETASK_CACHE to such a cache, or add the cache's class to "
@@ -80,19 +74,20 @@ def check_cache(**kwargs: Any) -> Messages:
         path, reason = choose(cache)
         _ = [*map(load_store, conf.stores.values())]
     except ImproperlyConfigured as error:
-        return [_message("E018", f"{error}", "Correct SINGLETASK_STORES, or remove it.")]
+        return [_message("E018", error, "Correct SINGLETASK_STORES, or remove it.")]
     if path in conf.stores.values():
         cache.close()  # diskcache, for example, opens files before it is used
     if path == f"{LocMemStore.__module__}.LocMemStore":
-        backend = settings.CACHES[alias]["BACKEND"]
-        text = f"{named} uses {backend}: processes do not share its locks."
+        text = f"{named} is in the memory of a process: other processes do not see its locks."
         if current_app.conf.task_always_eager or is_test():
             return [_message("W001", text, "Use it for tests in one process, never for workers.")]
         return [_message("E004", text, hint)]
     if reason:
-        numbers = [number for kind, number in REFUSED.items() if isinstance(cache, kind)]
-        other = "E005" if hasattr(cache, "_client_cls") else "E006"
-        return [_message([*numbers, other][0], f"{named}: {reason}.", hint)]
+        number = next(number for kind, number in REFUSED.items() if isinstance(cache, kind))
+        if hasattr(cache, "_client_cls"):
+            number, change = "E005", "remove OPTIONS['CLIENT_CLASS'] (or '{' from its keys)"
+            hint = f"In CACHES[{alias!r}], {change}, or set SINGLETASK_CACHE to another cache."
+        return [_message(number, f"{named}: {reason}.", hint)]
     if not isinstance(cache, DatabaseCache):
         return []
     found = _shared(
@@ -111,7 +106,8 @@ def check_cache(**kwargs: Any) -> Messages:
         hint = (
             "Add another SQLite file to DATABASES, and a router that sends the cache table "
             "to it. Set the OPTIONS of both to {'transaction_mode': 'IMMEDIATE', 'timeout': 20, "
-            "'init_command': 'PRAGMA journal_mode=WAL'}."
+            "'init_command': 'PRAGMA journal_mode=WAL'}. Then run "
+            "'manage.py createcachetable --database <its alias>'."
         )
         found.append(_message("W006", text, hint))
     return found
@@ -130,11 +126,9 @@ def _shared(number: str, loss: str, hint: str, *others: type) -> Messages:
         for other in settings.CACHES
         if other != alias and (found := find_store(other)) and found.places & store.places
     ]
-    if alias == "default" and not users:
-        users = ["the default cache"]
-    who = f"{' and '.join(users)} also uses"
-    text = f"SINGLETASK_CACHE = {alias!r} keeps the locks on {store.place}, which {who}: {loss}"
-    return [_message(number, text, hint)] if users else []
+    who = " and ".join(users) or "other code"
+    text = f"The locks in CACHES[{alias!r}] are on {store.place}, also used by {who}: {loss}"
+    return [_message(number, text, hint)] if users or alias == "default" else []
 
 
 def check_settings(**kwargs: Any) -> Messages:
@@ -144,7 +138,7 @@ def check_settings(**kwargs: Any) -> Messages:
         _ = conf.lock_timeout
     except (TypeError, ValueError) as error:
         hint = "Set SINGLETASK_LOCK_TIMEOUT to seconds, such as 60, or remove it."
-        found.append(_message("E007", str(error), hint))
+        found.append(_message("E007", error, hint))
     is_number = type(days) in (int, float) and 0 < days <= MAX_DAYS
     days_rule = f"a number of days above 0 and up to {MAX_DAYS}"
     modes = f"one of {HISTORY_MODES}"
@@ -175,10 +169,10 @@ def _task(task: SingletonTask) -> Messages:
     problems = list(LockOptions.of(task).problems(f"of {task.name}", parameters_of(task)))
     found = []
     for names, error in problems:
-        number = "E011" if len(names) > 1 else OF_OPTION.get(names[0], "E012")
-        hint = f"Change {names[-1]}, or remove {names[0] if len(names) > 1 else 'it'}."
-        kind = checks.Warning if isinstance(error, Warning) else None
-        found.append(_message(number, str(error), hint, task.name, kind))
+        number = "E011" if names[1:] else OF_OPTION.get(names[0], "E012")
+        step = "Set" if getattr(task, names[-1]) is None else "Change"
+        hint = f"{step} {names[-1]}, or remove {names[0] if names[1:] else 'it'}."
+        found.append(_message(number, error, hint, task.name))
     limit = max(
         getattr(task, name) or getattr(task.app.conf, f"task_{name}") or 0
         for name in ("time_limit", "soft_time_limit")
@@ -190,7 +184,7 @@ def _task(task: SingletonTask) -> Messages:
     fixed = not (problems or task.lock_renew) and task.lock_timeout
     if fixed and limit > fixed:
         text = (
-            f"lock_timeout={task.lock_timeout!r} of {task.name} is shorter than its time limit of "
+            f"lock_timeout={fixed!r} of {task.name} is shorter than its time limit of "
             f"{limit} s, and lock_renew=False: the lock can expire while the task runs."
         )
         hint = f"Set lock_timeout above {limit}, lower the time limit, or remove lock_renew=False."
@@ -219,7 +213,8 @@ def check_deployment(**kwargs: Any) -> Messages:
     return _shared(
         "W002",
         "its clear() and its evictions delete locks.",
-        "Give the locks a dedicated Redis database, memcached server or DatabaseCache table.",
+        "Give the locks a CACHES entry with a dedicated Redis database, memcached server or "
+        "DatabaseCache table, and set SINGLETASK_CACHE to its alias.",
         DatabaseCache,
         LocMemCache,
     )

@@ -13,6 +13,7 @@ from celery import Celery
 from django.core.checks import Error
 
 from django_singletask import SingletonTask, checks
+from django_singletask.conf import DOCS
 from django_singletask.task import base
 from django_singletask.task.header import HEADER, VERSION, WAITS, Header
 from django_singletask.task.options import NAMES, OF_RUN, LockOptions, check_value
@@ -100,14 +101,15 @@ PROBLEMS = [
     ),
     Wrong(
         {"lock_on": ["a"], "lock_name": "x:{a}"},
-        "lock_on=['a'] and lock_name='x:{{a}}' {} cannot be combined.",
+        "lock_on=['a'] and lock_name='x:{{a}}' {} cannot be combined. "
+        f"Change or remove one of them; see {DOCS}/reference/options.html#pairs",
         TypeError,
         TypeError,
         "E011",
     ),
     Wrong(
         {"lock_renew": False},
-        "lock_renew=False {} needs lock_timeout, a lease that is longer than any run.",
+        "lock_renew=False {} needs lock_timeout, a lease longer than any run.",
         None,
         TypeError,
         "E011",
@@ -413,6 +415,16 @@ def test_options_of_a_newer_version_are_ignored_by_the_worker():
     assert Header.of(headers, "id", NAME) == header
 
 
+def test_no_value_is_shown_before_it_is_wrong(define):
+    """To show a lazy translation at import raises, and to show a queryset asks the database."""
+
+    class Hidden:
+        def __repr__(self):
+            raise AssertionError
+
+    define(skip_result=Hidden())
+
+
 def test_a_mixin_may_give_an_option_as_a_property():
     class Mixin:
         @property
@@ -430,6 +442,19 @@ def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define):
     LockOptions.check_call(task, {"on_conflict": "raise"})
     with pytest.raises(ValueError, match="unique_for"):
         LockOptions.check_call(task, {"unique_for": 10**8})
+
+
+@pytest.mark.parametrize(
+    ("option", "help"),
+    [
+        ("lock_timout", "did you mean 'lock_timeout'?"),
+        ("speed", f"the options are {', '.join(sorted(NAMES))}."),
+    ],
+)
+def test_what_an_unknown_option_of_a_call_says(define, option, help):
+    with pytest.raises(TypeError) as caught:
+        define().apply_async((1,), lock_options={option: 3})
+    assert str(caught.value) == f"{option!r} {OF_CALL} is unknown; {help}"
 
 
 @pytest.mark.parametrize("use", [lambda task: task(), lambda task: task.lock()])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from celery.signals import worker_process_shutdown, worker_shutdown
+from django.core.cache.backends.memcached import PyMemcacheCache
+from django.core.cache.backends.redis import RedisCache
 
 from django_singletask.stores.base import epoch_of
 from django_singletask.worker import startup
@@ -36,6 +40,31 @@ class TestRefuse:
 def test_a_worker_with_good_settings_starts():
     """Negative control."""
     startup.refuse()
+
+
+class TestLoad:
+    @pytest.fixture(params=[(RedisCache, "redis"), (PyMemcacheCache, "pymemcache")], ids=str)
+    def absent(self, request, settings, monkeypatch):
+        """Let the locks be in a cache whose client is not installed, and give the client."""
+        backend, client = request.param
+        path = f"{backend.__module__}.{backend.__qualname__}"
+        settings.CACHES = {**settings.CACHES, "locks": {"BACKEND": path, "LOCATION": "x:1"}}
+        settings.SINGLETASK_CACHE = "locks"
+        monkeypatch.setitem(sys.modules, client, None)
+        return client
+
+    def test_a_client_that_is_not_installed_ends_the_worker(self, absent, capsys):
+        with pytest.raises(SystemExit) as caught:
+            startup.load()
+        assert caught.value.code == 1
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == "The worker does not start: its locks would not work."
+        assert second.startswith("SINGLETASK_CACHE cannot be used: ")
+        assert absent in second
+
+    def test_celery_may_skip_the_checks(self, absent, monkeypatch):
+        monkeypatch.setenv("CELERY_SKIP_CHECKS", "1")
+        startup.load()
 
 
 @pytest.mark.parametrize("signal", [worker_process_shutdown, worker_shutdown])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -9,7 +10,7 @@ from inspect import iscoroutinefunction
 from types import SimpleNamespace
 from typing import Any
 
-from django_singletask.conf import check_choice, check_seconds
+from django_singletask.conf import DOCS, check_choice, check_seconds
 from django_singletask.exceptions import LockError
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, check_slots, template_fields
@@ -37,6 +38,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """The options that are one of a few values."""
 WAITING = ("wait", "requeue")
+WHY = f"Change or remove one of them; see {DOCS}/reference/options.html#pairs"
 
 
 def shown(value: Any) -> str:
@@ -102,7 +104,7 @@ class LockOptions(SimpleNamespace, Attributes):
         """Return the options of a task, or of other options, with the changes of one call."""
         options = cls(**dict(zip(FIELDS, _values(task), strict=True)))
         if overrides:
-            if "lock_on" in overrides or "lock_name" in overrides:
+            if {"lock_on", "lock_name"} & overrides.keys():
                 # Only one of the two can be set, so the call's one replaces the task's one.
                 options.lock_on = options.lock_name = None
             vars(options).update(overrides)
@@ -142,9 +144,10 @@ class LockOptions(SimpleNamespace, Attributes):
         where = f"in lock_options of {task.name}"
         unknown = sorted(map(str, overrides.keys() - NAMES))
         if unknown:
-            raise TypeError(
-                f"{unknown[0]!r} {where} is unknown; the options are {', '.join(sorted(NAMES))}."
-            )
+            similar = difflib.get_close_matches(unknown[0], NAMES, n=1, cutoff=0.8)
+            names = ", ".join(sorted(NAMES))
+            advice = f"did you mean {similar[0]!r}?" if similar else f"the options are {names}."
+            raise TypeError(f"{unknown[0]!r} {where} is unknown; {advice}")
         cls.of(task, overrides).check(where, frozenset(overrides))
 
     def check(self, where: str, changed: frozenset[str]) -> None:
@@ -181,9 +184,7 @@ class LockOptions(SimpleNamespace, Attributes):
         until, policy = self.unique_until, self.on_conflict
         replaces = self.on_duplicate == "replace"
         if not self.lock_renew and self.lock_timeout is None:
-            text = (
-                f"lock_renew=False {where} needs lock_timeout, a lease that is longer than any run."
-            )
+            text = f"lock_renew=False {where} needs lock_timeout, a lease longer than any run."
             yield ("lock_renew", "lock_timeout"), TypeError(text)
         if policy == "wait" and not self.lock_wait:
             text = f'on_conflict="wait" {where} needs lock_wait, the longest wait in seconds.'
@@ -207,7 +208,7 @@ class LockOptions(SimpleNamespace, Attributes):
             if is_wrong:
                 one, other = [f"{option}={shown(getattr(self, option))}" for option in pair]
                 if pair in excluded:
-                    yield pair, TypeError(f"{one} and {other} {where} cannot be combined.")
+                    yield pair, TypeError(f"{one} and {other} {where} cannot be combined. {WHY}")
                 else:
                     yield pair, UserWarning(f"{one} {where} has no effect with {other}.")
 

@@ -111,9 +111,9 @@ def load(**kwargs: Any) -> None:
     try:
         with suppress(LockUnavailable):
             look_at_epoch()
-    except ImproperlyConfigured as error:  # a server in cluster mode
+    except (ImproperlyConfigured, ImportError) as error:  # in cluster mode; no client installed
         if not os.environ.get("CELERY_SKIP_CHECKS"):
-            end_worker(str(error))
+            end_worker(f"SINGLETASK_CACHE cannot be used: {error}")
     close_stores()
     router.db_for_write(TaskLockEvent)
 
