@@ -458,7 +458,7 @@ class TestDecoration:
 
     @pytest.mark.parametrize("option", ["lock_ttl", "unique_by"])
     def test_what_looks_like_an_option_of_locks_and_is_none_is_refused(self, app, option):
-        with pytest.raises(TypeError, match=f"no option '{option}'; the options are lock_at_least"):
+        with pytest.raises(TypeError, match=f"no option '{option}': the options are lock_at_least"):
             app.task(base=SingletonTask, lazy=False, **{option: 1})(takes_a)
 
     def test_a_lock_option_of_a_call_belongs_into_lock_options(self, task, sent):
@@ -469,7 +469,7 @@ class TestDecoration:
         assert not sent
 
     def test_a_misspelt_option_suggests_the_right_one(self, app):
-        with pytest.raises(TypeError, match=r"'on_conflit'; did you mean 'on_conflict'\?"):
+        with pytest.raises(TypeError, match=r"'on_conflit': did you mean 'on_conflict'\?"):
             app.task(base=SingletonTask, lazy=False, on_conflit="raise")(takes_a)
 
     def test_an_attribute_that_is_no_option_is_accepted(self, app):

@@ -136,13 +136,14 @@ class TaskLock:
         if renew is not True:
             check_choice("renew", renew, (True, False))
         if timeout is None and not renew:
-            raise TypeError("renew=False needs a timeout, a lease that is longer than any run.")
+            raise TypeError("renew=False needs a timeout, a lease longer than any run.")
         if wait != 0:
             check_seconds("wait", wait, zero=True, infinite=True)
         if at_least != 0:
             check_seconds("at_least", at_least, zero=True)
         if on_conflict != "raise":
-            check_choice("on_conflict", on_conflict, ("raise", "skip"))
+            where = " (to wait, use wait=…)"
+            check_choice("on_conflict", on_conflict, ("raise", "skip"), where)
         self.renew = renew
         self.wait = wait
         self.on_conflict = on_conflict

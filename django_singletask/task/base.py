@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import time
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from django_singletask.locks.lock import DeliveryLock, TaskLock, current_lock, l
 from django_singletask.locks.parameters import Parameters, refuse_deferred
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
-from django_singletask.task.options import NAMES, Attributes, LockOptions
+from django_singletask.task.options import ALL, NAMES, Attributes, LockOptions, guess
 from django_singletask.task.unique import QueuedCall, delay_of
 
 GUIDE = f"See {DOCS}/guides/coming-from.html"
@@ -57,15 +56,11 @@ def check_definition(cls: type, base: type) -> None:
     for name in cls.__dict__ if "_decorated" in cls.__dict__ else ():
         if name in dir(base):  # hasattr() would bind the class to an application
             continue
+        hint = guess(name) or (name.startswith(("lock_", "unique_")) and ALL)
         if name in elsewhere:
-            hint = f": use {elsewhere[name]}. {GUIDE}"
-        elif similar := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
-            hint = f"; did you mean {similar[0]!r}?"
-        elif name.startswith(("lock_", "unique_")):
-            hint = f"; the options are {', '.join(sorted(NAMES))}."
-        else:
-            continue
-        raise TypeError(f"{what} has no option {name!r}{hint}")
+            hint = f"use {elsewhere[name]}. {GUIDE}"
+        if hint:
+            raise TypeError(f"{what} has no option {name!r}: {hint}")
     # A property has a value only on the task.
     values = {n: v for n in NAMES if callable(v := getattr(cls, n)) or not hasattr(v, "__get__")}
     for names, error in LockOptions(**values).problems(f"of {what}"):

@@ -91,8 +91,17 @@ class Attributes:
 
 FIELDS = tuple(Attributes.__annotations__)
 NAMES = frozenset(FIELDS)
+ALL = f"the options are {', '.join(sorted(NAMES))}."
 _values = operator.attrgetter(*FIELDS)
 parameters_of: Callable[[Any], Parameters] = operator.attrgetter("_parameters")
+
+
+def guess(name: str) -> str:
+    """Return which option is meant by a misspelled name, for an error; empty if none is."""
+    similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
+    return f"did you mean {similar[0]!r}?" if similar else ""
+
+
 """Return the parameters of the body of a task."""
 
 
@@ -144,10 +153,7 @@ class LockOptions(SimpleNamespace, Attributes):
         where = f"in lock_options of {task.name}"
         unknown = sorted(map(str, overrides.keys() - NAMES))
         if unknown:
-            similar = difflib.get_close_matches(unknown[0], NAMES, n=1, cutoff=0.8)
-            names = ", ".join(sorted(NAMES))
-            advice = f"did you mean {similar[0]!r}?" if similar else f"the options are {names}."
-            raise TypeError(f"{unknown[0]!r} {where} is unknown; {advice}")
+            raise TypeError(f"{unknown[0]!r} {where} is unknown; {guess(unknown[0]) or ALL}")
         cls.of(task, overrides).check(where, frozenset(overrides))
 
     def check(self, where: str, changed: frozenset[str]) -> None:
