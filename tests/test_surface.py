@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from django_singletask import TaskLock
+from django_singletask.locks.lock import DeliveryLock
 from tests import surface
 from tests.command_line import locks_as_json
 from tests.testapp import tasks
@@ -43,6 +44,11 @@ def keys(value: Any, path: str = "") -> set[str]:
         return set()
     inner = (keys(item, f"{path}.{name}") for name, item in value.items())
     return {f"{path}.{name}" for name in value}.union(*inner)
+
+
+def test_the_lock_of_a_body_shows_little_more_than_any_other_lock() -> None:
+    shown = {name for name in dir(DeliveryLock) if not name.startswith("_")}
+    assert shown - {*dir(TaskLock)} == {"outage"}
 
 
 def test_the_public_surface_is_as_written_down(outputs: dict[str, Any]) -> None:
