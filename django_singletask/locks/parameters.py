@@ -182,13 +182,10 @@ class Parameters:
     def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function of the project with the arguments of a call, by name if it takes them.
 
-        So it gets the same however the call is written. One that takes ``*args`` or places only
-        gets the values.
+        So it gets the same however the call is written. One with ``*args`` or with arguments that
+        have no name gets the values.
         """
-        try:
-            taken = inspect.signature(function).parameters
-        except ValueError:  # such as "feed:{}".format
-            taken = BY_PLACE
+        taken = inspect.signature(function).parameters
         kinds = {each.kind for each in taken.values()}
         if inspect.Parameter.VAR_KEYWORD in kinds:
             return function(**arguments)
@@ -217,7 +214,6 @@ class Parameters:
         return forms
 
 
-BY_PLACE = inspect.signature(lambda *values: None).parameters
 BY_NAME = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 # For the arguments that a lock's name shows: any task's, without defaults.
 AS_SHOWN = Parameters(inspect.signature(lambda **arguments: None))
