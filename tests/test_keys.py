@@ -609,7 +609,6 @@ def of_values(*args: Any) -> str:
     [
         of_all,
         of_values,
-        "of {} {}".format,
         lambda a, b, **rest: f"of {a} {b} {rest}",
         lambda b, a: f"of {a} {b}",
     ],
@@ -625,7 +624,6 @@ def test_a_function_gets_the_same_however_the_call_is_written(lock_name: Any) ->
 @pytest.mark.parametrize(
     "lock_name",
     [
-        "of ({}, {}, {})".format,
         lambda a, b, c, /: f"of {(a, b, c)}",
         lambda *values: f"of {values}",
         lambda first, *others: f"of {(first, *others)}",
