@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ from django_singletask.stores.cluster import TAGS, Node
 from tests import servers
 from tests.entries import eventually, holder, key_of, private_store
 from tests.servers import Cluster, Redis, Server, Valkey
+from tests.test_acl import LINE
 from tests.test_stores_redis import requests
 
 ROOT = Path(__file__).parent.parent
@@ -187,6 +189,23 @@ def test_a_server_that_is_no_cluster_is_an_error(settings: Any, on_redis: None) 
         TaskLock("nightly", cache="cluster").acquire()
 
 
+def test_a_node_may_have_an_ipv6_address(settings: Any) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    options = {"bind": "127.0.0.1 ::1", "cluster_announce_ip": "::1"}
+    with Cluster(primaries=1, replicas=0, **options) as both:
+        where = f"::1:{both.nodes[0].port}"
+        with private_store(settings, "cluster", f"valkey://[::1]:{both.nodes[0].port}/0") as store:
+            assert store.insert(key_of("nightly"), A, 60)
+            assert store.map.owners == [where] * 256
+            [(server, client)] = store.clients().items()
+            assert server == where
+            addresses = {each["laddr"] for each in client.client_list(_type="normal")}
+            assert addresses == {f"[::1]:{both.nodes[0].port}"}
+
+
 @pytest.mark.parametrize("cleared", [False, True])
 def test_a_release_that_a_node_made_before_another_one_took_over_counts_as_made(
     store: Any, monkeypatch: Any, cleared: bool
@@ -255,6 +274,10 @@ class Migration:
         self.move()
         self.end()
 
+    def back(self) -> None:
+        self.old, self.new = self.new, self.old
+        self.all()
+
     def say(self, node: Redis, *words: object) -> str:
         return self.cluster.say(node, "CLUSTER SETSLOT", self.slot, *words)
 
@@ -267,10 +290,7 @@ def migration(either: Cluster, store: Any) -> Iterator[Migration]:
     migration.move()
     with suppress(AssertionError):
         migration.end()
-    migration.old, migration.new = migration.new, migration.old
-    migration.begin()
-    migration.move()
-    migration.end()
+    migration.back()
 
 
 @pytest.fixture
@@ -301,11 +321,9 @@ def test_a_lock_is_held_while_its_slot_migrates(store: Any, migration: Migration
     assert epoch_of("cluster").changed_at == changed_at
 
 
-@pytest.mark.usefixtures("outside_of_tests")
-def test_nobody_waits_for_a_slot_that_moves_to_a_new_node(either: Cluster, store: Any) -> None:
-    with TaskLock("nightly"):
-        pass
-    changed_at = epoch_of("cluster").changed_at
+@pytest.fixture
+def new_node(either: Cluster, store: Any) -> Iterator[Migration]:
+    """Give the way to a new node, which leaves the cluster after the test."""
     migration = Migration(either, store, "nightly")
     old, config = migration.old, {"cluster_enabled": "yes", "cluster_port": servers.free_port()}
     config["cluster_allow_replica_migration"] = "no"  # it would follow its last slot
@@ -314,15 +332,39 @@ def test_nobody_waits_for_a_slot_that_moves_to_a_new_node(either: Cluster, store
         either.wait(lambda: "cluster_state:ok" in either.say(node, "CLUSTER INFO"))
         either.wait(lambda: either.id_of(node) in either.say(old, "CLUSTER NODES"))
         migration.new = node
-        migration.all()
-        with TaskLock("nightly"):
-            pass
-        assert store.find(migration.group.number) == where_is(node)
-        assert epoch_of("cluster").changed_at == changed_at
-        migration.old, migration.new = node, old  # back, before the node ends
-        migration.all()
+        yield migration
+        if migration.new is node:
+            migration.back()
         for each in either.nodes:
             either.say(each, "CLUSTER FORGET", either.id_of(node))
+
+
+@pytest.mark.usefixtures("outside_of_tests")
+def test_nobody_waits_for_a_slot_that_moves_to_a_new_node(store: Any, new_node: Migration) -> None:
+    with TaskLock("nightly"):
+        pass
+    changed_at = epoch_of("cluster").changed_at
+    new_node.all()
+    with TaskLock("nightly"):
+        pass
+    assert store.find(new_node.group.number) == where_is(new_node.new)
+    assert epoch_of("cluster").changed_at == changed_at
+
+
+def test_each_thread_closes_its_connection_to_a_node_that_has_no_group_any_more(
+    store: Any, new_node: Migration
+) -> None:
+    node, use = new_node.new, lambda: can_be_taken("nightly")
+    with ThreadPoolExecutor(1) as thread, Client(port=node.port) as client:
+        new_node.all()
+        assert use()
+        assert thread.submit(use).result()
+        before = len(client.client_list())
+        new_node.back()
+        assert use()
+        assert len(client.client_list()) == before - 1
+        assert thread.submit(use).result()
+        assert len(client.client_list()) == before - 2
 
 
 def test_a_lock_is_released_on_the_new_node_before_the_slot_is_there(
@@ -383,9 +425,7 @@ def test_many_processes_take_turns_while_slots_migrate(either: Cluster, store: A
         moves += 1
     result = json.loads(racers.communicate()[0])
     if moves % 2:
-        migration.begin()
-        migration.move()
-        migration.end()
+        migration.all()
     assert (result["met"], result["lost"]) == (0, 0), result
     assert result["runs"] > 10
     assert moves > 5
@@ -416,6 +456,36 @@ def test_only_the_takes_of_a_node_that_forgot_are_held_back(
     assert 0.9 < seconds_to_take(first, 1) < 5
     flush(cluster, 0)
     assert seconds_to_take(second, 2) < 0.9
+
+
+@pytest.mark.usefixtures("outside_of_tests")
+@pytest.mark.parametrize("info", ["+info", "-info"])
+def test_a_failover_holds_back_the_takes_of_that_node_alone(settings: Any, info: str) -> None:
+    """Meanwhile all nodes refuse requests; and where INFO is forbidden, the address tells."""
+    settings.SINGLETASK_CACHE = "cluster"
+    settings.SINGLETASK_HISTORY = "off"
+    with Cluster() as both:
+        user = LINE.replace("~shop:", "~cluster:"), "+cluster|slots", "+asking", info
+        for node in both.nodes:
+            assert "OK" in both.say(node, *user)
+        url = both.url.replace("//", "//locks:secret@")
+        with private_store(settings, "cluster", url) as store:
+            names = [names_on(store, where_is(node))[0] for node in both.primaries]
+            epochs = [store.group(key_of(name)).epoch for name in names]
+            assert all(map(can_be_taken, names))
+            both.primaries[0].kill()
+            for name in names[1:]:
+                assert eventually(lambda: "CLUSTERDOWN" in refusal(name))  # noqa: B023
+            assert all(eventually(lambda: can_be_taken(name)) for name in names)  # noqa: B023
+            assert [epoch.changed_at > -math.inf for epoch in epochs] == [True, False, False]
+
+
+def refusal(name: str) -> str:
+    """Return what the node of a lock says if it is not well."""
+    try:
+        return str(TaskLock(name).locked())
+    except LockUnavailable as error:
+        return str(error)
 
 
 def node_of(key: str, both: Cluster) -> int:
@@ -585,6 +655,29 @@ def test_a_node_that_is_down_is_an_outage_for_its_locks_alone(hanging) -> None:
         assert lock.owned()
     node.start()
     assert eventually(lambda: can_be_taken(mine))
+
+
+def test_a_node_that_is_down_keeps_nobody_from_asking_the_others(hanging) -> None:
+    """A slot has just moved, so a node that is well refuses the first trip."""
+    store, node = hanging
+    groups = [store.map.owners.index(where) for where in store.seeds]
+    store.map.owners[groups[1]] = store.seeds[2]  # as before it moved
+    node.kill()
+    answers = store.ask_each({group: ("GET", f"{{{TAGS[group]}}}") for group in groups})
+    assert [*islice(answers, 2)] == [(group, None) for group in groups[1:]]
+    with pytest.raises(LockUnavailable):
+        next(answers)
+
+
+def test_each_outage_has_the_error_of_the_client_as_its_cause(hanging) -> None:
+    store, node = hanging
+    [name] = names_on(store, store.seeds[0])
+    store.limit(0.2)
+    node.pause()
+    for _ in range(2):  # the second one is not sent
+        with pytest.raises(LockUnavailable) as raised:
+            store.read(key_of(name))
+        assert isinstance(raised.value.__cause__, TimeoutError | store.errors.TimeoutError)
 
 
 def can_be_taken(name: str) -> bool:

@@ -22,21 +22,21 @@ from django_singletask.forks import at_fork, leak
 from django_singletask.stores.base import LONGEST_KEY, Store, epochs
 from django_singletask.stores.database import DIALECTS
 
-CLUSTER = f"{__name__}.cluster.ClusterStore"
+CLUSTER = "cluster.ClusterStore"
 STORES = {
-    "django.core.cache.backends.redis.RedisCache": f"{__name__}.redis.RedisStore",
-    "django_redis.cache.RedisCache": f"{__name__}.redis.RedisStore",
-    "django_valkey.cache.ValkeyCache": f"{__name__}.redis.RedisStore",
-    "django_redis.client.default.DefaultClient": f"{__name__}.redis.RedisStore",
-    "django_valkey.client.default.DefaultClient": f"{__name__}.redis.RedisStore",
+    "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
+    "django_redis.cache.RedisCache": "redis.RedisStore",
+    "django_valkey.cache.ValkeyCache": "redis.RedisStore",
+    "django_redis.client.default.DefaultClient": "redis.RedisStore",
+    "django_valkey.client.default.DefaultClient": "redis.RedisStore",
     "django_valkey.cluster_cache.cache.ClusterValkeyCache": CLUSTER,
     "django_valkey.cluster_cache.client.default.DefaultClusterClient": CLUSTER,
-    "django.core.cache.backends.memcached.PyLibMCCache": f"{__name__}.memcached.PyLibMCStore",
-    "django.core.cache.backends.memcached.PyMemcacheCache": f"{__name__}.memcached.PyMemcacheStore",
-    "django.core.cache.backends.db.DatabaseCache": f"{__name__}.database.DatabaseStore",
-    "django.core.cache.backends.locmem.LocMemCache": f"{__name__}.locmem.LocMemStore",
+    "django.core.cache.backends.memcached.PyLibMCCache": "memcached.PyLibMCStore",
+    "django.core.cache.backends.memcached.PyMemcacheCache": "memcached.PyMemcacheStore",
+    "django.core.cache.backends.db.DatabaseCache": "database.DatabaseStore",
+    "django.core.cache.backends.locmem.LocMemCache": "locmem.LocMemStore",
 }
-"""The class of the store, by the class of the cache, or of its client, or a base."""
+"""The class of the store, as seen from here, by the class of the cache, its client, or a base."""
 
 UNSAFE = {
     "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run gets the lock",
@@ -90,10 +90,10 @@ def choose(cache: Any) -> tuple[str, str]:
         name, *_ = [*[name for name in names if name in own | STORES | UNSAFE], ""]
         if name in own:
             return own[name], ""
-        path = STORES.get(name, path)
         if name not in STORES:
             return path, f"{names[0]} {UNSAFE.get(name, f'is not one of the supported {kind}')}"
-    if path == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
+        path = f"{__name__}.{STORES[name]}"
+    if STORES[name] == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
         # A cluster chooses the node by what follows it, not by the tag of the lock's group.
         return path, 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
     if hasattr(cache, "cache_model_class"):  # a DatabaseCache
@@ -181,11 +181,10 @@ def get_store(alias: str) -> Store:
     stores: _Stores | None = getattr(threads.variables, "stores", None)
     if stores is None or stores.opener is not _opener:
         stores = threads.put("stores", _Stores())
-    store = stores.get(alias)
-    if store is None:
-        store = stores[alias] = _opener(alias)
-        _open_stores.add(store)
-    return store
+    if alias not in stores:
+        stores[alias] = _opener(alias)
+        _open_stores.add(stores[alias])
+    return stores[alias]
 
 
 def look_at_epoch() -> None:

@@ -269,8 +269,7 @@ class Store(ABC):
         for _ in range(TRIES):
             if self.insert(key, value, lease):
                 return None
-            entry = self.read(key)
-            if entry is not None:
+            if entry := self.read(key):
                 return None if entry.value == value else entry
             # The lock was released, or it expired, between the two requests: try again.
         return Entry(b"", None)
@@ -308,7 +307,7 @@ class Store(ABC):
         if len(slots.keys) == 1:
             (key,) = slots.keys
             entry = self.add(key, value, lease)
-            return key if entry is None else {key: entry}
+            return {key: entry} if entry else key
         start = zlib.crc32(slots.mark or os.urandom(4)) % slots.allowed
         order = [*slots.keys[start : slots.allowed], *slots.keys[:start]]
         for _ in range(TRIES + slots.allowed):
@@ -317,7 +316,7 @@ class Store(ABC):
             if not free or any(map(slots.is_own, entries.values())):
                 return entries
             entry = self.add(free[0], value, lease)
-            if entry is None:
+            if not entry:
                 others = self.read_many(slots.keys) if slots.mark else {}
                 others.pop(free[0], None)
                 if not any(map(slots.is_own, others.values())):
@@ -362,8 +361,7 @@ class Store(ABC):
         outcome = self.change(key, value, value, None)
         if outcome is Outcome.SENT_TWICE:
             self.look((key,))
-            forgotten = self.epoch.changed_at != changed_at
-            if forgotten or self.read(marker_key(key, value)) is not None:
+            if self.epoch.changed_at != changed_at or self.read(marker_key(key, value)):
                 return Outcome.GONE
         return outcome
 
@@ -394,9 +392,8 @@ class Store(ABC):
         """
         outcomes = self._extend(requests)
         for i, (key, value, lease) in enumerate(requests):
-            if outcomes[i] is Outcome.GONE and self.read(marker_key(key, value)) is None:
-                added = self.add(key, value, lease) is None
-                outcomes[i] = Outcome.RETAKEN if added else Outcome.TAKEN
+            if outcomes[i] is Outcome.GONE and not self.read(marker_key(key, value)):
+                outcomes[i] = Outcome.TAKEN if self.add(key, value, lease) else Outcome.RETAKEN
         taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
         if taken and looks_twice:
             # Perhaps nobody here has seen the change yet.
@@ -449,13 +446,13 @@ class Store(ABC):
         drawn = False
         while not drawn:
             number, last = self.microseconds(), self.read(FENCE)
-            if last is None:
-                drawn = self.insert(FENCE, b"%d" % number, FOREVER)
-            else:
+            if last:
                 number = max(int(last.value) + 1, number)
                 drawn = self.replace(FENCE, last.value, b"%d" % number, FOREVER)
+            else:
+                drawn = self.insert(FENCE, b"%d" % number, FOREVER)
         entry = self.read(key)
-        return number if entry is not None and entry.value == value else None
+        return number if entry and entry.value == value else None
 
     def microseconds(self) -> int:
         """Return the time of the server; a store in this process has the time of this host."""
@@ -469,7 +466,7 @@ class Store(ABC):
         if not self.forgets:
             return
         for _ in range(TRIES):
-            if (entry := self.read(EPOCH)) is not None:
+            if entry := self.read(EPOCH):
                 return self.epoch.see(entry.value)
             # If several processes find none, one adds its epoch, and all read that.
             self.insert(EPOCH, os.urandom(16).hex().encode(), math.inf)

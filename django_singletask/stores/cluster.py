@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from valkey import Valkey, cluster, connection
+from valkey import ConnectionPool, Valkey, cluster, connection
 
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
@@ -46,8 +46,12 @@ class Map:
     def __init__(self, whole: Epoch) -> None:
         self.epochs = [Epoch(whole.cache, whole) for _ in TAGS]
         self.owners: list[str] = []
+        self.addresses = set[str]()
+        """Each address in ``owners``."""
         self.servers: dict[str, bytes] = {}
         """The line of a node's INFO that identifies its process, by address."""
+        self.ready = set[bytes]()
+        """The same line of each process that has answered a take."""
 
 
 # A node that forgets
@@ -72,13 +76,12 @@ class Map:
 
 
 class Node(RedisStore):
-    """The requests to one node; a take heeds the ``epoch``."""
+    """The requests to one node; for a take, set ``epoch`` to that of the group."""
 
-    def __init__(self, cluster: ClusterStore, where: str, epoch: Epoch) -> None:
-        names = ("cache", "cache_alias", "client_errors", "connect", "errors", "limited", "places")
-        vars(self).update({name: getattr(cluster, name) for name in names})
-        self.cluster, self.where, self.epoch = cluster, where, epoch
-        host, _, port = where.rpartition(":")
+    def __init__(self, cluster: ClusterStore, where: str) -> None:
+        vars(self).update(vars(cluster))
+        self.cluster, self.where = cluster, where
+        host, _, port = where.rpartition(":")  # of IPv6, the host has colons
         self.options = cluster.options | {"host": host, "port": int(port)}
         self.connections = cluster.pools[f"{self.cache_alias} {where}"]
 
@@ -88,19 +91,32 @@ class Node(RedisStore):
     #   thread: renews a (hangs, 2 s)   renews b (hangs, 2 s) ...      renews z: its lease has ended
     #   so:     renews a (hangs, 2 s)   b: not sent           ...      renews z
 
-    def ask(self, *requests: tuple[Any, ...], takes: bool = False) -> list[Any]:
+    def ask(self, *requests: Any, takes: bool = False) -> list[Any]:
         hanging, timeouts = self.cluster.hanging, (TimeoutError, self.errors.TimeoutError)
         if clock.now() < hanging.get(self.where, 0):
-            raise self.unavailable(TimeoutError(f"{self.where} has not answered"))
+            error = TimeoutError(f"{self.where} has not answered")
+            raise self.unavailable(error) from error
         try:
-            return super().ask(*requests, takes=takes)
+            replies = super().ask(*requests, takes=takes)
+            if takes:
+                self.cluster.map.ready.add(getattr(self.connections[-1], "server", b""))
+            return replies
         except LockUnavailable as error:
             if self.limited < math.inf and isinstance(error.__cause__, timeouts):
                 hanging[self.where] = clock.now() + base.LOOK
             raise
 
+    # While a node is down, the others say CLUSTERDOWN, if the cluster must be complete. They have
+    # forgotten nothing, and their locks are not concerned. A node that has restarted says the same
+    # until it has found the others. But its process ("run_id") has not answered a take before:
+    #
+    #   node A:   restarts   CLUSTERDOWN: not ready             takes: wait 1 s
+    #   node B:              CLUSTERDOWN: was ready before      takes: do not wait
+
     def note_server(self, line: bytes) -> None:
         nodes = self.cluster.map
+        if line == b"not ready" and nodes.servers.get(self.where) in nodes.ready:
+            return
         for epoch, owner in zip(nodes.epochs, nodes.owners, strict=False):  # none at first
             if owner == self.where:
                 epoch.note("server", line)
@@ -131,12 +147,13 @@ class Group(RedisStore):
     # These refusals change nothing. But if the connection fails, the node may have made a deletion
     # and passed it on before a replica took over. So the deletion is sent twice, as in RedisStore.
 
-    def ask(self, *requests: tuple[Any, ...], takes: bool = False) -> list[Any]:
+    def ask(self, *requests: Any, takes: bool = False) -> list[Any]:
         find, left, asking, was_sent = self.cluster.find, base.TRIES, False, False
         where = find(self.number)
         while True:
             words = [w for each in requests for w in (("ASKING",), each)] if asking else requests
-            node = Node(self.cluster, where, self.epoch)
+            node = Node(self.cluster, where)
+            node.epoch = self.epoch
             try:
                 replies = node.ask(*words, takes=takes)
                 self.was_sent_twice = node.was_sent_twice or was_sent
@@ -156,7 +173,7 @@ class Group(RedisStore):
 
 def beside(where: str, host: str, port: object) -> str:
     """Return an address that a node has named; an empty host is its own."""
-    return address(host or where.rpartition(":")[0], port)
+    return f"{host or where.rpartition(':')[0]}:{port}"
 
 
 class ClusterStore(RedisStore):
@@ -171,22 +188,22 @@ class ClusterStore(RedisStore):
     def __init__(self, cache: Any, alias: str) -> None:
         self.hanging: dict[str, float] = {}
         super().__init__(cache, alias)
-        self.places = frozenset(self.seeds)
+        self.places = frozenset(address(*seed.rsplit(":", 1)) for seed in self.seeds)
         self.map: Map = vars(self.epoch).setdefault("map", Map(self.epoch))
+        self.addresses = self.map.addresses
 
     def make_client(self) -> Any:
         """Return a client of the first server, whose options all connections have."""
         client = self.cache.client
-        urls = [*map(connection.parse_url, client._server)]  # noqa: SLF001 - no public way
-        self.seeds = [address(url.get("host"), url.get("port", 6379)) for url in urls]
+        urls = map(connection.parse_url, client._server)  # noqa: SLF001 - no public way
+        self.seeds = [f"{url.get('host', 'localhost')}:{url.get('port', 6379)}" for url in urls]
         options = cluster.cleanup_kwargs(**client.connection_factory.base_client_cls_kwargs)  # type: ignore[no-untyped-call]
         return Valkey.from_url(client._server[0], **options)  # noqa: SLF001
 
     def clients(self) -> dict[str, Any]:
         self.read_map()
-        options = self.options | {"connection_class": self.connect}
-        owners = sorted({*self.map.owners} - {""})
-        return {owner: Valkey.from_url(f"valkey://{owner}", **options) for owner in owners}
+        nodes = [Node(self, each) for each in sorted(self.map.addresses - {""})]
+        return {n.where: Valkey.from_pool(ConnectionPool(self.connect, **n.options)) for n in nodes}
 
     def group(self, key: str) -> Group:
         """Return the group of a lock, given the key of one of its entries."""
@@ -197,14 +214,18 @@ class ClusterStore(RedisStore):
         """Return the address of the node of a group; any, which refuses, if it has none."""
         if not self.map.owners:
             self.read_map()
+        if self.addresses != self.map.addresses:
+            self.addresses = self.map.addresses
+            self.close()  # so no connection to a node that is gone stays; others connect again
         return self.map.owners[group] or self.seeds[0]
 
     def read_map(self, where: str = "", *, answers: bool = False) -> None:
         """Ask which node has which group: first the node that ``answers``, last one that fails."""
-        nodes, known = self.map, {*self.map.owners, *self.seeds} - {""}
+        nodes = self.map
+        known = nodes.addresses.union(self.seeds) - {""}
         for each in sorted(known, key=lambda address: (address == where) != answers):
             try:
-                (ranges,) = Node(self, each, self.epoch).ask(("CLUSTER", "SLOTS"))
+                (ranges,) = Node(self, each).ask(("CLUSTER", "SLOTS"))
                 break
             except LockUnavailable as error:
                 failure = error
@@ -215,39 +236,46 @@ class ClusterStore(RedisStore):
             for group, tag in TAGS.items():
                 if start <= HASHED[tag] <= end:
                     owners[group] = beside(each, (host or b"").decode(), port)
-        moved = {*nodes.owners} or {*owners}
-        for owner in {*owners} - moved:
+        addresses = {*owners}
+        moved = {*(nodes.addresses or addresses)}
+        for owner in addresses - moved:
             with suppress(LockUnavailable):  # INFO can be forbidden
-                if NEVER_PROMOTED in Node(self, owner, self.epoch).ask(("INFO",))[0]:
+                if NEVER_PROMOTED in Node(self, owner).ask(("INFO",))[0]:
                     moved.add(owner)
         for epoch, owner in zip(nodes.epochs, owners, strict=True):
-            server = nodes.servers.get(owner)
-            if owner in moved:
-                epoch.server = server
-            else:
-                epoch.note("server", server or owner.encode())
-        nodes.owners = owners
+            if owner not in moved:
+                epoch.server = epoch.server or b"unknown"  # None where INFO is forbidden
+                epoch.note("server", owner.encode())
+            epoch.server = nodes.servers.get(owner)
+        nodes.owners, nodes.addresses = owners, addresses
 
-    def ask_each(self, requests: dict[int, tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+    def ask_each(self, requests: dict[int, Any]) -> Iterator[Any]:
         """Send a request for each group, all of a node in one trip; yield groups and replies.
 
         If a node fails, this raises after the trips to the others.
         """
         trips, left = defaultdict[str, list[int]](list), list[int]()
+        failures: dict[str, LockUnavailable] = {}
         for group in requests:
             trips[self.find(group)].append(group)
         for where, groups in trips.items():
             try:
-                replies = Node(self, where, self.epoch).ask(*map(requests.__getitem__, groups))
+                replies = Node(self, where).ask(*map(requests.__getitem__, groups))
                 yield from zip(groups, replies, strict=True)
             except LockUnavailable:  # perhaps one of the slots has moved
                 left += groups
         for group in left:
-            yield group, Group(self, group).ask(requests[group])[0]
+            if (where := self.find(group)) not in failures:
+                try:
+                    yield group, Group(self, group).ask(requests[group])[0]
+                except LockUnavailable as error:
+                    failures[where] = error
+        for failure in failures.values():
+            raise failure
 
     # The requests of a store
 
-    def take(self, slots: Slots, *args: Any, **options: Any) -> str | dict[str, Entry]:
+    def take(self, slots: Slots, *args: Any, **options: Any) -> Any:
         return self.group(slots.keys[0]).take(slots, *args, **options)
 
     def insert(self, key: str, value: bytes, lease: float) -> Any:
@@ -279,7 +307,7 @@ class ClusterStore(RedisStore):
 
     def look(self, keys: Iterable[str] = ()) -> None:
         changes, groups = self.epoch.changes, {self.group(key).number for key in keys}
-        unknown = [group for group in TAGS if self.map.epochs[group].value is None]
+        unknown = [group for group in TAGS if not self.map.epochs[group].value]
         self.look_at(groups or {*unknown, *self.one_of_each()})
         if not groups and self.epoch.changes != changes:
             self.look_at(TAGS)

@@ -86,7 +86,7 @@ class DatabaseStore(Store):
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        self.alias: str = router.db_for_write(cache.cache_model_class)
+        self.alias = router.db_for_write(cache.cache_model_class)
         self.connection: Any = connections.create_connection(self.alias)
         # Change options that the project chose for its own queries: without autocommit, other
         # processes would not see the locks; and each store would block a connection of the pool.
@@ -103,7 +103,7 @@ class DatabaseStore(Store):
         self.connection.validate_thread_sharing = lambda: None  # type: ignore[method-assign]
         close_before_forks(self.connection)
         self.vendor = self.connection.vendor
-        self.table: str = cache._table  # noqa: SLF001 - LOCATION; Django has no public name for it
+        self.table = cache._table  # noqa: SLF001 - LOCATION; Django has no public name for it
         self.places = frozenset({f"table {self.table} of DATABASES[{self.alias!r}]"})
         self.quoted = self.connection.ops.quote_name(self.table)
         self.dialect = DIALECTS[self.vendor]
@@ -155,7 +155,7 @@ class DatabaseStore(Store):
                 return Outcome.OK
             deleted_twice = lease is None and self.was_sent_twice
             entry = self.read(key)
-            if entry is None:
+            if not entry:
                 return Outcome.SENT_TWICE if deleted_twice else Outcome.GONE
             if entry.value not in (old, new):
                 return Outcome.TAKEN
@@ -223,10 +223,9 @@ class DatabaseStore(Store):
 
 CURES = {
     "busy": (
-        ": DATABASES[{!r}] is an SQLite file in which this or another connection has an open "
-        "transaction, and SQLite allows only one writer. Keep the locks in a separate SQLite file, "
-        "with a second entry in DATABASES and a router for the cache table, as 'Choosing a cache' "
-        "in the documentation shows"
+        ": DATABASES[{!r}] is an SQLite file with an open transaction, and SQLite allows only one "
+        "writer. Keep the locks in a separate SQLite file, with a second entry in DATABASES and a "
+        "router for the cache table, as 'Choosing a cache' in the documentation shows"
     ),
     "table": ". Create the table of the lock cache: manage.py createcachetable --database {}",
 }

@@ -26,8 +26,7 @@ class LocMemStore(Store):
     def insert(self, key: str, value: bytes, lease: float) -> bool:
         cache_key = self.make_key(key)
         with self.lock:
-            is_free = self._find(cache_key) is None
-            if is_free:
+            if is_free := not self._find(cache_key):
                 self._write(cache_key, value, lease)
         return is_free
 
@@ -35,7 +34,7 @@ class LocMemStore(Store):
         cache_key = self.make_key(key)
         with self.lock:
             entry = self._find(cache_key)
-            if entry is None:
+            if not entry:
                 return Outcome.GONE
             if entry.value not in (old, new):
                 return Outcome.TAKEN

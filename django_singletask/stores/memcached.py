@@ -9,19 +9,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from django_singletask import clock
-from django_singletask.stores.base import (
-    EPOCH,
-    MAX_KEY,
-    TRIES,
-    Entry,
-    Forgotten,
-    Outcome,
-    Slots,
-    Store,
-    address,
-)
+from django_singletask.stores import base
+from django_singletask.stores.base import EPOCH, TRIES, Entry, Outcome, Slots, Store
 
-PLAIN_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY}}}")
+PLAIN_KEY = re.compile(rf"[!-~]{{1,{base.MAX_KEY}}}")
 """Keys that memcached accepts; Django's own check takes fifty times as long."""
 FRESH = 0.1
 """Seconds for which a cas number is used.
@@ -45,9 +36,9 @@ def _expiry(lease: float) -> int:
 
 def _place(server: str) -> str:
     parts = urlsplit(f"//{server}")
-    return (
-        server.removeprefix("unix:") if parts.path else address(parts.hostname, parts.port or 11211)
-    )
+    if parts.path:
+        return server.removeprefix("unix:")
+    return base.address(parts.hostname, parts.port or 11211)
 
 
 class MemcachedStore(Store):
@@ -91,7 +82,7 @@ class MemcachedStore(Store):
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
     ) -> str | dict[str, Entry]:
         if heeds_epoch:
-            if self.epoch.value is None:
+            if not self.epoch.value:
                 self.look()
             self.epoch.check()
         taken = super().take(slots, value, lease, heeds_epoch=heeds_epoch)
@@ -99,7 +90,7 @@ class MemcachedStore(Store):
             self._look_after_add(taken, value)
             try:
                 self.epoch.check()
-            except Forgotten:
+            except base.Forgotten:
                 self.release(taken, value)
                 raise
         return taken
@@ -113,7 +104,7 @@ class MemcachedStore(Store):
         for _ in range(TRIES):
             present, cas = self._recall(name, old) or self._ask("gets", name) or (None, None)
             if present is None:
-                if self.read(key) is None:  # otherwise the server only did not answer: try again
+                if not self.read(key):  # otherwise the server only did not answer: try again
                     return Outcome.GONE
                 continue
             if present not in (old, new):
@@ -131,9 +122,8 @@ class MemcachedStore(Store):
     def fence(self, key: str, value: bytes) -> int | None:
         # This is for good: memcached has no clock to give either, only whole seconds.
         raise NotImplementedError(
-            "memcached has no fencing tokens: it can lose a counter at any time, and then a "
-            "later holder would get a smaller number. Keep locks that need a token in Redis or in "
-            "a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
+            "memcached has no fencing tokens: it can lose the last one at any time. Keep locks "
+            "that need them in Redis or in a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
         )
 
     def close(self) -> None:
@@ -248,7 +238,7 @@ class PyLibMCStore(MemcachedStore):
 class PyMemcacheStore(MemcachedStore):
     """Keep locks through a separate pymemcache client."""
 
-    taken: tuple[Any, ...] = ()
+    taken: Any = ()
     """The name, value, cas number and connection of the last take, and until when they count."""
 
     def __init__(self, cache: Any, alias: str) -> None:
@@ -269,7 +259,7 @@ class PyMemcacheStore(MemcachedStore):
             "dead_timeout": -1,
         }
         self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
-        self.clients: dict[str, Any] = self.client.clients
+        self.clients = self.client.clients
         if type(self.client) is pymemcache.HashClient and len(self.clients) == 1:
             # The choice among one server would take longer than the request.
             (self.client,) = self.clients.values()
@@ -294,7 +284,7 @@ class PyMemcacheStore(MemcachedStore):
         found = self._ask("gets_many", [name, epoch])
         present, cas = found.get(name, (None, None))
         sock = getattr(self.client, "sock", None)  # not of several servers, or of a pool
-        if present == value and sock is not None:
+        if present == value and sock:
             self.taken = name, value, cas, sock, clock.now() + FRESH
         if epoch in found:
             self.epoch.see(found[epoch][0])

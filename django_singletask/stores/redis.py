@@ -157,7 +157,7 @@ class RedisStore(Store):
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        self.client: Any = self.make_client()
+        self.client = self.make_client()
         is_valkey = any(base.__module__.startswith("django_valkey.") for base in type(cache).mro())
         package = "valkey" if is_valkey else "redis"
         self.errors: Any = import_module(f"{package}.exceptions")
@@ -262,18 +262,17 @@ class RedisStore(Store):
         connection.connect()  # with the retries of the options
         connection.send_command("INFO", "server")
         try:
-            facts = connection.read_response(disable_decoding=True).splitlines()
+            facts = connection.read_response(disable_decoding=True)
         except self.errors.ResponseError:
             return  # it is forbidden: only the epoch shows that locks were forgotten
         if b"redis_mode:cluster" in facts and not hasattr(self, "cluster"):
             raise ImproperlyConfigured(
-                f"The cache {self.cache_alias!r} cannot hold locks: its server belongs to a "
-                "Redis Cluster, and one request needs several keys. Use a Redis or Valkey "
-                "server that is not in cluster mode, with Sentinel if it must not fail."
+                f"The cache {self.cache_alias!r} cannot hold locks: its server belongs to a Redis "
+                "Cluster. Use django-valkey's ClusterValkeyCache, or a server in no cluster."
             )
-        for line in facts:
-            if line.startswith(b"run_id:"):
-                self.note_server(line)
+        if found := re.search(rb"\brun_id:\w+", facts):
+            connection.server = found[0]
+            self.note_server(found[0])
 
     # A server that restarts says who it is before it takes requests: it loads its snapshot, or
     # waits for its cluster. The pause for the holders begins when it is ready. So after a refusal
@@ -307,19 +306,17 @@ class RedisStore(Store):
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         milliseconds = "" if lease is None else max(1, int(lease * 1000))
-        words = self.make_key(key), old, new, milliseconds
-        (reply,) = self.ask(("EVALSHA", SHA[CHANGE], 1, *words))
+        (reply,) = self.ask(("EVALSHA", SHA[CHANGE], 1, self.make_key(key), old, new, milliseconds))
         if lease is None and reply == 0 and self.was_sent_twice:
             return Outcome.SENT_TWICE
         return OUTCOMES[reply]
 
     def _extend(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
-        words = [
-            (self.make_key(key), value, value, max(1, int(lease * 1000)))
+        sent = [
+            ("EVALSHA", SHA[CHANGE], 1, self.make_key(key), value, value, max(1, int(lease * 1000)))
             for key, value, lease in requests
         ]
-        replies = self.ask(*(("EVALSHA", SHA[CHANGE], 1, *each) for each in words))
-        return [OUTCOMES[reply] for reply in replies]
+        return [OUTCOMES[reply] for reply in self.ask(*sent)]
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         wanted = list(keys)
@@ -332,7 +329,7 @@ class RedisStore(Store):
     def fence(self, key: str, value: bytes) -> int | None:
         keys = self.make_key(key), self.make_key(FENCE)
         (number,) = self.ask(("EVALSHA", SHA[FENCE_SCRIPT], 2, *keys, value))
-        return None if number is None else int(number)
+        return number and int(number)
 
     def scan(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         for names in self.names(prefix):
@@ -341,8 +338,7 @@ class RedisStore(Store):
     def names(self, prefix: str) -> Iterator[list[str]]:
         """Yield the cache keys that begin with a prefix, many at a time."""
         pattern = re.sub(r"([*?[\]\\])", r"\\\1", prefix) + "*"
-        cursor: Any = None
-        seen: set[str] = set()
+        cursor, seen = b"", set[str]()
         while cursor != b"0":
             request = "SCAN", cursor or 0, "MATCH", pattern, "COUNT", BATCH, "TYPE", "string"
             ((cursor, names),) = self.ask(request)
