@@ -122,7 +122,7 @@ class MemcachedStore(Store):
     def fence(self, key: str, value: bytes) -> int | None:
         # This is for good: memcached has no clock to give either, only whole seconds.
         raise NotImplementedError(
-            "memcached has no fencing tokens: it can lose the last one at any time. Keep locks "
+            "memcached has no fencing tokens: it can lose a counter at any time. Keep locks "
             "that need them in Redis or in a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
         )
 
