@@ -15,7 +15,7 @@ from django_singletask.history.queries import timestamp
 from django_singletask.holder import clean
 from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
-from django_singletask.operators.held import HeldLock, judge
+from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import Starving
 
 
@@ -94,7 +94,6 @@ def starving_table(states: Sequence[Starving]) -> Iterator[str]:
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
-    judge(rows)
     # Two of them where a switch to or from summer time lies between the rows.
     zones = {words.clock_time(row.at, zone=True).partition(" ")[2] for row in rows}
     heads = (f"AT ({'/'.join(sorted(zones))})", "LOCK", "WHAT", "HELD", "BY")
