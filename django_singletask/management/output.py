@@ -56,8 +56,7 @@ def cut(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     task, parenthesis, _arguments = text.partition("(")
-    if parenthesis:
-        modules = len(task.rpartition(".")[0])
+    if parenthesis and (modules := task.rfind(".") + 1):
         text = f"…{text[min(modules, len(text) - width + 1) :]}"
     head = (width - 1) // 2
     return text if len(text) <= width else f"{text[:head]}…{text[head + 1 - width :]}"

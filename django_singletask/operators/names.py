@@ -32,11 +32,14 @@ SCANNED = 20_000
 
 
 def _pattern(text: str) -> str:
-    return re.escape(text).replace(r"\*", ".*")
+    return re.sub(r"\\\*|…", ".*", re.escape(text))
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Say whether a name fits a pattern, in which ``*`` stands for any text."""
+    """Say whether a name fits a pattern, in which ``*`` stands for any text.
+
+    ``…`` stands for what a table has cut out of a name.
+    """
     return re.fullmatch(_pattern(pattern), name) is not None
 
 
