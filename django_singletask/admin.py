@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import lru_cache, wraps
+from operator import attrgetter
 from typing import Any
 from urllib.parse import urlencode
 
@@ -33,7 +34,7 @@ from django_singletask.operators import held, words
 from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import NOT_RECORDED, SCANNED, of_what, recorded_tasks
+from django_singletask.operators.names import NOT_RECORDED, SCANNED, judge, of_what, recorded_tasks
 from django_singletask.operators.starving import starving
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
@@ -202,8 +203,8 @@ class EventList(ChangeList):
         is_filtered = self.query.strip() or self.get_filters_params() or self.form["window"]
         # Only if these differ, Django says how many results there are, and offers to show all.
         self.full_result_count = None if is_filtered else self.result_count
-        events = self.result_list = list(self.result_list)
-        held.judge(events)
+        events = self.result_list = sorted(self.result_list, key=attrgetter("at"), reverse=True)
+        judge(events)
         if not events and self.query.strip():
             messages.info(request, NOT_RECORDED)
         rows: Any = self.root_queryset
@@ -287,7 +288,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
         """Return whether the user may clear locks, which needs the permission to view, too."""
-        may_clear: bool = request.user.has_perm(f"{self.opts.app_label}.clear_lock")
+        may_clear = request.user.has_perm(f"{self.opts.app_label}.clear_lock")
         return may_clear and self.has_view_permission(request)
 
     # What is held now
@@ -497,8 +498,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def what(self, event: Any) -> SafeString:
         """Say how the hold ended, or what became of calls, how often, why, and who noticed it."""
         retaken = _("retaken × {}").format(event.retaken) if event.retaken else ""
-        blocker = event.blocked_by_task_id or event.blocked_by
-        if blocker:
+        if blocker := event.blocked_by_task_id or event.blocked_by:
             shown = long_id(blocker)
             if event.blocker_pk:
                 shown = format_html(

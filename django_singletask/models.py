@@ -8,7 +8,8 @@ from django.db import models
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
-from django_singletask.history.queries import COUNTED, TaskLockEventQuerySet, timestamp
+from django_singletask.conf import conf
+from django_singletask.history.queries import COUNTED, TaskLockEventQuerySet, ago, timestamp
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import QUEUED
 
@@ -62,6 +63,11 @@ def hold_end(
     known = ended_at or noticed_at
     # A run goes on without its lock; or its lock was cleared that it kept after its end.
     return min(known, noticed_at or known) if known and outcome == "cleared" else known
+
+
+def is_over(row: TaskLockEvent) -> bool:
+    """Say whether the first lease of a hold has ended, if it is of the cache of this process."""
+    return row.cache in ("", conf.cache) and ago(row.at) > row.timeout
 
 
 class TaskLockEvent(models.Model):
@@ -160,8 +166,7 @@ class TaskLockEvent(models.Model):
     @property
     def is_hold(self) -> bool:
         """Whether the row is about a run that had a lock; not about a queued call, for example."""
-        had_none = self.outcome == "unguarded" or self.key.startswith(QUEUED)
-        return not (self.is_counted or had_none)
+        return not (self.is_counted or self.outcome == "unguarded" or self.key.startswith(QUEUED))
 
     @property
     def hold_ended_at(self) -> datetime | None:

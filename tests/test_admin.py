@@ -156,7 +156,10 @@ def test_queued_call_that_was_forgotten_has_no_process(admin):
 def test_list_shows_the_latest_first(admin):
     for name in ("first", "second", "third"):
         event(name=name)
-    assert [row.split()[2] for row in shown(admin)] == ["third", "second", "first"]
+    # As that of a queued call that is cleared, whose row is added then.
+    event(name="added late", at=timezone.now() - datetime.timedelta(hours=1), outcome="cleared")
+    names = [row.split()[2] for row in shown(admin)]
+    assert names == ["third", "second", "first", "added"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,7 @@ def test_time_filter(admin, since, count):
 @pytest.mark.parametrize("kind", ["", "held", "odd"])
 def test_time_filter_has_what_was_written_late(admin, kind):
     for minutes in (5, 70, 10, 20, 2, 40):
-        event(at=timezone.now() - datetime.timedelta(minutes=minutes))
+        event(at=timezone.now() - datetime.timedelta(minutes=minutes), timeout=3600)
     assert len(shown(admin, range="15m", **({"what": kind} if kind else {}))) == 3
 
 
@@ -234,6 +237,7 @@ def test_recorded_tasks_that_the_filter_offers_are_bounded(monkeypatch, django_a
         ({"what": "skipped"}, "skip"),
         ({"what": "dead"}, "dead"),
         ({"what": "held"}, "hold"),
+        ({"what": "expired"}, "over"),
         ({"task": "tests.testapp.tasks.hold"}, "hold"),
     ],
 )
@@ -241,6 +245,7 @@ def test_filters_for_what_happened_and_for_the_task(admin, query, name):
     event(name="skip", **SKIPPED)
     event(name="dead", outcome="dead")
     event(name="hold", task="tests.testapp.tasks.hold")
+    event(name="over", at=timezone.now() - datetime.timedelta(hours=1))
     [row] = shown(admin, **query)
     assert row.split()[2] == name
 
@@ -315,6 +320,7 @@ def test_every_statement_of_the_list_uses_an_index(admin, monkeypatch):
         {"range": "7d"},
         {"what": "conflict"},
         {"what": "conflict", "range": "24h"},
+        {"what": "held"},
         {"what": "dead"},
         {"what": "retaken"},
         {"what": "raised"},

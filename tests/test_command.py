@@ -736,26 +736,50 @@ def test_history_says_which_open_holds_are_over(ended_process):
     assert lines[1:] == [["now", "held"], ["over", "expired"], ["gone", "dead"]]
 
 
+@pytest.mark.parametrize("store", ["redis", "dead_redis"])
+def test_history_of_a_state_has_the_rows_that_show_it(settings, request, ended_process, store):
+    """An open row can be each of these: the cache decides. If it is away, all seem held."""
+    ran(9, name="gone before", outcome="dead", result="")
+    ran(8, name="over before", outcome="expired", result="")
+    gone = row("run", 7, name="gone", token="t")
+    hold(name="gone", key=gone.key, token="t", **ended_process)
+    row("run", 6, name="over", timeout=1)
+    row("run", 5, name="now", timeout=60)
+    if store == "dead_redis":
+        settings.SINGLETASK_CACHE = request.getfixturevalue(store)
+    shown = {}
+    for line in locks("history").splitlines()[1:]:
+        _at, name, state, *_rest = re.split(r"  +", line)
+        shown.setdefault(state, []).append(name)
+    for state in ("held", "dead", "expired"):
+        lines = locks("history", "--what", state).splitlines()[1:]
+        assert [re.split(r"  +", line)[1:3] for line in lines] == [
+            [name, state] for name in shown[state]
+        ]
+    assert len(shown["dead"]) == (2 if store == "redis" else 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ([], ["lost", "5d1c", "two", "two", "one"]),
+        ([], ["5d1c", "two", "two", "one", "lost"]),
         (["one"], ["one"]),
         ([name_key("one").key], ["one"]),
         (["--since", "1h"], ["5d1c", "two", "two"]),
-        (["--until", "1h"], ["lost", "one"]),
+        (["--until", "1h"], ["one", "lost"]),
         (["--since", "7250s", "--until", "1h"], ["one"]),
         (["--since", "2026-01-01 14:05", "--what", "lost"], ["lost"]),
         (["--since", "2999-01-01"], []),
         (["--what", "conflict"], ["two"]),
-        (["--limit", "2"], ["lost", "5d1c"]),
+        # Added last, although it is the oldest.
+        (["--limit", "2"], ["5d1c", "lost"]),
         (["--what", "held"], []),
         # A task id, and a lock that is named so.
         (["3f0c"], ["one"]),
         (["5d1c"], ["5d1c", "two"]),
         (["a"], ["one"]),
         (["tw*"], ["two", "two"]),
-        (["*o*"], ["lost", "two", "two", "one"]),
+        (["*o*"], ["two", "two", "one", "lost"]),
         (["t*o", "a", "--limit", "2"], ["two", "two"]),
         (["--what", "raised"], ["two"]),
         (["--what", "returned"], ["5d1c", "one"]),

@@ -357,6 +357,11 @@ def test_queued_call_is_explained():
     assert facts()["conflicts"] == "2 duplicates in the last 1d; the last 1s ago"
 
 
+def test_one_duplicate_is_told_in_the_singular():
+    skipped(1, kind="duplicate", name=NAME, key=BESIDE, blocked_by="t")
+    assert facts()["conflicts"] == "1 duplicate in the last 1d; the last 1s ago"
+
+
 def test_queued_call_behind_a_held_lock_is_explained_too():
     hold_elsewhere()
     queued = Holder.from_dict({"name": NAME, "token": "q", "task_id": "5d1c", "timeout": 60})

@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from django_singletask.locks.keys import name_key
+from django_singletask.management.output import cut
+from django_singletask.operators.explain import why
 from django_singletask.operators.held import held, must_be_known
 from django_singletask.operators.names import (
     UnknownName,
@@ -85,6 +87,23 @@ def test_lock_is_selected_by_what_is_listed(text):
     facts = {"host": "web-9", "task_id": "5d1c", "token": "t9"}
     hold(name="other.project.sync(feed=1)", task="other.project.sync", **facts)
     assert [lock.task for lock in held([select(text)])] == ["other.project.sync"]
+
+
+@pytest.mark.parametrize("width", [24, 28, 31])
+def test_name_that_a_table_has_cut_selects_its_lock(width):
+    for number in (32, 33):
+        name = f"proj.feeds.tasks.import_feeds(feed_id={number})"
+        hold(name=name, task="proj.feeds.tasks.import_feeds", token=f"t{number}")
+    shown = cut("proj.feeds.tasks.import_feeds(feed_id=32)", width)
+    assert shown.count("…") == (2 if width == 24 else 1)
+    assert [lock.token for lock in held([select(shown)])] == ["t32"]
+    assert [lock.token for lock in why(shown).held] == ["t32"]
+
+
+def test_cut_name_whose_lock_is_free_is_unknown():
+    ran(60, name="feeds.import_feed(feed_id=32)")
+    with pytest.raises(UnknownName):
+        why("….import_fe…(feed_id=32)")
 
 
 def test_lock_that_has_the_name_is_selected_rather_than_those_of_a_task_or_a_host():

@@ -55,6 +55,7 @@ def test_every_database_gives_the_same_sums(settings, alias):
         ran(HOUR + number, lasted=number / 4, task="a", timeout=5)
     ran(10, lasted=0, task="a", result="raised", timeout=5)
     ran(10, task="a", outcome="dead", result="", timeout=5)
+    ran(10, lasted=500, task="a", outcome="expired", result="", timeout=5)
     row("run", 5, task="a", timeout=9)
     skipped(60, count=7, task="a")
     skipped(60, kind="duplicate", count=2, task="a")
@@ -65,12 +66,13 @@ def test_every_database_gives_the_same_sums(settings, alias):
     TaskLockEvent.objects.all().delete()
     assert set(found) == {"a", ""}
     a = found["a"]
-    assert (a.runs, a.returned, a.raised, a.other) == (43, 40, 1, 2)
-    assert a.others == [("dead", 1), ("held", 1)]
+    assert (a.runs, a.returned, a.raised, a.other) == (44, 40, 1, 2)
+    assert a.others == [("dead", 1), ("expired", 1)]
     assert (a.conflicts, a.duplicates) == (8, 2)
     assert (a.p50, a.p95, a.longest) == pytest.approx((4.75, 9.5, 10), abs=0.001)
-    assert sum(int(re.match(r"runs: (\d+)", bar["text"])[1]) for bar in a.charted) == 43
-    assert a.charted[-1]["text"] == "runs: 3, raised: 1, trouble: 1, conflicts: 8"
+    assert sum(int(re.match(r"runs: (\d+)", bar["text"])[1]) for bar in a.charted) == 44
+    assert a.held == 1
+    assert a.charted[-1]["text"] == "runs: 4, raised: 1, trouble: 2, conflicts: 8"
     assert min(bar["x"] for bar in a.charted) >= 100 * 21 / 24
     assert max(part[2] for bar in a.charted for part in bar["parts"]) <= 100
     assert found[""].runs == 1

@@ -53,10 +53,9 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert ids(history.newest().named_like("a(1)")) == [skip.pk, run.pk]
     assert ids(history.newest().named_like("a(1")) == [skip.pk, other.pk, run.pk]
     assert ids(history.newest().named_like("%")) == []
-    assert ids(history.newest().of_state("run", None)) == [lost.pk, held.pk, other.pk, run.pk]
     assert ids(history.newest().of_state("run", "lost")) == [lost.pk]
     assert ids(history.newest().of_state("run", "released")) == [other.pk, run.pk]
-    assert ids(history.newest().of_state("conflict", None)) == [skip.pk]
+    assert ids(history.newest().of_state("conflict")) == [skip.pk]
     assert ids(history.of_trouble("lost")) == [lost.pk]
     assert ids(history.of_trouble("retaken")) == [lost.pk]
     assert ids(history.of_trouble("dead")) == []
@@ -81,10 +80,9 @@ def questions():
     return {
         "singletask_state": [
             lambda: list(history.open()[:100]),
-            lambda: list(history.of_state("duplicate", None).newest()[:1000]),
+            lambda: list(history.of_state("duplicate").newest()[:1000]),
             lambda: list(history.of_trouble("lost")[:1000]),
             lambda: find(what="cleared"),
-            lambda: find(what="held"),
         ],
         "singletask_retaken": [
             lambda: list(history.of_trouble("retaken")[:1000]),
@@ -110,7 +108,7 @@ def questions():
             lambda: history.values_list("result", "count").blocked_by(tokens),
         ],
         "": [
-            lambda: list(history.of_state("conflict", None).newest()[:100]),
+            lambda: list(history.of_state("conflict").newest()[:100]),
             lambda: list(history.of_trouble("lost").since(before_now(60))[:1000]),
             lambda: list(history.newest().since(before_now(60))[:1000]),
             lambda: list(history.newest().search(["t5(", "t6(1)"])[:50]),
@@ -119,6 +117,8 @@ def questions():
             lambda: find([{"task": "t5"}], what="raised"),
             lambda: find([{"like": "t5(*"}]),
             lambda: find(what="dead", since=before_now(60)),
+            lambda: find(what="held"),
+            lambda: find(what="expired"),
             lambda: sums_of_a_window(history.newest(), "task"),
             lambda: sums_of_a_window(history.of_task("t5")),
             lambda: sums_of_a_window(history.named("t5(2)")),
@@ -139,8 +139,11 @@ def sums_of_a_window(rows, field="name"):
 def test_each_question_is_answered_by_an_index(settings, monkeypatch, alias):
     # An hour is more than half of the rows here: to read all of them would be right.
     monkeypatch.setattr(queries, "LATE", datetime.timedelta(minutes=1))
+    # As many open rows as PostgreSQL expects are no small part of the rows here.
+    monkeypatch.setattr(names, "OPEN", 100)
     keep_history_in(settings, alias)
     fill(alias)
+    row("run", 90, timeout=1)  # open, and shown as expired
     sent = {
         index: [plan for ask in asked for plan in plans(alias, ask)]
         for index, asked in questions().items()

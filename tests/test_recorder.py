@@ -29,6 +29,7 @@ from django_singletask.signals import LockEvent, lock_event
 from tests import servers
 from tests.deadline import wait_for
 from tests.past_rows import keep_history_in
+from tests.processes import running
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.django_db(databases="__all__", transaction=True)
@@ -511,6 +512,19 @@ def test_a_script_that_ends_at_once_loses_no_row():
             _out, errors = process.communicate(timeout=30)
         assert (process.returncode, errors) == (0, "")
     assert len(rows()) == 3
+
+
+@pytest.mark.needs("redis")
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_processes_of_multiprocessing_lose_no_row(method):
+    """They end by os._exit(), before their threads have written."""
+    with running("tests.pooled", method) as program:
+        assert program.process.wait(60) == 0
+    assert {row.name for row in rows(outcome="released")} == {
+        "before",
+        "in a process",
+        "in a pool",
+    }
 
 
 @pytest.mark.needs("redis")

@@ -111,26 +111,29 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def newest(self) -> TaskLockEventQuerySet:
         return self.order_by("-id")
 
+    def newest_of_them(self, most: int) -> tuple[TaskLockEventQuerySet, bool]:
+        """Keep at most so many rows, the newest by their ids; say whether these are all."""
+        # Rows are counted up to the limit: ids have gaps.
+        left_out = self.values_list("pk", flat=True)[most : most + 1].first()
+        return (self if left_out is None else self.filter(pk__gt=left_out)), left_out is None
+
     def open(self) -> TaskLockEventQuerySet:
         """Keep the rows of holds whose end is not reported, in the order of their index.
 
         PostgreSQL expects many such rows, since it treats the two conditions as independent. So for
         ``outcome = ''`` it may read the whole table, from the newest id.
         """
-        rows = self.filter(kind="run", outcome__lte="").extra(where=[STATE])
-        return rows.order_by("outcome", "-id")  # type: ignore[return-value]
+        return (
+            self.filter(kind="run", outcome__lte="").extra(where=[STATE]).order_by("outcome", "-id")  # type: ignore[return-value]
+        )
 
-    def of_state(self, kind: str, outcome: str | None) -> TaskLockEventQuerySet:
-        """Keep the rows of a kind and with an outcome; None means any.
+    def of_state(self, kind: str, outcome: str = "") -> TaskLockEventQuerySet:
+        """Keep the rows of a kind and with an outcome, which calls do not have.
 
         The newest released runs are found without an index, since there are so many.
         """
-        if kind in COUNTED:
-            outcome = ""
-        rows = self.filter(kind=kind)
-        if outcome is not None:
-            rows = rows.filter(outcome=outcome)
-        return rows if outcome in (None, "released") else rows.extra(where=[STATE])  # type: ignore[return-value]
+        rows = self.filter(kind=kind, outcome=outcome)
+        return rows if outcome == "released" else rows.extra(where=[STATE])  # type: ignore[return-value]
 
     def of_trouble(self, trouble: str) -> TaskLockEventQuerySet:
         """Keep the runs with an outcome, or those that took their lock again, the newest first."""
@@ -162,20 +165,18 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return self.filter(name__startswith=beginning)
 
     def since(self, start: datetime, end: datetime | None = None) -> TaskLockEventQuerySet:
-        """Keep what began at ``start`` or later, and before ``end``; this reads two ids.
+        """Keep what began at ``start`` or later, and before ``end``; this reads some ids.
 
         The ids are nearly in the order of the times, but rows may be written late. So the first id
         is the lowest one of many rows from an hour earlier on, and the last one the highest of many
         rows until an hour later.
         """
-        rows = self.model.objects.using(self.db)
-        later = rows.filter(at__gte=start - LATE).order_by("at").values("pk")[:NEWEST]
-        first = later.aggregate(low=models.Min("pk"))["low"] or 0
+        ids = self.model.objects.using(self.db).values_list("pk", flat=True)
+        first = min(ids.filter(at__gte=start - LATE).order_by("at")[:NEWEST], default=0)
         found = self.filter(at__gte=start, pk__gte=first)
         if end is None:
             return found
-        earlier = rows.filter(at__lt=end + LATE).order_by("-at").values("pk")[:NEWEST]
-        last = earlier.aggregate(high=models.Max("pk"))["high"] or 0
+        last = max(ids.filter(at__lt=end + LATE).order_by("-at")[:NEWEST], default=0)
         return found.filter(at__lt=end, pk__lte=last)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
@@ -278,13 +279,9 @@ def sums(
     outcome, result, and ``slot``: the steps since ``start`` in which they began. A queued call that
     was cleared is no run.
     """
-    # Rows are counted up to the limit: ids have gaps.
-    left_out = rows.order_by("-pk").values_list("pk", flat=True)[MOST : MOST + 1].first()
+    rows, is_whole = rows.newest_of_them(MOST)
     rows = rows.exclude(kind="run", key__startswith=QUEUED)
-    cut = None
-    if left_out is not None:
-        rows = rows.filter(pk__gt=left_out)
-        cut = rows.order_by("pk").values_list("at", flat=True).first()
+    cut = None if is_whole else rows.order_by("pk").values_list("at", flat=True).first()
     # SQLite's time is not exact: a round one must not fall into the step before.
     seconds = Seconds("at") - Seconds(models.Value(start)) + 0.001
     slot = Floor(seconds / step.total_seconds())

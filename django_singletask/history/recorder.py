@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import time
 from collections import deque
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -58,8 +58,16 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
         if len(writer.events) > BOUND:
             writer.events.popleft()
             writer.lost += 1
-        if writer.thread is None:
-            writer.begin()
+        # A process that multiprocessing starts ends by os._exit(), without what atexit has. It runs
+        # finalizers, but forgets those that were there when it began. So each process registers one
+        # with its first event. In other processes, atexit runs it.
+        #
+        #   parent:  event, registers   forks                                        exits, writes
+        #   child:                            forgets    event, registers    writes, os._exit()
+        #
+        # Registered before the thread begins: a short script ends at once.
+        writer.at_exit = writer.at_exit or Finalize(None, flush, [2.0], exitpriority=0)
+        writer.begin()
         return
     try:
         write_at_once(event)
@@ -124,6 +132,8 @@ class Writer(Background):
     """The events of this process that are not written yet, and the thread that writes them."""
 
     name = "singletask-history"
+    at_exit: Any = None
+    """Writes the events at the end of the process."""
 
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
@@ -216,10 +226,6 @@ class Writer(Background):
 
 
 writer = Writer()
-
-
-# Also if the thread has not begun: a short script ends at once.
-atexit.register(flush, 2.0)
 
 
 def _after_fork() -> None:

@@ -15,7 +15,7 @@ from django_singletask.history.queries import timestamp
 from django_singletask.holder import clean
 from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
-from django_singletask.operators.held import HeldLock, judge
+from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import Starving
 
 
@@ -56,8 +56,7 @@ def cut(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     task, parenthesis, _arguments = text.partition("(")
-    if parenthesis:
-        modules = len(task.rpartition(".")[0])
+    if parenthesis and (modules := task.rfind(".") + 1):
         text = f"…{text[min(modules, len(text) - width + 1) :]}"
     head = (width - 1) // 2
     return text if len(text) <= width else f"{text[:head]}…{text[head + 1 - width :]}"
@@ -94,7 +93,6 @@ def starving_table(states: Sequence[Starving]) -> Iterator[str]:
 
 
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
-    judge(rows)
     # Two of them where a switch to or from summer time lies between the rows.
     zones = {words.clock_time(row.at, zone=True).partition(" ")[2] for row in rows}
     heads = (f"AT ({'/'.join(sorted(zones))})", "LOCK", "WHAT", "HELD", "BY")

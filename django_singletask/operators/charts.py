@@ -19,7 +19,7 @@ from django_singletask.history.queries import OPEN, TaskLockEventQuerySet, sums
 from django_singletask.locks.keys import QUEUED
 from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent, hold_end
 from django_singletask.operators import words
-from django_singletask.operators.held import judge
+from django_singletask.operators.names import judge
 from django_singletask.operators.windows import DAY, HOUR, Window
 from django_singletask.operators.words import WORDS
 
@@ -205,10 +205,10 @@ def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
 def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
     """Return the facts of each task since the window's start, for the template.
 
-    ``cut`` is a later start, if there are too many rows to sum up all of them. ``others`` has the
-    numbers of runs that neither returned nor raised, by words; ``p50``, ``p95`` and ``longest``
-    are the seconds that half, 95 %, and all of the newest holds do not exceed, or None. The locks
-    without a task are one task, "".
+    ``cut`` is a later start, if there are too many rows to sum up all of them. ``held`` counts the
+    runs that have not ended, and ``others`` those that ended but neither returned nor raised, by
+    words. ``p50``, ``p95`` and ``longest`` are the seconds that half, 95 %, and all of the newest
+    holds do not exceed, or None. The locks without a task are one task, "".
     """
     recent, tasks = rows.since(window.start), []
     lanes, cut = ends_by(recent, window, BARS, "task")
@@ -218,8 +218,9 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
             max(0.0, (end - at).total_seconds())
             # Objects of so many rows would take several times as long.
             for kind, key, at, *facts in recent.of_task(task).values_list(*COLUMNS)[:NEWEST]
-            if kind == "run" and facts[0] not in ("", "unguarded") and not key.startswith(QUEUED)
-            if (end := hold_end(*facts))
+            if kind == "run" and not key.startswith(QUEUED)
+            # When the hold of a run that expired has ended is not known, only a time before which.
+            if facts[0] not in ("", "unguarded", "expired") and (end := hold_end(*facts))
         ) or [None]
         spans = {each: lengths[math.ceil(part * len(lengths)) - 1] for each, part in SHARES.items()}
         tasks.append(
@@ -232,6 +233,7 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
                 "runs": numbers.total(),
                 "returned": numbers.pop("returned", 0),
                 "raised": numbers.pop("raised", 0),
+                "held": numbers.pop("held", 0),
                 "other": numbers.total(),
                 "others": sorted((str(WORDS[state]), number) for state, number in numbers.items()),
                 **spans,

@@ -250,7 +250,9 @@ def _conflicts(why: Why) -> str:
         waiting = sum(lock.waiting or 0 for lock in why.held)
         postponed = f", {waiting} waiting" if waiting else ""
         return f"{count or 'none'} during this hold{postponed}{last if count else ''}"
-    counts = _joined(*(f"{count} {result}" for result, count in sorted(why.conflicts.items())))
+    conflicts = sorted(why.conflicts.items())
+    # "1 duplicate": no other of these words ends with "s".
+    counts = _joined(*(f"{n} {word.removesuffix('s' * (n == 1))}" for word, n in conflicts))
     blocker = why.conflict and why.conflict.blocked_by_task_id
     by = f", blocked by task {blocker}" if blocker else ""
     return f"{counts or 'none'} in the last {duration(why.within)}{last}{by}"

@@ -16,12 +16,12 @@ from django.utils.translation import gettext as _
 
 from django_singletask.conf import conf, logger
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.history.queries import NEWEST, OPEN, NoHistory, UsualHold, reading, timestamp
+from django_singletask.history.queries import NEWEST, OPEN, NoHistory, UsualHold, reading
 from django_singletask.holder import Holder, Process, clean
 from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, is_stopped, proof_of_death
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place
 from django_singletask.stores import get_store
@@ -148,9 +148,11 @@ def among(locks: Sequence[HeldLock], selector: Selector) -> list[HeldLock]:
     text, keys = selector.text, {selector.text, *selector.locks}
     found = [[lock for lock in locks if {lock.key, lock.lock_key, lock.name} & keys]]
     if not selector.is_exact:
-        found.append([lock for lock in locks if text in (lock.token, lock.task_id)])
-        found.append([lock for lock in locks if selector.covers(lock.name, lock.task)])
-        found.append([lock for lock in locks if text == lock.host])
+        found += [
+            [lock for lock in locks if text in (lock.token, lock.task_id)],
+            [lock for lock in locks if selector.covers(lock.name, lock.task)],
+            [lock for lock in locks if text == lock.host],
+        ]
     return next(filter(None, found), [])
 
 
@@ -172,7 +174,7 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
             try:
                 with reading():
                     keys += [row.key for row in history.open()[:OPEN]]
-                    ended = history.of_state("run", None).newest()[:NEWEST]
+                    ended = history.filter(kind="run")[:NEWEST]
                     keys += [row.key for row in ended if row.reason.startswith(KEPT)]
             except NoHistory as reason:
                 raise CannotList(f"{error} {reason}") from reason
@@ -180,26 +182,13 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     tokens = {lock.token for lock in locks}
     with suppress(NoHistory), reading():
         # Read after the store: otherwise a run that ends between the two would seem expired.
-        over = [row for row in history.open()[:OPEN] if row.token not in tokens and _is_over(row)]
+        over = [row for row in history.open()[:OPEN] if row.token not in tokens and is_over(row)]
         locks += [HeldLock(**vars(row.holder()), key=row.key, state="expired") for row in over]
     # A call that is unique until it has finished has its lock as well while it runs.
     locks = [lock for lock in locks if not (lock.queued and lock.pid)]
     if selectors:
         locks = [*{id(lock): lock for each in selectors for lock in among(locks, each)}.values()]
     return sorted(locks, key=lambda lock: (-lock.held_for, lock.name))
-
-
-def judge(rows: Iterable[TaskLockEvent]) -> None:
-    """Set the state of open holds of the history, which the store knows: as :func:`held` has it."""
-    rows = [row for row in rows if row.kind == "run" and not row.outcome]
-    try:
-        locks = read({row.key for row in rows if row.cache in ("", conf.cache)})
-    except Exception as error:  # each cache client has errors of its own
-        logger.warning("The states of open holds are not known: %s", error)
-        return
-    states = {lock.token: lock.state for lock in locks if lock.state in ("held", "dead")}
-    for row in rows:
-        row.state = states.get(row.token, "expired" if _is_over(row) else "held")
 
 
 def listed(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
@@ -305,8 +294,3 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
     for lock in locks:
         lock.slots_held = holders[lock.lock_key]
     return locks
-
-
-def _is_over(row: TaskLockEvent) -> bool:
-    """Say whether the first lease of a hold has ended, if it is of this cache."""
-    return row.cache in ("", conf.cache) and timestamp(row.at) + row.timeout < time.time()

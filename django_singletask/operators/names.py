@@ -15,13 +15,15 @@ from celery import current_app
 from django.utils.timezone import now as django_now
 from django.utils.translation import gettext_lazy as _
 
-from django_singletask.conf import conf
-from django_singletask.history.queries import COUNTED, FREQUENT, NEWEST, NoHistory, reading
-from django_singletask.holder import clean
+from django_singletask.conf import conf, logger
+from django_singletask.history.queries import COUNTED, FREQUENT, NEWEST, OPEN, NoHistory, reading
+from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, lock_of_slot, name_key
+from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.parameters import AS_SHOWN
-from django_singletask.models import Result, TaskLockEvent
+from django_singletask.models import Result, TaskLockEvent, is_over
 from django_singletask.operators.words import LONGEST
+from django_singletask.stores import get_store
 from django_singletask.stores.base import is_key
 from django_singletask.task.base import import_tasks
 
@@ -30,11 +32,14 @@ SCANNED = 20_000
 
 
 def _pattern(text: str) -> str:
-    return re.escape(text).replace(r"\*", ".*")
+    return re.sub(r"\\\*|…", ".*", re.escape(text))
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Say whether a name fits a pattern, in which ``*`` stands for any text."""
+    """Say whether a name fits a pattern, in which ``*`` stands for any text.
+
+    ``…`` stands for what a table has cut out of a name.
+    """
     return re.fullmatch(_pattern(pattern), name) is not None
 
 
@@ -48,7 +53,9 @@ def find(
 ) -> tuple[list[TaskLockEvent], bool]:
     """Return the newest rows that meet one of the conditions, and began in this time.
 
-    The second value is False if older rows may fit that nobody looked at.
+    They are those that were added last, sorted by their times: no index has these for each
+    condition, and the row of a queued call that was cleared is added long after its time. The
+    second value is False if older rows may fit that nobody looked at.
 
     Conditions are columns of the history and their values, and ``like``, a pattern for the name.
     ``what`` is a key of ``WORDS``. Old rows are found with the history off, too. Raises
@@ -60,14 +67,16 @@ def find(
             history = history.since(since or django_now() - timedelta(seconds=LONGEST), until)
         parts = [_find(history, what, limit, **condition) for condition in conditions]
     rows = {row for part, _complete in parts for row in part}
-    newest = sorted(rows, key=attrgetter("pk"), reverse=True)
-    return newest[:limit], all(complete for _part, complete in parts)
+    newest = sorted(rows, key=attrgetter("pk"), reverse=True)[:limit]
+    newest.sort(key=attrgetter("at"), reverse=True)
+    judge(newest)
+    return newest, all(complete for _part, complete in parts)
 
 
 def _find(
     history: Any, what: str, limit: int, task: str = "", like: str = "*", **facts: Any
 ) -> tuple[list[Any], bool]:
-    rows = (history.of_task(task) if task else history.newest()).filter(**facts)
+    rows = (history.of_task(task) if task else history).filter(**facts)
     if start := like.partition("*")[0]:
         named = TaskLockEvent.objects.order_by().named_like(start).values_list("pk", flat=True)
         ids = list(named[: FREQUENT + 1])
@@ -75,14 +84,8 @@ def _find(
     rows, complete = of_what(rows, what)
     if like == "*":
         return list(rows[:limit]), complete
-    rows, all_seen = _newest(rows)
+    rows, all_seen = rows.newest_of_them(SCANNED)
     return list(rows.filter(name__regex=f"^{_pattern(like)}$")[:limit]), complete and all_seen
-
-
-def _newest(rows: Any) -> tuple[Any, bool]:
-    """Keep the newest rows, for what no index serves; say whether these are all."""
-    oldest = rows.values_list("pk", flat=True)[SCANNED : SCANNED + 1].first()
-    return (rows if oldest is None else rows.filter(pk__gt=oldest)), oldest is None
 
 
 OF_CALLS = frozenset({"skipped", "waiting", "failed"})
@@ -95,14 +98,31 @@ def of_what(rows: Any, what: str) -> tuple[Any, bool]:
     No index serves the result of a run or call, so only the newest rows are looked at for it.
     """
     if what in Result.values:
-        rows = rows.of_state("conflict", None) if what in OF_CALLS else rows
-        rows, all_seen = _newest(rows)
+        rows = rows.of_state("conflict") if what in OF_CALLS else rows
+        rows, all_seen = rows.newest_of_them(SCANNED)
         return rows.filter(result=what, outcome__in=("", "released")), all_seen
     if what in COUNTED:
-        return rows.of_state(what, None), True
-    if what:
-        rows = rows.open() if what == "held" else rows.of_trouble(what)
-    return rows, True
+        return rows.of_state(what), True
+    if what in {"held", "dead", "expired"}:  # an open hold can be any of these
+        judge(open_rows := list(rows.open()[:OPEN]))
+        if pks := [row.pk for row in open_rows if row.state == what]:
+            closed, all_seen = rows.of_trouble(what).newest_of_them(SCANNED)
+            return rows.filter(pk__in=[*pks, *closed.values_list("pk", flat=True)]), all_seen
+    return (rows.of_trouble(what) if what else rows), True
+
+
+def judge(rows: Iterable[TaskLockEvent]) -> None:
+    """Set the state of open holds of the history, which the store knows."""
+    rows = [row for row in rows if row.kind == "run" and not row.outcome]
+    try:
+        entries = get_store(conf.cache).read_many([row.key for row in rows])
+    except Exception as error:  # each cache client has errors of its own
+        logger.warning("The states of open holds are not known: %s", error)
+        return
+    holders = [Holder.decode(entry.value) for entry in entries.values()]
+    states = {each.token: "dead" if proof_of_death(each) else "held" for each in holders}
+    for row in rows:
+        row.state = states.get(row.token, "expired" if is_over(row) else "held")
 
 
 RECORDED = 100
@@ -144,8 +164,7 @@ class Selector(NamedTuple):
         # A task of another project is only known by its lock.
         end = name if "(" in self.text else "" if self.tasks else task
         is_end = f".{end}".endswith(f".{self.text}")
-        is_name = name in self.locks.values()
-        return is_name or fits(name, self.text) or task in self.tasks or is_end
+        return is_end or task in self.tasks or name in self.locks.values() or fits(name, self.text)
 
     def conditions(self) -> list[dict[str, Any]]:
         """Return conditions for :func:`find`: the rows meet one of them."""
@@ -205,7 +224,7 @@ def unknown(text: str, names: Iterable[str]) -> UnknownName:
     """Return the error for a text that means nothing: names and tasks that are like it."""
     names = [*names, *recorded_tasks(), *task_names()]
     with suppress(NoHistory), reading():
-        names += TaskLockEvent.objects.newest().values_list("name", flat=True)[:MATCHES]
+        names += TaskLockEvent.objects.values_list("name", flat=True)[:MATCHES]
     return UnknownName(text, nearest(text, names))
 
 

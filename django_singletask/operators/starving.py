@@ -119,7 +119,7 @@ def _suspects(longer_than: float) -> set[str]:
     """Return the names that may starve, without a query for each name."""
     rows = TaskLockEvent.objects.all()
     since = django_now() - timedelta(seconds=HOUR + longer_than)
-    newest = [r for kind in sorted(COUNTED) for r in rows.of_state(kind, None).newest()[:NEWEST]]
+    newest = [r for kind in COUNTED for r in rows.of_state(kind)[:NEWEST]]
     met = rows.blocked_by(rows.open().values_list("ref", flat=True)[:OPEN])
     met += [row for row in newest if row.end >= since]
     runs = rows.runs({row.blocked_by for row in met})

@@ -122,16 +122,10 @@ class Command(BaseCommand):
             self.options.append((actions, added))
 
         longer = "exit with 2 if a lock is held for longer than this"
-        hungry = (
-            "exit with 2 if the calls of a lock have found it held for this long, none completed, "
-            "and calls still come"
-        )
+        hungry = "exit with 2 if a lock has starved for this long: see --starving"
         queued = "forget queued calls instead of freeing locks, so that identical calls can be sent"
         older = "delete rows that are older than this (default: SINGLETASK_HISTORY_DAYS)"
-        starve = (
-            "list the locks that starve: their calls find them held, and no run has completed, for "
-            "an hour or more"
-        )
+        starve = "list the locks that calls find held, with no run completed, for an hour or more"
         add("list", "--starving", starve)
         add("list", "--fail-if-held-over", longer, type=parse_duration, metavar="1h")
         add("list", "--fail-if-starving", hungry, type=parse_duration, metavar="1h")
@@ -141,9 +135,9 @@ class Command(BaseCommand):
         add("clear", "--reason", "why, for the history, which keeps 255 characters", default="")
         add("clear", "--yes", "do not ask")
         add("clear or prune", "--dry-run", "only show what would be freed, or be deleted")
-        time = "a time, such as '2026-11-21 14:05', or how long ago it is"
+        since = "only rows that began after this time, such as '2026-11-21 14:05', or this long ago"
         add("history", "--what", "only runs and calls of which the list says this", choices=WORDS)
-        add("history", "--since", f"only rows that began after {time}", type=moment, metavar="2h")
+        add("history", "--since", since, type=moment, metavar="2h")
         add("history", "--until", "only rows that began before this time", type=moment)
         add("history", "--limit", "print at most this many rows (50)", type=count, default=50)
         add("prune", "--older-than", older, type=parse_duration, metavar="7d")
@@ -186,13 +180,16 @@ class Command(BaseCommand):
         if action in {"history", "prune"}:
             return ""
         try:
-            get_store(conf.cache).read(PREFIX)
+            store = get_store(conf.cache)
+            store.read(PREFIX)
         except Exception as error:  # a cache that is set up wrongly has errors of its own
             return clean(cannot_ask(error))
-        unseen = "this command cannot see the locks of other processes"
-        here = f"SINGLETASK_CACHE = {conf.cache!r} is in local memory: {unseen}."
-        is_local = type(get_store(conf.cache)) is LocMemStore and action != "probe"
-        return here if is_local else ""
+        if type(store) is LocMemStore and action != "probe":
+            return (
+                f"SINGLETASK_CACHE = {conf.cache!r} is in local memory: this command cannot see "
+                "the locks of other processes."
+            )
+        return ""
 
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
