@@ -106,6 +106,11 @@ def check_installed(**kwargs: Any) -> None:
         )
 
 
+def in_words(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
+
+
 def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool = False) -> float:
     """Return ``value`` if it is a valid number of seconds for the option.
 

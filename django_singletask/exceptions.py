@@ -42,10 +42,10 @@ class LockConflict(LockError):
 
     def __str__(self) -> str:
         text = f"{self.name} is held"
-        if self.holder is not None:
+        if self.holder:
             text += f" by {self.holder}"
         if self.remaining is not None:
-            if self.holder is not None and self.holder.kept:
+            if self.holder and self.holder.kept:
                 text += f"; kept for {self.remaining:.0f} s more"
             else:
                 text += f"; its lease ends in {self.remaining:.0f} s unless renewed"

@@ -21,7 +21,7 @@ from django.db.models.functions import Floor
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
-from django_singletask.conf import conf
+from django_singletask.conf import conf, in_words
 from django_singletask.locks.keys import QUEUED
 from django_singletask.stores.base import PREFIX
 from django_singletask.stores.database import trouble
@@ -72,8 +72,8 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
         with transaction.atomic(using=alias) if in_transaction else nullcontext():
             yield
     except Error as error:
-        reason = str(error).partition("\n")[0]
-        raise NoHistory(f"The history cannot be read: {reason}.{remedy(error)}") from error
+        text = f"The history cannot be read: {in_words(error)}.{remedy(error)}"
+        raise NoHistory(text) from error
 
 
 def remedy(error: Exception) -> str:

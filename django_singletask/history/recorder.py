@@ -13,7 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.core.signals import setting_changed
 from django.db import Error, connections, transaction
 
-from django_singletask.conf import conf, logger
+from django_singletask.conf import conf, in_words, logger
 from django_singletask.forks import at_fork, close_before_forks, leak, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
@@ -66,8 +66,9 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
         #   child:                            forgets    event, registers    writes, os._exit()
         #
         # Registered before the thread begins: a short script ends at once.
-        writer.at_exit = writer.at_exit or Finalize(None, flush, [2.0], exitpriority=0)
-        writer.begin()
+        if writer.thread is None:
+            writer.at_exit = writer.at_exit or Finalize(None, flush, [2.0], exitpriority=0)
+            writer.begin()
         return
     try:
         write_at_once(event)
@@ -202,11 +203,10 @@ class Writer(Background):
         patience = PATIENCE if is_kept and trouble(error) in {"race", "busy"} else 0
         if not self.has_warned and now - self.failing_since >= patience:
             self.has_warned = True
-            reason = str(error).partition("\n")[0]
             logger.warning(
                 f"The lock history cannot be written; tasks are not affected{consequence} "
-                f"({type(error).__name__}: {reason}).{remedy(error)} To stop recording, set "
-                "SINGLETASK_HISTORY = 'off'."
+                f"({in_words(error)}).{remedy(error)} To stop recording, set SINGLETASK_HISTORY = "
+                "'off'."
             )
 
     def succeed(self) -> None:

@@ -75,7 +75,7 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     missed, found = [], []
     for row in rows:
         address, entry = Address(cache, LockKey(row.name, row.key)), entries.get(row.key)
-        holder = Holder.decode(b"" if entry is None else entry.value)
+        holder = Holder.decode(entry.value if entry else b"")
         if entry and holder.token == row.token:
             found += [row.pk] if row.noticed_at else []
             if holder.kept:  # the process was killed before it could write that it had returned

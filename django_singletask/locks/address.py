@@ -95,7 +95,7 @@ class Address:
     def read_holder(self) -> tuple[Entry | None, Holder]:
         """Return the entry that is there now, and its holder; without an entry an empty holder."""
         entry = self.read()
-        return entry, Holder.decode(b"" if entry is None else entry.value)
+        return entry, Holder.decode(entry.value if entry else b"")
 
     def tell(
         self,
@@ -114,10 +114,10 @@ class Address:
         if self.silent or not lock_event.receivers:
             return
         run, process = holder or caller, holder or this_process()
-        if holder is not None:
+        if holder:
             since = datetime.fromtimestamp(holder.since, UTC) if holder.since else None
             facts |= {"token": holder.token, "timeout": holder.timeout, "since": since}
-        if blocker is not None:
+        if blocker:
             facts |= {"blocked_by": blocker.token, "blocked_by_task_id": blocker.task_id or ""}
         at = (facts.get("since") if kind == "acquired" else None) or datetime.now(UTC)
         facts |= {"task": run.task or "", "task_id": run.task_id or "", "host": process.host}
@@ -161,7 +161,7 @@ class Address:
         Return whether the entry was freed.
         """
         entry, holder = self.read_holder()
-        if entry is None or token not in (None, holder.token):
+        if not entry or token not in (None, holder.token):
             return False
         # The marker must last until the holder's next renewal; extend() may have changed the
         # length in the record.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from django.core.signals import setting_changed
 
-from django_singletask.conf import conf
+from django_singletask.conf import conf, in_words
 from django_singletask.locks.parameters import Parameters, encode, formattable
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
@@ -137,7 +137,7 @@ def call_key(
         except (LookupError, AttributeError, TypeError, ValueError, RecursionError) as error:
             raise TypeError(
                 f"{what} cannot be filled from the arguments ({', '.join(arguments) or 'none'}): "
-                f"{type(error).__name__}: {error}"
+                f"{in_words(error)}"
             ) from error
     _check_name(what, name)
     if _ADDRESS.search(name):

@@ -38,7 +38,7 @@ from typing import Any
 from celery.exceptions import Ignore, Reject, Retry
 
 from django_singletask import clock
-from django_singletask.conf import check_seconds, logger
+from django_singletask.conf import check_seconds, in_words, logger
 from django_singletask.exceptions import LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder, without_process
 from django_singletask.locks import liveness
@@ -279,7 +279,7 @@ class Lease(Address):
             return outcome is Outcome.OK
         except BaseException as error:
             self.abandon(*((new, until) if self.kept or not self.holder.pid else ()))
-            reason = f"not released at once: {type(error).__name__}: {error}"
+            reason = f"not released at once: {in_words(error)}"
             raise
         finally:
             self.tell(
@@ -341,7 +341,7 @@ class Lease(Address):
         if holder.token != token and holder.is_run_of(self.holder.task_id):
             how = liveness.proof_of_death(holder)
         may = holder.token == token or how is not None
-        if entry is None or not may or not self.replace(entry.value):
+        if not entry or not may or not self.replace(entry.value):
             raise LockLost(
                 f"{self} can no longer be received: it was already received, was cleared, or was "
                 "lost by the cache, or the time that hand_over() gave is over."
@@ -509,10 +509,10 @@ class Lease(Address):
             self.reason = f"its fixed lease of {self.length:g} s ended first"
         try:
             entry = self.read()
-            if entry is not None and entry.value != self.value:
+            if entry and entry.value != self.value:
                 blocker = Holder.decode(entry.value)
                 self.reason = f"taken by {blocker}"
-            elif get_store(self.cache).read(marker_key(self.key, self.value)) is not None:
+            elif get_store(self.cache).read(marker_key(self.key, self.value)):
                 self.reason = "cleared"
         except LockUnavailable:
             # The loss itself must be reported, even if the store is down again.

@@ -274,17 +274,17 @@ class TaskLock:
             if self._run and blocker.is_run_of(self._run.task_id):
                 break  # an earlier run of the same message
             own = renewers[lease.cache].find(blocker.token, lease.key, origin)
-            self._note = BEHIND_ITSELF if own is not None else ""
+            self._note = BEHIND_ITSELF if own else ""
             if not wait:
                 break
             # A fixed lease may end before its block does.
-            if own is not None and own.in_block and (own.renews or own.deadline >= until):
+            if own and own.in_block and (own.renews or own.deadline >= until):
                 self._refuse("wait")
             left = until - clock.now()
             if left <= 0:
                 self._note_wait(wait)
                 break
-            if own is not None and wait == math.inf and next_pause == POLL:
+            if own and wait == math.inf and next_pause == POLL:
                 text = "Endless wait for %s: %s. Only another thread can release it."
                 logger.warning(text, lease, self._note)
             own = outer = None  # otherwise they would be renewed as long as this waits
@@ -347,7 +347,7 @@ class TaskLock:
         invalid handle, and :class:`LockUnavailable`.
         """
         match = HANDLE.fullmatch(handle) if isinstance(handle, str) else None
-        if match is None:
+        if not match:
             raise ValueError(f"handle must be what hand_over() returned, not {repr(handle)[:200]}.")
         slots, token, cache, key, name = match.groups()
         lock_key: Any = LockKey(name, key)  # which replaces a name here
@@ -448,7 +448,7 @@ class TaskLock:
         memcached does not report ends: there it is the holder of the first slot that is held.
         """
         entry = self._first()
-        return None if entry is None else Holder.decode(entry.value)
+        return entry and Holder.decode(entry.value)
 
     aholder = offer_in_thread(holder)
 
@@ -458,7 +458,7 @@ class TaskLock:
         None if the lock is free, or if the cache does not report it.
         """
         entry = self._first()
-        return None if entry is None else entry.remaining
+        return entry and entry.remaining
 
     aremaining = offer_in_thread(remaining)
 

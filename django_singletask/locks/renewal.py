@@ -100,7 +100,7 @@ class Renewer(Background):
     def find(self, token: str, key: str, origin: object) -> Any:
         """Return the lease of an entry that this thread and asyncio task took, or None."""
         lease = self.leases.get((token, key), lambda: None)()
-        return lease if lease is not None and lease.origin == origin else None
+        return lease if lease and lease.origin == origin else None
 
     def owe(
         self, keys: Sequence[str], value: bytes, lease: float, new: bytes = b"", until: float = 0.0
@@ -228,7 +228,7 @@ class Renewer(Background):
         """Return the leases that are kept, the oldest first."""
         # list() is atomic, even if another thread takes a lock meanwhile.
         leases = [reference() for reference in list(self.leases.values())]
-        return [lease for lease in leases if lease is not None]
+        return [lease for lease in leases if lease]
 
     def renew(self, store: Store, leases: list[Any]) -> None:
         """Renew leases in one request."""

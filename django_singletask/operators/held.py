@@ -14,7 +14,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext as _
 
-from django_singletask.conf import conf, logger
+from django_singletask.conf import conf, in_words, logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import NEWEST, OPEN, NoHistory, UsualHold, reading
 from django_singletask.holder import Holder, Process, clean
@@ -129,10 +129,8 @@ def cannot_ask(error: Exception) -> str:
         return str(error)
     if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    reason = str(error).partition("\n")[0].rstrip(".")
-    return _("The cache {} (SINGLETASK_CACHE) cannot be used: {}.").format(
-        repr(conf.cache), f"{type(error).__name__}: {reason}"
-    )
+    text = _("The cache {} (SINGLETASK_CACHE) cannot be used: {}.")
+    return text.format(repr(conf.cache), in_words(error))
 
 
 PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import clock
-from django_singletask.conf import conf, is_test, logger
+from django_singletask.conf import conf, in_words, is_test, logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 
@@ -241,9 +241,8 @@ class Store(ABC):
 
     def unavailable(self, error: Exception, next_step: str = "") -> LockUnavailable:
         """Return what to raise for an error of the client: an outage is never "held" or "free"."""
-        reason = f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
         return LockUnavailable(
-            f"The cache {self.cache_alias!r} cannot be used: {reason}{next_step}. "
+            f"The cache {self.cache_alias!r} cannot be used: {in_words(error)}{next_step}. "
             f"It is {type(self.cache).__name__} on {self.place}."
             + (" 'manage.py locks probe' tests it." if self.cache_alias == conf.cache else "")
         )

@@ -285,7 +285,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         signature = super().signature_from_request(request, args, kwargs, *rest, **options)
         request = self.request if request is None else request
         header = Header.of(signature.options.get("headers"), request.id, self.name)
-        if header is not None:
+        if header:
             header.forget_message()
             if args is not None or kwargs is not None:
                 # Other arguments may need another lock: compute the key again, keep the options.

@@ -159,7 +159,7 @@ class Delivery:
             if not self.has_ended or error is self.failure:
                 raise
             lease_of(self.lock).give_back(self.failure)
-            if self.queued_call is not None:
+            if self.queued_call:
                 self._free(self.queued_call)
             logger.exception(
                 "%s: this error came after the body had ended, so it changes nothing.",
@@ -188,7 +188,7 @@ class Delivery:
             # The lock is released before Celery stores the result and publishes the next link of a
             # chain, which may want the same lock.
             with self.lock as lock:
-                if lock.outage is not None:
+                if lock.outage:
                     return self._meet_outage(lock.outage)
                 if lock:
                     if self.header.redelivered and not lease_of(lock).took_over:
@@ -209,7 +209,7 @@ class Delivery:
                 self.failure = error
             raise error
         finally:
-            if self.queued_call is not None:
+            if self.queued_call:
                 self._free(self.queued_call)
 
     def _free(self, queued_call: QueuedCall) -> None:
@@ -230,7 +230,7 @@ class Delivery:
         if self.again:
             self.postpone("redelivery", redelivered=WAITS)
         lock, on_outage = self.lock, self.options.on_outage
-        if on_outage != "run" or lock.blocker is not None:
+        if on_outage != "run" or lock.blocker:
             if self.options.on_conflict == "requeue":
                 self.requeue()
             if self.header.hops:
@@ -267,7 +267,7 @@ class Delivery:
             # From now on, no later call replaces this call or its retries.
             self.header.ticket, self.header.never_gives_way = None, True
             self.request.headers = self.header.into(self.request.headers)
-        if self.queued_call is not None:
+        if self.queued_call:
             self.queued_call.start()
         try:
             self.result = self.body(*self.args, **self.kwargs)
@@ -276,7 +276,7 @@ class Delivery:
             raise
         finally:
             self.has_ended = True
-            if self.queued_call is not None:
+            if self.queued_call:
                 self._keep_entry(self.queued_call)
         return self.result
 
@@ -285,8 +285,8 @@ class Delivery:
     def _meet_own_run(self) -> None:
         """Postpone or drop the message if its first run runs or has just ended; else return."""
         blocker, request, redelivered = self.lock.blocker, self.request, self.header.redelivered
-        is_own = blocker is not None and blocker.is_run_of(request.id)
-        if blocker is not None:
+        is_own = blocker and blocker.is_run_of(request.id)
+        if blocker:
             # If a chain replaces a task, its first link has a new id, and the task is its parent.
             replaces = request.replaced_task_nesting > 0 and any(
                 holder.is_run_of(request.parent_id) for holder in lease_of(self.lock).others
@@ -300,14 +300,14 @@ class Delivery:
             return
         # The first run has ended. If its result is not stored yet, the next delivery looks again.
         self._drop_if_done()
-        if redelivered != READS or (blocker is not None and not is_own):
-            reason = None if blocker is None else "redelivery"
-            longest = FIRST_HOP if blocker is None else math.inf
+        if redelivered != READS or (blocker and not is_own):
+            reason = "redelivery" if blocker else None
+            longest = math.inf if blocker else FIRST_HOP
             self.postpone(reason, longest=longest, redelivered=READS)
         # A run from before this message was due belongs to another call with this id. Otherwise
         # the body has returned and keeps the lock: the call must neither fail nor run again. A skip
         # lets the rest of its chain run.
-        returned = blocker is not None and blocker.since > self.header.due - CLOCK_SKEW
+        returned = blocker and blocker.since > self.header.due - CLOCK_SKEW
         if returned and self.options.on_conflict != "skip":
             logger.info("Task %s was delivered again after it returned: dropped.", request.id)
             raise Dropped
@@ -359,10 +359,10 @@ class Delivery:
         first hop. ``changes`` change the header.
         """
         lock, lease = self.lock, lease_of(self.lock)
-        count = "hops" if lock.outage is None else "outage_hops"
+        count = "outage_hops" if lock.outage else "hops"
         hops = getattr(self.header, count)
         met = lease.blocker.token if lease.blocker else self.header.met
-        if lock.outage is None:
+        if not lock.outage:
             if reason and (not hops or met != self.header.met):
                 report_conflict(lock, reason, "waiting")
         elif reason and not hops:
@@ -409,7 +409,7 @@ class Delivery:
         since = self.header.requeued_at or time.time()
         left = since + limit - time.time()
         if left <= 0:
-            if self.lock.outage is not None:
+            if self.lock.outage:
                 raise self.lock.outage
             note_wait(self.lock, limit)
             refuse(self.lock, "requeue")
@@ -427,7 +427,7 @@ class Delivery:
         except Postponed:
             # From here on the message is queued, and this delivery must not fail.
             with suppress(SoftTimeLimitExceeded):
-                if ticket is not None:
+                if ticket:
                     gives_way(*entry, ticket)
             raise
 

@@ -76,12 +76,12 @@ def take_ticket(lock: Address, task: str) -> Ticket | None:
     store, key = get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
     for _ in range(TRIES):
         entry = store.read(key)
-        state = State.decode(b"" if entry is None else entry.value)
+        state = State.decode(entry.value if entry else b"")
         value = state._replace(taken=state.taken + 1).encode()
-        if entry is None:
-            taken = store.add(key, value, LEASE) is None
-        else:
+        if entry:
             taken = store.replace(key, entry.value, value, LEASE)
+        else:
+            taken = not store.add(key, value, LEASE)
         if taken:
             return [state.epoch, state.taken + 1]
     return None
@@ -96,7 +96,7 @@ def gives_way(lock: Address, task: str, ticket: Any) -> bool:
         (epoch, number), key = ticket, lock.lock_key.beside(LATEST, task).key
         for _ in range(TRIES):
             entry = get_store(lock.cache).read(key)
-            if entry is None:
+            if not entry:
                 return False
             state = State.decode(entry.value)
             if state.epoch != epoch:

@@ -124,7 +124,7 @@ class QueuedCall:
         except BaseException:
             self.give_back()
             raise
-        if self.ticket is not None:
+        if self.ticket:
             # Let this call, which is now published, replace the calls before it.
             gives_way(self.lock_address, self.run.task or "", self.ticket)
         return result
@@ -144,10 +144,10 @@ class QueuedCall:
             if self.options.on_duplicate != "replace":
                 return blocker
             self.ticket = take_ticket(self.lock_address, self.run.task or "")
-            if blocker is not None:
+            if blocker:
                 entry, holder = lease.read_holder()
                 # The entry of a run has a process, and stays until the run is finished.
-                if entry is not None and not holder.pid:
+                if entry and not holder.pid:
                     lease.replace(entry.value)
         except LockUnavailable as error:
             if self.options.on_outage == "raise":
@@ -180,7 +180,7 @@ class QueuedCall:
                 lease.at_least = self.options.lock_at_least
                 # If the entry has ended, or was freed with a killed earlier run, take it again,
                 # unless another call is queued by now.
-                if not lease.replace(self.value) and lease.take() is not None:
+                if not lease.replace(self.value) and lease.take():
                     logger.warning("%s: an identical call was queued meanwhile.", lease)
             else:
                 self.give_back()
@@ -198,7 +198,7 @@ class QueuedCall:
         # operator may have cleared it.
         left = max(0.0, queued.holder.since + queued.length - time.time())
         store, entry = get_store(queued.cache), queued.read()
-        if entry is not None:
+        if entry:
             left = left if entry.remaining is None else entry.remaining
             store.replace(queued.key, self.value, begun, left)
         elif left and not self.run.retries:

@@ -12,7 +12,7 @@ from celery.signals import worker_ready
 from django.db import connections
 
 from django_singletask import clock
-from django_singletask.conf import conf, logger
+from django_singletask.conf import conf, in_words, logger
 from django_singletask.exceptions import LockError
 from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
@@ -183,10 +183,9 @@ def try_to_sweep(failed: bool = False) -> bool:
     except Exception as error:
         if not failed:
             logger.warning(
-                "The history cannot be cleaned up (%s: %s); trying again each minute. Until then "
-                "the history may show killed runs as held.",
-                type(error).__name__,
-                str(error).partition("\n")[0].rstrip("."),
+                "The history cannot be cleaned up (%s); trying again each minute. Until then the "
+                "history may show killed runs as held.",
+                in_words(error),
             )
         return True
     finally:

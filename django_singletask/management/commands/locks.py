@@ -162,17 +162,15 @@ class Command(BaseCommand):
             if action not in actions and options[option.dest] != option.default:
                 return f"{option.option_strings[0]} is an option of {actions}."
         names, is_clear = options["names"], action == "clear"
-        narrowed = names or any(options[option] for option in ("dead", "queued", "all"))
-        asks = not (options["yes"] or options["dry_run"])
         if action in {"probe", "prune"} and names:
             return f"{action!r} takes no name."
         if action == "why" and (len(names) != 1 or "*" in names[0]):
             return (
                 "'why' explains one lock or one task. 'manage.py locks' lists what fits a pattern."
             )
-        if is_clear and options["json"] and asks:
+        if is_clear and options["json"] and not (options["yes"] or options["dry_run"]):
             return "With --json the command cannot ask you: add --yes or --dry-run."
-        if is_clear and not narrowed:
+        if is_clear and not (names or any(options[each] for each in ("dead", "queued", "all"))):
             return (
                 "Say what to clear: a lock, a call, a task, an id or a host, or --dead, --queued "
                 "or --all. 'manage.py locks' lists what is held."
