@@ -11,7 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/operating/logging.rst").read_text()
 ROW = re.compile(r"   \* - (INFO|WARNING|ERROR)\n     - (.+(?:\n       .+)*)")
-LEVELS = {"info": "INFO", "warning": "WARNING", "error": "ERROR", "exception": "ERROR"}
+LEVELS = {
+    "logger.info": "INFO",
+    "logger.warning": "WARNING",
+    "warn_once": "WARNING",
+    "logger.error": "ERROR",
+    "logger.exception": "ERROR",
+}
 Message = tuple[str, str]
 
 
@@ -36,16 +42,10 @@ def messages_of(path: Path) -> Iterator[Message]:
     tree = ast.parse(path.read_text())
     functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "logger"
-            and node.func.attr in LEVELS
-        ):
+        if isinstance(node, ast.Call) and (level := LEVELS.get(ast.unparse(node.func))):
             around = [each for each in functions if node in ast.walk(each)]
             function = max(around, key=lambda each: each.lineno)
-            yield LEVELS[node.func.attr], text_of(node.args[0], function)
+            yield level, text_of(node.args[0], function)
 
 
 LOGGED = [

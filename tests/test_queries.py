@@ -303,7 +303,7 @@ def test_database_that_is_away_is_an_error_that_says_so():
         raise InterfaceError("connection already closed")
 
     with connection.execute_wrapper(away):
-        with pytest.raises(NoHistory, match="cannot be read: connection already closed"):
+        with pytest.raises(NoHistory, match="read: InterfaceError: connection already closed"):
             find()
         assert history.usual_hold("nightly") is None
 
