@@ -56,8 +56,8 @@ class Run(NamedTuple):
     # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. A process that
     # allows 2 neither takes nor counts those slots. So until the old processes are gone, there are
     # at most 5 runs: the greatest number that a process allows. A redelivery reads all slots that
-    # there can be, to find its own first run. A retry does so, too, because the previous try may
-    # not have released its slot yet.
+    # there can be, to find its own first run. With several slots a retry does so, too, because the
+    # previous try may not have released its slot yet.
 
     def slots(self, lock_key: LockKey, holder: Holder) -> Slots:
         """Return the slots that a take reads; a delivery takes no second slot for one message."""

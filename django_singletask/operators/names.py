@@ -77,7 +77,7 @@ def _find(
     history: Any, what: str, limit: int, task: str = "", like: str = "*", **facts: Any
 ) -> tuple[list[Any], bool]:
     rows = (history.of_task(task) if task else history).filter(**facts)
-    if start := like.partition("*")[0]:
+    if start := re.split("[*…]", like)[0]:
         named = TaskLockEvent.objects.order_by().named_like(start).values_list("pk", flat=True)
         ids = list(named[: FREQUENT + 1])
         rows = rows.filter(pk__in=ids) if len(ids) <= FREQUENT else rows
@@ -105,15 +105,20 @@ def of_what(rows: Any, what: str) -> tuple[Any, bool]:
         return rows.of_state(what), True
     if what in {"held", "dead", "expired"}:  # an open hold can be any of these
         judge(open_rows := list(rows.open()[:OPEN]))
+        closed, complete = rows.of_trouble(what), len(open_rows) < OPEN
         if pks := [row.pk for row in open_rows if row.state == what]:
-            closed, all_seen = rows.of_trouble(what).newest_of_them(SCANNED)
-            return rows.filter(pk__in=[*pks, *closed.values_list("pk", flat=True)]), all_seen
+            closed, all_seen = closed.newest_of_them(SCANNED)
+            pks += closed.values_list("pk", flat=True)
+            return rows.filter(pk__in=pks), complete and all_seen
+        return closed, complete
     return (rows.of_trouble(what) if what else rows), True
 
 
 def judge(rows: Iterable[TaskLockEvent]) -> None:
     """Set the state of open holds of the history, which the store knows."""
     rows = [row for row in rows if row.kind == "run" and not row.outcome]
+    if not rows:
+        return
     try:
         entries = get_store(conf.cache).read_many([row.key for row in rows])
     except Exception as error:  # each cache client has errors of its own

@@ -94,15 +94,13 @@ NAMES = frozenset(FIELDS)
 ALL = f"the options are {', '.join(sorted(NAMES))}."
 _values = operator.attrgetter(*FIELDS)
 parameters_of: Callable[[Any], Parameters] = operator.attrgetter("_parameters")
+"""Return the parameters of the body of a task."""
 
 
 def guess(name: str) -> str:
     """Return which option is meant by a misspelled name, for an error; empty if none is."""
     similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
     return f"did you mean {similar[0]!r}?" if similar else ""
-
-
-"""Return the parameters of the body of a task."""
 
 
 class LockOptions(SimpleNamespace, Attributes):
