@@ -41,17 +41,17 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 # Modules of the extra "test". Without them many tests would fail, and not say what to install.
 MODULES = ["pytest", "pytest_django", "pytest_randomly", "hypothesis"]
 MODULES += ["django_redis", "django_valkey", "psycopg", "pydantic", "pymemcache", "redis"]
-# They take about half of the time of all tests with workers. A new file falls into the second part.
+# A new file with workers falls into the second part.
 FIRST_WORKER_TESTS = [
-    "tests/worker/test_soak.py",
     "tests/worker/test_killed.py",
     "tests/worker/test_rabbitmq.py",
     "tests/worker/test_store_trouble.py",
     "tests/worker/test_unique.py",
 ]
-# The part without workers takes longest, so the first part has some of its tests.
-OTHERS = ["tests/browser", "tests/test_stores_races.py", "tests/test_stores.py"]
-OTHERS += ["tests/test_stores_broken.py", "tests/test_file_locks.py"]
+# The part without workers takes longest, so two others have some of its tests.
+OF_FIRST_PART = ["tests/browser", "tests/test_stores.py"]
+OF_FIRST_PART += ["tests/test_stores_broken.py", "tests/test_file_locks.py"]
+OF_FAULTS = ["tests/test_diskcache_store.py", "tests/test_locks.py", "tests/test_stores_races.py"]
 # Tests of signals, of servers that fail, and of the demo: they start processes and wait for them.
 FAULTS = [
     "tests/test_cluster.py",
@@ -67,15 +67,15 @@ FAULTS = [
     "tests/test_web_servers.py",
 ]
 PARTS = {
-    "Tests with workers, first part": [*FIRST_WORKER_TESTS, *OTHERS],
+    "Tests with workers, first part": [*FIRST_WORKER_TESTS, *OF_FIRST_PART],
     "Tests with workers, second part": [
         *("-m", "worker"),
         *(f"--ignore={path}" for path in (*FIRST_WORKER_TESTS, *FAULTS)),
     ],
-    "Tests of faults": FAULTS,
+    "Tests of faults": [*FAULTS, *OF_FAULTS],
     "Tests without workers": [
         *("-m", "not worker"),
-        *(f"--ignore={path}" for path in (*OTHERS, *FAULTS)),
+        *(f"--ignore={path}" for path in (*OF_FIRST_PART, *FAULTS, *OF_FAULTS)),
     ],
 }
 
