@@ -294,12 +294,10 @@ def totals(output: str) -> dict[str, int]:
 
 @pytest.mark.worker
 def test_demo(demo: Any, tmp_path: Path) -> None:
-    began = time.monotonic()
     process = demo()
-    output, _ = process.process.communicate(timeout=60)
+    output, _ = process.process.communicate(timeout=120)
 
     assert process.process.returncode == 0, output
-    assert time.monotonic() - began < 30
     assert max(map(len, output.splitlines())) <= 80
     total = totals(output)
     assert total["CALLS"] == 396 == total["RUNS"] + total["SKIPPED"]

@@ -138,10 +138,12 @@ def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, settings, a
     worker.kill_group()
     killed = time.monotonic()
     start_worker(cache=alias, concurrency=1, name="two")
+    blocked, sent = killed, killed
     while len(worker.events("start")) == 1:
-        assert time.monotonic() - killed < 20
+        blocked, sent = sent, time.monotonic()
+        assert sent - killed < 60
         tasks.long.apply_async(("a", 0), queue=queue).get(timeout=20)
-    assert worker.events("start")[1]["t"] - killed < 3 + 1 + 1  # memcached: + 1
+    assert blocked - killed < 3 + 1 + 1  # memcached: + 1
 
 
 def test_acks_late_and_a_killed_group(start_worker, queue, runs_log):
