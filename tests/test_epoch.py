@@ -63,7 +63,7 @@ def beside(alias, way, fault="", seconds=SECONDS):
 
 @pytest.mark.race
 @pytest.mark.parametrize("way", ["restart", "flush"])
-@pytest.mark.parametrize("alias", ["redis", "valkey", "pylibmc", "pymemcache"])
+@pytest.mark.parametrize("alias", ["redis", "pylibmc", "pymemcache"])
 def test_a_live_holder_has_its_lock_back_before_others_take_it(alias, way):
     result = beside(alias, way)
     assert result == {"beside": 0, "retaken": 1, "lost": False}
