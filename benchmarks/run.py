@@ -147,9 +147,9 @@ def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
     """Measure one part. "held" comes last, because many held locks slow down everything else."""
     from benchmarks import admin_pages, calls, conflicts, held, history, locks, requeue, workers
 
-    rounds = 20 if quick else 300
+    rounds = 5 if quick else 300
     pages = {"postgresql": 5000 if quick else 10**7, "sqlite": 5000 if quick else 10**6}
-    levels = [10, 1000, 2000] if quick else [10, 100, 1000, 10_000, 100_000]
+    levels = [10, 100, 1000] if quick else [10, 100, 1000, 10_000, 100_000]
     parts: dict[str, Callable[[], list[Table]]] = {
         "redis": lambda: [locks.on_redis(rounds, busy)],
         "loop": lambda: [locks.in_a_loop(rounds)],
@@ -162,11 +162,11 @@ def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
         "enqueue": lambda: [calls.enqueue(rounds)],
         "keys": lambda: [calls.keys(rounds)],
         "worker": lambda: [
-            workers.throughput(*((2, 200) if quick else (11, 1000)), busy),
-            workers.working(*((2, 20) if quick else (11, 200)), busy),
+            workers.throughput(*((1, 50) if quick else (11, 1000)), busy),
+            workers.working(*((1, 10) if quick else (11, 200)), busy),
         ],
         "history": lambda: history.cost(*((1, 200) if quick else (5, 3000))),
-        "requeue": lambda: [requeue.requeue(300 if quick else 20_000)],
+        "requeue": lambda: [requeue.requeue(100 if quick else 20_000)],
         "held": lambda: [held.held(rounds, levels)],
         "admin": lambda: [admin_pages.table(pages)],
     }

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.race
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = 200
+ROUNDS = 100
 # A store class each; MySQL takes with other statements than PostgreSQL.
 on_each_store = pytest.mark.parametrize(
     "cache_alias", ["redis", "pymemcache", "db_postgres", "db_mariadb"], indirect=True
