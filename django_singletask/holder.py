@@ -107,7 +107,10 @@ class Holder(Process):
         return task_id is not None and self.task_id == clean(task_id, LONGEST)
 
     def __str__(self) -> str:
-        return describe_run(self.task_id, self.host, self.pid)
+        """Return the run and its process as text: ``task 3f0c on web-3, process 8121``."""
+        run = f"task {self.task_id}" if self.task_id else "code outside a task"
+        process = f", process {self.pid}" if self.pid else ""
+        return f"{run} on {self.host or 'an unknown host'}{process}"
 
 
 UNKNOWN = Holder("", "", "", "", 0, "", "", "", None, None, 0, 0.0, 0.0)
@@ -127,12 +130,6 @@ def mark_of(task_id: str | None) -> bytes:
     Quotes in other fields are escaped, so no other field can contain these bytes.
     """
     return b"" if task_id is None else f'"task_id":{_encode(task_id)}'.encode("ascii")
-
-
-def describe_run(task_id: str | None, host: str, pid: int) -> str:
-    """Return a run and its process as text: ``task 3f0c on web-3, process 8121``."""
-    run = f"task {task_id}" if task_id else "code outside a task"
-    return f"{run} on {host or 'an unknown host'}{f', process {pid}' if pid else ''}"
 
 
 def clean(text: str, length: int | None = None) -> str:

@@ -30,26 +30,17 @@ from django_singletask.forks import at_fork
 # gevent and eventlet replace these names, perhaps after this package was imported. So nothing of
 # them is made or imported by name before its first use.
 
-_made: dict[str, Any] = {}
-variables: Any = None
-"""The variables of this thread or greenlet, once :func:`put` has set one; None before."""
+made: dict[str, Any] = {}
+"""The ``"variables"`` of each thread or greenlet, once :func:`put` has set one."""
+
+at_fork(after_in_child=made.clear)
 
 
 def put(name: str, value: Any) -> Any:
     """Set a variable of this thread or greenlet, and return its value."""
-    global variables
-    variables = _made.setdefault("variables", threading.local())  # the first thread decides
+    variables = made.setdefault("variables", threading.local())  # the first thread decides
     setattr(variables, name, value)
     return value
-
-
-def _after_fork() -> None:
-    global variables
-    variables = None
-    _made.clear()
-
-
-at_fork(after_in_child=_after_fork)
 
 
 def are_greenlets() -> bool:

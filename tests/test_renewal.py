@@ -394,10 +394,10 @@ def test_a_short_lease_is_renewed_beside_long_ones_of_which_many_come_and_go(ren
 def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
     lock = TaskLock("nightly", timeout=30)
     lock.acquire()
-    kept = ("redis", lock.token, lock.key)
-    assert kept in renewal.kept()
+    kept = lock.token, lock.key
+    assert kept in renewal.renewers["redis"].leases
     del lock
-    assert kept not in renewal.kept()
+    assert kept not in renewal.renewers["redis"].leases
 
 
 def test_two_locks_of_one_token_are_both_renewed(wait_for):
@@ -412,7 +412,7 @@ def test_two_locks_of_one_token_are_both_renewed(wait_for):
         "both are renewed",
     )
     locks[1].release()
-    assert renewal.kept() == {("redis", locks[0].token, locks[0].key)}
+    assert [*renewal.renewers["redis"].leases] == [(locks[0].token, locks[0].key)]
     locks[0].release()
 
 

@@ -11,11 +11,11 @@ from celery._state import get_current_task
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask.conf import MAX_LEASE, logger
-from django_singletask.holder import Holder, clean, mark_of, this_process
+from django_singletask.holder import Holder, clean, this_process
 from django_singletask.locks.keys import LockKey
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
-from django_singletask.stores.base import MAX_SLOTS, Entry, Outcome, Slots
+from django_singletask.stores.base import Entry, Outcome
 
 KEPT = "kept for"
 """The history's reason for a run that keeps its lock begins with this."""
@@ -50,20 +50,6 @@ class Run(NamedTuple):
         fields |= {"task": self.task, "task_id": self.task_id, "retries": self.retries}
         token = self.token or os.urandom(16).hex()
         return Holder(token=token, name=name, since=time.time(), timeout=length, **fields)
-
-    # Processes that allow different numbers of slots
-    #
-    # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. A process that
-    # allows 2 neither takes nor counts those slots. So until the old processes are gone, there are
-    # at most 5 runs: the greatest number that a process allows. A redelivery reads all slots that
-    # there can be, to find its own first run. With several slots a retry does so, too, because the
-    # previous try may not have released its slot yet.
-
-    def slots(self, lock_key: LockKey, holder: Holder) -> Slots:
-        """Return the slots that a take reads; a delivery takes no second slot for one message."""
-        looks_at = MAX_SLOTS if self.redelivered or self.retries else holder.slots
-        # Locks of a body have no mark, since it may take slots in several threads or asyncio tasks.
-        return Slots(lock_key.slots(looks_at), holder.slots, mark_of(self.task_id))
 
 
 NO_RUN = Run()
@@ -119,12 +105,11 @@ class Address:
             facts |= {"token": holder.token, "timeout": holder.timeout, "since": since}
         if blocker:
             facts |= {"blocked_by": blocker.token, "blocked_by_task_id": blocker.task_id or ""}
-        at = (facts.get("since") if kind == "acquired" else None) or datetime.now(UTC)
         facts |= {"task": run.task or "", "task_id": run.task_id or "", "host": process.host}
         facts |= {"cache": self.cache, "quiet": self.quiet, "pid": process.pid}
         event = object.__new__(LockEvent)
         # This takes a tenth of the time of a frozen dataclass's __init__.
-        vars(event).update(facts, kind=kind, name=self.name, key=self.key, at=at)
+        vars(event).update(facts, kind=kind, name=self.name, key=self.key, at=datetime.now(UTC))
         for _receiver, error in lock_event.send_robust(sender=LockEvent, event=event):
             if isinstance(error, SoftTimeLimitExceeded):
                 raise error

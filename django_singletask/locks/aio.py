@@ -19,7 +19,6 @@ from django.db import connections
 
 from django_singletask.conf import conf
 from django_singletask.forks import at_fork
-from django_singletask.stores import close_stores
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,7 +63,6 @@ class Pool:
                 if self.unfinished < self.threads:
                     self.threads -= 1
                     break
-        close_stores()
         connections.close_all()
 
 

@@ -97,8 +97,8 @@ class Lease(Address):
     fence: int | None = None
     """The fencing token, after the first request."""
     reason = ""
-    """Why a run lost its lock or took it again, for the history."""
-    _lost = _reported = _is_missing = False
+    """Why the entry was lost, once that was reported."""
+    _lost = _is_missing = False
     _child_asked_at = 0.0
     took_over = False
     """Whether the take has freed the entry of a dead run of the same task id."""
@@ -340,8 +340,7 @@ class Lease(Address):
         # A redelivered message finds the bytes of its own first run, which received the lock.
         if holder.token != token and holder.is_run_of(self.holder.task_id):
             how = liveness.proof_of_death(holder)
-        may = holder.token == token or how is not None
-        if not entry or not may or not self.replace(entry.value):
+        if not (entry and (holder.token == token or how) and self.replace(entry.value)):
             raise LockLost(
                 f"{self} can no longer be received: it was already received, was cleared, or was "
                 "lost by the cache, or the time that hand_over() gave is over."
@@ -493,16 +492,15 @@ class Lease(Address):
         renewers[self.cache].drop(self)
         ended = clock.now() >= self.deadline
         self._lost = True
-        if self._reported:
+        if self.reason:
             return
-        self._reported = True
+        self.reason = f"its lease of {self.length:g} s ended before it could be renewed"
         if self.silent:
             text = "%s: the cache lost this entry, so duplicates of the running call are possible."
             if self.holder.pid:  # otherwise the call is not running
                 logger.warning(text, self)
             return
         blocker = None
-        self.reason = f"its lease of {self.length:g} s ended before it could be renewed"
         if not ended:
             self.reason = "gone from the cache (evicted, flushed or restarted empty)"
         elif not self.renews:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from django_singletask import clock, threads
 from django_singletask.conf import check_choice, check_seconds, conf, logger, warn_once
 from django_singletask.exceptions import LockConflict, LockError, LockLost, LockUnavailable
-from django_singletask.holder import Holder
+from django_singletask.holder import Holder, mark_of
 from django_singletask.locks.address import NO_RUN, Address, Run
 from django_singletask.locks.aio import GRACE, in_thread, offer_in_thread, submit
 from django_singletask.locks.keys import MAX_NAME, LockKey, check_slots, lock_of_slot, name_key
@@ -26,7 +26,7 @@ from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.renewal import renewers
 from django_singletask.stores import get_store
-from django_singletask.stores.base import PREFIX, SLOT, Entry
+from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT, Entry, Slots
 
 Origin = tuple[object, int | None]
 """A mark of a thread, and the id of the asyncio task that runs in it."""
@@ -36,8 +36,8 @@ def here() -> Origin:
     loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
     # Mark each thread with an object, because the number of a thread can be used again.
     try:
-        mark = threads.variables.mark
-    except AttributeError:
+        mark = threads.made["variables"].mark
+    except (AttributeError, KeyError):
         mark = threads.put("mark", object())
     return mark, None if loop is None else id(asyncio.current_task(loop))
 
@@ -163,8 +163,8 @@ class TaskLock:
     @property
     def _address(self) -> Address:
         """Where the entry is, by the settings of this moment."""
-        quiet = self._run is not None and self._run.quiet
-        return Address(self.cache or conf.cache, self._lock_key, quiet)
+        run = self._run or NO_RUN
+        return Address(self.cache or conf.cache, self._lock_key, run.quiet)
 
     # Taking
 
@@ -296,13 +296,25 @@ class TaskLock:
             self._report_conflict("skip", "skipped")
             vars(self).pop("_user", None)
 
+    # Processes that allow different numbers of slots
+    #
+    # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. A process that
+    # allows 2 neither takes nor counts those slots. So until the old processes are gone, there are
+    # at most 5 runs: the greatest number that a process allows. A redelivery reads all slots that
+    # there can be, to find its own first run. With several slots a retry does so, too, because the
+    # previous try may not have released its slot yet.
+
     def _new_lease(self, run: Run, origin: Origin) -> Lease:
         """Return a new lease of the lock, with a new token."""
         length = conf.lock_timeout if self.timeout is None else self.timeout
         holder = run.holder(self.name, length, slots=self.slots)
         slots = None
         if self.slots > 1 or run.redelivered:
-            slots = (self._run or NO_RUN).slots(self._lock_key, holder)
+            # A delivery takes no second slot for one message. Locks of a body have no mark, since
+            # it may take slots in several threads or asyncio tasks.
+            delivery = self._run or NO_RUN
+            looks_at = MAX_SLOTS if delivery.redelivered or delivery.retries else self.slots
+            slots = Slots(self._lock_key.slots(looks_at), self.slots, mark_of(delivery.task_id))
         # Set before the take, so that the lock can release it after any error or signal.
         lease = self._lease = Lease(self.cache or conf.cache, self._lock_key, holder, slots)
         lease.quiet, lease.at_least = run.quiet, self.at_least

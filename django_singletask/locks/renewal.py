@@ -160,11 +160,11 @@ class Renewer(Background):
     def pause(self) -> None:
         """Sleep until the next tick, or until a release is owed."""
         if not self.leases and not self.owed:
+            close_stores()
             # If one cannot be closed, such as a connection from before gevent patched, no lock is
             # affected, and the thread must sleep all the same.
-            for close in (close_stores, connections.close_all):
-                with suppress(Exception):
-                    close()
+            with suppress(Exception):
+                connections.close_all()
             # Set shortest before the test: a lease that keep() adds after it wakes the thread.
             self.shortest = self.late_at = math.inf
             if not self.leases and not self.owed:
@@ -188,11 +188,10 @@ class Renewer(Background):
         if not leases:
             return
         store = self.store()
-        if store.forgets:
-            # A run that is shorter than a tick costs no look.
-            age = clock.now() - max(leases[0].taken_at, epoch.seen_at)
-            if age > self.interval / 2:
-                self.try_to(store.look, (lease.key for lease in leases))
+        # A run that is shorter than a tick costs no look.
+        age = clock.now() - max(leases[0].taken_at, epoch.seen_at)
+        if age > self.interval / 2:
+            self.try_to(store.look, (lease.key for lease in leases))
         changes = epoch.changes
         # After an outage the server may be back with an old snapshot, which has the same epoch.
         everything = self.failed or changes != self.changes
@@ -278,12 +277,6 @@ class Renewers(dict[str, Renewer]):
 
 
 renewers = Renewers()
-
-
-def kept() -> set[tuple[str, str, str]]:
-    """Return the cache, token and key of each lease that is kept."""
-    kept = [lease for each in list(renewers.values()) for lease in each.held()]
-    return {(lease.cache, lease.token, lease.key) for lease in kept}
 
 
 def release_owed(seconds: float) -> None:

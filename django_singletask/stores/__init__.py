@@ -178,7 +178,7 @@ def get_store(alias: str) -> Store:
 
     Raises ``ImproperlyConfigured`` if there is no such alias, or if it cannot hold locks.
     """
-    stores: _Stores | None = getattr(threads.variables, "stores", None)
+    stores: _Stores | None = getattr(threads.made.get("variables"), "stores", None)
     if stores is None or stores.opener is not _opener:
         stores = threads.put("stores", _Stores())
     if alias not in stores:
