@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from contextlib import suppress
 
+import redis
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from kombu import Connection, Producer
@@ -17,13 +18,15 @@ from django_singletask import LockLost, clock
 from tests import intervals
 from tests.deadline import wait_for
 from tests.intervals import Hold, Line, Recording
-from tests.servers import Server
+from tests.servers import Redis, Server
 from tests.testapp import tasks
 from tests.testapp.celery import app
 from tests.worker.harness import Worker
 
 GAPS = {"pool process": 2, "worker": 10, "store": 8, "broker": 12}
 """Mean seconds from one kill to the next."""
+FULL = (0.4, 0.5)
+"""Between which parts of the load a Redis store has no memory left."""
 OUTAGES = [0.2, 0.2, 0.5, 1, 4]  # seconds; the longest outlasts the short leases
 SHORT_KEYS, LONG_KEYS, LONG_SHARE = "abcdef", "xyz", 0.1
 LIMIT_SHARE, LIMITS = 0.1, (0.05, 0.5)
@@ -68,26 +71,48 @@ class Soak:
         self.killed: Counter[str] = Counter()
         self.ended_by_themselves = 0
         self.down: dict[str, tuple[float, float]] = {}  # since when, and until when
+        self.full_since: float | None = None
 
     # Load and kills
 
     def run(self) -> None:
         """Do all this, then wait for the answers."""
-        ends = clock.now() + self.seconds
+        began = clock.now()
+        ends = began + self.seconds
         due = {victim: clock.now() + gap / 2 for victim, gap in GAPS.items()}
         with Connection(self.servers["broker"].url) as connection:
             producer = app.amqp.Producer(connection)
             while clock.now() < ends:
                 self.send(producer)
                 self.pause(self.rng.uniform(0.03, 0.1))
+                self.fill_store((clock.now() - began) / self.seconds)
                 for victim, at in due.items():
                     if clock.now() > at:
                         due[victim] = clock.now() + GAPS[victim] * self.rng.uniform(0.5, 1.5)
                         self.kill(victim)
                 self.start_servers(clock.now())
                 self.start_workers()
+        self.fill_store(1)
         self.start_servers(float("inf"))
         self.wait_for_answers()
+
+    def fill_store(self, part: float) -> None:
+        """Fill the store in one part of the load: it then refuses what needs memory."""
+        store, (start, end) = self.servers["store"], FULL
+        if type(store) is not Redis or "store" in self.down:
+            return
+        is_full = self.full_since is not None
+        if is_full == (start <= part < end):
+            return
+        with redis.Redis.from_url(store.url) as client:
+            if is_full:
+                client.config_set("maxmemory", 0)
+                intervals.note("store full", since=self.full_since)
+                self.full_since = None
+            else:
+                client.config_set("maxmemory-policy", "noeviction")
+                client.config_set("maxmemory", 1)
+                self.full_since = clock.now()
 
     def send(self, producer: Producer) -> None:
         call = (self.rng.choice(SHORT_KEYS), self.rng.uniform(0, 0.5))
@@ -119,7 +144,8 @@ class Soak:
 
     def kill(self, victim: str) -> None:
         if victim in self.servers:
-            if victim not in self.down:
+            is_full = victim == "store" and self.full_since is not None
+            if victim not in self.down and not is_full:
                 now = clock.now()
                 self.servers[victim].kill()
                 self.down[victim] = now, now + self.rng.choice(OUTAGES)
@@ -167,12 +193,12 @@ class Soak:
         some milliseconds of each hop of a postponed call.
         """
         with Connection(self.servers["broker"].url) as connection:
-            redis, busy_at = connection.default_channel.client, clock.now()
+            client, busy_at = connection.default_channel.client, clock.now()
 
             def is_drained() -> bool:
                 nonlocal busy_at
                 self.start_workers()
-                if redis.exists(self.workers[0].queue, "unacked"):
+                if client.exists(self.workers[0].queue, "unacked"):
                     busy_at = clock.now()
                 return clock.now() > busy_at + 1
 
@@ -191,6 +217,7 @@ class Soak:
             "killed: the lock store": f"{self.killed['store']:,}",
             "killed: the broker": f"{self.killed['broker']:,}",
             "workers that ended by themselves": f"{self.ended_by_themselves:,}",
+            "seconds for which the lock store was full": f"{self.seconds_full(recording):,.0f}",
             "calls": f"{len(self.calls) + self.refused:,}",
             **{f"- {fate}": f"{number:,}" for fate, number in self.fates(recording).items()},
             "locks taken": f"{len(recording.holds):,}",
@@ -205,6 +232,9 @@ class Soak:
             "- not greater than an earlier one": f"{len(recording.wrong_fences()):,}",
             "a dead holder blocked for, at most": f"{recording.longest_block():.2f} s",
         }
+
+    def seconds_full(self, recording: Recording) -> float:
+        return sum(line["at"] - line["since"] for line in recording.of("store full"))
 
     def fates(self, recording: Recording) -> dict[str, int]:
         """Count what became of the calls; a fate in capitals must not be."""
@@ -287,7 +317,7 @@ class Trace:
 
     def was_down(self, server: str, start: float, end: float) -> bool:
         """Say whether a server was down at some time of a period."""
-        outages = self.recording.of(f"{server} down")
+        outages = self.recording.of(f"{server} down") + self.recording.of(f"{server} full")
         return any(line["since"] <= end and start <= line["at"] for line in outages)
 
 
