@@ -18,7 +18,7 @@ from django_singletask.admin import tasks_of_history
 from django_singletask.locks.renewal import Renewer, renewers
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import epoch_of
+from django_singletask.stores.base import Epoch, Forgotten, epoch_of
 from tests import deadline, servers
 from tests.absent import needed_by
 from tests.routers import LOCK_TABLES
@@ -111,6 +111,23 @@ def no_renewal_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     renewers.clear()
     renewers.update(before)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Collect the seconds for which takes are held back, because a cache forgot its locks."""
+    seen = []
+    check = Epoch.check
+
+    def note(epoch: Epoch) -> None:
+        try:
+            check(epoch)
+        except Forgotten as forgotten:
+            seen.append(forgotten.args[0])
+            raise
+
+    monkeypatch.setattr(Epoch, "check", note)
+    return seen
 
 
 @pytest.fixture

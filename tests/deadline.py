@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], what: str, deadline: float = 20) -> T:
+def wait_for(condition: Callable[[], T], what: str, deadline: float = 30) -> T:
     """Return the first true result of ``condition``. Fail after ``deadline`` seconds."""
     until = time.monotonic() + deadline
     while True:

@@ -152,19 +152,24 @@ def turns(alias: str, seconds: float) -> dict[str, Any]:
 
 
 def moves(alias: str, seconds: float) -> dict[str, Any]:
-    """Let all take and give back one lock while its entries move; what is refused counts apart."""
+    """Let all take and give back one lock while its entries move; what is refused counts apart.
+
+    They go on for this time, and until some runs were made.
+    """
     from django.conf import settings
 
     from django_singletask import LockUnavailable, TaskLock
 
     settings.SINGLETASK_HISTORY = "off"
-    inside = fork.Value("i", 0)
+    inside, total = fork.Value("i", 0), fork.Value("i", 0)
 
     def work(number: int, barrier: Any) -> tuple[int, int, int, int]:
         runs = met = lost = refused = 0
         barrier.wait(GIVE_UP)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while (spent := time.monotonic() - began) < seconds or (
+            total.value <= FEW and spent < GIVE_UP / 2
+        ):
             lock = TaskLock("moves", cache=alias, timeout=60)
             try:
                 if not lock.acquire():
@@ -177,6 +182,7 @@ def moves(alias: str, seconds: float) -> dict[str, Any]:
                 met += inside.value != 1
             with inside.get_lock():
                 inside.value -= 1
+                total.value += 1
             try:
                 lost += not lock.release()
             except LockUnavailable:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
+import itertools
 import os
 import pwd
-import random
 import shutil
 import signal
 import socket
@@ -31,7 +32,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 START_WITHIN = 60
-USED_PORTS: set[int] = set()
+# Below the range of ports for outgoing connections, so that none of those takes the port of a
+# server that restarts.
+PORTS = range(20_000, 32_000)
+PORTS_OF_A_PROCESS = 250
 
 # Folders of servers that are not in PATH: Debian's, then Homebrew's for versioned formulas.
 FOLDERS = ["/usr/lib/postgresql/*/bin", "/usr/sbin", "/usr/local/sbin"]
@@ -111,18 +115,35 @@ def find(program: str) -> str | None:
 
 
 def free_port() -> int:
-    # Below the range of ports for outgoing connections, so that none of those takes the port of a
-    # server that restarts. SystemRandom, because pytest-randomly seeds the other one.
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        if port in USED_PORTS:
-            continue
+    """Return a port of this process, in turn, that no other program has taken."""
+    for port in itertools.islice(reserved_ports(), PORTS_OF_A_PROCESS):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
-                USED_PORTS.add(port)
                 return port
+    raise RuntimeError("All ports of this process are in use")
+
+
+@functools.cache
+def reserved_ports() -> Iterator[int]:
+    """Reserve a block of ports for this process, and return an endless iterator over them.
+
+    The first port of a block says whose it is: its process listens there as long as it lives. So
+    two runs of the tests never choose the same port, although a server binds its port only some
+    seconds after it was chosen.
+    """
+    for first in range(PORTS.start, PORTS.stop, PORTS_OF_A_PROCESS):
+        owner = socket.socket()
+        try:
+            owner.bind(("127.0.0.1", first))
+            owner.listen()
+        except OSError:
+            owner.close()
+            continue
+        owner.detach()  # it stays open until the process ends
+        return itertools.cycle(range(first + 1, first + PORTS_OF_A_PROCESS))
+    raise RuntimeError(f"Too many processes use the ports from {PORTS.start} to {PORTS.stop}")
 
 
 class Server(ABC):

@@ -111,38 +111,41 @@ def forget(alias):
     get_store(alias).epoch.seen_at = -math.inf
 
 
-def seconds_to_take(name):
-    began = time.monotonic()
-    with TaskLock(name, wait=10) as lock:
+def take(name):
+    with TaskLock(name, wait=30) as lock:
         assert lock.owned()
-    return time.monotonic() - began
 
 
 @pytest.mark.parametrize("cache_alias", ["redis", "pylibmc", "pymemcache"], indirect=True)
 @pytest.mark.usefixtures("outside_of_tests", "db")
-def test_a_process_that_knew_another_epoch_takes_nothing_for_a_second(cache_alias, caplog):
-    assert seconds_to_take("first") < 0.9
+def test_a_process_that_knew_another_epoch_takes_nothing_for_a_second(cache_alias, caplog, pauses):
+    take("first")
+    assert not pauses
     forget(cache_alias)
-    assert 0.9 < seconds_to_take("second") < 5
+    began = time.monotonic()
+    take("second")
+    assert time.monotonic() - began > 0.9
+    assert len(pauses) == 1
     assert caplog.text.count("may have forgotten its locks") == 1
-    assert seconds_to_take("third") < 0.9
+    take("third")
+    assert len(pauses) == 1
 
 
 @on_each_client
 @pytest.mark.usefixtures("outside_of_tests")
-def test_the_entry_of_a_queued_call_is_not_held_back(cache_alias):
+def test_the_entry_of_a_queued_call_is_not_held_back(cache_alias, pauses):
     forget(cache_alias)
-    began = time.monotonic()
     assert get_store(cache_alias).add(key_of("queued"), holder("a"), 60) is None
-    assert time.monotonic() - began < 0.9
+    assert not pauses
 
 
 @on_each_client
 @pytest.mark.django_db
-def test_tests_that_empty_their_cache_are_not_held_back(cache_alias, caplog):
+def test_tests_that_empty_their_cache_are_not_held_back(cache_alias, caplog, pauses):
     for name in ("first", "second"):
-        assert seconds_to_take(name) < 0.9
+        take(name)
         forget(cache_alias)
+    assert not pauses
     assert "have forgotten" not in caplog.text
 
 

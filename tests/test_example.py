@@ -127,7 +127,7 @@ def test_keeps_the_reason_of_a_failure(
     with pytest.raises(example.importer.FeedError, match=reason) as caught:
         example.importer.import_feed(address(site, name))
 
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30  # the last one would send for a minute
     feed = example.models.Feed.objects.get()
     assert feed.last_error == str(caught.value)
     assert feed.checked_at

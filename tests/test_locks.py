@@ -161,14 +161,14 @@ class TestAcquireAndRelease:
         with held_elsewhere("nightly"):
             began = time.monotonic()
             assert not TaskLock("nightly").acquire(wait=0.2)
-            assert 0.2 <= time.monotonic() - began < 2
+            assert 0.2 <= time.monotonic() - began < 30
 
     def test_a_lock_that_would_wait_for_its_own_block_raises_at_once(self):
         began = time.monotonic()
         with TaskLock("nightly"), TaskLock("another"):
             with pytest.raises(LockConflict), TaskLock("nightly", wait=30):
                 pytest.fail("entered")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
     def test_a_thread_of_a_pool_waits_for_what_its_earlier_job_acquired(self, settings):
         settings.SINGLETASK_HISTORY = "off"
@@ -389,14 +389,14 @@ class TestHolding:
     def test_a_lease_is_renewed_while_the_lock_is_held(self, cache_alias, wait_for):
         with TaskLock("nightly", timeout=0.9) as lock:
             began = lock._lease.renewed_at
-            wait_for(lambda: lock._lease.renewed_at > began + 0.9, "three renewals", deadline=10)
+            wait_for(lambda: lock._lease.renewed_at > began + 0.9, "three renewals")
             assert lock.owned()
             assert not lock.lost
 
     def test_without_renewal_the_lease_ends(self, wait_for):
         """Negative control of the test above."""
         with TaskLock("nightly", timeout=0.5, renew=False) as lock:
-            wait_for(lambda: not lock.locked(), "the lease ends", deadline=5)
+            wait_for(lambda: not lock.locked(), "the lease ends")
             assert lock.lost
 
 

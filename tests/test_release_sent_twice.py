@@ -61,7 +61,7 @@ def server(alias: str) -> Iterator[Redis]:
 
 @pytest.fixture
 def behind(
-    settings, monkeypatch, server, django_db_setup, django_db_blocker
+    settings, monkeypatch, server, empty_cache, django_db_blocker
 ) -> Iterator[Callable[[str], Proxy]]:
     """Give the function that puts a proxy before the server of a cache."""
     settings.SINGLETASK_HISTORY = "off"
@@ -70,6 +70,7 @@ def behind(
 
         def put_behind(alias: str) -> Proxy:
             if alias in DATABASES:
+                empty_cache(alias)
                 database = DATABASES[alias]
                 configuration = connections.settings[database]
                 proxy = stack.enter_context(Proxy(configuration["PORT"]))

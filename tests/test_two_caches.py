@@ -84,6 +84,6 @@ def test_a_lock_in_a_healthy_cache_stays_held_for_two_leases(alias):
 @pytest.mark.usefixtures("on_redis")
 @pytest.mark.parametrize("alias", ["own_pymemcache", "db_postgres"])
 def test_a_lock_in_a_healthy_cache_is_extended_at_once(alias):
-    result = with_one_that_hangs(alias, "extend", LEASE)
-    assert result["longest"] < 1.2
+    result = with_one_that_hangs(alias, "extend", 2 * LEASE)
+    assert result["longest"] < LEASE
     assert (result["lost"], result["taken"]) == (False, 0)

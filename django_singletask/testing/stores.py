@@ -138,8 +138,11 @@ def _in_processes(
     with warnings.catch_warnings():
         # Other threads of this process have no part in what the children do.
         warnings.simplefilter("ignore", DeprecationWarning)
+        # The children look at no object of before, so they need no copy of these.
+        gc.freeze()
         for process in processes:
             process.start()
+        gc.unfreeze()
     try:
         meanwhile()
     finally:

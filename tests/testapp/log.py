@@ -13,6 +13,11 @@ def path() -> Path:
     return Path(os.environ["SINGLETASK_TEST_LOG"])
 
 
+def enough(key: str) -> Path:
+    """Return the file by which a test ends the bodies of a key."""
+    return path().with_name(f"enough {key}")
+
+
 def write(event: str, **facts: Any) -> None:
     """Append one line, in one write, so that the lines of many processes never mix."""
     line = json.dumps({"event": event, "t": time.monotonic(), "pid": os.getpid(), **facts})

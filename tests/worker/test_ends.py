@@ -45,7 +45,7 @@ def test_a_shutdown(start_worker, queue, kind):
     number = signal.SIGTERM if kind == "warm" else signal.SIGQUIT
     os.kill(worker.process.pid, number)
     wait_for(lambda: worker.process.poll() is not None, "the worker ends", deadline=30)
-    wait_for(lambda: not lock.locked(), "the lock is free", deadline=1)
+    wait_for(lambda: not lock.locked(), "the lock is free")
 
 
 def test_sigterm_to_the_child(start_worker, queue):
@@ -53,4 +53,4 @@ def test_sigterm_to_the_child(start_worker, queue):
     tasks.long.apply_async(("a", 60), queue=queue)
     pid = wait_for(lambda: worker.events("start"), "it runs")[0]["pid"]
     os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: not tasks.long.lock("a").locked(), "the lock is free", deadline=10)
+    wait_for(lambda: not tasks.long.lock("a").locked(), "the lock is free")

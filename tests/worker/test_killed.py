@@ -34,17 +34,11 @@ def start_one(worker, task, queue, seconds=60, **options):
     return result, line["pid"]
 
 
-def seconds_until_it_runs_again(worker, task, queue, pid, again=0):
-    """Send equal calls once the process is gone, until one runs."""
-    wait_for(lambda: is_gone(pid, ""), "the process is gone", deadline=20)
-    gone = time.monotonic()
-    starts = len(worker.events("start"))
-    while len(worker.events("start")) == starts:
-        assert time.monotonic() - gone < 30, "it never ran again"
-        task.apply_async(("a", again), queue=queue).get(timeout=20)
-    seconds = worker.events("start")[starts]["t"] - gone
-    print(f"ran again {seconds:.2f} s after the process was gone")
-    return seconds
+def it_runs_again(queue, pid):
+    """Wait until the process is gone and its lock is free, long before the lease ends."""
+    wait_for(lambda: is_gone(pid, ""), "the process is gone")
+    wait_for(lambda: not tasks.long.lock("a").locked(), "its lock is free")
+    return tasks.long.apply_async(("a", 0), queue=queue).get(timeout=30) == "ran"
 
 
 # The same code frees the lock on each store. "elsewhere" there is no proof of death to help it.
@@ -59,8 +53,8 @@ def seconds_until_it_runs_again(worker, task, queue, pid, again=0):
         pytest.param("late", "redis", ELSEWHERE, id="late-redis-elsewhere"),
     ],
 )
-def test_a_killed_child(start_worker, queue, settings, alias, env, task):
-    settings.SINGLETASK_CACHE = alias
+def test_a_killed_child(start_worker, queue, on_cache, alias, env, task):
+    on_cache(alias)
     worker = start_worker(cache=alias, env=env, concurrency=1)
     if task == "late":
         # The same message is delivered again and takes the lock; the work is done once.
@@ -71,12 +65,12 @@ def test_a_killed_child(start_worker, queue, settings, alias, env, task):
         return
     _, pid = start_one(worker, tasks.long, queue)
     os.kill(pid, signal.SIGKILL)
-    assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
+    assert it_runs_again(queue, pid)
 
 
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
-def test_a_killed_child_frees_its_own_slot(start_worker, queue, settings, alias):
-    settings.SINGLETASK_CACHE = alias
+def test_a_killed_child_frees_its_own_slot(start_worker, queue, on_cache, alias):
+    on_cache(alias)
     worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=3)
     options = {"lock_options": {"lock_slots": 2}}
     runs = dict(start_one(worker, tasks.long, queue, **options) for _ in range(2))
@@ -86,9 +80,7 @@ def test_a_killed_child_frees_its_own_slot(start_worker, queue, settings, alias)
     assert tasks.long.apply_async(("a", 0), queue=queue, **options).get(timeout=20) is None
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: is_gone(pid, ""), "the process is gone")
-    gone = time.monotonic()
     wait_for(lambda: get_store(alias).read(second) is None, "its slot is free")
-    assert time.monotonic() - gone < 1
     # The other run keeps its slot, which is the lock of later tests. Nobody could prove its death.
     assert tasks.long.lock("a").clear()
 
@@ -96,7 +88,7 @@ def test_a_killed_child_frees_its_own_slot(start_worker, queue, settings, alias)
 def test_a_hard_time_limit(start_worker, queue):
     worker = start_worker(env=ELSEWHERE, concurrency=2)
     _, pid = start_one(worker, tasks.long, queue, time_limit=1)
-    assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
+    assert it_runs_again(queue, pid)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
@@ -104,7 +96,7 @@ def test_revoke_with_terminate(start_worker, queue, name):
     worker = start_worker(env=ELSEWHERE, concurrency=2)
     result, pid = start_one(worker, tasks.long, queue)
     result.revoke(terminate=True, signal=name)
-    assert seconds_until_it_runs_again(worker, tasks.long, queue, pid) < 1
+    assert it_runs_again(queue, pid)
 
 
 def test_the_command_that_why_prints_ends_the_run_and_not_as_completed(start_worker, queue):
@@ -123,15 +115,13 @@ def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, queue):
     worker = start_worker(concurrency=1)
     start_one(worker, tasks.long, queue)
     worker.kill_group()
-    other = start_worker(concurrency=1, name="two")
-    ready = time.monotonic()
-    tasks.long.apply_async(("a", 0), queue=queue).get(timeout=20)
-    assert other.events("start")[-1]["t"] - ready < 1
+    start_worker(concurrency=1, name="two")
+    assert tasks.long.apply_async(("a", 0), queue=queue).get(timeout=30) == "ran"
 
 
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
-def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, settings, alias):
-    settings.SINGLETASK_CACHE = alias
+def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, on_cache, alias):
+    on_cache(alias)
     worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=1)
     tasks.long.apply_async(("a", 60), queue=queue, lock_options={"lock_timeout": 3})
     wait_for(lambda: worker.events("start"), "it runs")
@@ -200,9 +190,9 @@ def test_retry_at_once_on_an_idle_worker(start_worker, queue):
 
 
 @EACH_FAMILY
-def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, settings, alias):
+def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, on_cache, alias):
     """A child that is forked during an import would wait for that import for ever."""
-    settings.SINGLETASK_CACHE = alias
+    on_cache(alias)
     worker = start_worker(cache=alias, env={"SINGLETASK_TEST_IMPORTS": "1"}, concurrency=1)
     _, pid = start_one(worker, tasks.long, queue)
     os.kill(pid, signal.SIGKILL)

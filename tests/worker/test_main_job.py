@@ -39,10 +39,10 @@ def test_the_result_of_a_raised_conflict_is_the_conflict(start_worker, queue, ru
     first = tasks.insist.apply_async(("a", 1), queue=queue)
     wait_for(lambda: worker.events("start"), "the first runs")
     second = tasks.insist.apply_async(("a", 1), queue=queue)
-    error = second.get(timeout=10, propagate=False)
+    error = second.get(timeout=30, propagate=False)
     assert type(error).__name__ == "LockConflict"
     assert error.holder.task_id == first.id
-    assert first.get(timeout=10) == "ran"
+    assert first.get(timeout=30) == "ran"
     assert "Traceback" not in worker.text()
 
 
@@ -55,13 +55,13 @@ def test_the_caller_sees_who_runs(start_worker, queue):
     assert holder.task_id == first.id
     assert holder.pid in worker.children()
     assert tasks.hold.lock(key="a").locked()
-    first.get(timeout=10)
+    first.get(timeout=30)
     assert not tasks.hold.lock("a").locked()
 
 
 def test_the_body_sees_its_own_lock(start_worker, queue):
     start_worker(concurrency=1)
-    name, key, owned = tasks.whose.apply_async(("a",), queue=queue).get(timeout=10)
+    name, key, owned = tasks.whose.apply_async(("a",), queue=queue).get(timeout=30)
     assert name == "tests.testapp.tasks.whose(key='a')"
     assert key == tasks.whose.lock("a").key
     assert owned
@@ -80,5 +80,5 @@ def test_a_message_of_send_task_is_locked_too(start_worker, queue):
     first = tasks.hold.apply_async(("a", 1), queue=queue)
     wait_for(lambda: worker.events("start"), "the first runs")
     second = tasks.hold.app.send_task(tasks.hold.name, ("a", 1), queue=queue)
-    assert second.get(timeout=10) == "skipped"
-    first.get(timeout=10)
+    assert second.get(timeout=30) == "skipped"
+    first.get(timeout=30)

@@ -68,7 +68,7 @@ class Site:
 
     def wait_for_redelivery(self, result: AsyncResult) -> None:
         line = f"[{result.id}] received"
-        wait_for(lambda: self.worker.text().count(line) > 1, "it is delivered again")
+        wait_for(lambda: self.worker.text().count(line) > 1, "it is delivered again", deadline=120)
 
     def wait_for_drop(self, result: AsyncResult) -> None:
         line = f"{result.id} was delivered again, but its work is done"
@@ -131,7 +131,7 @@ def test_rerun(site):
 def test_revoke(site, kind):
     control = Celery("revokes", broker=site.url, set_as_current=False).control
     control.revoke(site.start(tasks.long, 60).id, terminate=True)
-    wait_for(lambda: not tasks.long.lock(kind).locked(), "the lock is free", deadline=5)
+    wait_for(lambda: not tasks.long.lock(kind).locked(), "the lock is free")
     assert site.send(tasks.long).get(timeout=20) == "ran"
 
 
@@ -174,7 +174,7 @@ def after_the_kill(broker, sites):
         calls[kind] = {
             "succeeded": site.start(tasks.late, 2, "succeeded"),
             "unknown": site.start(tasks.late, 2, "unknown", ignore_result=True),
-            "long": site.start(tasks.late, 24, "long"),
+            "long": site.start(tasks.late, 200, "long"),
         }
     broker.kill()
     for kind, site in sites.items():
@@ -201,5 +201,6 @@ def test_control_without_a_result_it_runs_again(site, kind, after_the_kill):
 def test_a_redelivery_beside_its_live_first_run(site, kind, after_the_kill):
     result = after_the_kill[kind]["long"]
     site.wait_for("conflict", result)
+    site.worker.end(f"{kind}long")
     site.wait_for_drop(result)
     assert len(site.events("start", result)) == 1

@@ -67,7 +67,7 @@ def test_throttle_keeps_a_time_between_two_starts_and_loses_no_change(start_work
     second.get(timeout=20)
     assert [line["value"] for line in worker.events("start")] == [1, 2]
     first, second = starts(worker)
-    assert 1.9 < second - first < 5
+    assert second - first > 1.9
 
 
 @pytest.mark.parametrize("period", [2, 0], ids=["", "control"])

@@ -115,13 +115,14 @@ def test_a_call_killed_while_it_waits_blocks_nobody(start_worker, queue):
 def test_a_killed_run_blocks_nobody(start_worker, queue, on_cache, cache):
     on_cache(cache)
     task = tasks.unique_to_the_end
-    # The entry of the queued call lasts an hour, that of the run 30 s: the test waits for neither.
-    options = {"lock_timeout": 30}
+    # The entry of the queued call lasts an hour, that of the run ten minutes: the test waits for
+    # neither.
+    options = {"lock_timeout": 600}
     worker = start_worker(cache=cache, concurrency=1)
     first = task.apply_async(("a", 60), queue=queue, lock_options=options)
     wait_for(lambda: worker.events("start"), "it runs")
     os.kill(worker.events("start")[0]["pid"], signal.SIGKILL)
-    wait_for(lambda: task.queued("a") is None, "it is free", deadline=5)
+    wait_for(lambda: task.queued("a") is None, "it is free")
     second = task.apply_async(("a", 0), queue=queue)
     assert second.id != first.id
     assert second.get(timeout=20) == "ran"
@@ -130,7 +131,7 @@ def test_a_killed_run_blocks_nobody(start_worker, queue, on_cache, cache):
 def test_a_killed_worker_blocks_nobody_on_its_host(start_worker, queue):
     task = tasks.unique_to_the_end
     worker = start_worker(concurrency=1)
-    first = task.apply_async(("a", 60), queue=queue, lock_options={"lock_timeout": 30})
+    first = task.apply_async(("a", 60), queue=queue, lock_options={"lock_timeout": 600})
     wait_for(lambda: worker.events("start"), "it runs")
     assert task.apply_async(("a", 60), queue=queue).id == first.id
     worker.kill_group()
