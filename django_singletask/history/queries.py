@@ -115,7 +115,9 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Keep at most so many rows, the newest by their ids; say whether these are all."""
         # Rows are counted up to the limit: ids have gaps.
         left_out = self.values_list("pk", flat=True)[most : most + 1].first()
-        return (self if left_out is None else self.filter(pk__gt=left_out)), left_out is None
+        if left_out is None:
+            return self, True
+        return self.filter(pk__gt=left_out), False
 
     def open(self) -> TaskLockEventQuerySet:
         """Keep the rows of holds whose end is not reported, in the order of their index.
@@ -181,7 +183,8 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
         """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""
-        seconds = conf.history_days * 86_400 if seconds is None else seconds
+        if seconds is None:
+            seconds = conf.history_days * 86_400
         since = django_now() - timedelta(seconds=seconds)
         went_on = Q(ended_at__gte=since) | Q(noticed_at__gte=since) | Q(last_at__gte=since)
         return self.filter(at__lt=since).exclude(kind="run", outcome="").exclude(went_on)
@@ -241,7 +244,8 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         the next one look normal. None without such runs or without a history.
         """
         rows = self.of_task(task) if task else self.named(name)
-        fields, holds = rows.values_list("outcome", "result", "at", "ended_at"), []
+        fields = rows.values_list("outcome", "result", "at", "ended_at")
+        holds = []
         with suppress(NoHistory), reading():
             holds = [
                 max(0.0, (ended_at - at).total_seconds())

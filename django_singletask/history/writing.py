@@ -84,8 +84,9 @@ def write(events: Iterable[LockEvent]) -> None:
         if earlier is row:
             continue
         if row["kind"] in COUNTED:
-            at, last_at = min(earlier["at"], row["at"]), max(earlier["last_at"], row["last_at"])
-            earlier.update(count=earlier["count"] + 1, at=at, last_at=last_at)
+            earlier["count"] += 1
+            earlier["at"] = min(earlier["at"], row["at"])
+            earlier["last_at"] = max(earlier["last_at"], row["last_at"])
         elif not (earlier["outcome"] or earlier["retaken"]):  # the run has only begun
             earlier.update({name: row[name] for name in RULES if row[name]})
         else:
