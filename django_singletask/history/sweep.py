@@ -72,7 +72,8 @@ def sweep() -> None:
 def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     """Check open rows whose first lease is over."""
     entries = get_store(cache).read_many([row.key for row in rows])
-    missed, found = [], []
+    missed = []
+    found = []
     for row in rows:
         address, entry = Address(cache, LockKey(row.name, row.key)), entries.get(row.key)
         holder = Holder.decode(entry.value if entry else b"")

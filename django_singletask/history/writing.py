@@ -110,7 +110,8 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 def _row(event: LockEvent, adapt: Any) -> Row:
     """Return what an event knows of a row, in texts that fit, and in times of the database."""
-    kind, at = event.kind, event.at
+    kind = event.kind
+    at = event.at
     facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
     if kind in COUNTED:
         facts["last_at"] = at
@@ -139,8 +140,10 @@ def _row(event: LockEvent, adapt: Any) -> Row:
 
 
 def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
-    quote, vendor = connection.ops.quote_name, connection.vendor
-    table, columns = quote(TaskLockEvent._meta.db_table), ", ".join(map(quote, DEFAULTS))
+    quote = connection.ops.quote_name
+    vendor = connection.vendor
+    table = quote(TaskLockEvent._meta.db_table)
+    columns = ", ".join(map(quote, DEFAULTS))
     changes = ", ".join(f"{name} = {rule.format(name)}" for name, rule in RULES.items())
     conflict = "ON CONFLICT (ref) DO UPDATE SET"
     lines = [list(row.values()) for row in rows]  # in the order of DEFAULTS
@@ -153,7 +156,8 @@ def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
         return
     marks = ", ".join(["%s"] * len(DEFAULTS))
     if vendor == "mysql":
-        alias, conflict = "", "ON DUPLICATE KEY UPDATE"
+        alias = ""
+        conflict = "ON DUPLICATE KEY UPDATE"
         changes = re.sub(r"excluded\.(\w+)", r"VALUES(\1)", changes).replace("old.", "")
     else:
         alias = "AS old"
