@@ -224,6 +224,15 @@ def test_search_for_what_many_names_begin_with_finds_all(monkeypatch):
     assert history.search(["night"]).count() == 1
 
 
+@pytest.mark.parametrize("frequent", [5000, 1])
+def test_search_finds_a_task_id_also_beside_many_names_that_begin_with_it(monkeypatch, frequent):
+    monkeypatch.setattr(queries, "FREQUENT", frequent)
+    for name in ("5d1c", "5d1c-2", "nightly"):
+        ran(60, name=name)
+    ran(60, name="feeds(1)", task_id="5d1c")
+    assert {row.name for row in history.search(["5d1c"])} == {"5d1c", "5d1c-2", "feeds(1)"}
+
+
 def test_name_of_a_key_is_found_by_the_name_of_a_lock_without_a_task():
     key = ran(60, name="nightly").key
     assert history.name_of_key(key) == "nightly"

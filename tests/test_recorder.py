@@ -398,16 +398,15 @@ def test_database_that_is_away_costs_no_event(background, away, caplog):
     assert caplog.text.count("written again") == 1
 
 
-def test_of_too_many_events_the_oldest_are_dropped(background, away, monkeypatch, caplog):
+def test_of_too_many_events_the_oldest_are_dropped(background, monkeypatch, caplog):
     monkeypatch.setattr(recorder, "BOUND", 100)
-    monkeypatch.setattr(recorder, "AT_ONCE", 10)
-    put([event()])
-    wait_for(lambda: background.unwritten == 1, "the first is on its way")
-    put(runs(100))
-    away.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "begin", lambda: None)  # no thread takes some meanwhile
+        put([event()])
+        put(runs(100))
     assert recorder.flush(10)
-    assert len(rows()) == 1 + 50
-    assert "events not recorded: 100" in caplog.text
+    assert len(rows(outcome="released")) == len(rows()) == 50
+    assert "events not recorded: 101" in caplog.text
 
 
 def test_connection_is_closed_when_nothing_happens(background, monkeypatch):
@@ -418,6 +417,29 @@ def test_connection_is_closed_when_nothing_happens(background, monkeypatch):
     put(runs(1))
     assert recorder.flush()
     assert len(rows()) == 2
+
+
+def test_connection_that_an_outage_has_closed_is_not_noted(background, monkeypatch):
+    """A forked child would keep it for ever."""
+    noted = []
+
+    def fail(events):
+        noted.append(background.open_connections)
+        write(events)
+        raise OperationalError("the reply is lost")
+
+    monkeypatch.setattr(recorder, "RETRY", 0.01)
+    put(runs(1))
+    assert recorder.flush(10)
+    wait_for(lambda: background.open_connections, "the connection is noted")
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "write", fail)
+        put(runs(1))
+        assert not recorder.flush(0.1)
+        wait_for(lambda: len(noted) > 3, "attempts")
+    assert len(noted[0]) == 1
+    assert noted[1:4] == [[], [], []]
+    assert recorder.flush(10)
 
 
 def test_stop_writes_all_events_and_ends_the_thread(background):

@@ -115,7 +115,9 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Keep at most so many rows, the newest by their ids; say whether these are all."""
         # Rows are counted up to the limit: ids have gaps.
         left_out = self.values_list("pk", flat=True)[most : most + 1].first()
-        return (self if left_out is None else self.filter(pk__gt=left_out)), left_out is None
+        if left_out is None:
+            return self, True
+        return self.filter(pk__gt=left_out), False
 
     def open(self) -> TaskLockEventQuerySet:
         """Keep the rows of holds whose end is not reported, in the order of their index.
@@ -181,7 +183,8 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
         """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""
-        seconds = conf.history_days * 86_400 if seconds is None else seconds
+        if seconds is None:
+            seconds = conf.history_days * 86_400
         since = django_now() - timedelta(seconds=seconds)
         went_on = Q(ended_at__gte=since) | Q(noticed_at__gte=since) | Q(last_at__gte=since)
         return self.filter(at__lt=since).exclude(kind="run", outcome="").exclude(went_on)
@@ -195,13 +198,13 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         parts = [rows.named_like(text) for text in texts]
         parts += [rows.of_task(task) for task in tasks]
         ids = [pk for part in parts for pk in part.values_list("pk", flat=True)[: FREQUENT + 1]]
+        of_call = list(rows.filter(task_id=texts[0]).values_list("pk", flat=True)[:FREQUENT])
         if len(ids) > FREQUENT:
             # Reading from the newest is faster than sorting so many rows.
             meant = [Q(name__startswith=text) for text in texts]
-            return self.filter(Q(*meant, task__in=tasks, _connector=Q.OR))
+            return self.filter(Q(*meant, task__in=tasks, pk__in=of_call, _connector=Q.OR))
         # A list of ids: with the condition PostgreSQL would search all rows for rare names.
-        ids += rows.filter(task_id=texts[0]).values_list("pk", flat=True)[:FREQUENT]
-        return self.filter(pk__in=ids)
+        return self.filter(pk__in=[*ids, *of_call])
 
     def runs(self, tokens: Iterable[str]) -> list[Any]:
         """Return the rows of the runs with these tokens."""
@@ -223,13 +226,16 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         There is no index of keys, but a key begins with the task or with the lock's name.
         """
         slug = key.removeprefix(QUEUED).removeprefix(PREFIX).rpartition(":")[0]
-        queries = (self.of_task(slug), self.named(slug))
-        pairs = (pair for rows in queries for pair in rows.values_list("key", "name")[:NEWEST])
-        return str(next((name for other, name in pairs if other == key), ""))
+        for rows in (self.of_task(slug), self.named(slug)):
+            for other, name in rows.values_list("key", "name")[:NEWEST]:
+                if other == key:
+                    return str(name)
+        return ""
 
     def task_names(self, limit: int) -> list[str]:
         # DISTINCT would read the whole index.
-        rows, tasks = self.order_by("task").values_list("task", flat=True), [""]
+        rows = self.order_by("task").values_list("task", flat=True)
+        tasks = [""]
         while len(tasks) <= limit and (after := rows.filter(task__gt=tasks[-1]).first()):
             tasks.append(after)
         return tasks[1:]
@@ -241,7 +247,8 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         the next one look normal. None without such runs or without a history.
         """
         rows = self.of_task(task) if task else self.named(name)
-        fields, holds = rows.values_list("outcome", "result", "at", "ended_at"), []
+        fields = rows.values_list("outcome", "result", "at", "ended_at")
+        holds = []
         with suppress(NoHistory), reading():
             holds = [
                 max(0.0, (ended_at - at).total_seconds())

@@ -10,10 +10,10 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
-from django.core.signals import setting_changed
-from django.db import Error, connections, transaction
+from django.core.signals import request_finished, setting_changed
+from django.db import Error, close_old_connections, connections, router, transaction
 
-from django_singletask.conf import conf, in_words, logger
+from django_singletask.conf import conf, in_words, is_test, logger
 from django_singletask.forks import at_fork, close_before_forks, leak, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
@@ -48,40 +48,67 @@ def connect(**kwargs: Any) -> None:
 setting_changed.connect(connect)
 
 
+def has_thread() -> bool:
+    """Return whether a thread writes the events."""
+    return conf.history != "inline" and has_threads()
+
+
 def receive(*, event: LockEvent, **kwargs: Any) -> None:
     """Record an event; a failure is logged and does not affect the task."""
-    mode = conf.history
-    if mode == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
-        return
-    if mode == "background" and has_threads():
-        writer.events.append(event)
-        if len(writer.events) > BOUND:
-            writer.events.popleft()
-            writer.lost += 1
-        # A process that multiprocessing starts ends by os._exit(), without what atexit has. It runs
-        # finalizers, but forgets those that were there when it began. So each process registers one
-        # with its first event. In other processes, atexit runs it.
-        #
-        #   parent:  event, registers   forks                                        exits, writes
-        #   child:                            forgets    event, registers    writes, os._exit()
-        #
-        # Registered before the thread begins: a short script ends at once.
-        if writer.thread is None:
-            writer.at_exit = writer.at_exit or Finalize(None, flush, [2.0], exitpriority=0)
-            writer.begin()
+    if conf.history == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
         return
     try:
-        write_at_once(event)
+        if has_thread():
+            writer.add(event)
+            writer.begin()
+        elif is_test():
+            write_in_test(event)
+            writer.succeed()
+        else:
+            writer.add(event)
+            write_here()
     except SoftTimeLimitExceeded:
         raise  # it is meant for the task
     except Exception as error:
-        writer.fail(error)
-    else:
-        writer.succeed()
+        writer.fail(error, is_kept=not is_test())
 
 
-def write_at_once(event: LockEvent) -> None:
-    """Write an event in the caller's own transaction; one about a run waits for no other one.
+def write_here() -> None:
+    """Write the events in this thread; if it is in a transaction, when that commits.
+
+    In that transaction, the rows would stay locked until its end, and two callers that know nothing
+    of each other could wait for each other:
+
+      one:    BEGIN, was skipped by a ............ is skipped by b: waits for the other
+      other:         BEGIN, was skipped by b ............ is skipped by a: waits for the one
+
+    A rollback drops what is to be done at the commit. Then the next event writes all events, or the
+    end of the request or of the process. The same is true if the caller has no autocommit.
+    """
+    connection = connections[router.db_for_write(TaskLockEvent)]
+    # Look at the last hook only: there may be many of others.
+    if not any(write_all in hook for hook in connection.run_on_commit[-1:]):
+        connection.on_commit(write_all)  # without a transaction, this calls it
+
+
+def write_all() -> None:
+    while writer.events and writer.write_some():
+        pass
+
+
+def end_request(**kwargs: Any) -> None:
+    """Write what a rollback, or an outage of the database, has left."""
+    if writer.events and not has_thread():
+        with suppress(Exception):  # such as those of a database that is still down
+            write_here()
+        close_old_connections()  # Django's own receiver has done so before this one
+
+
+request_finished.connect(end_request)
+
+
+def write_in_test(event: LockEvent) -> None:
+    """Write an event in the transaction of the test; one about a run waits for no other one.
 
     Another thread may have the row of this run in a transaction that has not ended:
 
@@ -101,7 +128,7 @@ def write_at_once(event: LockEvent) -> None:
 
 def flush(timeout: float = 5.0) -> bool:
     until = time.monotonic() + timeout
-    while writer.events or writer.unwritten:
+    while writer.events or writer.batches:
         if time.monotonic() >= until:
             return False
         writer.begin()
@@ -113,7 +140,8 @@ def flush(timeout: float = 5.0) -> bool:
 def stop() -> None:
     """Write all events and end the thread; the next event starts another."""
     flush(RETRY)
-    writer.stopping, until = True, time.monotonic() + 2 * RETRY
+    writer.stopping = True
+    until = time.monotonic() + 2 * RETRY
     while writer.thread is not None and time.monotonic() < until:
         writer.wake()
         time.sleep(0.002)
@@ -139,19 +167,44 @@ class Writer(Background):
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
         self.lost = 0  # events that were dropped or cannot be written
-        self.unwritten = 0  # events that the thread has taken, but not written yet
+        self.batches = 0  # of events that a thread has taken from these and is writing
         self.stopping = False
         self.open_connections: list[Any] = []  # those of the thread
         self.failing_since: float | None = None
         self.has_warned = False  # of this failure
+
+    def add(self, event: LockEvent) -> None:
+        self.events.append(event)
+        while len(self.events) > BOUND:
+            self.events.popleft()
+            self.lost += 1
+        # A process that multiprocessing starts ends by os._exit(), without what atexit has. It runs
+        # finalizers, but forgets those that were there when it began. So each process registers one
+        # with its first event. In other processes, atexit runs it.
+        #
+        #   parent:  event, registers   forks                                    exits, writes
+        #   child:                            forgets    event, registers    writes, os._exit()
+        #
+        # Registered before the thread begins: a short script ends at once.
+        if self.at_exit is None:
+            self.at_exit = Finalize(None, flush, [2.0], exitpriority=0)
 
     def run(self) -> None:
         idle = 0.0
         while idle < IDLE and not self.stopping:
             if len(self.events) < AT_ONCE:
                 self.sleep(GATHER)
-            idle = 0.0 if self.events else idle + GATHER
-            self.write_some()
+            if self.events:
+                idle = 0.0
+            else:
+                idle += GATHER
+            if self.write_some():
+                self.open_connections = list(connections.all(initialized_only=True))
+                for connection in self.open_connections:
+                    close_before_forks(connection)
+            else:
+                self.close()
+                time.sleep(RETRY)
         self.close()
 
     def _begin(self) -> None:
@@ -163,45 +216,54 @@ class Writer(Background):
         if self.events and not self.stopping:
             self.begin()
 
-    def write_some(self) -> None:
-        # Set this before taking events, so that flush() never sees both empty.
-        self.unwritten = at_once = min(len(self.events), AT_ONCE)
-        events = [self.events.popleft() for _ in range(at_once)]
-        while events and not self.stopping:
+    def write_some(self) -> bool:
+        """Write events together; in an outage of the database, keep them and return False."""
+        at_once = AT_ONCE
+        events: list[LockEvent] = []
+        self.batches += 1  # before taking events, so that flush() never sees both empty
+        try:
+            with suppress(IndexError):  # there are fewer
+                while len(events) < AT_ONCE:
+                    events.append(self.events.popleft())
+            while events:
+                try:
+                    write(events[:at_once])
+                except SoftTimeLimitExceeded:
+                    raise
+                except Exception as error:
+                    if is_outage(error):
+                        self.fail(error, is_kept=True)
+                        return False
+                    if at_once > 1:
+                        at_once = 1  # to find the event that cannot be written
+                        continue
+                    self.fail(error)
+                else:
+                    self.succeed()
+                del events[:at_once]
+            return True
+        finally:
             try:
-                write(events[:at_once])
-            except Exception as error:
-                if is_outage(error):
-                    self.fail(error, is_kept=True)
-                    self.close()
-                    time.sleep(RETRY)
-                    continue
-                if at_once > 1:
-                    at_once = 1  # to find the event that cannot be written
-                    continue
-                self.fail(error)
-            else:
-                self.succeed()
-            finally:
-                self.open_connections = list(connections.all(initialized_only=True))
-                for connection in self.open_connections:
-                    close_before_forks(connection)
-            del events[:at_once]
-        self.events.extendleft(reversed(events))
-        self.unwritten = 0
+                self.events.extendleft(reversed(events))
+            finally:  # also if a signal strikes here
+                self.batches -= 1
 
     def fail(self, error: Exception, *, is_kept: bool = False) -> None:
         """Note that an event is not recorded; or with ``is_kept`` that it is tried again later.
 
         This is logged once; if a database is only busy, after ``PATIENCE``.
         """
-        consequence, now = ": an event is not recorded", time.monotonic()
+        now = time.monotonic()
+        until = self.failing_since or now  # another thread may forget it meanwhile
+        self.failing_since = until
         if is_kept:
             consequence = f"; up to {BOUND} events of each process are kept and written later"
-        self.lost += not is_kept
-        self.failing_since = self.failing_since or now
-        patience = PATIENCE if is_kept and trouble(error) in {"race", "busy"} else 0
-        if not self.has_warned and now - self.failing_since >= patience:
+            if trouble(error) in {"race", "busy"}:
+                until += PATIENCE
+        else:
+            consequence = ": an event is not recorded"
+            self.lost += 1
+        if not self.has_warned and now >= until:
             self.has_warned = True
             logger.warning(
                 f"The lock history cannot be written; tasks are not affected{consequence} "
@@ -212,10 +274,12 @@ class Writer(Background):
     def succeed(self) -> None:
         """Note that events were written, and log the end of a failure."""
         if self.has_warned or self.lost:
-            lost, self.lost = self.lost, 0  # other threads may raise it meanwhile
+            lost = self.lost
+            self.lost = 0  # before the log line: other threads may raise it meanwhile
             text = "The lock history can be written again; events not recorded: %d."
             logger.warning(text, lost)
-        self.has_warned, self.failing_since = False, None
+        self.has_warned = False
+        self.failing_since = None
 
     def close(self) -> None:
         """Close the connections of the thread, also broken ones."""

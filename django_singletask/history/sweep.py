@@ -72,12 +72,14 @@ def sweep() -> None:
 def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     """Check open rows whose first lease is over."""
     entries = get_store(cache).read_many([row.key for row in rows])
-    missed, found = [], []
+    missed = []
+    found = []
     for row in rows:
         address, entry = Address(cache, LockKey(row.name, row.key)), entries.get(row.key)
         holder = Holder.decode(entry.value if entry else b"")
         if entry and holder.token == row.token:
-            found += [row.pk] if row.noticed_at else []
+            if row.noticed_at:
+                found.append(row.pk)
             if holder.kept:  # the process was killed before it could write that it had returned
                 address.tell("released", row.holder(), outcome="released", result="returned")
             elif how := proof_of_death(holder):
@@ -89,8 +91,8 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
             logger.warning(text, row.key, row.host, row.pid)
             address.tell("expired", row.holder(), reason="its lease ended without a release")
     still_open = TaskLockEvent.objects.primary().filter(outcome="")
-    for pks, noticed_at in ((missed, now()), (found, None)):
-        still_open.filter(pk__in=pks).update(noticed_at=noticed_at)
+    still_open.filter(pk__in=missed).update(noticed_at=now())
+    still_open.filter(pk__in=found).update(noticed_at=None)
 
 
 def prune(

@@ -84,8 +84,9 @@ def write(events: Iterable[LockEvent]) -> None:
         if earlier is row:
             continue
         if row["kind"] in COUNTED:
-            at, last_at = min(earlier["at"], row["at"]), max(earlier["last_at"], row["last_at"])
-            earlier.update(count=earlier["count"] + 1, at=at, last_at=last_at)
+            earlier["count"] += 1
+            earlier["at"] = min(earlier["at"], row["at"])
+            earlier["last_at"] = max(earlier["last_at"], row["last_at"])
         elif not (earlier["outcome"] or earlier["retaken"]):  # the run has only begun
             earlier.update({name: row[name] for name in RULES if row[name]})
         else:
@@ -109,7 +110,8 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 def _row(event: LockEvent, adapt: Any) -> Row:
     """Return what an event knows of a row, in texts that fit, and in times of the database."""
-    kind, at = event.kind, event.at
+    kind = event.kind
+    at = event.at
     facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
     if kind in COUNTED:
         facts["last_at"] = at
@@ -138,8 +140,10 @@ def _row(event: LockEvent, adapt: Any) -> Row:
 
 
 def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
-    quote, vendor = connection.ops.quote_name, connection.vendor
-    table, columns = quote(TaskLockEvent._meta.db_table), ", ".join(map(quote, DEFAULTS))
+    quote = connection.ops.quote_name
+    vendor = connection.vendor
+    table = quote(TaskLockEvent._meta.db_table)
+    columns = ", ".join(map(quote, DEFAULTS))
     changes = ", ".join(f"{name} = {rule.format(name)}" for name, rule in RULES.items())
     conflict = "ON CONFLICT (ref) DO UPDATE SET"
     lines = [list(row.values()) for row in rows]  # in the order of DEFAULTS
@@ -152,7 +156,8 @@ def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
         return
     marks = ", ".join(["%s"] * len(DEFAULTS))
     if vendor == "mysql":
-        alias, conflict = "", "ON DUPLICATE KEY UPDATE"
+        alias = ""
+        conflict = "ON DUPLICATE KEY UPDATE"
         changes = re.sub(r"excluded\.(\w+)", r"VALUES(\1)", changes).replace("old.", "")
     else:
         alias = "AS old"

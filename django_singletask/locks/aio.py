@@ -88,8 +88,8 @@ def submit(cache: str, work: Callable[[], Any]) -> asyncio.Future[Any] | None:
     if loop is None:
         pools[cache].add(outcome)
         return None
-    # As in tests, the history is written in the caller's transaction, which is in the thread that
-    # Django uses for asyncio code.
+    # The history is written on the caller's connection, which is in the thread that Django uses for
+    # asyncio code.
     if conf.history == "inline":
         return asyncio.ensure_future(sync_to_async(outcome)())
     ended = loop.create_future()
