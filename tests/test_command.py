@@ -291,6 +291,15 @@ def test_clear_of_a_pattern_that_matches_nothing_frees_nothing(take):
     assert lock.owned()
 
 
+@pytest.mark.parametrize("action", [["clear", "--yes"], ["clear", "--dry-run"], ["list"]])
+def test_text_of_an_unset_variable_names_no_lock(take, action):
+    lock = take("nightly")
+    error = refused(*action, "None")
+    assert str(error).startswith("No lock or task is known as 'None'.")
+    assert (error.returncode, lock.owned()) == (3, True)
+    assert cleared() == []
+
+
 def test_clear_all(take):
     taken = [take("one"), take("two")]
     assert "Freed 2 locks.\n" in locks("clear", "--all", "--yes")

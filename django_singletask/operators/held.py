@@ -77,7 +77,7 @@ class HeldLock(Holder):
     def mentions(self, text: str) -> bool:
         """Say whether the lock's name, task, ids or process have a text in them, in any case."""
         facts = (self.name, self.task, self.task_id, self.token, self.key, place(self, ""))
-        return text.lower() in "\n".join(filter(None, facts)).lower()
+        return any(text.lower() in fact.lower() for fact in facts if fact)
 
     @property
     def queued(self) -> bool:
@@ -141,8 +141,11 @@ USUAL = 30
 def among(locks: Sequence[HeldLock], selector: Selector) -> list[HeldLock]:
     """Return the locks, or slots of them, that are meant: those of the first way that finds any.
 
-    These are: a name or key; an id; a task, call or pattern; a host.
+    These are: a name or key; an id; a task, call or pattern; a host. An entry of unknown origin has
+    an empty token and host, so an empty text means no lock; nor does one in which all is cut out.
     """
+    if not selector.text.strip("…"):
+        return []
     text, keys = selector.text, {selector.text, *selector.locks}
     found = [[lock for lock in locks if {lock.key, lock.lock_key, lock.name} & keys]]
     if not selector.is_exact:
@@ -253,7 +256,7 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
         try:
             for entry in read([beside.key]):
                 # The entry of a call that is queued behind this one stays.
-                if entry.task_id == lock.task_id:
+                if entry.is_run_of(lock.task_id):
                     # Silent, because the row of the lock says it.
                     Address(conf.cache, beside, silent=True).clear(entry.token, actor, reason)
         except LockUnavailable as error:
