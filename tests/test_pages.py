@@ -24,7 +24,7 @@ from django_singletask import TaskLock
 from django_singletask import admin as held_page
 from django_singletask.admin import TaskLockEventAdmin
 from django_singletask.locks.address import Run
-from django_singletask.locks.keys import QUEUED, name_key
+from django_singletask.locks.keys import QUEUED, LockKey, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import charts
 from django_singletask.operators import held as held_locks
@@ -666,6 +666,42 @@ def test_selected_locks_are_cleared_after_one_question(operator, take):
     assert "Freed: " in answer.content.decode()
     assert [lock.locked() for lock in (first, second, third)] == [False, False, True]
     assert LogEntry.objects.count() == TaskLockEvent.objects.filter(reason="deploy").count() == 2
+
+
+def keys_read(request):
+    """Return how many keys the server looks up for a request: for the value, and for its rest."""
+    store = get_store("redis")
+    store.client.config_resetstat()
+    request()
+    facts = store.client.info("stats")
+    return facts["keyspace_hits"] + facts["keyspace_misses"]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_page_of_selected_locks_reads_them_and_the_slots_that_they_have(operator, slots):
+    holders = [put(f"lock {number}", slots=slots) for number in range(100)]
+    selected = [f"{name_key(holder.name).key} {holder.token}" for holder in holders]
+    asked = []
+    read = keys_read(lambda: asked.append(operator.post(CLEAR, {"lock": selected})))
+    assert asked[0].content.decode().count('name="lock"') == 100
+    assert 100 <= read <= 200 * slots + 50
+
+
+def test_a_request_with_very_many_locks_that_nobody_holds_reads_no_more_than_these(operator):
+    nobody = [f"{name_key(f'lock {number}').key} t" for number in range(900)]
+    answer = {"lock": nobody, "reason": ""}
+    assert 900 <= keys_read(lambda: operator.post(CLEAR, answer)) <= 950
+
+
+def test_control_more_keys_are_counted(operator, monkeypatch):
+    """The two tests above would notice a request that reads all slots that a lock can have."""
+    read = held_locks.read
+    monkeypatch.setattr(
+        held_locks,
+        "read",
+        lambda keys: read([slot for key in keys for slot in LockKey("", key).slots()]),
+    )
+    assert keys_read(lambda: operator.post(CLEAR, {"lock": [f"{KEY} t"], "reason": ""})) > 999
 
 
 def test_of_the_selected_locks_those_with_another_holder_stay(operator, take):
