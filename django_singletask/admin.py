@@ -28,7 +28,6 @@ from django.utils.translation import gettext_lazy, pgettext_lazy
 from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.holder import clean
-from django_singletask.locks.keys import LockKey
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.charts import draw, headline, per_task
@@ -338,13 +337,13 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             messages.warning(request, _("No lock was named: choose here which one to clear."))
             return HttpResponseRedirect(self.url("changelist"))
         missing = {text.rpartition(" ")[0] for text in asked}
-        slots = [slot for key in missing for slot in LockKey("", key).slots()]
-        found, trouble = attempt((), held.read, slots) if asked else attempt((), held.held)
+        found, trouble = attempt((), held.read, missing) if asked else attempt((), held.held)
         locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
         if not asked:
             locks = [lock for lock in found if lock.state == "dead"]
         if locks and "reason" not in request.POST:
             return self.ask_to_clear(request, locks, asked)
+        missing |= {lock.key for lock in locks}
         # A holder may have changed since this look: the store decides.
         actor, reason = request.user.get_username(), query.get("reason", "").strip()
         freed = []

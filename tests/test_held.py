@@ -111,6 +111,18 @@ def test_cleared_lock_leaves_nothing_in_the_list(cache_alias, take):
     assert held() == []
 
 
+def test_clear_of_a_direct_call_leaves_the_entry_of_an_unknown_holder(on_redis):
+    """A later version may have written it: then its task id is not known."""
+    key, store = name_key("nightly"), get_store("redis")
+    store.add(key.key, Run(task="t").holder("nightly", 30).encode(), 30)
+    beside = key.beside(QUEUED, "t").key
+    store.add(beside, b'{"version": 99, "task_id": "x"}', 30)
+    [lock] = [lock for lock in held() if not lock.queued]
+    assert (lock.task, lock.task_id) == ("t", None)
+    assert clear(lock, actor="ada")
+    assert store.read(beside) is not None
+
+
 @on_each_family
 def test_lock_that_changed_hands_since_it_was_shown_stays(cache_alias, take):
     lock = take("nightly")

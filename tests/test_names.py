@@ -7,16 +7,19 @@ import pytest
 
 from django_singletask.locks.keys import name_key
 from django_singletask.management.output import cut
+from django_singletask.models import TaskLockEvent
 from django_singletask.operators.explain import why
 from django_singletask.operators.held import held, must_be_known
 from django_singletask.operators.names import (
+    Selector,
     UnknownName,
     locks_of,
     nearest,
     select,
 )
+from django_singletask.stores import get_store
 from tests.command_line import hold
-from tests.past_rows import ran
+from tests.past_rows import keep_history_in, ran
 from tests.testapp import tasks
 
 pytestmark = [
@@ -131,6 +134,44 @@ def test_id_is_meant_rather_than_a_task_and_a_task_rather_than_a_host():
     hold(name="three", token="t4", host="y")
     for text, name in (("x", "one"), ("y", "a.y()"), ("web", "one")):
         assert [lock.name for lock in held([select(text)])] == [name]
+
+
+@pytest.fixture
+def of_nobody():
+    """Let three locks be held without a task, and one by something that is unknown."""
+    hold(name="nightly", token="t1")
+    hold(name="report of None", token="t2", task="")
+    hold(name="weekly", token="t3", host="", pid=0)
+    assert get_store("redis").add(name_key("foreign").key, b"None", 30) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["None", "none", "null", "False", "", " ", ".", "-", "unknown", "…", "0", "web-3:None"]
+)
+def test_text_that_stands_for_nothing_selects_nothing(of_nobody, text):
+    assert held([select(text)]) == []
+
+
+def test_control_selects_a_lock_without_a_task(of_nobody, monkeypatch):
+    """The test above would notice if the text of a missing task were compared."""
+
+    def compare_texts(self, name, task):
+        return f".{task}".endswith(f".{self.text}")
+
+    monkeypatch.setattr(Selector, "covers", compare_texts)
+    assert [lock.name for lock in held([select("None")])] != []
+
+
+@pytest.mark.needs("mariadb")
+def test_lock_is_not_selected_by_a_name_that_only_a_database_takes_for_its_own(settings):
+    """MariaDB compares texts without their case, and without spaces at their ends."""
+    keep_history_in(settings, "mariadb")
+    for name in ("Nightly", "nightly ", "nightlý"):
+        hold(name=name, key=name_key(name).key)
+        ran(60, name=name)
+    assert TaskLockEvent.objects.filter(name="nightly").count() == 3
+    assert held([select("nightly")]) == []
+    assert [lock.name for lock in held([select("Nightly")])] == ["Nightly"]
 
 
 def test_error_does_not_repeat_a_huge_name():

@@ -24,7 +24,7 @@ from django_singletask import TaskLock
 from django_singletask import admin as held_page
 from django_singletask.admin import TaskLockEventAdmin
 from django_singletask.locks.address import Run
-from django_singletask.locks.keys import QUEUED, name_key
+from django_singletask.locks.keys import QUEUED, LockKey, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import charts
 from django_singletask.operators import held as held_locks
@@ -668,6 +668,42 @@ def test_selected_locks_are_cleared_after_one_question(operator, take):
     assert LogEntry.objects.count() == TaskLockEvent.objects.filter(reason="deploy").count() == 2
 
 
+def keys_read(request):
+    """Return how many keys the server looks up for a request: for the value, and for its rest."""
+    store = get_store("redis")
+    store.client.config_resetstat()
+    request()
+    facts = store.client.info("stats")
+    return facts["keyspace_hits"] + facts["keyspace_misses"]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_page_of_selected_locks_reads_them_and_the_slots_that_they_have(operator, slots):
+    holders = [put(f"lock {number}", slots=slots) for number in range(100)]
+    selected = [f"{name_key(holder.name).key} {holder.token}" for holder in holders]
+    asked = []
+    read = keys_read(lambda: asked.append(operator.post(CLEAR, {"lock": selected})))
+    assert asked[0].content.decode().count('name="lock"') == 100
+    assert 100 <= read <= 200 * slots + 50
+
+
+def test_a_request_with_very_many_locks_that_nobody_holds_reads_no_more_than_these(operator):
+    nobody = [f"{name_key(f'lock {number}').key} t" for number in range(900)]
+    answer = {"lock": nobody, "reason": ""}
+    assert 900 <= keys_read(lambda: operator.post(CLEAR, answer)) <= 950
+
+
+def test_control_more_keys_are_counted(operator, monkeypatch):
+    """The two tests above would notice a request that reads all slots that a lock can have."""
+    read = held_locks.read
+    monkeypatch.setattr(
+        held_locks,
+        "read",
+        lambda keys: read([slot for key in keys for slot in LockKey("", key).slots()]),
+    )
+    assert keys_read(lambda: operator.post(CLEAR, {"lock": [f"{KEY} t"], "reason": ""})) > 999
+
+
 def test_of_the_selected_locks_those_with_another_holder_stay(operator, take):
     first, second = take("first"), take("second")
     query = {**query_of(first, second), "reason": ""}
@@ -691,6 +727,26 @@ def test_all_locks_of_dead_processes_are_cleared_and_no_other(operator, take):
     content = operator.post(CLEAR, {"dead": "1", "reason": ""}, follow=True).content.decode()
     assert "Freed: dead" in content
     assert [held.name for held in held_locks.held()] == ["alive"]
+
+
+def test_clear_of_all_dead_names_those_that_it_could_not_free(operator, monkeypatch):
+    """A call took one of them over between the look at the locks and their clearing."""
+    for number in range(2):
+        put(f"dead {number}", pid=end_process())
+    really, others = held_locks.clear, [TaskLock("dead 0")]
+
+    def clear_late(lock, **by):
+        for other in others:
+            others.remove(other)
+            assert other.acquire()
+        return really(lock, **by)
+
+    monkeypatch.setattr(held_locks, "clear", clear_late)
+    [other] = others
+    content = operator.post(CLEAR, {"dead": "1", "reason": ""}, follow=True).content.decode()
+    assert other.owned()
+    assert "Freed: dead 1." in content
+    assert f"Not freed: {other.key}. The holder that was shown no longer has the lock" in content
 
 
 def test_without_a_dead_process_there_is_no_button_for_them(operator, take):

@@ -14,12 +14,16 @@ from django.urls import reverse
 from django_singletask import LockConflict, TaskLock, only_one
 from django_singletask.locks import liveness
 from django_singletask.locks.address import Run
+from django_singletask.locks.keys import name_key
 from django_singletask.locks.lease import Postponed
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators import held
+from django_singletask.operators.names import select
 from django_singletask.stores import get_store
 from django_singletask.stores.base import MAX_SLOTS
 from django_singletask.task.header import READS, WAITS
 from django_singletask.testing import hold
+from tests.command_line import hold as put
 from tests.command_line import locks
 from tests.deliveries import deliver, receive, wait_for_debts
 from tests.testapp import tasks
@@ -366,6 +370,35 @@ class TestOperators:
         settings.SINGLETASK_HISTORY = "off"
         (lock,) = json.loads(locks("list", "api", "--json"))["locks"]
         assert lock["key"] == taken[1].key
+
+    @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
+    @pytest.mark.parametrize("typed", ["api", name_key("api").key])
+    def test_a_name_reads_the_slots_that_its_holders_count(
+        self, settings, empty_cache, monkeypatch, alias, typed
+    ):
+        """The first holder counts two slots, and later ones, after a deploy, count four."""
+        settings.SINGLETASK_CACHE = alias
+        empty_cache(alias)
+        keys = name_key("api").slots(4)
+        for number, slots in ((0, 2), (1, 4), (3, 4)):
+            value = Run().holder("api", 60, slots=slots).encode()
+            get_store(alias).add(keys[number], value, 60)
+        read, counted = get_store(alias).read_many, []
+
+        def count_keys(keys):
+            counted.extend(keys := [*keys])
+            return read(keys)
+
+        monkeypatch.setattr(get_store(alias), "read_many", count_keys)
+        settings.SINGLETASK_HISTORY = "off"
+        found = held.held([select(typed)])
+        assert {lock.key for lock in found} == {keys[0], keys[1], keys[3]}
+        assert {lock.share for lock in found} == {"3 of 2", "3 of 4"}
+        assert len(counted) == len({*counted}) <= 6
+
+    def test_a_record_that_counts_too_many_slots_reads_no_more_than_there_can_be(self):
+        put(name="api", key=name_key("api").key, slots=2**31 - 1)
+        assert [lock.name for lock in held.held([select("api")])] == ["api"]
 
     def test_why_tells_of_each_holder(self, three):
         text = locks("why", "api")

@@ -16,7 +16,7 @@ from django.utils.translation import gettext as _
 
 from django_singletask.conf import conf, in_words, logger
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.history.queries import NEWEST, OPEN, NoHistory, UsualHold, reading
+from django_singletask.history.queries import BATCH, NEWEST, OPEN, NoHistory, UsualHold, reading
 from django_singletask.holder import Holder, Process, clean
 from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
@@ -25,7 +25,8 @@ from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place
 from django_singletask.stores import get_store
-from django_singletask.stores.base import CannotList, is_key
+from django_singletask.stores.base import MAX_SLOTS, CannotList, Entry, Store, is_key
+from django_singletask.stores.database import CURES, trouble
 
 ENOUGH = 5
 """Runs whose length says what is usual: with fewer, no run is slow."""
@@ -77,7 +78,7 @@ class HeldLock(Holder):
     def mentions(self, text: str) -> bool:
         """Say whether the lock's name, task, ids or process have a text in them, in any case."""
         facts = (self.name, self.task, self.task_id, self.token, self.key, place(self, ""))
-        return text.lower() in "\n".join(filter(None, facts)).lower()
+        return any(text.lower() in fact.lower() for fact in facts if fact)
 
     @property
     def queued(self) -> bool:
@@ -127,10 +128,14 @@ def cannot_ask(error: Exception) -> str:
     """Say in one line why the cache that holds the locks cannot be used."""
     if isinstance(error, SAID):
         return str(error)
+    cure = ""
     if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
         error = error.__cause__
+        store: Any = get_store(conf.cache)
+        if store.family == "database":
+            cure = CURES.get(trouble(error), "").format(store.alias)
     text = _("The cache {} (SINGLETASK_CACHE) cannot be used: {}.")
-    return text.format(repr(conf.cache), in_words(error))
+    return text.format(repr(conf.cache), in_words(error) + cure)
 
 
 PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
@@ -141,8 +146,11 @@ USUAL = 30
 def among(locks: Sequence[HeldLock], selector: Selector) -> list[HeldLock]:
     """Return the locks, or slots of them, that are meant: those of the first way that finds any.
 
-    These are: a name or key; an id; a task, call or pattern; a host.
+    These are: a name or key; an id; a task, call or pattern; a host. An entry of unknown origin has
+    an empty token and host, so an empty text means no lock; nor does one in which all is cut out.
     """
+    if not selector.text.strip("…"):
+        return []
     text, keys = selector.text, {selector.text, *selector.locks}
     found = [[lock for lock in locks if {lock.key, lock.lock_key, lock.name} & keys]]
     if not selector.is_exact:
@@ -162,10 +170,15 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     had, and :class:`LockUnavailable`.
     """
     history = TaskLockEvent.objects
-    keys = [slot for each in selectors for key in each.locks for slot in LockKey("", key).slots()]
+    keys = [key for each in selectors for key in each.locks]
     locks = read(keys)
     seen = {key for lock in locks for key in (lock.key, lock.lock_key)}
-    if not (selectors and all(each.is_exact or seen & each.locks.keys() for each in selectors)):
+    missed = [each for each in selectors if seen.isdisjoint(each.locks)]
+    # The first slot may be free while another is held: then no holder said how many there are.
+    keys += [slot for each in missed for key in each.locks for slot in LockKey("", key).slots()]
+    if missed and all(each.is_exact for each in missed):
+        locks = read(keys)
+    elif missed or not selectors:
         try:
             locks = read()
         except CannotList as error:
@@ -253,7 +266,7 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
         try:
             for entry in read([beside.key]):
                 # The entry of a call that is queued behind this one stays.
-                if entry.task_id == lock.task_id:
+                if entry.is_run_of(lock.task_id):
                     # Silent, because the row of the lock says it.
                     Address(conf.cache, beside, silent=True).clear(entry.token, actor, reason)
         except LockUnavailable as error:
@@ -263,9 +276,12 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
 
 
 def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
-    """Return all that the store has, or what it has under those of the keys that are of locks."""
+    """Return all that the store has; or what it has under some keys, with the other slots of each.
+
+    Keys of anything but locks are left out.
+    """
     store, locks = get_store(conf.cache), []
-    found = store.entries() if keys is None else store.read_many([*filter(is_key, keys)]).items()
+    found = store.entries() if keys is None else _read_slots(store, keys).items()
 
     @cache  # Many locks share a process: it is kept once, and judged once.
     def judged(*facts: Any) -> dict[str, Any]:
@@ -292,3 +308,22 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
     for lock in locks:
         lock.slots_held = holders[lock.lock_key]
     return locks
+
+
+def _read_slots(store: Store, keys: Iterable[str]) -> dict[str, Entry]:
+    """Return the entries under the keys of locks, and of as many slots as their holders count.
+
+    No request reads more than ``BATCH`` keys: Redis does nothing else meanwhile.
+    """
+    entries = dict[str, Entry]()
+    wanted = dict.fromkeys(filter(is_key, keys))
+    start = 0
+    while start < len(wanted):
+        batch = [*wanted][start : start + BATCH]
+        start += len(batch)
+        found = store.read_many(batch)
+        entries |= found
+        locks = {(lock_of_slot(key), Holder.decode(found[key].value).slots) for key in found}
+        for key, count in locks:
+            wanted |= dict.fromkeys(LockKey("", key).slots(min(count, MAX_SLOTS)))
+    return entries

@@ -165,11 +165,18 @@ class Selector(NamedTuple):
     is_exact: bool = False
 
     def covers(self, name: str, task: str | None) -> bool:
-        """Say whether the name of a lock, or the task that has it, is meant."""
+        """Say whether the name of a lock, or the task that has it, is meant.
+
+        A lock that was taken outside a task has none, and no text is compared with that.
+        """
+        if name in self.locks.values() or fits(name, self.text):
+            return True
+        if "(" in self.text:
+            return f".{name}".endswith(f".{self.text}")
+        if self.tasks or not task:
+            return task in self.tasks
         # A task of another project is only known by its lock.
-        end = name if "(" in self.text else "" if self.tasks else task
-        is_end = f".{end}".endswith(f".{self.text}")
-        return is_end or task in self.tasks or name in self.locks.values() or fits(name, self.text)
+        return f".{task}".endswith(f".{self.text}")
 
     def conditions(self) -> list[dict[str, Any]]:
         """Return conditions for :func:`find`: the rows meet one of them."""
@@ -206,7 +213,9 @@ def select(text: str) -> Selector:
     if "*" in text or is_key(text):
         return Selector(text, locks, is_exact="*" not in text)
     with suppress(NoHistory), reading(even_if_off=True):
-        recorded = {*TaskLockEvent.objects.named(text).values_list("key", "task")[:NEWEST]}
+        rows = TaskLockEvent.objects.named(text).values_list("name", "key", "task")[:NEWEST]
+        # MySQL also finds names that differ in case, in accents, or in spaces at their ends.
+        recorded = {(key, task) for name, key, task in rows if name == text}
         if recorded and text not in task_names():
             for key, task in recorded:
                 lock = LockKey(text, lock_of_slot(key))
