@@ -398,6 +398,7 @@ def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
     assert kept in renewal.renewers["redis"].leases
     del lock
     assert kept not in renewal.renewers["redis"].leases
+    assert TaskLock("nightly").locked()  # until its lease ends
 
 
 def test_two_locks_of_one_token_are_both_renewed(wait_for):

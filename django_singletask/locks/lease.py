@@ -111,7 +111,10 @@ class Lease(Address):
     others: Sequence[Holder] = ()
     """The holders of all slots, after a conflict."""
     in_block = False
-    """Whether a ``with`` block of this origin holds it."""
+    """Whether it is for a ``with`` block of this origin, or a delivery; set before it is taken.
+
+    Then the thread leaves the entry if nothing refers to this object any more.
+    """
 
     def __init__(
         self, cache: str, lock_key: LockKey, holder: Holder, slots: Slots | None = None
