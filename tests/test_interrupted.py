@@ -20,7 +20,7 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask import LockUnavailable, SingletonTask, TaskLock, current_lock, only_one
-from django_singletask.locks.renewal import Renewer, renewers
+from django_singletask.locks.renewal import Renewer
 from django_singletask.signals import lock_event
 from django_singletask.stores import close_stores
 from tests.deadline import wait_for
@@ -160,7 +160,7 @@ def test_a_limit_anywhere_in_another_use_is_told_and_the_lock_is_free(use, cache
     assert_none(swallowed, names, "were not told")
 
 
-# A signal at the very beginning of an exit: nothing is left that could leave the lock but the thread
+# A signal at the very beginning of an exit: nothing but the thread can leave the lock then
 
 
 class Struck(Exception):
