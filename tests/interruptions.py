@@ -84,7 +84,10 @@ class Interruption:
             self.end()
             what = getattr(argument, "__name__", "")
             self.place = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_qualname} {what}"
-            raise self.error
+            self.strike()
+
+    def strike(self) -> None:
+        raise self.error
 
     def _is_watched(self, file: str) -> bool:
         known: dict[str, bool] = WATCHED.setdefault(self.watched, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import functools
@@ -604,6 +605,20 @@ class TestCancelled:
 
 
 class TestThreads:
+    def test_a_job_can_be_added_inside_another_addition(self, monkeypatch):
+        """The garbage collector can close a coroutine there, which then adds its release."""
+        pool, done, begin = aio.Pool(), [], _thread.start_new_thread
+
+        def collect_and_begin(*arguments):
+            monkeypatch.setattr(_thread, "start_new_thread", begin)
+            pool.add(lambda: done.append("inside"))
+            return begin(*arguments)
+
+        monkeypatch.setattr(_thread, "start_new_thread", collect_and_begin)
+        job = functools.partial(pool.add, lambda: done.append("outside"))
+        begin(job, ())  # which must not wait for itself
+        eventually(lambda: {*done} == {"inside", "outside"})
+
     def test_idle_threads_end(self, on_redis, monkeypatch):
         monkeypatch.setattr(aio, "IDLE", 0.05)
 

@@ -6,11 +6,13 @@ and uses another lock for each.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask import LockUnavailable, SingletonTask, TaskLock, current_lock, only_one
+from django_singletask.locks.renewal import Renewer
+from django_singletask.signals import lock_event
 from django_singletask.stores import close_stores
 from tests.deadline import wait_for
 from tests.interruptions import Interruption, interruptions
@@ -25,6 +29,8 @@ from tests.interruptions import Interruption, interruptions
 LEASE = 2.0
 # memcached keeps an entry for up to two seconds more.
 FREE_WITHIN = LEASE + 4
+NOT_MEANWHILE = 300.0
+"""The lease of a lock that must be released: it does not end during a test."""
 
 on_each_store = pytest.mark.parametrize(
     "cache_alias",
@@ -103,7 +109,7 @@ def assert_none(places: list[str], names: list[str], what: str) -> None:
 
 
 def with_block(name: str) -> None:
-    with TaskLock(name, timeout=LEASE):
+    with TaskLock(name, timeout=NOT_MEANWHILE):
         pass
 
 
@@ -114,7 +120,7 @@ def acquire_and_release(name: str) -> None:
 
 
 def guarded_function(name: str) -> None:
-    @only_one(key=name, timeout=LEASE)
+    @only_one(key=name, timeout=NOT_MEANWHILE)
     def function() -> None:
         pass
 
@@ -152,6 +158,120 @@ def test_a_limit_anywhere_in_another_use_is_told_and_the_lock_is_free(use, cache
     names, swallowed = interrupt_each_place(use)
     assert_free_in_the_end(names)
     assert_none(swallowed, names, "were not told")
+
+
+# A signal at the very beginning of an exit: nothing but the thread can leave the lock then
+
+
+class Struck(Exception):
+    """What the signal raises."""
+
+
+@contextmanager
+def listening(receiver: Callable[..., None]) -> Iterator[None]:
+    lock_event.connect(receiver, weak=False)
+    try:
+        yield
+    finally:
+        lock_event.disconnect(receiver)
+
+
+AT_EXIT = re.compile(r"lock\.py:\d+ TaskLock\.__a?exit__ ")
+
+
+def interrupt_exit(use: Callable[[str], object]) -> tuple[str, Struck]:
+    """Let a signal strike at the beginning of an exit.
+
+    Return the name of the lock, and the error, whose traceback has the lock.
+    """
+    for interruption in interruptions(Struck):
+        name = f"exit {interruption.number}"
+        use(f"{name}, connects")
+        try:
+            with interruption:
+                use(name)
+        except Struck as error:
+            if AT_EXIT.fullmatch(interruption.place):
+                return name, error
+    raise AssertionError("no place is at the beginning of an exit")
+
+
+def async_block(name: str) -> None:
+    async def main() -> None:
+        async with TaskLock(name, timeout=NOT_MEANWHILE):
+            pass
+
+    asyncio.run(main())
+
+
+def received_block(name: str) -> None:
+    lock = TaskLock(name, timeout=NOT_MEANWHILE)
+    lock.acquire()
+    handle = lock.hand_over(for_=NOT_MEANWHILE)
+    with TaskLock.receive(handle, timeout=NOT_MEANWHILE):
+        pass
+
+
+def fixed_block(name: str) -> None:
+    with TaskLock(name, timeout=NOT_MEANWHILE, renew=False):
+        pass
+
+
+def keeping_block(name: str) -> None:
+    with TaskLock(name, timeout=NOT_MEANWHILE, at_least=NOT_MEANWHILE):
+        pass
+
+
+@on_one_store
+@pytest.mark.parametrize("use", [async_block, received_block, fixed_block])
+def test_a_block_that_a_signal_ends_at_its_exit_frees_its_lock(use, cache_alias):
+    name, error = interrupt_exit(use)
+    assert TaskLock(name).locked()
+    del error
+    assert_free_in_the_end([name])
+
+
+@on_one_store
+def test_a_block_that_a_signal_ends_at_its_exit_keeps_its_lock_as_it_must(cache_alias):
+    name, error = interrupt_exit(keeping_block)
+    assert not TaskLock(name).holder().kept
+    del error
+    wait_for(lambda: TaskLock(name).holder().kept, "the lock is kept")
+    assert 0 < TaskLock(name).remaining() <= NOT_MEANWHILE
+
+
+@on_one_store
+def test_a_block_that_a_signal_ends_at_its_exit_is_told(cache_alias):
+    told = []
+
+    def note(event: Any, **kwargs: Any) -> None:
+        told.append((event.name, event.kind, event.outcome, event.result))
+
+    with listening(note):
+        name, error = interrupt_exit(with_block)
+        del error
+        wait_for(lambda: (name, "released", "released", "returned") in told, "it is told")
+
+
+@on_one_store
+def test_a_stored_traceback_keeps_the_lock_of_its_block(cache_alias):
+    kept, stored = interrupt_exit(with_block)
+    dropped, error = interrupt_exit(with_block)
+    del error
+    assert_free_in_the_end([dropped])  # so the thread has looked
+    assert TaskLock(kept).locked()
+    del stored
+    assert_free_in_the_end([kept])
+
+
+@on_one_store
+def test_control_without_the_thread_nothing_frees_the_lock_of_that_block(cache_alias, monkeypatch):
+    looked = []
+    monkeypatch.setattr(Renewer, "leave_entries", lambda renewer: looked.append(renewer.dead))
+    name, error = interrupt_exit(with_block)
+    del error
+    wait_for(lambda: any(looked), "the thread has looked")
+    assert TaskLock(name).locked()
 
 
 # The lock of a task itself: its body has returned, or failed, and that is what counts

@@ -33,7 +33,7 @@ from django_singletask import (
     only_one,
 )
 from django_singletask.holder import Holder
-from django_singletask.locks.renewal import Renewer
+from django_singletask.locks.renewal import Renewer, renewers
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Outcome, marker_key
@@ -491,6 +491,19 @@ class TestForkedChild:
 
         with TaskLock("nightly") as lock:
             assert self.in_child(extend)
+
+    def test_it_does_not_renew_a_received_lock_that_it_enters(self):
+        lock = TaskLock("nightly")
+        lock.acquire()
+        received = TaskLock.receive(lock.hand_over(for_=60))
+
+        def enter():
+            with received:
+                return not renewers["redis"].leases
+
+        assert self.in_child(enter)
+        assert received.owned()
+        received.release()
 
     def test_it_asks_the_store_whether_the_parent_still_has_it(self, cache_alias, monkeypatch):
         def is_lost():

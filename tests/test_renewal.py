@@ -211,6 +211,25 @@ def test_a_receiver_of_an_event_may_use_the_lock(kind, method, take, listen):
     assert outcomes == ["done" if (kind, method) == ("retaken", "extend") else "LockLost"]
 
 
+def test_a_lock_that_is_extended_inside_another_request_is_not_trusted_too_long(monkeypatch):
+    """A signal handler shortens the lease while the interrupted code makes it longer."""
+    store = get_store("redis")
+    renew = store.renew
+
+    def renew_and_strike(*arguments):
+        outcome = renew(*arguments)
+        monkeypatch.setattr(store, "renew", renew)
+        lock.extend(5)
+        return outcome
+
+    with TaskLock("nightly", timeout=60) as lock:
+        monkeypatch.setattr(store, "renew", renew_and_strike)
+        lock.extend(600)
+        assert lock.remaining() <= 5
+        assert lock._lease.deadline <= clock.now() + 5
+        assert lock._lease.length == 5
+
+
 @pytest.fixture
 def listen():
     """Give the function that connects a receiver of events for the time of the test."""
@@ -398,6 +417,7 @@ def test_a_lock_that_nobody_holds_any_more_is_not_renewed():
     assert kept in renewal.renewers["redis"].leases
     del lock
     assert kept not in renewal.renewers["redis"].leases
+    assert TaskLock("nightly").locked()  # until its lease ends
 
 
 def test_two_locks_of_one_token_are_both_renewed(wait_for):

@@ -39,7 +39,8 @@ class Pool:
 
     def __init__(self) -> None:
         self.jobs: Any = queue.SimpleQueue()
-        self.counting = threading.Lock()
+        # Re-entrant: the garbage collector can close a coroutine inside, which then adds a job.
+        self.counting = threading.RLock()
         self.unfinished = 0
         self.threads = 0
 

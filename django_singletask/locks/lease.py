@@ -111,7 +111,10 @@ class Lease(Address):
     others: Sequence[Holder] = ()
     """The holders of all slots, after a conflict."""
     in_block = False
-    """Whether a ``with`` block of this origin holds it."""
+    """Whether it is for a ``with`` block of this origin, or a delivery; set before it is taken.
+
+    Then the thread leaves the entry if nothing refers to this object any more.
+    """
 
     def __init__(
         self, cache: str, lock_key: LockKey, holder: Holder, slots: Slots | None = None
@@ -442,7 +445,6 @@ class Lease(Address):
         if not self.held:
             return
         self.longest_gap = max(self.longest_gap, sent - self.renewed_at)
-        self.renewed_at = sent
         if self._lost or outcome in {Outcome.GONE, Outcome.TAKEN}:
             self.lose()
             return
@@ -454,8 +456,18 @@ class Lease(Address):
                 self,
             )
             self.tell("retaken", self.holder, retaken=self.retaken)
+        # A signal handler, or a receiver of this event, may have extended the lock meanwhile.
+        # Nobody knows which of the two requests the server handled last:
+        #
+        #   extend:    asks for 600 s -> granted first                  settles last: trusts 600 s
+        #   handler:                       extend: 5 s -> granted second, settles first
+        deadline = sent + length * TRUST - ROUNDING
+        if self.renewed_at > sent:
+            deadline = min(deadline, self.deadline)
+            length = min(length, self.length)
+        self.renewed_at = max(self.renewed_at, sent)
         self.length = length
-        self.deadline = sent + length * TRUST - ROUNDING
+        self.deadline = deadline
 
     def fencing_token(self) -> int:
         if self.holder.slots > 1:

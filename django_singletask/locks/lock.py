@@ -252,14 +252,18 @@ class TaskLock:
             wait = self.wait
         else:
             check_seconds("wait", wait, zero=True, infinite=True)
-        if self._lease.held:
-            self._lease.origin, self._lease.in_block = origin, True
+        lease = self._lease
+        if lease.held:  # it was received
+            lease.origin, lease.in_block = origin, True
+            if not lease.is_inherited():
+                renewers[lease.cache].keep(lease)
             return
         self._note = ""
         until = clock.now() + wait
         next_pause = min(POLL, wait / 16)
         while True:
             lease = self._new_lease(run, origin)
+            lease.in_block = in_block
             outer = self._outer_lease(lease) if self.slots > 1 else None
             if outer is None:
                 yield from lease.attempts()
@@ -268,7 +272,7 @@ class TaskLock:
                 lease.blocker_remaining = max(0.0, outer.deadline - clock.now())
             blocker = self.blocker = lease.blocker
             if blocker is None:
-                self.key, lease.in_block = lease.key, in_block
+                self.key = lease.key
                 lease.tell("acquired", lease.holder)
                 return
             if self._run and blocker.is_run_of(self._run.task_id):

@@ -47,11 +47,13 @@ class Renewer(Background):
     The thread has a client of its own, whose requests take at most a sixth of the shortest lease.
     A cache that hangs has its own thread, so it delays no other cache.
 
-    The references to leases are weak. If a signal comes between the take and the release, no other
-    reference to the lease remains. Then it is no longer renewed, so it expires:
+    The references to leases are weak. If a signal comes at the very beginning of ``__exit__``, no
+    other reference to the lease remains. Then the thread leaves the entry:
 
-      body:    take -> "yours"   SIGUSR1: SoftTimeLimitExceeded    the frames go, and the lease
-      thread:                                                      finds no reference: no renewal
+      block:   takes   body   SIGUSR1: SoftTimeLimitExceeded   the frames go, and the lease
+      thread:                                                  finds its twin: leaves the entry
+
+    A lease that ``acquire()`` took is only forgotten then, and ends without renewals.
     """
 
     name = "singletask-renewal"
@@ -60,6 +62,8 @@ class Renewer(Background):
         self.cache = cache
         # By token and key: a run's lock and its duplicate entry have the same token.
         self.leases: dict[tuple[str, str], weakref.ref[Any]] = {}
+        self.dead: dict[Any, object] = {}
+        """Twins of the leases of blocks that a signal ended before they could leave the entry."""
         self.owed: deque[Owed] = deque()
         self.shortest = math.inf
         """The shortest lease that the thread knows of, in seconds; without end while it sleeps."""
@@ -84,10 +88,16 @@ class Renewer(Background):
         #   keep():    shortest is 60: no wake                              adds
         #   thread:                              shortest = inf   no lease        sleeps
         #
-        # The end of a lease that was not dropped calls pop(name, reference). No function in Python
-        # may be called there, because Python ignores the error of a signal that strikes in it.
+        # The end of a lease that was not dropped calls back. No function in Python may be called
+        # there, because Python ignores the error of a signal that strikes in it. Nor is the thread
+        # woken: it ticks as long as the name of a lease is here, and that of a block stays.
         name = lease.token, lease.key
-        self.leases[name] = weakref.ref(lease, partial(self.leases.pop, name))
+        at_end: Callable[..., object] = partial(self.leases.pop, name)
+        if lease.in_block:
+            twin = object.__new__(type(lease))
+            twin.__dict__ = vars(lease)  # of both, so the twin knows each later change
+            at_end = partial(self.dead.setdefault, twin)
+        self.leases[name] = weakref.ref(lease, at_end)
         if lease.length < self.shortest:
             self.shortest = lease.length
             self.wake()
@@ -184,6 +194,7 @@ class Renewer(Background):
         many leases.
         """
         self.tick_at = clock.now() + self.interval
+        self.leave_entries()
         leases, epoch = self.held(), epoch_of(self.cache)
         if not leases:
             return
@@ -228,6 +239,14 @@ class Renewer(Background):
         # list() is atomic, even if another thread takes a lock meanwhile.
         leases = [reference() for reference in list(self.leases.values())]
         return [lease for lease in leases if lease]
+
+    def leave_entries(self) -> None:
+        """Leave the entries of blocks that did not; their bodies have returned."""
+        for twin in list(self.dead):
+            self.store()  # limits the request
+            self.drop(twin)
+            self.dead.pop(twin)
+            self.try_to(twin.give_back)
 
     def renew(self, store: Store, leases: list[Any]) -> None:
         """Renew leases in one request."""

@@ -158,7 +158,7 @@ LOOK_WITHIN = 2.0
 
 
 class _Stores(dict[str, Store]):
-    """The stores of one thread, by alias. They are closed when the thread ends."""
+    """The stores of one thread, by alias or one beside it. They are closed when it ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,18 +173,31 @@ class _Stores(dict[str, Store]):
                 store.close()
 
 
+# A signal handler, or a generator that is closed by the garbage collector, can use a lock while the
+# same thread waits for a reply. On the same connection it would wait for its own thread, or read a
+# reply that is not its own:
+#
+#   body:      take a -> sent                                             reads "b is yours"
+#   handler:                    take b -> sent, reads "a is held"
+#
+# So it gets a second store, with a connection of its own; the thread keeps it for the next time.
+
+
 def get_store(alias: str) -> Store:
-    """Return this thread's store for a cache alias.
+    """Return this thread's store for a cache alias, which is in no request.
 
     Raises ``ImproperlyConfigured`` if there is no such alias, or if it cannot hold locks.
     """
     stores: _Stores | None = getattr(threads.made.get("variables"), "stores", None)
     if stores is None or stores.opener is not _opener:
         stores = threads.put("stores", _Stores())
-    if alias not in stores:
-        stores[alias] = _opener(alias)
-        _open_stores.add(stores[alias])
-    return stores[alias]
+    place = alias
+    while place in stores and stores[place].is_asking:
+        place += " beside"
+    if place not in stores:
+        # A handler may have opened one meanwhile, and use it.
+        _open_stores.add(stores.setdefault(place, _opener(alias)))
+    return stores[place]
 
 
 def look_at_epoch() -> None:

@@ -217,6 +217,9 @@ class Store(ABC):
     limited = math.inf
     """The longest time of a request in seconds; without end: as the cache's options say."""
 
+    is_asking = False
+    """Whether a request runs that no other one of this thread may interrupt."""
+
     was_sent_twice = False
     """Whether the last request was sent again, so that its deletion may find nothing."""
 

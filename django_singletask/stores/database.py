@@ -198,6 +198,8 @@ class DatabaseStore(Store):
         for attempts_left in reversed(range(TRIES)):
             was_open = self.connection.connection is not None
             try:
+                # In an SQLite file, a second connection would wait for the end of this statement.
+                self.is_asking = self.vendor != "sqlite"
                 with undivided(self.connection), self.connection.cursor() as cursor:
                     cursor.execute(sql, params)
                     return cursor.fetchall() if cursor.description else cursor.rowcount
@@ -219,6 +221,8 @@ class DatabaseStore(Store):
                 if cure or not (attempts_left and (was_closed or what == "race")):
                     raise self.unavailable(error, cure) from error
                 self.was_sent_twice |= was_closed
+            finally:
+                self.is_asking = False
 
 
 CURES = {

@@ -154,6 +154,7 @@ class MemcachedStore(Store):
         while True:
             was_open, self.is_open = self.is_open, False
             try:
+                self.is_asking = True
                 reply = getattr(self.client, request)(*args)
             except self.not_found:
                 reply = None
@@ -165,6 +166,8 @@ class MemcachedStore(Store):
                 if isinstance(error, self.client_errors):
                     raise self.unavailable(error) from error
                 raise
+            finally:
+                self.is_asking = False
             self.is_open = True
             return reply
 

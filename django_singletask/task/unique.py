@@ -178,6 +178,7 @@ class QueuedCall:
                 length = self.options.lock_timeout or conf.lock_timeout
                 lease = self.lease = self._lease(self.run.holder(self.key.name, length))
                 lease.at_least = self.options.lock_at_least
+                lease.in_block = True
                 # If the entry has ended, or was freed with a killed earlier run, take it again,
                 # unless another call is queued by now.
                 if not lease.replace(self.value) and lease.take():
