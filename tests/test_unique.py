@@ -7,10 +7,13 @@ import threading
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from zoneinfo import ZoneInfo
 
 import pytest
 from celery import chain, chord, group
+from celery.beat import ScheduleEntry, Scheduler
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.worker.request import Request
 from django.db import connections, transaction
 
 from django_singletask import DuplicateTask, TaskLock
@@ -22,7 +25,7 @@ from django_singletask.locks.lease import Lease, Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.task.header import HEADER, READS
-from django_singletask.task.unique import QueuedCall, delay_of, discard
+from django_singletask.task.unique import LATE, QueuedCall, discard, seconds_until
 from tests.deliveries import AWAITED, held_by, receive, wait_for_debts
 from tests.entries import eventually
 from tests.proxy import Interposed
@@ -267,16 +270,146 @@ class TestLease:
     @pytest.mark.parametrize(
         ("when", "seconds"),
         [
-            (lambda now: None, 0),
             (lambda now: 5, 5),
-            (lambda now: -5, 0),
-            (lambda now: now - timedelta(hours=1), 0),
+            (lambda now: -5, -5),
+            (lambda now: now - timedelta(hours=1), -3600),
             (lambda now: (now + timedelta(hours=1)).isoformat(), 3600),
             (lambda now: (now + timedelta(hours=1)).replace(tzinfo=None), 3600),
         ],
     )
-    def test_delay_of_a_countdown_or_an_eta(self, when, seconds):
-        assert seconds - 60 <= delay_of(when(datetime.now(UTC))) <= seconds
+    def test_the_seconds_until_a_time(self, when, seconds):
+        assert seconds - 60 <= seconds_until(when(datetime.now(UTC))) <= seconds
+
+
+def in_seconds(seconds):
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+EXPIRES = {
+    "a number": lambda: 100,
+    "a time": lambda: in_seconds(100),
+    "a time in another zone": lambda: in_seconds(100).astimezone(ZoneInfo("Asia/Tokyo")),
+    "a time without a zone": lambda: in_seconds(100).replace(tzinfo=None),
+    "a text": lambda: in_seconds(100).isoformat(),
+}
+"""What Celery takes as ``expires``."""
+
+
+class TestExpires:
+    """The entry of a call outlasts its ``expires`` by :data:`LATE` only: then no worker begins it.
+
+    worker:    receives the call    killed                   expires: an identical call can be sent
+    """
+
+    def lasts(self, seconds, task=unique):
+        """Return whether the entry lasts so long; a slow machine may have taken a minute."""
+        return seconds - 60 < entry_of(task, "a").remaining() <= seconds
+
+    @pytest.mark.parametrize("expires", EXPIRES.values(), ids=EXPIRES)
+    def test_the_entry_ends_soon_after_it(self, sent, expires, monkeypatch):
+        monkeypatch.setitem(unique.app.conf, "timezone", "Asia/Tokyo")
+        unique.apply_async(("a",), expires=expires())
+        assert self.lasts(100 + LATE)
+
+    def test_control_without_it_the_entry_lasts_for_unique_for(self, sent, monkeypatch):
+        monkeypatch.setattr("django_singletask.task.unique.LATE", 10_000)
+        unique.apply_async(("a",), expires=100)
+        assert not self.lasts(100 + LATE)
+        assert self.lasts(3600)
+
+    def test_celery_reads_a_time_without_a_zone_as_utc(self, monkeypatch):
+        monkeypatch.setitem(unique.app.conf, "timezone", "Asia/Tokyo")
+        when = EXPIRES["a time without a zone"]()
+        headers = {"id": "mine", "task": unique.name, "expires": when.isoformat()}
+        message = SimpleNamespace(headers=headers, delivery_info={}, properties={})
+        options = {"headers": headers, "body": ((), {}, {}), "decoded": True}
+        request = Request(message, app=unique.app, task=unique, **options)
+        assert abs((request.expires - in_seconds(0)).total_seconds() - seconds_until(when)) < 60
+
+    def test_unique_for_is_still_the_longest_time(self, sent):
+        unique.apply_async(("a",), expires=1000, lock_options={"unique_for": 100})
+        assert self.lasts(100)
+
+    def test_it_counts_from_the_sending_and_not_from_the_countdown(self, sent):
+        unique.apply_async(("a",), countdown=500, expires=600)
+        assert self.lasts(600 + LATE)
+
+    def test_that_of_the_task(self, sent, monkeypatch):
+        monkeypatch.setattr(unique, "expires", 100)
+        unique.delay("a")
+        assert self.lasts(100 + LATE)
+
+    def test_none_for_one_call(self, sent, monkeypatch):
+        monkeypatch.setattr(unique, "expires", 100)
+        unique.apply_async(("a",), expires=None)
+        assert self.lasts(3600)
+
+    def test_that_of_a_schedule(self, sent):
+        options = {"expires": 100}
+        entry = ScheduleEntry(task=unique.name, args=("a",), schedule=300, options=options)
+        Scheduler(unique.app, lazy=True).apply_async(entry)
+        assert self.lasts(100 + LATE)
+
+    @pytest.mark.parametrize("expires", [0, -5, timedelta(seconds=-5)], ids=str)
+    def test_a_call_that_has_expired_takes_no_entry_and_replaces_none(self, sent, expires):
+        replace = {"on_duplicate": "replace"}
+        first = unique.apply_async(("a",), lock_options=replace)
+        if isinstance(expires, timedelta):
+            expires = datetime.now(UTC) + expires
+        expired = unique.apply_async(("a",), expires=expires, lock_options=replace)
+        assert [message.task_id for message in sent] == [first.id, expired.id]
+        assert unique.queued("a").id == first.id
+        assert not {"queued", "ticket"} & sent[1].headers[HEADER].keys()
+        assert deliver(sent[0]) == "ran"
+
+    def test_a_retry_keeps_it(self, sent):
+        finish.apply_async(("a", 0, 1), expires=100)
+        with pytest.raises(Retry):
+            deliver(sent[0], finish, expires=in_seconds(50).isoformat())
+        assert self.lasts(50 + LATE, finish)
+
+    def test_a_retry_with_another_one(self, sent, monkeypatch):
+        def body(*args):
+            raise finish.retry(countdown=1, expires=200)
+
+        monkeypatch.setattr(tasks, "body", body)
+        finish.apply_async(("a",), expires=100)
+        with pytest.raises(Retry):
+            deliver(sent[0], finish, expires=in_seconds(50).isoformat())
+        assert self.lasts(200 + LATE, finish)
+
+    def test_a_retry_that_has_expired_frees_the_entry(self, sent):
+        finish.apply_async(("a", 0, 1), expires=100)
+        with pytest.raises(Retry):
+            deliver(sent[0], finish, expires=in_seconds(-1).isoformat())
+        assert finish.queued("a") is None
+
+    def test_a_message_that_goes_back_to_the_broker_keeps_it(self, sent, monkeypatch):
+        def body(*args):
+            raise Reject(requeue=True)
+
+        monkeypatch.setattr(tasks, "body", body)
+        monkeypatch.setattr(finish.__class__, "acks_late", True)
+        finish.apply_async(("a",), expires=100)
+        with pytest.raises(Reject):
+            deliver(sent[0], finish, expires=in_seconds(50).isoformat())
+        assert self.lasts(50 + LATE, finish)
+
+    def test_a_postponed_call_keeps_it(self, sent):
+        unique.apply_async(("a",), expires=100, lock_options={"on_conflict": "requeue"})
+        expires = in_seconds(50).isoformat()
+        with held_by("another", task=unique), pytest.raises(Postponed):
+            deliver(sent[0], expires=expires)
+        assert sent[1].expires == expires
+        assert self.lasts(100 + LATE)
+
+    def test_a_run_may_last_longer(self, sent, monkeypatch):
+        """The lease of the entry is that of a run."""
+        seen = []
+        monkeypatch.setattr(tasks, "body", lambda *args: seen.append(finish.queued("a").id))
+        first = finish.apply_async(("a",), expires=100, lock_options={"lock_timeout": 1000})
+        deliver(sent[0], finish, expires=in_seconds(-50).isoformat())
+        assert seen == [first.id]
 
 
 class TestAwaited:

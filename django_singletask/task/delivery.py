@@ -221,7 +221,7 @@ class Delivery:
         """Keep the entry if the call was sent again, or goes back to the broker."""
         goes_back = isinstance(self.failure, Reject) and getattr(self.failure, "requeue", False)
         if goes_back and self.task.acks_late:
-            queued_call.again = 0.0
+            queued_call.sent_again(0.0, self.request.expires)
         queued_call.queue_again()
 
     def _meet_outage(self, outage: LockUnavailable) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from numbers import Real
 from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -44,11 +46,23 @@ from django_singletask.task.options import LockOptions
 #   producer:                   add   publish -> skipped
 #
 # "expiry": once the run has its lock, the entry says that the call has begun. From then on nothing
-# frees it: neither the end of the run, nor a worker that discards a revoked retry. Its end does
-# not change.
+# frees it: neither the end of the run, nor a worker that discards a revoked retry. It ends
+# unique_for seconds after the sending.
 #
 # A process that is killed between add and publish, or between the broker's acknowledgement and
-# its lock, leaves an entry without a call, which ends after unique_for.
+# its lock, leaves an entry without a call, which ends after unique_for. A call that expires begins
+# no later than its "expires", so its entry ends soon after that, until the call has begun:
+#
+#   producer:  add   publish                        expires   the entry has ended: add, publish
+#   worker:                    receives   killed
+
+
+LATE = 5.0
+"""Seconds by which the entry of a call outlasts its ``expires``.
+
+The clock of a worker may be behind. And Celery looks at ``expires`` when it gives the call to its
+pool: one that then waits for a thread begins late. After these seconds, it begins without an entry.
+"""
 
 
 class QueuedCall:
@@ -61,8 +75,8 @@ class QueuedCall:
 
     It is ``held`` until the call frees the entry or leaves it; without an entry it never was.
     """
-    again: float | None = None
-    """The seconds until the next try of the call starts, after it was sent again."""
+    again_until = 0.0
+    """When the entry of the next try ends, after the call was sent again."""
     value = b""
     """The bytes of the entry while the call is queued."""
 
@@ -92,7 +106,7 @@ class QueuedCall:
     def send(
         self,
         header: Header,
-        delay: float,
+        seconds: float,
         publish: Callable[[], Any],
         result_of: Callable[[str], Any],
         *,
@@ -101,11 +115,13 @@ class QueuedCall:
         """Add the entry, note it in the header, and publish the call; return its result.
 
         If an identical queued call stops this one, return the ``result_of`` its task id. A call
-        that is ``awaited`` by others is sent in any case, without an entry. ``delay`` is the number
-        of seconds before which the call will not start.
+        that is ``awaited`` by others is sent in any case, without an entry. The entry lasts for so
+        many ``seconds``; 0: the call has expired, so no worker begins it, and it stops no other.
         """
+        if not seconds:
+            return publish()
         try:
-            blocker = self.add(delay)
+            blocker = self.add(seconds)
             # Without a task id the entry belongs to no call. Send the call; its lock decides.
             if blocker and blocker.task_id and not awaited:
                 kind = "kept" if blocker.kept else "queued"
@@ -129,7 +145,7 @@ class QueuedCall:
             gives_way(self.lock_address, self.run.task or "", self.ticket)
         return result
 
-    def add(self, delay: float) -> Holder | None:
+    def add(self, seconds: float) -> Holder | None:
         """Add the entry, or return the holder of the entry of an identical queued call.
 
         A call that replaces the queued one takes over its entry, and takes a ticket. If the cache
@@ -137,7 +153,7 @@ class QueuedCall:
         the call is sent without an entry.
         """
         # Store no process: the producer may end while its call is queued.
-        holder = self.run.holder(self.key.name, self._queued_for(delay), pid=0, start="")
+        holder = self.run.holder(self.key.name, seconds, pid=0, start="")
         lease = self.lease = self._lease(holder)
         try:
             blocker = lease.take()
@@ -157,10 +173,6 @@ class QueuedCall:
             lease.abandon()
             self.ticket = None
         return None
-
-    def _queued_for(self, delay: float) -> float:
-        from_sending = self.options.unique_until == "expiry"
-        return float(min(self.options.unique_for + (0 if from_sending else delay), MAX_LEASE))
 
     # In the worker
 
@@ -191,31 +203,38 @@ class QueuedCall:
                 self.lease = queued
 
     def _let_stay(self, queued: Lease) -> None:
-        """Note in the entry that the call has begun, without changing its end."""
-        begun = without_process(queued.holder, queued.length, kept=True).encode()
+        """Note in the entry that the call has begun; it cannot expire any more."""
+        length = self.options.unique_for
+        begun = without_process(queued.holder, length, kept=True).encode()
         # The clocks of both hosts decide if the entry is gone (freed with a killed run, or lost by
         # the cache), or if the cache does not report its end. A retry adds no entry, because an
         # operator may have cleared it.
-        left = max(0.0, queued.holder.since + queued.length - time.time())
+        left = max(0.0, queued.holder.since + length - time.time())
         store, entry = get_store(queued.cache), queued.read()
-        if entry:
-            left = left if entry.remaining is None else entry.remaining
+        if not entry:
+            if left and not self.run.retries:
+                store.add(queued.key, begun, left)
+        elif entry.value == self.value:
+            if entry.remaining is not None:
+                left = entry.remaining + length - queued.length
             store.replace(queued.key, self.value, begun, left)
-        elif left and not self.run.retries:
-            store.add(queued.key, begun, left)
+
+    def sent_again(self, delay: float, expires: Any) -> None:
+        """Note that the call was sent again now, so that its entry is kept for the next try."""
+        self.again_until = clock.now() + seconds_to_block(self.options, delay, expires)
 
     def queue_again(self) -> None:
         """Keep the entry for the next try of the call, if there is one.
 
         Call this before the run's lock is free: after that the entry can belong to the next run.
         """
-        if self.again is None or not self.lease.held:
+        if self.again_until <= clock.now() or not self.lease.held:
             return
         if self.options.unique_until == "expiry":
             self.lease.held = False  # its end never moves
             return
         try:
-            self.lease.leave(new=self.value, until=clock.now() + self._queued_for(self.again))
+            self.lease.leave(new=self.value, until=self.again_until)
         except LockUnavailable:
             logger.exception("%s: duplicates of the next try are not stopped.", self.lease)
 
@@ -248,11 +267,29 @@ def discard(headers: Any, task_id: str | None, task: str) -> None:
             queued_entry(header.lock_key.beside(QUEUED, task), header.queued).abandon()
 
 
-def delay_of(when: Any) -> float:
-    """Return the seconds until a call starts, given its countdown or its ETA (naive: UTC)."""
-    if not when:
+def seconds_to_block(options: LockOptions, delay: float, expires: Any) -> float:
+    """Return how long the entry of a call lasts that is sent now; 0 if the call has expired.
+
+    ``delay`` is the number of seconds before which the call will not start; ``expires`` is its
+    option for Celery, or None.
+    """
+    left = math.inf
+    if expires is not None:
+        left = seconds_until(expires)
+    if left <= 0:
         return 0.0
-    if isinstance(when, (int, float)):
-        return max(0.0, when)
-    eta: Any = maybe_iso8601(when)
-    return max(0.0, (maybe_make_aware(eta) - datetime.now(UTC)).total_seconds())
+    seconds = options.unique_for
+    if options.unique_until != "expiry":
+        seconds += delay
+    return min(seconds, left + LATE, MAX_LEASE)
+
+
+def seconds_until(when: Any) -> float:
+    """Return the seconds until a time, given as Celery takes it: a number, or a time (naive: UTC).
+
+    Celery's workers read a time without a zone as UTC, whatever its setting ``timezone`` says.
+    """
+    if isinstance(when, Real):
+        return float(when)
+    point: Any = maybe_iso8601(when)
+    return (maybe_make_aware(point) - datetime.now(UTC)).total_seconds()
