@@ -246,7 +246,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             result = queued_call.send(header, seconds, publish, self.AsyncResult, awaited=awaited)
             return result
         result = publish()
-        if header.queued and of_run:
+        # Another base may publish the call later, or never. Then it returned None.
+        if header.queued and of_run and result is not None:
             of_run.sent_again(delay, expires)
         return result
 

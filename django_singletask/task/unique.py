@@ -117,9 +117,12 @@ class QueuedCall:
         If an identical queued call stops this one, return the ``result_of`` its task id. A call
         that is ``awaited`` by others is sent in any case, without an entry. The entry lasts for so
         many ``seconds``; 0: the call has expired, so no worker begins it, and it stops no other.
+        If another base publishes the call later, or never, ``publish`` returns None. Then the entry
+        belongs to no call that is published, and is freed.
         """
         if not seconds:
             return publish()
+        result = None
         try:
             blocker = self.add(seconds)
             # Without a task id the entry belongs to no call. Send the call; its lock decides.
@@ -137,10 +140,10 @@ class QueuedCall:
             header.ticket = None if awaited else self.ticket
             header.never_gives_way = awaited and self.ticket is not None
             result = publish()
-        except BaseException:
-            self.give_back()
-            raise
-        if self.ticket:
+        finally:
+            if result is None:
+                self.give_back()
+        if self.ticket and result is not None:
             # Let this call, which is now published, replace the calls before it.
             gives_way(self.lock_address, self.run.task or "", self.ticket)
         return result
