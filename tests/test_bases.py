@@ -515,7 +515,7 @@ def message_of(options: dict[str, Any]) -> dict[str, Any]:
 def test_control_without_the_look_at_what_was_published_the_entry_stays(
     app: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(QueuedCall, "give_back", lambda call: None)
+    monkeypatch.setattr(QueuedCall, "_withdraw", lambda call: None)
     task = body_of(app, type("Base", LOCK_FIRST, {"abstract": True}), unique_until="start")
     with transaction.atomic():
         task.delay("a")

@@ -234,7 +234,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
                 args, kwargs, task_id=header.id, **options
             )
 
-        # The body that sends this call may send it again.
+        # The body that sends this call may have an entry.
         of_run = getattr(self.request_stack.top, "singletask_queued_call", None)
         # Without a lock there are no duplicates, and an eager call is never queued. Celery takes
         # 5 µs to look up a setting, so that comes last.
@@ -242,6 +242,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         key = None if earlier or not merged.unique_until else header.lock_key
         if key and key != NO_LOCK and not self.app.conf.task_always_eager:
             queued_call = QueuedCall(key, merged, Run(self.name, header.id))
+            queued_call.sender = of_run
             seconds = seconds_to_block(merged, delay, expires)
             result = queued_call.send(header, seconds, publish, self.AsyncResult, awaited=awaited)
             return result

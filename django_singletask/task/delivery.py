@@ -142,7 +142,7 @@ class Delivery:
         self.caller = Run(task.name, header.id or None, retries, header.token, quiet, self.again)
         if header.queued:
             self.queued_call = QueuedCall(key, options, self.caller, header.queued)
-            # For apply_async(), to note that the body sent its call again.
+            # For apply_async(), if the body sends its call again, or another with the same entry.
             request.singletask_queued_call = self.queued_call
 
     def run(self) -> Any:

@@ -55,6 +55,12 @@ from django_singletask.task.options import LockOptions
 #
 #   producer:  add   publish                        expires   the entry has ended: add, publish
 #   worker:                    receives   killed
+#
+# A body can send a call with the same entry: the next page. The entry of the run passes to that
+# call before it is published. At the end of the run, it could be too late:
+#
+#   body:        publishes the next page .............. ends: its entry to the next page, for good
+#   next page:                            is skipped
 
 
 LATE = 5.0
@@ -79,6 +85,10 @@ class QueuedCall:
     """When the entry of the next try ends, after the call was sent again."""
     value = b""
     """The bytes of the entry while the call is queued."""
+    sender: QueuedCall | None = None
+    """The call whose run sends this one, if that run has an entry."""
+    taken_from: Lease | None = None
+    """The entry of the ``sender``, if this call has taken it over."""
 
     def __init__(
         self, key: LockKey, options: LockOptions, run: Run, queued: str | None = None
@@ -142,7 +152,7 @@ class QueuedCall:
             result = publish()
         finally:
             if result is None:
-                self.give_back()
+                self._withdraw()
         if self.ticket and result is not None:
             # Let this call, which is now published, replace the calls before it.
             gives_way(self.lock_address, self.run.task or "", self.ticket)
@@ -151,7 +161,8 @@ class QueuedCall:
     def add(self, seconds: float) -> Holder | None:
         """Add the entry, or return the holder of the entry of an identical queued call.
 
-        A call that replaces the queued one takes over its entry, and takes a ticket. If the cache
+        A call that the body of the holder sends takes over the entry of its run. A call that
+        replaces the queued one takes over its entry, and takes a ticket. If the cache
         cannot be used, this raises :class:`LockUnavailable`; if ``on_outage`` is not ``"raise"``,
         the call is sent without an entry.
         """
@@ -160,6 +171,8 @@ class QueuedCall:
         lease = self.lease = self._lease(holder)
         try:
             blocker = lease.take()
+            if blocker and self.sender and self._take_over(self.sender.lease, blocker):
+                blocker = None
             if self.options.on_duplicate != "replace":
                 return blocker
             self.ticket = take_ticket(self.lock_address, self.run.task or "")
@@ -176,6 +189,28 @@ class QueuedCall:
             lease.abandon()
             self.ticket = None
         return None
+
+    def _take_over(self, of_sender: Lease, blocker: Holder) -> bool:
+        """Replace the entry of the sender, if that is the blocker; return whether it was replaced.
+
+        In a fork of the sender's process, the parent has the entry.
+        """
+        if of_sender.token != blocker.token or not of_sender.held or of_sender.is_inherited():
+            return False
+        # A renewal that is on its way would find other bytes, and report a loss.
+        with of_sender.renewing:
+            of_sender.held = not self.lease.replace(of_sender.value)
+        self.taken_from = of_sender
+        return self.lease.held
+
+    def _withdraw(self) -> None:
+        """Free the entry of a call that is not published, or give it back to its sender."""
+        try:
+            if self.taken_from:
+                with suppress(LockUnavailable):
+                    self.lease.held = not self.taken_from.replace(self.lease.value)
+        finally:
+            self.give_back()
 
     # In the worker
 
