@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from celery import Celery, Task
 from celery.app.trace import _install_stack_protection, reset_worker_optimizations
 from django.db import connection, transaction
 
-from django_singletask import SingletonTask, current_lock
-from tests.deliveries import deliver, held_by
+from django_singletask import DuplicateTask, SingletonTask, current_lock
+from django_singletask.task.unique import QueuedCall
+from tests.deliveries import collect_sent, deliver, held_by
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__", transaction=True),
@@ -418,3 +419,105 @@ def test_options_can_be_passed_by_position(app: Celery, monkeypatch: pytest.Monk
 def test_too_much_by_position_is_an_error(app: Celery, rest: Any, link: Any) -> None:
     with pytest.raises(TypeError):
         body_of(app, SingletonTask).apply_async(("a",), None, "mine", *rest, link=link)
+
+
+class OnCommit(Task):
+    """As projects do it that send nothing before the commit."""
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        send = super().apply_async
+        transaction.on_commit(lambda: send(args, kwargs, **options))
+
+
+LOCK_FIRST = (SingletonTask, OnCommit)
+LOCK_LAST = (OnCommit, SingletonTask)
+
+
+@pytest.mark.parametrize("bases", [LOCK_FIRST, LOCK_LAST])
+class TestSentOnCommit:
+    @pytest.fixture
+    def sent(self, app: Celery, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        return collect_sent(app, monkeypatch)
+
+    @pytest.fixture
+    def make(self, app: Celery, bases: Any) -> Callable[..., Any]:
+        return lambda **options: body_of(app, type("Base", bases, {"abstract": True}), **options)
+
+    def roll_back(self, *calls: Callable[[], Any]) -> None:
+        with transaction.atomic():
+            for call in calls:
+                call()
+            transaction.set_rollback(True)
+
+    @pytest.mark.parametrize("until", ["start", "finish", "expiry"])
+    def test_a_rollback_leaves_no_entry(
+        self, bases: Any, make: Callable[..., Any], sent: list[Any], until: str
+    ) -> None:
+        task = make(unique_until=until)
+        self.roll_back(lambda: task.delay("a"))
+        assert task.queued("a") is None
+        task.delay("a")
+        assert len(sent) == 1
+
+    def test_only_a_base_before_the_lock_lets_duplicates_be_stopped(
+        self, bases: Any, make: Callable[..., Any], sent: list[Any]
+    ) -> None:
+        task = make(unique_until="start")
+        with transaction.atomic():
+            task.delay("a")
+            task.delay("a")
+        assert len(sent) == {LOCK_FIRST: 2, LOCK_LAST: 1}[bases]
+        assert bool(task.queued("a")) == (bases is LOCK_LAST)
+
+    @pytest.mark.parametrize("until", ["start", "finish", "expiry"])
+    def test_the_run_of_the_call_stops_duplicates_as_usual(
+        self, bases: Any, make: Callable[..., Any], sent: list[Any], until: str
+    ) -> None:
+        task = make(unique_until=until, on_duplicate="raise")
+        task.delay("a")
+        deliver(task, "a", **message_of(sent[0]))
+        assert log == [("a", sent[0]["task_id"], True, False)]
+        stays = pytest.raises(DuplicateTask) if until == "expiry" else nullcontext()
+        with stays:
+            task.delay("a")
+
+    def test_a_rollback_does_not_replace_the_call_before(
+        self, bases: Any, make: Callable[..., Any], sent: list[Any]
+    ) -> None:
+        task = make(unique_until="start", on_duplicate="replace", skip_result="skipped")
+        task.delay("a")
+        self.roll_back(lambda: task.delay("a"))
+        assert deliver(task, "a", **message_of(sent[0])).retval == "ran"
+
+    @pytest.mark.parametrize("again", ["retry", "successor"])
+    def test_what_a_body_sends_and_rolls_back_leaves_no_entry(
+        self, app: Celery, bases: Any, sent: list[Any], again: str
+    ) -> None:
+        base = type("Base", bases, {"abstract": True})
+
+        @app.task(bind=True, base=base, shared=False, unique_until="finish")
+        def body(task: Any) -> None:
+            sends = {"retry": lambda: task.retry(throw=False), "successor": task.delay}
+            self.roll_back(sends[again])
+            log.append(task.queued().id)
+
+        body.delay()
+        deliver(body, **message_of(sent[0]))
+        assert log == [sent[0]["task_id"]]
+        assert len(sent) == 1
+        assert body.queued() is None
+
+
+def message_of(options: dict[str, Any]) -> dict[str, Any]:
+    return {"task_id": options["task_id"], "headers": options["headers"]}
+
+
+def test_control_without_the_look_at_what_was_published_the_entry_stays(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(QueuedCall, "_withdraw", lambda call: None)
+    task = body_of(app, type("Base", LOCK_FIRST, {"abstract": True}), unique_until="start")
+    with transaction.atomic():
+        task.delay("a")
+        transaction.set_rollback(True)
+    assert task.queued("a") is not None

@@ -8,7 +8,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from celery.exceptions import Reject
+from celery.exceptions import Reject, Retry
 from django.db.models import F
 
 from django_singletask import TaskLock
@@ -21,7 +21,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators.starving import starvation
 from django_singletask.stores import get_store
 from django_singletask.task.header import HEADER
-from django_singletask.task.unique import discard
+from django_singletask.task.unique import LATE, discard
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import locks
 from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
@@ -158,6 +158,52 @@ def test_a_retry_does_not_bring_back_what_an_operator_has_cleared(sent):
     assert entry().clear()
     receive(task, "a", task_id=first.id, header=sent[0].headers[HEADER], retries=1)
     assert send().id != first.id
+
+
+class TestExpires:
+    """``expires`` limits the entry until the call begins."""
+
+    def test_a_queued_call_blocks_until_it_expires(self, sent):
+        send(expires=100)
+        assert 40 < entry().remaining() <= 100 + LATE
+
+    def test_a_call_that_has_begun_blocks_for_unique_for(self, cache_alias, sent):
+        first = send(expires=100)
+        sent_at = entry().holder().since
+        deliver(sent[0])
+        left = entry().remaining()
+        assert left is None or 900 < left <= 1000  # memcached cannot tell
+        assert (entry().holder().since, entry().holder().timeout) == (sent_at, 1000)
+        assert send().id == first.id
+
+    def test_a_later_delivery_or_retry_does_not_move_its_end(self, sent):
+        first = send(expires=100)
+        deliver(sent[0])
+        store, lock = get_store("redis"), entry()
+        value = store.read(lock.key).value
+        assert store.replace(lock.key, value, value, 400)
+        for retries in (0, 1):
+            receive(task, "a", task_id=first.id, header=sent[0].headers[HEADER], retries=retries)
+        assert lock.remaining() <= 400
+
+    def test_a_call_that_begins_after_its_entry_has_ended_adds_it_again(self, sent):
+        """As in a pool of threads, where a call can wait for a thread."""
+        first = send(expires=100)
+        entry().clear()
+        deliver(sent[0])
+        assert 900 < entry().remaining() <= 1000
+        assert send().id == first.id
+
+    def test_a_retry_of_a_call_that_has_not_begun_does_not_move_its_end(self, sent, monkeypatch):
+        def try_again(conflict, *args):
+            raise task.retry(countdown=1)
+
+        monkeypatch.setattr(task, "on_skip", try_again)
+        send(expires=100)
+        with held_by("another"), pytest.raises(Retry):
+            deliver(sent[0], expires=sent[0].expires)
+        assert task.queued("a")
+        assert entry().remaining() <= 100 + LATE
 
 
 class TestNeverBegun:

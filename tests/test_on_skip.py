@@ -13,7 +13,7 @@ from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.testing import hold
-from tests.deliveries import held_by, receive
+from tests.deliveries import collect_sent, held_by, receive
 from tests.testapp import tasks
 
 
@@ -177,10 +177,7 @@ class TestMessages:
     @pytest.fixture
     def queued(self, monkeypatch):
         """Send a call whose entry stops its equals, and give its header."""
-        sent = []
-        monkeypatch.setattr(
-            tasks.unique.app, "send_task", lambda name, *args, **options: sent.append(options)
-        )
+        sent = collect_sent(tasks.unique.app, monkeypatch)
         tasks.unique.apply_async(("a",), task_id="mine")
         return sent
 

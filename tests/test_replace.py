@@ -139,9 +139,17 @@ def test_a_run_until_it_is_finished_is_not_replaced(sent, monkeypatch):
     def body(key, seconds, task_id, value):
         values.append(value)
         if value == 1:
-            send(2, until_finish)
-            send(3, until_finish)
+            others = threading.Thread(target=send_two)
+            others.start()
+            others.join()
             assert finish.queued("a").id == sent[0].task_id
+
+    def send_two():
+        """As another process does."""
+        send(2, until_finish)
+        send(3, until_finish)
+        connections.close_all()
+        close_stores()
 
     monkeypatch.setattr(tasks, "body", body)
     send(1, until_finish)
@@ -149,6 +157,26 @@ def test_a_run_until_it_is_finished_is_not_replaced(sent, monkeypatch):
     assert deliver(sent[1]) == "skipped"
     deliver(sent[2])
     assert values == [1, 3]
+
+
+def test_of_the_calls_that_a_body_sends_the_last_runs_with_the_entry_of_the_run(sent, monkeypatch):
+    until_finish = {"unique_until": "finish"}
+    values = []
+
+    def body(key, seconds, task_id, value):
+        values.append(value)
+        if value == 1:
+            send(2, until_finish)
+            send(3, until_finish)
+
+    monkeypatch.setattr(tasks, "body", body)
+    send(1, until_finish)
+    deliver(sent[0])
+    assert task.queued("a").id == sent[2].task_id
+    assert deliver(sent[1]) == "skipped"
+    deliver(sent[2])
+    assert values == [1, 3]
+    assert task.queued("a") is None
 
 
 def test_a_retry_of_a_call_that_has_begun_is_not_replaced(sent, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from django_singletask.task.header import HEADER, Header
 from django_singletask.worker import startup
 from django_singletask.worker.watcher import Watcher
-from tests.deliveries import wait_for_debts
+from tests.deliveries import collect_sent, wait_for_debts
 from tests.testapp import tasks
 
 pytestmark = [
@@ -149,9 +149,7 @@ class TestDiscardedCall:
     @pytest.fixture
     def message(self, monkeypatch):
         """Queue a call, and give its message."""
-        messages = []
-        app = tasks.unique.app
-        monkeypatch.setattr(app, "send_task", lambda *args, **options: messages.append(options))
+        messages = collect_sent(tasks.unique.app, monkeypatch)
         tasks.unique.apply_async(("a",))
         [options] = messages
         headers = {**options["headers"], "id": options["task_id"], "task": tasks.unique.name}

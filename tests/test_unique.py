@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from zoneinfo import ZoneInfo
 
 import pytest
 from celery import chain, chord, group
+from celery.beat import ScheduleEntry, Scheduler
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.worker.request import Request
 from django.db import connections, transaction
 
-from django_singletask import DuplicateTask, TaskLock
+from django_singletask import DuplicateTask, TaskLock, clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Run
@@ -21,8 +25,9 @@ from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.locks.lease import Lease, Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
+from django_singletask.stores.base import Store
 from django_singletask.task.header import HEADER, READS
-from django_singletask.task.unique import QueuedCall, delay_of, discard
+from django_singletask.task.unique import LATE, QueuedCall, discard, seconds_until
 from tests.deliveries import AWAITED, held_by, receive, wait_for_debts
 from tests.entries import eventually
 from tests.proxy import Interposed
@@ -267,16 +272,393 @@ class TestLease:
     @pytest.mark.parametrize(
         ("when", "seconds"),
         [
-            (lambda now: None, 0),
             (lambda now: 5, 5),
-            (lambda now: -5, 0),
-            (lambda now: now - timedelta(hours=1), 0),
+            (lambda now: -5, -5),
+            (lambda now: now - timedelta(hours=1), -3600),
             (lambda now: (now + timedelta(hours=1)).isoformat(), 3600),
             (lambda now: (now + timedelta(hours=1)).replace(tzinfo=None), 3600),
         ],
     )
-    def test_delay_of_a_countdown_or_an_eta(self, when, seconds):
-        assert seconds - 60 <= delay_of(when(datetime.now(UTC))) <= seconds
+    def test_the_seconds_until_a_time(self, when, seconds):
+        assert seconds - 60 <= seconds_until(when(datetime.now(UTC))) <= seconds
+
+
+def in_seconds(seconds):
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+EXPIRES = {
+    "a number": lambda: 100,
+    "a time": lambda: in_seconds(100),
+    "a time in another zone": lambda: in_seconds(100).astimezone(ZoneInfo("Asia/Tokyo")),
+    "a time without a zone": lambda: in_seconds(100).replace(tzinfo=None),
+    "a text": lambda: in_seconds(100).isoformat(),
+}
+"""What Celery takes as ``expires``."""
+
+
+class TestExpires:
+    """The entry of a call outlasts its ``expires`` by :data:`LATE` only: then no worker begins it.
+
+    worker:    receives the call    killed                   expires: an identical call can be sent
+    """
+
+    def lasts(self, seconds, task=unique):
+        """Return whether the entry lasts so long; a slow machine may have taken a minute."""
+        return seconds - 60 < entry_of(task, "a").remaining() <= seconds
+
+    @pytest.mark.parametrize("expires", EXPIRES.values(), ids=EXPIRES)
+    def test_the_entry_ends_soon_after_it(self, sent, expires, monkeypatch):
+        monkeypatch.setitem(unique.app.conf, "timezone", "Asia/Tokyo")
+        unique.apply_async(("a",), expires=expires())
+        assert self.lasts(100 + LATE)
+
+    def test_control_without_it_the_entry_lasts_for_unique_for(self, sent, monkeypatch):
+        monkeypatch.setattr("django_singletask.task.unique.LATE", 10_000)
+        unique.apply_async(("a",), expires=100)
+        assert not self.lasts(100 + LATE)
+        assert self.lasts(3600)
+
+    def test_celery_reads_a_time_without_a_zone_as_utc(self, monkeypatch):
+        monkeypatch.setitem(unique.app.conf, "timezone", "Asia/Tokyo")
+        when = EXPIRES["a time without a zone"]()
+        headers = {"id": "mine", "task": unique.name, "expires": when.isoformat()}
+        message = SimpleNamespace(headers=headers, delivery_info={}, properties={})
+        options = {"headers": headers, "body": ((), {}, {}), "decoded": True}
+        request = Request(message, app=unique.app, task=unique, **options)
+        assert abs((request.expires - in_seconds(0)).total_seconds() - seconds_until(when)) < 60
+
+    def test_unique_for_is_still_the_longest_time(self, sent):
+        unique.apply_async(("a",), expires=1000, lock_options={"unique_for": 100})
+        assert self.lasts(100)
+
+    def test_it_counts_from_the_sending_and_not_from_the_countdown(self, sent):
+        unique.apply_async(("a",), countdown=500, expires=600)
+        assert self.lasts(600 + LATE)
+
+    def test_that_of_the_task(self, sent, monkeypatch):
+        monkeypatch.setattr(unique, "expires", 100)
+        unique.delay("a")
+        assert self.lasts(100 + LATE)
+
+    def test_none_for_one_call(self, sent, monkeypatch):
+        monkeypatch.setattr(unique, "expires", 100)
+        unique.apply_async(("a",), expires=None)
+        assert self.lasts(3600)
+
+    def test_that_of_a_schedule(self, sent):
+        options = {"expires": 100}
+        entry = ScheduleEntry(task=unique.name, args=("a",), schedule=300, options=options)
+        Scheduler(unique.app, lazy=True).apply_async(entry)
+        assert self.lasts(100 + LATE)
+
+    @pytest.mark.parametrize("expires", [0, -5, timedelta(seconds=-5)], ids=str)
+    def test_a_call_that_has_expired_takes_no_entry_and_replaces_none(self, sent, expires):
+        replace = {"on_duplicate": "replace"}
+        first = unique.apply_async(("a",), lock_options=replace)
+        if isinstance(expires, timedelta):
+            expires = datetime.now(UTC) + expires
+        expired = unique.apply_async(("a",), expires=expires, lock_options=replace)
+        assert [message.task_id for message in sent] == [first.id, expired.id]
+        assert unique.queued("a").id == first.id
+        assert not {"queued", "ticket"} & sent[1].headers[HEADER].keys()
+        assert deliver(sent[0]) == "ran"
+
+    def test_a_retry_keeps_it(self, sent):
+        finish.apply_async(("a", 0, 1), expires=100)
+        with pytest.raises(Retry):
+            deliver(sent[0], finish, expires=in_seconds(50).isoformat())
+        assert self.lasts(50 + LATE, finish)
+
+    def test_a_retry_with_another_one(self, sent, monkeypatch):
+        def body(*args):
+            raise finish.retry(countdown=1, expires=200)
+
+        monkeypatch.setattr(tasks, "body", body)
+        finish.apply_async(("a",), expires=100)
+        with pytest.raises(Retry):
+            deliver(sent[0], finish, expires=in_seconds(50).isoformat())
+        assert self.lasts(200 + LATE, finish)
+
+    def test_a_retry_that_has_expired_frees_the_entry(self, sent):
+        finish.apply_async(("a", 0, 1), expires=100)
+        with pytest.raises(Retry):
+            deliver(sent[0], finish, expires=in_seconds(-1).isoformat())
+        assert finish.queued("a") is None
+
+    def test_a_message_that_goes_back_to_the_broker_keeps_it(self, sent, monkeypatch):
+        def body(*args):
+            raise Reject(requeue=True)
+
+        monkeypatch.setattr(tasks, "body", body)
+        monkeypatch.setattr(finish.__class__, "acks_late", True)
+        finish.apply_async(("a",), expires=100)
+        with pytest.raises(Reject):
+            deliver(sent[0], finish, expires=in_seconds(50).isoformat())
+        assert self.lasts(50 + LATE, finish)
+
+    def test_a_postponed_call_keeps_it(self, sent):
+        unique.apply_async(("a",), expires=100, lock_options={"on_conflict": "requeue"})
+        expires = in_seconds(50).isoformat()
+        with held_by("another", task=unique), pytest.raises(Postponed):
+            deliver(sent[0], expires=expires)
+        assert sent[1].expires == expires
+        assert self.lasts(100 + LATE)
+
+    def test_a_run_may_last_longer(self, sent, monkeypatch):
+        """The lease of the entry is that of a run."""
+        seen = []
+        monkeypatch.setattr(tasks, "body", lambda *args: seen.append(finish.queued("a").id))
+        first = finish.apply_async(("a",), expires=100, lock_options={"lock_timeout": 1000})
+        deliver(sent[0], finish, expires=in_seconds(-50).isoformat())
+        assert seen == [first.id]
+
+
+class TestSuccessor:
+    """A body sends a call with its own entry, such as the next page: the entry passes to it."""
+
+    @pytest.fixture
+    def body(self, monkeypatch):
+        """Let the next run do something; the runs after it do nothing."""
+
+        def set_body(work):
+            def run_once(*args, **facts):
+                monkeypatch.setattr(tasks, "body", lambda *args, **facts: "ran")
+                return work()
+
+            monkeypatch.setattr(tasks, "body", run_once)
+
+        return set_body
+
+    def test_it_is_sent_with_the_entry(self, cache_alias, sent, body):
+        calls = []
+        body(lambda: calls.append(finish.delay("a")))
+        first = finish.delay("a")
+        deliver(sent[0], finish)
+        assert [message.task_id for message in sent] == [first.id, calls[0].id]
+        assert finish.queued("a").id == calls[0].id
+        assert finish.delay("a").id == calls[0].id
+        assert deliver(sent[1], finish) == "ran"
+        assert finish.queued("a") is None
+
+    def test_control_without_the_entry_of_the_run_it_would_be_lost(self, sent, body, monkeypatch):
+        monkeypatch.setattr(QueuedCall, "_take_over", lambda *args: False)
+        body(lambda: finish.delay("a"))
+        finish.delay("a")
+        deliver(sent[0], finish)
+        assert len(sent) == 1
+
+    def test_a_second_one_is_a_duplicate_of_the_first(self, sent, body):
+        ids = []
+        body(lambda: ids.extend([finish.delay("a").id, finish.delay("a").id]))
+        finish.delay("a")
+        deliver(sent[0], finish)
+        assert ids == [sent[1].task_id] * 2
+        assert len(sent) == 2
+
+    def test_a_call_from_another_thread_is_a_duplicate_of_the_run(self, sent, body):
+        ids = []
+
+        def send():
+            ids.append(finish.delay("a").id)
+            connections.close_all()
+            close_stores()
+
+        def in_a_thread():
+            thread = threading.Thread(target=send)
+            thread.start()
+            thread.join()
+
+        body(in_a_thread)
+        first = finish.delay("a")
+        deliver(sent[0], finish)
+        assert ids == [first.id]
+
+    def test_a_call_from_a_fork_is_a_duplicate_of_the_run(self, sent, body):
+        def fork():
+            pid = os.fork()
+            if not pid:
+                is_duplicate = finish.delay("a").id == sent[0].task_id
+                os._exit(not is_duplicate)
+            seen.append(os.waitpid(pid, 0)[1])
+            seen.append(entry_of(finish, "a").holder().pid)
+
+        seen = []
+        body(fork)
+        finish.delay("a")
+        deliver(sent[0], finish)
+        assert seen == [0, os.getpid()]
+
+    @pytest.mark.parametrize("how", ["skipped", "revoked"])
+    def test_one_that_has_ended_before_the_run_leaves_no_entry(self, sent, body, how):
+        """Therefore the entry passes before the message is published.
+
+        run:          publishes the next page .......................... ends
+        next page:                             is skipped: frees the entry
+        """
+
+        def send_and_end():
+            finish.delay("a")
+            self.end(sent[1], how)
+
+        body(send_and_end)
+        finish.delay("a")
+        deliver(sent[0], finish)
+        assert entry_of(finish, "a").holder() is None
+
+    def end(self, message, how):
+        """Let a message end as another process does."""
+
+        def work():
+            if how == "revoked":
+                discard(message.headers, message.task_id, finish.name)
+                wait_for_debts()
+            else:
+                assert deliver(message, finish) == "skipped"
+            connections.close_all()
+            close_stores()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    @pytest.mark.parametrize("how", ["skipped", "revoked"])
+    def test_control_an_entry_that_passes_at_the_end_of_the_run_stays(
+        self, sent, body, how, monkeypatch
+    ):
+        def pass_at_the_end(call, of_sender, blocker):
+            until = clock.now() + 60
+            leave = of_sender.leave
+            monkeypatch.setattr(
+                of_sender, "give_back", lambda **_: leave(new=call.lease.value, until=until)
+            )
+            call.lease.held = True
+            return True
+
+        def send_and_end():
+            finish.delay("a")
+            self.end(sent[1], how)
+
+        monkeypatch.setattr(QueuedCall, "_take_over", pass_at_the_end)
+        body(send_and_end)
+        finish.delay("a")
+        deliver(sent[0], finish)
+        assert entry_of(finish, "a").holder().task_id == sent[1].task_id
+
+    def test_it_keeps_the_entry_if_the_run_fails(self, sent, body):
+        def send_and_fail():
+            finish.delay("a")
+            raise ZeroDivisionError
+
+        body(send_and_fail)
+        finish.delay("a")
+        with pytest.raises(ZeroDivisionError):
+            deliver(sent[0], finish)
+        assert finish.queued("a").id == sent[1].task_id
+        deliver(sent[1], finish)
+        assert finish.queued("a") is None
+
+    @pytest.mark.parametrize("order", ["retry first", "retry last"])
+    def test_a_retry_of_the_run_leaves_the_entry_to_it(self, sent, body, order):
+        def send_and_retry():
+            retry = {"countdown": 0, "throw": False}
+            if order == "retry first":
+                finish.retry(**retry)
+            finish.delay("a")
+            if order == "retry last":
+                finish.retry(**retry)
+
+        body(send_and_retry)
+        first = finish.delay("a")
+        deliver(sent[0], finish)
+        (successor,) = [message for message in sent if message.task_id != first.id]
+        (retry,) = [message for message in sent[1:] if message.task_id == first.id]
+        assert finish.queued("a").id == successor.task_id
+        deliver(retry, finish, retries=1)
+        assert finish.queued("a").id == successor.task_id
+        deliver(successor, finish)
+        assert finish.queued("a") is None
+
+    def test_one_that_on_skip_sends_takes_the_entry_of_the_skipped_call(self, sent, monkeypatch):
+        def send_later(conflict, *args):
+            return unique.apply_async(args, countdown=60).id
+
+        monkeypatch.setattr(unique, "on_skip", send_later)
+        first = unique.delay("a")
+        with held_by("another", task=unique):
+            successor = deliver(sent[0])
+        assert [message.task_id for message in sent] == [first.id, successor]
+        assert unique.queued("a").id == successor
+
+    def test_an_entry_that_is_not_that_of_the_run_stays(self, sent, body):
+        ids = []
+
+        def send():
+            entry_of(finish, "a").clear()
+            thread = threading.Thread(target=send_elsewhere)
+            thread.start()
+            thread.join()
+            ids.append(finish.delay("a").id)
+
+        def send_elsewhere():
+            finish.delay("a")
+            connections.close_all()
+            close_stores()
+
+        body(send)
+        finish.delay("a")
+        deliver(sent[0], finish)
+        assert ids == [sent[1].task_id]
+        assert finish.queued("a").id == sent[1].task_id
+
+    def test_a_publishing_that_fails_gives_the_entry_back_to_the_run(self, sent, body, monkeypatch):
+        seen = []
+
+        def fail(*args, **options):
+            seen.append(finish.queued("a").id)
+            raise OSError("the broker is away")
+
+        def send_and_go_on():
+            with monkeypatch.context() as patch:
+                patch.setattr(finish.app, "send_task", fail)
+                with pytest.raises(OSError, match="away"):
+                    finish.delay("a")
+            holder = entry_of(finish, "a").holder()
+            seen.append((holder.task_id, holder.pid))
+            finish.delay("a")
+
+        body(send_and_go_on)
+        first = finish.delay("a")
+        deliver(sent[0], finish)
+        assert seen[0] != first.id
+        assert seen[1] == (first.id, os.getpid())
+        assert finish.queued("a").id == sent[1].task_id
+
+    @pytest.mark.parametrize("fails", [1, 2])
+    def test_a_cache_that_goes_down_leaves_no_entry(self, sent, body, monkeypatch, fails):
+        """It fails when the entry passes to the call, or back to the run."""
+        replace, requests = Store.replace, []
+
+        def fail(store, *args):
+            requests.append(args)
+            if len(requests) == fails:
+                raise LockUnavailable("down")
+            return replace(store, *args)
+
+        def not_published(*args, **options):
+            raise OSError("the broker is away")
+
+        def send_and_go_on():
+            monkeypatch.setattr(type(get_store("redis")), "replace", fail)
+            monkeypatch.setattr(finish.app, "send_task", not_published)
+            with pytest.raises(LockUnavailable if fails == 1 else OSError):
+                finish.delay("a")
+
+        finish.delay("a")
+        body(send_and_go_on)
+        deliver(sent[0], finish)
+        assert len(requests) == fails
+        eventually(lambda: entry_of(finish, "a").holder() is None)
 
 
 class TestAwaited:

@@ -21,7 +21,7 @@ from django_singletask.stores.base import epoch_of
 from django_singletask.task.header import Header
 from django_singletask.worker import watcher
 from django_singletask.worker.watcher import Accepted, Sweeper, Watcher
-from tests.deliveries import wait_for_debts
+from tests.deliveries import collect_sent, wait_for_debts
 from tests.testapp.tasks import hold, unique
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -160,10 +160,7 @@ class TestKilledRun:
     @pytest.mark.parametrize("ended", [False, True])
     def test_the_entry_of_its_queued_call(self, monkeypatch, ended):
         """A delivery that has ended may have queued its call again, with the same entry."""
-        messages = []
-        monkeypatch.setattr(
-            unique.app, "send_task", lambda *args, **options: messages.append(options)
-        )
+        messages = collect_sent(unique.app, monkeypatch)
         unique.apply_async(("a",))
         header = Header.of(messages[0]["headers"], messages[0]["task_id"], unique.name)
         pool = Watcher()

@@ -29,7 +29,7 @@ from django_singletask.locks.parameters import Parameters, refuse_deferred
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import ALL, NAMES, Attributes, LockOptions, guess
-from django_singletask.task.unique import QueuedCall, delay_of
+from django_singletask.task.unique import QueuedCall, seconds_to_block, seconds_until
 
 GUIDE = f"See {DOCS}/guides/coming-from.html"
 ELSEWHERE = {
@@ -120,7 +120,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
       (``"start"``) or finished (``"finish"``), or for ``unique_for`` seconds after its sending
       (``"expiry"``).
     * ``unique_for`` (3600): the longest time in seconds for which a queued call stops identical
-      calls; at most 30 days.
+      calls; at most 30 days. A call that has not begun stops them no longer than until 5 seconds
+      after its ``expires``.
     * ``on_duplicate``: ``"return"`` (default) the queued call's result, ``"raise"``
       :class:`DuplicateTask`, or ``"replace"`` the queued call, which is then skipped when a worker
       gets it.
@@ -223,7 +224,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         merged = self._fill_in(header, args, kwargs, lock_options, options)
         if lock_options and callable(lock_options.get("on_skip")):
             raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
-        delay = delay_of(options.get("countdown") or options.get("eta"))
+        delay = max(0.0, seconds_until(options.get("countdown") or options.get("eta") or 0))
+        expires = options.get("expires", self.expires)
         header.due = header.due or round(time.time() + delay, 3)
 
         def publish() -> AsyncResult[Any]:
@@ -232,17 +234,22 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
                 args, kwargs, task_id=header.id, **options
             )
 
+        # The body that sends this call may have an entry.
+        of_run = getattr(self.request_stack.top, "singletask_queued_call", None)
         # Without a lock there are no duplicates, and an eager call is never queued. Celery takes
         # 5 µs to look up a setting, so that comes last.
         result: AsyncResult[Any]
         key = None if earlier or not merged.unique_until else header.lock_key
         if key and key != NO_LOCK and not self.app.conf.task_always_eager:
             queued_call = QueuedCall(key, merged, Run(self.name, header.id))
-            result = queued_call.send(header, delay, publish, self.AsyncResult, awaited=awaited)
+            queued_call.sender = of_run
+            seconds = seconds_to_block(merged, delay, expires)
+            result = queued_call.send(header, seconds, publish, self.AsyncResult, awaited=awaited)
             return result
         result = publish()
-        if header.queued and hasattr(self.request, "singletask_queued_call"):
-            self.request.singletask_queued_call.again = delay
+        # Another base may publish the call later, or never. Then it returned None.
+        if header.queued and of_run and result is not None:
+            of_run.sent_again(delay, expires)
         return result
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]

@@ -142,7 +142,7 @@ class Delivery:
         self.caller = Run(task.name, header.id or None, retries, header.token, quiet, self.again)
         if header.queued:
             self.queued_call = QueuedCall(key, options, self.caller, header.queued)
-            # For apply_async(), to note that the body sent its call again.
+            # For apply_async(), if the body sends its call again, or another with the same entry.
             request.singletask_queued_call = self.queued_call
 
     def run(self) -> Any:
@@ -221,7 +221,7 @@ class Delivery:
         """Keep the entry if the call was sent again, or goes back to the broker."""
         goes_back = isinstance(self.failure, Reject) and getattr(self.failure, "requeue", False)
         if goes_back and self.task.acks_late:
-            queued_call.again = 0.0
+            queued_call.sent_again(0.0, self.request.expires)
         queued_call.queue_again()
 
     def _meet_outage(self, outage: LockUnavailable) -> Any:

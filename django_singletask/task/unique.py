@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from numbers import Real
 from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -44,11 +46,29 @@ from django_singletask.task.options import LockOptions
 #   producer:                   add   publish -> skipped
 #
 # "expiry": once the run has its lock, the entry says that the call has begun. From then on nothing
-# frees it: neither the end of the run, nor a worker that discards a revoked retry. Its end does
-# not change.
+# frees it: neither the end of the run, nor a worker that discards a revoked retry. It ends
+# unique_for seconds after the sending.
 #
 # A process that is killed between add and publish, or between the broker's acknowledgement and
-# its lock, leaves an entry without a call, which ends after unique_for.
+# its lock, leaves an entry without a call, which ends after unique_for. A call that expires begins
+# no later than its "expires", so its entry ends soon after that, until the call has begun:
+#
+#   producer:  add   publish                        expires   the entry has ended: add, publish
+#   worker:                    receives   killed
+#
+# A body can send a call with the same entry: the next page. The entry of the run passes to that
+# call before it is published. At the end of the run, it could be too late:
+#
+#   body:        publishes the next page .............. ends: its entry to the next page, for good
+#   next page:                            is skipped
+
+
+LATE = 5.0
+"""Seconds by which the entry of a call outlasts its ``expires``.
+
+The clock of a worker may be behind. And Celery looks at ``expires`` when it gives the call to its
+pool: one that then waits for a thread begins late. After these seconds, it begins without an entry.
+"""
 
 
 class QueuedCall:
@@ -61,10 +81,14 @@ class QueuedCall:
 
     It is ``held`` until the call frees the entry or leaves it; without an entry it never was.
     """
-    again: float | None = None
-    """The seconds until the next try of the call starts, after it was sent again."""
+    again_until = 0.0
+    """When the entry of the next try ends, after the call was sent again."""
     value = b""
     """The bytes of the entry while the call is queued."""
+    sender: QueuedCall | None = None
+    """The call whose run sends this one, if that run has an entry."""
+    taken_from: Lease | None = None
+    """The entry of the ``sender``, if this call has taken it over."""
 
     def __init__(
         self, key: LockKey, options: LockOptions, run: Run, queued: str | None = None
@@ -92,7 +116,7 @@ class QueuedCall:
     def send(
         self,
         header: Header,
-        delay: float,
+        seconds: float,
         publish: Callable[[], Any],
         result_of: Callable[[str], Any],
         *,
@@ -101,11 +125,16 @@ class QueuedCall:
         """Add the entry, note it in the header, and publish the call; return its result.
 
         If an identical queued call stops this one, return the ``result_of`` its task id. A call
-        that is ``awaited`` by others is sent in any case, without an entry. ``delay`` is the number
-        of seconds before which the call will not start.
+        that is ``awaited`` by others is sent in any case, without an entry. The entry lasts for so
+        many ``seconds``; 0: the call has expired, so no worker begins it, and it stops no other.
+        If another base publishes the call later, or never, ``publish`` returns None. Then the entry
+        belongs to no call that is published, and is freed.
         """
+        if not seconds:
+            return publish()
+        result = None
         try:
-            blocker = self.add(delay)
+            blocker = self.add(seconds)
             # Without a task id the entry belongs to no call. Send the call; its lock decides.
             if blocker and blocker.task_id and not awaited:
                 kind = "kept" if blocker.kept else "queued"
@@ -121,26 +150,29 @@ class QueuedCall:
             header.ticket = None if awaited else self.ticket
             header.never_gives_way = awaited and self.ticket is not None
             result = publish()
-        except BaseException:
-            self.give_back()
-            raise
-        if self.ticket:
+        finally:
+            if result is None:
+                self._withdraw()
+        if self.ticket and result is not None:
             # Let this call, which is now published, replace the calls before it.
             gives_way(self.lock_address, self.run.task or "", self.ticket)
         return result
 
-    def add(self, delay: float) -> Holder | None:
+    def add(self, seconds: float) -> Holder | None:
         """Add the entry, or return the holder of the entry of an identical queued call.
 
-        A call that replaces the queued one takes over its entry, and takes a ticket. If the cache
+        A call that the body of the holder sends takes over the entry of its run. A call that
+        replaces the queued one takes over its entry, and takes a ticket. If the cache
         cannot be used, this raises :class:`LockUnavailable`; if ``on_outage`` is not ``"raise"``,
         the call is sent without an entry.
         """
         # Store no process: the producer may end while its call is queued.
-        holder = self.run.holder(self.key.name, self._queued_for(delay), pid=0, start="")
+        holder = self.run.holder(self.key.name, seconds, pid=0, start="")
         lease = self.lease = self._lease(holder)
         try:
             blocker = lease.take()
+            if blocker and self.sender and self._take_over(self.sender.lease, blocker):
+                blocker = None
             if self.options.on_duplicate != "replace":
                 return blocker
             self.ticket = take_ticket(self.lock_address, self.run.task or "")
@@ -158,9 +190,27 @@ class QueuedCall:
             self.ticket = None
         return None
 
-    def _queued_for(self, delay: float) -> float:
-        from_sending = self.options.unique_until == "expiry"
-        return float(min(self.options.unique_for + (0 if from_sending else delay), MAX_LEASE))
+    def _take_over(self, of_sender: Lease, blocker: Holder) -> bool:
+        """Replace the entry of the sender, if that is the blocker; return whether it was replaced.
+
+        In a fork of the sender's process, the parent has the entry.
+        """
+        if of_sender.token != blocker.token or not of_sender.held or of_sender.is_inherited():
+            return False
+        # A renewal that is on its way would find other bytes, and report a loss.
+        with of_sender.renewing:
+            of_sender.held = not self.lease.replace(of_sender.value)
+        self.taken_from = of_sender
+        return self.lease.held
+
+    def _withdraw(self) -> None:
+        """Free the entry of a call that is not published, or give it back to its sender."""
+        try:
+            if self.taken_from:
+                with suppress(LockUnavailable):
+                    self.lease.held = not self.taken_from.replace(self.lease.value)
+        finally:
+            self.give_back()
 
     # In the worker
 
@@ -192,31 +242,38 @@ class QueuedCall:
                 self.lease = queued
 
     def _let_stay(self, queued: Lease) -> None:
-        """Note in the entry that the call has begun, without changing its end."""
-        begun = without_process(queued.holder, queued.length, kept=True).encode()
+        """Note in the entry that the call has begun; it cannot expire any more."""
+        length = self.options.unique_for
+        begun = without_process(queued.holder, length, kept=True).encode()
         # The clocks of both hosts decide if the entry is gone (freed with a killed run, or lost by
         # the cache), or if the cache does not report its end. A retry adds no entry, because an
         # operator may have cleared it.
-        left = max(0.0, queued.holder.since + queued.length - time.time())
+        left = max(0.0, queued.holder.since + length - time.time())
         store, entry = get_store(queued.cache), queued.read()
-        if entry:
-            left = left if entry.remaining is None else entry.remaining
+        if not entry:
+            if left and not self.run.retries:
+                store.add(queued.key, begun, left)
+        elif entry.value == self.value:
+            if entry.remaining is not None:
+                left = entry.remaining + length - queued.length
             store.replace(queued.key, self.value, begun, left)
-        elif left and not self.run.retries:
-            store.add(queued.key, begun, left)
+
+    def sent_again(self, delay: float, expires: Any) -> None:
+        """Note that the call was sent again now, so that its entry is kept for the next try."""
+        self.again_until = clock.now() + seconds_to_block(self.options, delay, expires)
 
     def queue_again(self) -> None:
         """Keep the entry for the next try of the call, if there is one.
 
         Call this before the run's lock is free: after that the entry can belong to the next run.
         """
-        if self.again is None or not self.lease.held:
+        if self.again_until <= clock.now() or not self.lease.held:
             return
         if self.options.unique_until == "expiry":
             self.lease.held = False  # its end never moves
             return
         try:
-            self.lease.leave(new=self.value, until=clock.now() + self._queued_for(self.again))
+            self.lease.leave(new=self.value, until=self.again_until)
         except LockUnavailable:
             logger.exception("%s: duplicates of the next try are not stopped.", self.lease)
 
@@ -249,11 +306,29 @@ def discard(headers: Any, task_id: str | None, task: str) -> None:
             queued_entry(header.lock_key.beside(QUEUED, task), header.queued).abandon()
 
 
-def delay_of(when: Any) -> float:
-    """Return the seconds until a call starts, given its countdown or its ETA (naive: UTC)."""
-    if not when:
+def seconds_to_block(options: LockOptions, delay: float, expires: Any) -> float:
+    """Return how long the entry of a call lasts that is sent now; 0 if the call has expired.
+
+    ``delay`` is the number of seconds before which the call will not start; ``expires`` is its
+    option for Celery, or None.
+    """
+    left = math.inf
+    if expires is not None:
+        left = seconds_until(expires)
+    if left <= 0:
         return 0.0
-    if isinstance(when, (int, float)):
-        return max(0.0, when)
-    eta: Any = maybe_iso8601(when)
-    return max(0.0, (maybe_make_aware(eta) - datetime.now(UTC)).total_seconds())
+    seconds = options.unique_for
+    if options.unique_until != "expiry":
+        seconds += delay
+    return min(seconds, left + LATE, MAX_LEASE)
+
+
+def seconds_until(when: Any) -> float:
+    """Return the seconds until a time, given as Celery takes it: a number, or a time (naive: UTC).
+
+    Celery's workers read a time without a zone as UTC, whatever its setting ``timezone`` says.
+    """
+    if isinstance(when, Real):
+        return float(when)
+    point: Any = maybe_iso8601(when)
+    return (maybe_make_aware(point) - datetime.now(UTC)).total_seconds()

@@ -139,6 +139,15 @@ def call_itself(self: Any, key: str, how: str) -> Any:
     return answer
 
 
+@shared_task(name="workflow.page", unique_until="finish", on_conflict="requeue", **LOCK)
+def page(self: Any, key: str, number: int) -> int:
+    """Send the next page, under the same lock."""
+    run(self, key, number=number)
+    if number < 2:
+        self.apply_async((key, number + 1))
+    return number
+
+
 @flavours
 def call_another(self: Any, key: str, other: str, how: str) -> Any:
     """Call a task that takes another lock, or the same one, from a body that holds a lock."""

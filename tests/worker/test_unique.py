@@ -158,6 +158,19 @@ def test_an_expired_call(start_worker, queue):
     assert not worker.events("start")
 
 
+def test_a_call_that_was_received_and_lost_blocks_until_it_expires(start_worker, queue):
+    """Redis delivers it again after its visibility timeout, an hour by default."""
+    worker = start_worker(concurrency=1)
+    tasks.plain.apply_async(("busy", 60), queue=queue)
+    wait_for(lambda: worker.events("start"), "a call keeps the worker busy")
+    call = tasks.unique.apply_async(("a",), queue=queue, expires=1)
+    wait_for(lambda: f"{call.id}] received" in worker.text(), "the call is received")
+    worker.kill_group()
+    assert tasks.unique.apply_async(("a",), queue=queue).id == call.id
+    wait_until_free(tasks.unique, "a")
+    assert tasks.unique.apply_async(("a",), queue=queue).id != call.id
+
+
 def test_a_call_of_a_task_that_the_worker_does_not_know(start_worker, queue):
     app = tasks.unique.app
 
