@@ -284,7 +284,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         """Return the signature of a request's next message, as for ``retry()``."""
         signature = super().signature_from_request(request, args, kwargs, *rest, **options)
         request = self.request if request is None else request
-        header = Header.of(signature.options.get("headers"), request.id, self.name)
+        header = Header.of(vars(request), request.id, self.name)
         if header:
             header.forget_message()
             if args is not None or kwargs is not None:
@@ -340,7 +340,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             return Delivery(self, None, Header("", self.name), call, args, kwargs).run()
         # A call by the worker or by apply(): the request is already pushed. Celery uses the same
         # private mark; with it, a call of this task from its own body counts as a direct call.
-        header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
+        header = Header.of(vars(request), request.id, self.name) or Header(request.id, self.name)
         others = getattr(call, "__func__", None) is not Task.__call__
         request._protected = CHAIN_RUNS if others else 1  # noqa: SLF001
         try:

@@ -266,7 +266,7 @@ class Delivery:
         if self.header.ticket is not None and self.request is not None:
             # From now on, no later call replaces this call or its retries.
             self.header.ticket, self.header.never_gives_way = None, True
-            self.request.headers = self.header.into(self.request.headers)
+            self.request.update(self.header.into(None))
         if self.queued_call:
             self.queued_call.start()
         try:

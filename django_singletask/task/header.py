@@ -46,6 +46,17 @@ HEADER = "singletask"
 # sent again only after its earlier call has ended, because a result does not show to which of two
 # calls it belongs.
 
+# Where a request has the header
+#
+# Celery makes the headers of a message attributes of the request. ``request.headers`` are the same
+# headers, but only if the message has no header of the name "headers". Sentry and ddtrace add one:
+#
+#   message: singletask={…}  headers={"trace-id": …}     request.singletask  request.headers: traces
+#   apply(), and a message of protocol 1:                request.headers["singletask"]
+#
+# So the attribute is read first. What a tool has copied into the inner headers can be older: it
+# lacks the token of the worker's main process.
+
 VERSION = 1
 """Grows if a field gets another meaning. Of a newer header only the lock is read."""
 ENDLESS = "inf"
@@ -92,13 +103,21 @@ class Header:
     version: int = VERSION
 
     @classmethod
-    def of(cls, headers: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
+    def of(cls, fields: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
         """Read the header of a call; None if there is none, or if it is of another call.
 
-        Raises ``ValueError`` if a field has a wrong type: another program wrote it.
+        ``fields`` are the attributes of a request, or the headers of a message. Raises
+        ``ValueError`` if a field has a wrong type: another program wrote it.
         """
-        wire = headers.get(HEADER) if headers and task_id is not None else None
-        if not isinstance(wire, dict) or (wire.get("id"), wire.get("task")) != (task_id, task):
+        if not fields or task_id is None:
+            return None
+        for place in (fields, fields.get("headers")):
+            if not isinstance(place, Mapping):
+                continue
+            wire = place.get(HEADER)
+            if isinstance(wire, dict) and (wire.get("id"), wire.get("task")) == (task_id, task):
+                break
+        else:
             return None
         header, version = cls(wire["id"], task), wire.get("version", VERSION)
         if isinstance(version, int) and version > VERSION:

@@ -61,13 +61,18 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
 def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:
     """Free the entry of a call that was revoked, or expired, before its start."""
     if not terminated:
-        discard(request.headers, request.id, sender.name)
+        discard(vars(request), request.id, sender.name)
+
+
+@signals.task_unknown.connect
+def free_unknown(message: Any, id: str, name: str, **kwargs: Any) -> None:
+    """Free the entry of a call whose task the worker does not know."""
+    discard(message.headers, id, name)
 
 
 @signals.task_rejected.connect
-@signals.task_unknown.connect
 def free_unreadable(message: Any, **kwargs: Any) -> None:
-    """Free the entry of a call whose message or task the worker does not know."""
+    """Free the entry of a call whose message the worker cannot read."""
     headers = message.headers or {}
     discard(headers, headers.get("id"), str(headers.get("task")))
 
