@@ -29,6 +29,7 @@ from django_singletask.locks.parameters import Parameters, refuse_deferred
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import ALL, NAMES, Attributes, LockOptions, guess
+from django_singletask.task.started import Unstarted
 from django_singletask.task.unique import QueuedCall, delay_of
 
 GUIDE = f"See {DOCS}/guides/coming-from.html"
@@ -352,6 +353,19 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             # Another base may catch the error and call again: not a direct call, the same message.
             request._protected = 0  # noqa: SLF001
             raise
+
+    @property
+    def backend(self) -> Any:
+        """The result backend. Until a worker calls the task, it does not store STARTED."""
+        request: Any = self.request_stack.top
+        backend = super().backend
+        if request is None or request._protected:  # noqa: SLF001
+            return backend
+        return Unstarted(lambda: backend)
+
+    @backend.setter
+    def backend(self, backend: Any) -> None:
+        self._backend = backend
 
     def push_request(self, *args: Any, **kwargs: Any) -> None:
         """Push a new request, or the current one again if its chain of calls ends here.

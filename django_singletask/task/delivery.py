@@ -31,6 +31,7 @@ from django_singletask.locks.lock import (
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import gives_way, take_ticket
 from django_singletask.task.options import LockOptions
+from django_singletask.task.started import store_started
 from django_singletask.task.unique import QueuedCall
 
 SHORT_WAIT = 0.02
@@ -152,6 +153,8 @@ class Delivery:
         a soft time limit during the release.
         """
         if self.key == NO_LOCK:
+            if self.task.track_started:
+                store_started(self.task, self.request)
             return self.body(*self.args, **self.kwargs)
         try:
             return self._run()
@@ -269,6 +272,8 @@ class Delivery:
             self.request.update(self.header.into(None))
         if self.queued_call:
             self.queued_call.start()
+        if self.task.track_started:
+            store_started(self.task, self.request)
         try:
             self.result = self.body(*self.args, **self.kwargs)
         except BaseException as error:
