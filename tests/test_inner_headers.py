@@ -142,19 +142,6 @@ def test_a_revoked_call_frees_its_entry(kind: str) -> None:
     assert get_store("redis").read(key) is None
 
 
-@pytest.mark.parametrize("protocol", [1, 2])
-def test_a_call_of_an_unknown_task_frees_its_entry(protocol: int) -> None:
-    key, queued = queued_entry(tasks.unique)
-    facts = {"id": "mine", "task": tasks.unique.name}
-    headers = messages(tasks.unique, queued=queued)["inner headers"]
-    # In protocol 1 the body of the message has the facts.
-    headers |= facts if protocol == 2 else {}
-    message = SimpleNamespace(headers=headers)
-    startup.free_unknown(message, id="mine", name=tasks.unique.name)
-    wait_for_debts()
-    assert get_store("redis").read(key) is None
-
-
 @each_message
 def test_the_process_gets_the_token_of_the_main_process(kind: str) -> None:
     fields = messages(tasks.requeue)[kind]

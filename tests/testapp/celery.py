@@ -70,7 +70,7 @@ app.conf.update(
     task_default_queue=os.environ.get("SINGLETASK_TEST_QUEUE", "celery"),
     worker_prefetch_multiplier=1,
     worker_hijack_root_logger=False,
-    **json.loads(os.environ.get("SINGLETASK_TEST_CELERY", "{}")),
 )
+app.conf.update(json.loads(os.environ.get("SINGLETASK_TEST_CELERY", "{}")))
 app.autodiscover_tasks()
 app.autodiscover_tasks(related_name="workflow_tasks")
