@@ -21,7 +21,7 @@ from django_singletask.locks.keys import LATEST, QUEUED, LockKey
 from django_singletask.locks.lease import Postponed
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.task import delivery, latest, unique
+from django_singletask.task import delivery, ended, latest, unique
 from django_singletask.task.delivery import Dropped, hop
 from django_singletask.task.header import HEADER, READS, WAITS
 from tests.deliveries import collect_sent, held_by, receive
@@ -42,7 +42,7 @@ def sent(monkeypatch):
 @pytest.fixture
 def result(monkeypatch):
     """Let the result backend return this result for every task."""
-    stored = SimpleNamespace(state="PENDING", date_done=None)
+    stored = SimpleNamespace(state="PENDING", date_done=None, result=None)
     monkeypatch.setattr(SingletonTask, "AsyncResult", lambda self, task_id: stored)
     return stored
 
@@ -230,21 +230,35 @@ def test_a_header_that_was_passed_on_to_another_call_is_ignored(sent):
     assert results == ["skipped"]
 
 
-def test_hops_on_quorum_queues_take_a_second_at_least():
-    """Celery lets RabbitMQ delay such a message, and refuses less than a second."""
+@pytest.fixture
+def quorum_app():
+    """Let Celery find a quorum queue of RabbitMQ, which delays messages itself."""
     if delivery.detect_quorum_queues is None:
         pytest.skip("Celery 5.4 does not know quorum queues")
     queue = Queue("q", queue_arguments={"x-queue-type": "quorum"})
     broker = SimpleNamespace(transport=SimpleNamespace(driver_type="amqp"))
     pool = SimpleNamespace(connections=SimpleNamespace(connection=broker))
-    app = SimpleNamespace(
+    return SimpleNamespace(
         conf=SimpleNamespace(broker_transport_options={}),
         producer_pool=pool,
         amqp=SimpleNamespace(queues={"q": queue}),
     )
-    assert hop(app, 60, 0.05, 0) == 1
-    queue.queue_arguments = {}
-    assert hop(app, 60, 0.05, 0) <= 0.05
+
+
+def test_hops_on_quorum_queues_take_a_second_at_least(quorum_app):
+    """Celery lets RabbitMQ delay such a message, and refuses less than a second."""
+    assert hop(quorum_app, 60, 0.05, 0) == 1
+    quorum_app.amqp.queues["q"].queue_arguments = {}
+    assert hop(quorum_app, 60, 0.05, 0) <= 0.05
+
+
+def test_a_hop_on_quorum_queues_is_not_longer_than_it_may_be(quorum_app, monkeypatch):
+    """The rest of ``lock_wait`` is waited for in the worker."""
+    pauses = []
+    monkeypatch.setattr(delivery.time, "sleep", pauses.append)
+    assert hop(quorum_app, 60, 1, 3, at_most=0.2) == 0
+    assert pauses == [0.2]
+    assert hop(quorum_app, 60, 1, 0, at_most=5) == 1
 
 
 NOW = datetime(2030, 6, 1, 12, tzinfo=UTC)
@@ -291,18 +305,54 @@ class TestMarkedByTheBroker:
         monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", lambda *args: 1 / 0)
         assert receive(tasks.hold, "a", header=DUE, delivery_info=info) == "ran"
 
-    @pytest.mark.parametrize("state", ["PENDING", "STARTED", "FAILURE", "RETRY"])
-    def test_a_call_that_has_not_succeeded_runs(self, succeeded, state):
-        """RETRY has no time, so it may be that of an earlier use of the id."""
+    @pytest.mark.parametrize("state", ["PENDING", "STARTED", "FAILURE"])
+    def test_a_call_that_has_not_succeeded_hops_once_and_runs(self, succeeded, sent, state):
+        """Its first run may have ended, and not have stored its result yet."""
         succeeded.state = state
+        with pytest.raises(Postponed):
+            receive(tasks.hold, "a", header=DUE, **MARKED)
+        assert 0.7 <= sent[0]["countdown"] <= 1
+        assert not tasks.hold.lock("a").locked()
+        assert receive(tasks.hold, "a", header=header_of(sent[0])) == "ran"
+
+    def test_a_result_that_is_stored_during_the_hop_counts(self, succeeded, sent):
+        succeeded.state = "PENDING"
+        with pytest.raises(Postponed):
+            receive(tasks.hold, "a", header=DUE, **MARKED)
+        succeeded.state = "SUCCESS"
+        with pytest.raises(Dropped):
+            receive(tasks.hold, "a", header=header_of(sent[0]))
+
+    def test_a_call_that_retries_is_dropped(self, succeeded):
+        """The message of the next try is on its way."""
+        succeeded.state = "RETRY"
+        with pytest.raises(Dropped):
+            receive(tasks.hold, "a", header=DUE, **MARKED)
+
+    @pytest.mark.parametrize("facts", [MARKED, {}], ids=["marked", "met its first run"])
+    def test_a_run_that_celery_cancelled_runs_again(self, succeeded, sent, facts):
+        """Then no other message is on its way (worker_cancel_long_running_tasks_…)."""
+        succeeded.state, succeeded.result = "RETRY", Retry("cancelled by Celery")
+        header = {**DUE, "redelivered": READS, "marked": bool(facts)}
+        assert receive(tasks.hold, "a", header=header, **facts) == "ran"
+
+    def test_without_a_result_it_does_not_hop(self):
+        """A hop would tell nothing: at least once."""
+        assert receive(tasks.hold, "a", header=DUE, ignore_result=True, **MARKED) == "ran"
+
+    def test_without_a_result_backend_it_does_not_hop(self, monkeypatch):
+        def no_backend(*args):
+            raise NotImplementedError
+
+        monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", no_backend)
         assert receive(tasks.hold, "a", header=DUE, **MARKED) == "ran"
 
     @pytest.mark.parametrize(
         ("done", "newer"),
         [
             (NOW - timedelta(days=1), "no"),
-            (NOW + timedelta(seconds=0.9), "not certain"),
-            (NOW - timedelta(seconds=0.9), "not certain"),
+            (NOW + timedelta(seconds=0.9), "yes"),
+            (NOW - timedelta(seconds=0.9), "yes"),
             (NOW.replace(tzinfo=None) + timedelta(hours=1), "not certain"),
             (None, "not certain"),
             (NOW.astimezone(timezone(timedelta(hours=2))) + timedelta(seconds=2), "yes"),
@@ -312,19 +362,32 @@ class TestMarkedByTheBroker:
     def test_only_a_newer_result_says_something(self, succeeded, sent, done, newer):
         """An id that is used again each day still runs; one that met its first run is known."""
         succeeded.date_done = done
-        for facts, drops in (
-            ({"header": DUE, **MARKED}, newer == "yes"),
-            ({"header": {**DUE, "redelivered": READS}}, newer != "no"),
+        for task_id, header, drops in (
+            ("marked", {**DUE, "redelivered": READS, "marked": True}, newer == "yes"),
+            ("met", {**DUE, "redelivered": READS}, newer != "no"),
         ):
             if drops:
                 with pytest.raises(Dropped):
-                    receive(tasks.hold, "a", **facts)
+                    receive(tasks.hold, "a", task_id=task_id, header=header)
             else:
-                assert receive(tasks.hold, "a", **facts) == "ran"
+                assert receive(tasks.hold, "a", task_id=task_id, header=header) == "ran"
 
     def test_a_message_that_does_not_say_when_it_was_due_runs(self, succeeded):
         """It is of an older version, or was sent by ``send_task``."""
-        assert receive(tasks.hold, "a", **MARKED) == "ran"
+        header = {"redelivered": READS, "marked": True}
+        assert receive(tasks.hold, "a", header=header) == "ran"
+
+    def test_a_conflict_with_another_call_is_not_its_own_run(self, sent, result):
+        """It is skipped, and a call of "requeue" stays marked."""
+        with held_by("another"):
+            assert receive(tasks.hold, "a", header=DUE, **MARKED) == "skipped"
+        with held_by("another", task=tasks.requeue), pytest.raises(Postponed):
+            receive(tasks.requeue, "a", header=DUE, **MARKED)
+        assert header_of(sent[0])["marked"]
+        assert "redelivered" not in header_of(sent[0])
+        with pytest.raises(Postponed):
+            receive(tasks.requeue, "a", header=header_of(sent[0]))
+        assert header_of(sent[1])["redelivered"] == READS
 
     def test_the_entry_of_a_queued_call_stays(self, succeeded):
         """The first run gave its own back. A later call may have one by now."""
@@ -334,6 +397,98 @@ class TestMarkedByTheBroker:
         with pytest.raises(Dropped):
             receive(tasks.unique, "a", header={**DUE, "queued": entry.decode()}, **MARKED)
         assert get_store("redis").read(key).value == entry
+
+
+class TestSeveralDeliveries:
+    """The message has waited in workers for longer than the visibility timeout."""
+
+    @pytest.fixture(autouse=True)
+    def ran(self, monkeypatch, result):
+        """Collect the results that the backend had when a body ran."""
+        states = []
+        monkeypatch.setattr(tasks, "body", lambda *args, **facts: states.append(result.state))
+        return states
+
+    LATE = {"due": time.time()}
+
+    def waited(self, seconds):
+        return {**self.LATE, "received": time.time() - seconds}
+
+    def test_the_first_one_runs_at_once(self, sent, ran):
+        receive(tasks.hold, "a", header=self.waited(3601))
+        assert ran == ["PENDING"]
+
+    def test_the_first_one_is_dropped_if_another_one_has_run(self, ran, result):
+        result.state, result.date_done = "SUCCESS", datetime.now(UTC)
+        with pytest.raises(Dropped):
+            receive(tasks.hold, "a", header=self.waited(3601))
+
+    def test_control_a_message_that_waited_for_less_asks_for_no_result(self, ran, monkeypatch):
+        monkeypatch.setattr(tasks.hold.__class__, "AsyncResult", lambda *args: 1 / 0)
+        receive(tasks.hold, "a", header=self.waited(3500))
+        assert len(ran) == 1
+
+    def test_the_visibility_timeout_of_the_project_counts(self, ran, monkeypatch, result):
+        monkeypatch.setattr(delivery, "visibility_timeout", lambda app: 3)
+        result.state, result.date_done = "SUCCESS", datetime.now(UTC)
+        with pytest.raises(Dropped):
+            receive(tasks.hold, "a", header=self.waited(4))
+
+    def test_two_that_have_hopped_do_not_both_run(self, sent, ran, result):
+        """The second one takes the lock before the result of the first one is stored."""
+        header = {**self.LATE, "redelivered": READS, "marked": True}
+        receive(tasks.hold, "a", header=header)
+        with pytest.raises(Postponed):
+            receive(tasks.hold, "a", header=header)
+        assert len(ran) == 1
+        result.state, result.date_done = "SUCCESS", datetime.now(UTC)
+        with pytest.raises(Dropped):
+            receive(tasks.hold, "a", header=header_of(sent[0]))
+
+    def test_control_without_the_note_both_run(self, ran, monkeypatch):
+        monkeypatch.setattr(delivery, "note", lambda *args: None)
+        for _ in range(2):
+            receive(tasks.hold, "a", header={**self.LATE, "redelivered": READS, "marked": True})
+        assert len(ran) == 2
+
+    def test_the_note_of_another_call_says_nothing(self, ran):
+        for task_id in ("mine", "yours"):
+            header = {**self.LATE, "redelivered": READS}
+            receive(tasks.hold, "a", task_id=task_id, header=header)
+        assert len(ran) == 2
+
+    def test_an_ordinary_run_writes_no_note(self, monkeypatch, ran):
+        monkeypatch.setattr(delivery, "note", lambda *args: 1 / 0)
+        receive(tasks.hold, "a", header=self.LATE)
+        assert len(ran) == 1
+
+    def test_a_killed_run_costs_no_hop(self, sent, ran):
+        """But only the first delivery that has the lock then."""
+        ended.note(tasks.hold.lock("a")._lock_key, "mine", ended.DIED)
+        receive(tasks.hold, "a", header=self.LATE, **MARKED)
+        assert len(ran) == 1
+        with pytest.raises(Postponed):
+            receive(tasks.hold, "a", header=self.LATE, **MARKED)
+
+    def test_a_cache_that_goes_down_costs_a_hop(self, sent, ran, monkeypatch):
+        def fail(key, *args):
+            if "@ended:" in key:
+                raise LockUnavailable("down")
+            return release(key, *args)
+
+        release = get_store("redis").release
+        monkeypatch.setattr(get_store("redis"), "release", fail)
+        with pytest.raises(Postponed):
+            receive(tasks.hold, "a", header={**self.LATE, "redelivered": READS})
+        assert not tasks.hold.lock("a").locked()
+        monkeypatch.setattr(get_store("redis"), "add", lambda *args: fail("@ended:"))
+        ended.note(tasks.hold.lock("a")._lock_key, "mine", ended.DONE)
+
+    def test_on_every_store(self, cache_alias, sent, ran):
+        header = {**self.LATE, "redelivered": READS}
+        receive(tasks.hold, "a", header=header)
+        with pytest.raises(Postponed):
+            receive(tasks.hold, "a", header=header)
 
 
 class TestWhenAMessageIsDue:

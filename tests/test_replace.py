@@ -293,14 +293,14 @@ def test_a_redelivery_beside_its_first_run_leaves_the_result_to_it(sent, monkeyp
 
 
 @pytest.mark.parametrize(
-    "facts", [{"delivery_info": {"redelivered": True}}, {"redelivered": READS}], ids=str
+    "facts", [{"redelivered": READS, "marked": True}, {"redelivered": READS}], ids=str
 )
 def test_a_redelivery_gives_way_once_it_has_the_lock(sent, ran, facts):
     """Its first run was killed."""
     send(1)
     send(2)
-    sent[0].headers[HEADER]["redelivered"] = facts.pop("redelivered", 0)
-    assert deliver(sent[0], **facts) == "skipped"
+    sent[0].headers[HEADER] |= facts
+    assert deliver(sent[0]) == "skipped"
     assert not task.lock("a").locked()
     assert not ran
 

@@ -857,7 +857,7 @@ class TestFinish:
         assert "queued" not in sent[1].headers[HEADER]
 
     def test_a_redelivery_that_is_dropped_leaves_the_entry_to_the_retry(self, sent, monkeypatch):
-        stored = SimpleNamespace(state="RETRY")
+        stored = SimpleNamespace(state="RETRY", result=None)
         first = finish.delay("a", 0, 2)
         with pytest.raises(Retry):
             deliver(sent[0], finish)

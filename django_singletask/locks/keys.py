@@ -22,6 +22,7 @@ MAX_SLUG = 100
 # The kinds of entries next to a lock. No slug has an "@", so no lock has such a key.
 QUEUED = f"{PREFIX}@queued:"
 LATEST = f"{PREFIX}@latest:"
+ENDED = f"{PREFIX}@ended:"
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_.:()=-]+")
@@ -37,7 +38,8 @@ class LockKey(NamedTuple):
     def beside(self, kind: str, task: str) -> LockKey:
         """Return a task's other entry for this lock; ``kind`` is ``QUEUED`` or ``LATEST``.
 
-        Tasks that share a lock have separate entries, since their calls are not duplicates.
+        Tasks that share a lock have separate entries, since their calls are not duplicates. An
+        entry of the kind ``ENDED`` belongs to a task id, which then stands for the ``task``.
         """
         key = lock_of_slot(self.key)
         slug = key.rpartition(":")[0].removeprefix(PREFIX)

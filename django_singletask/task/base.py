@@ -29,6 +29,7 @@ from django_singletask.locks.parameters import Parameters, refuse_deferred
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import ALL, NAMES, Attributes, LockOptions, guess
+from django_singletask.task.started import Unstarted
 from django_singletask.task.unique import QueuedCall, seconds_to_block, seconds_until
 
 GUIDE = f"See {DOCS}/guides/coming-from.html"
@@ -291,7 +292,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         """Return the signature of a request's next message, as for ``retry()``."""
         signature = super().signature_from_request(request, args, kwargs, *rest, **options)
         request = self.request if request is None else request
-        header = Header.of(signature.options.get("headers"), request.id, self.name)
+        header = Header.of(vars(request), request.id, self.name)
         if header:
             header.forget_message()
             if args is not None or kwargs is not None:
@@ -347,7 +348,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             return Delivery(self, None, Header("", self.name), call, args, kwargs).run()
         # A call by the worker or by apply(): the request is already pushed. Celery uses the same
         # private mark; with it, a call of this task from its own body counts as a direct call.
-        header = Header.of(request.headers, request.id, self.name) or Header(request.id, self.name)
+        header = Header.of(vars(request), request.id, self.name) or Header(request.id, self.name)
         others = getattr(call, "__func__", None) is not Task.__call__
         request._protected = CHAIN_RUNS if others else 1  # noqa: SLF001
         try:
@@ -359,6 +360,19 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             # Another base may catch the error and call again: not a direct call, the same message.
             request._protected = 0  # noqa: SLF001
             raise
+
+    @property
+    def backend(self) -> Any:
+        """The result backend. Until a worker calls the task, it does not store STARTED."""
+        request: Any = self.request_stack.top
+        backend = super().backend
+        if request is None or request._protected:  # noqa: SLF001
+            return backend
+        return Unstarted(lambda: backend)
+
+    @backend.setter
+    def backend(self, backend: Any) -> None:
+        self._backend = backend
 
     def push_request(self, *args: Any, **kwargs: Any) -> None:
         """Push a new request, or the current one again if its chain of calls ends here.

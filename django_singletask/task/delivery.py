@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from celery import Celery, Task
 from celery.app.autoretry import add_autoretry_behaviour
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from django_singletask.conf import logger
 from django_singletask.exceptions import LockUnavailable
@@ -28,9 +28,11 @@ from django_singletask.locks.lock import (
     refuse,
     report_conflict,
 )
+from django_singletask.task.ended import DONE, may_store, note
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import gives_way, take_ticket
 from django_singletask.task.options import LockOptions
+from django_singletask.task.started import store_started
 from django_singletask.task.unique import QueuedCall
 
 SHORT_WAIT = 0.02
@@ -55,14 +57,20 @@ SHORT_HOP = 0.05
 """Seconds of the first hop; the short one is behind an earlier run that is about to end."""
 
 
+def visibility_timeout(app: Celery) -> float:
+    """Return the seconds after which the broker delivers a message again that waits in a worker."""
+    transport = app.conf.broker_transport_options or {}
+    return float(transport.get("visibility_timeout") or 3600)
+
+
 def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = math.inf) -> float:
     """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
 
     ``lease`` is the length of the holder's lease in seconds, 0 if unknown. Hops are short, because
-    the broker delivers a message again that waits longer than the visibility timeout.
+    the broker delivers a message again that waits longer than the visibility timeout. If the broker
+    cannot delay a message for as short as ``at_most``, this waits, and returns 0.
     """
-    transport = app.conf.broker_transport_options or {}
-    longest = float(transport.get("visibility_timeout") or 3600) / 3
+    longest = visibility_timeout(app) / 3
     if lease:
         longest = min(longest, lease / 4)
     # After a short first hop, continue with the ordinary ones.
@@ -72,6 +80,9 @@ def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = mat
         driver = app.producer_pool.connections.connection.transport.driver_type
         if detect_quorum_queues(app, driver)[0]:
             # RabbitMQ delays a message itself, for a whole second at least.
+            if at_most < 1:
+                time.sleep(seconds)
+                return 0
             return max(seconds, 1.0)
     return seconds
 
@@ -106,8 +117,9 @@ class Delivery:
 
     It is made from the request of a message or of ``apply()``; from None for a direct call, whose
     header has no id. The attribute ``request`` is None for each call without a message, which
-    cannot be postponed. ``marked``: the broker says that it delivered the message before;
-    ``again``: that, or an earlier delivery of the message has met its first run.
+    cannot be postponed. ``again``: the message may have been delivered before. Either an earlier
+    delivery has met its first run, or the header is ``marked``: the broker marks the message, or
+    it has waited in the worker for so long that the broker has delivered it to another one.
     """
 
     lock: DeliveryLock
@@ -136,8 +148,15 @@ class Delivery:
         self.body, self.args, self.kwargs = body, args, kwargs
         self.options = options
         self.key = key
-        self.marked = bool(request and (request.delivery_info or {}).get("redelivered"))
-        self.again = self.marked or bool(header.redelivered)
+        if request is not None and not header.redelivered:
+            has_waited = time.time() - (header.received or math.inf)
+            if (request.delivery_info or {}).get("redelivered"):
+                header.marked = True
+            elif has_waited > FIRST_HOP and has_waited > visibility_timeout(task.app):
+                # It was delivered first. Each other delivery hops, and notes its end.
+                header.marked = True
+                header.redelivered = READS
+        self.again = header.marked or bool(header.redelivered)
         quiet = not options.lock_history
         self.caller = Run(task.name, header.id or None, retries, header.token, quiet, self.again)
         if header.queued:
@@ -152,6 +171,8 @@ class Delivery:
         a soft time limit during the release.
         """
         if self.key == NO_LOCK:
+            if self.task.track_started:
+                store_started(self.task, self.request)
             return self.body(*self.args, **self.kwargs)
         try:
             return self._run()
@@ -179,8 +200,8 @@ class Delivery:
             name, ticket = self.task.name, self.header.ticket
             self.lock = self.options.lock(DeliveryLock, self.key, name, self.caller, wait)
             self.lock.at_least = self.options.lock_at_least
-            if self.marked:
-                self._drop_if_done(marked=True)
+            if self.header.marked:
+                self._drop_if_done()
             # The first run of a redelivery may still be running; this result must not replace its
             # own.
             if ticket and not self.again and self._is_superseded():
@@ -191,7 +212,7 @@ class Delivery:
                 if lock.outage:
                     return self._meet_outage(lock.outage)
                 if lock:
-                    if self.header.redelivered and not lease_of(lock).took_over:
+                    if self.again and not lease_of(lock).took_over:
                         self._meet_own_run()
                     # A later call may have run while this one waited for the lock.
                     if ticket and (wait or self.again) and self._is_superseded():
@@ -266,9 +287,11 @@ class Delivery:
         if self.header.ticket is not None and self.request is not None:
             # From now on, no later call replaces this call or its retries.
             self.header.ticket, self.header.never_gives_way = None, True
-            self.request.headers = self.header.into(self.request.headers)
+            self.request.update(self.header.into(None))
         if self.queued_call:
             self.queued_call.start()
+        if self.task.track_started:
+            store_started(self.task, self.request)
         try:
             self.result = self.body(*self.args, **self.kwargs)
         except BaseException as error:
@@ -278,13 +301,18 @@ class Delivery:
             self.has_ended = True
             if self.queued_call:
                 self._keep_entry(self.queued_call)
+            if self.again:
+                note(self.key, self.request.id, DONE)
         return self.result
 
     # A message that meets its own earlier run; the timelines are in header.py
 
     def _meet_own_run(self) -> None:
-        """Postpone or drop the message if its first run runs or has just ended; else return."""
-        blocker, request, redelivered = self.lock.blocker, self.request, self.header.redelivered
+        """Postpone or drop the message if its first run runs or may have just ended; else return.
+
+        The lock is taken, or another holder has it.
+        """
+        blocker, request, header = self.lock.blocker, self.request, self.header
         is_own = blocker and blocker.is_run_of(request.id)
         if blocker:
             # If a chain replaces a task, its first link has a new id, and the task is its parent.
@@ -295,54 +323,60 @@ class Delivery:
             if replaces or (is_own and blocker.retries < request.retries):
                 self.postpone("redelivery", SHORT_HOP)
             if is_own and not blocker.kept:
-                self.postpone("redelivery", redelivered=WAITS)
-        if not (is_own or redelivered):
-            return
-        # The first run has ended. If its result is not stored yet, the next delivery looks again.
-        self._drop_if_done()
-        if redelivered != READS or (blocker and not is_own):
-            reason = "redelivery" if blocker else None
-            longest = math.inf if blocker else FIRST_HOP
-            self.postpone(reason, longest=longest, redelivered=READS)
+                self.postpone("redelivery", redelivered=WAITS, marked=False)
+            if is_own:
+                header.marked = False
+            elif header.marked or not header.redelivered:
+                return
+        shows_end = self._drop_if_done()
+        has_hopped = header.redelivered == READS
+        if blocker and not (has_hopped and is_own):
+            self.postpone("redelivery", redelivered=READS)
+        if not blocker and shows_end and may_store(self.key, request.id, has_hopped=has_hopped):
+            self.postpone(None, longest=FIRST_HOP, redelivered=READS)
         # A run from before this message was due belongs to another call with this id. Otherwise
         # the body has returned and keeps the lock: the call must neither fail nor run again. A skip
         # lets the rest of its chain run.
-        returned = blocker and blocker.since > self.header.due - CLOCK_SKEW
+        returned = blocker and blocker.since > header.due - CLOCK_SKEW
         if returned and self.options.on_conflict != "skip":
             logger.info("Task %s was delivered again after it returned: dropped.", request.id)
             raise Dropped
 
-    def _drop_if_done(self, *, marked: bool = False) -> None:
+    def _drop_if_done(self) -> bool:
         """Drop the message if the result backend shows that its work is done, or that it retries.
 
-        ``marked``: only the broker says that the message was delivered before, so the result must
-        be newer than the message. For a message that has met its first run, it must not be older.
+        Return whether a result can show that at all.
         """
         if vars(self.request).get("ignore_result", self.task.ignore_result):
-            return
+            return False
+        header = self.header
         try:
             result = self.task.AsyncResult(self.request.id)
-            state, due = result.state, self.header.due
+            state = result.state
             ended = result.date_done if state == "SUCCESS" else None
+            retries = state == "RETRY" and not isinstance(result.result, Retry)
         except NotImplementedError:
-            return  # there is no result backend: run again
+            return False  # there is no result backend: run again
         except SoftTimeLimitExceeded:
             raise
         except Exception:
             logger.exception(
                 "The result of task %s cannot be read, so it runs again.", self.request.id
             )
-            return
-        # In the state RETRY, the message of the next try is already published.
-        retries = state == "RETRY" and not self.request.retries and not marked
+            return True
+        # The message of the next try is already published. But if Celery has cancelled a run after
+        # the broker was away, the error is itself a Retry, and this message is the next try.
+        retries = retries and not self.request.retries
         # The meaning of a time without a zone depends on the backend and its settings.
-        newer = ended.timestamp() - due if due and ended and ended.tzinfo else 0.0
-        done = state == "SUCCESS" and newer > (CLOCK_SKEW if marked else -CLOCK_SKEW)
-        if done or retries:
+        is_newer = not header.marked
+        if header.due and ended and ended.tzinfo:
+            is_newer = ended.timestamp() > header.due - CLOCK_SKEW
+        if retries or (state == "SUCCESS" and is_newer):
             logger.info(
                 "Task %s was delivered again, but its work is done: dropped.", self.request.id
             )
             raise Dropped
+        return True
 
     # Postponing
 
@@ -371,6 +405,7 @@ class Delivery:
         delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
         fresh = {"token": None, "outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
         header = dataclasses.replace(self.header, **(fresh | changes))
+        header.received = 0.0
         header.name, header.key = self.key
         # Task id, chord, chain, headers and retries stay the same. With acks_late this delivery is
         # acknowledged after the next one is published: a process that is killed in between leaves

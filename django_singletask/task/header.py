@@ -29,22 +29,35 @@ HEADER = "singletask"
 # the result is there already. If the first run was killed, there is no result, and the message
 # runs: at least once.
 #
-# A redelivery can also arrive after its first run, if the broker died before the acknowledgement.
-# The broker marks it. Without a look at the result it would take the free lock:
+# A redelivery can also arrive after its first run, if the broker died before the acknowledgement,
+# or if the message waited in a worker for longer than the visibility timeout. The broker marks it.
+# It looks at the result before it takes the lock. If it then has the lock, its first run may have
+# ended just before, so it hops once and looks again:
 #
-#   first run: takes the lock ... releases ... result SUCCESS   acknowledges: broker gone
-#   message:                                                    redelivered: SUCCESS -> drop
+#   first run: takes the lock ... releases                        result SUCCESS
+#   message:            marked: no result   takes the lock: hops                 SUCCESS -> drop
+#
+# A message that waited for so long is delivered to several workers, and the delivery without the
+# mark may be the last to run. Its worker knows since when it has waited. It does not hop, since all
+# others do; ended.py says how they know of each other.
 #
 # A caller may use the same id each day, and yesterday's result must not drop today's message. So
 # the message carries the time from which it may run, by the clock of its sender. A result counts
-# only if it is newer, by the clock of the host that stored it:
+# only if it is not older, by the clock of the host that stored it. Clocks that NTP sets differ by
+# far less than a second. A result whose time is not known counts only for a message that has met
+# its first run. An id may be sent again only a second after its earlier call has ended, because a
+# result does not show to which of two calls it belongs.
+
+# Where a request has the header
 #
-#   yesterday: message  result SUCCESS        today: message (redelivered)   older -> runs
+# Celery makes the headers of a message attributes of the request. ``request.headers`` are the same
+# headers, but only if the message has no header of the name "headers". Sentry and ddtrace add one:
 #
-# Clocks that NTP sets differ by far less than a second. If it is not certain which is newer, a
-# message that only the broker marked runs. One that has met its first run is dropped. An id may be
-# sent again only after its earlier call has ended, because a result does not show to which of two
-# calls it belongs.
+#   message: singletask={…}  headers={"trace-id": …}     request.singletask  request.headers: traces
+#   apply(), and a message of protocol 1:                request.headers["singletask"]
+#
+# So the attribute is read first. What a tool has copied into the inner headers can be older: it
+# lacks the token of the worker's main process.
 
 VERSION = 1
 """Grows if a field gets another meaning. Of a newer header only the lock is read."""
@@ -53,8 +66,8 @@ ENDLESS = "inf"
 WAITS = 1
 """``redelivered`` of a message that waits for the end of its first run."""
 READS = 2
-"""``redelivered`` of a message whose first run has ended: its next delivery reads the result
-for the last time."""
+"""``redelivered`` of a message whose first run has ended, if there was one: its next delivery reads
+the result for the last time."""
 
 
 @dataclasses.dataclass
@@ -81,6 +94,8 @@ class Header:
     outage_hops: int = 0  # how often this outage of the cache has postponed it
     requeued_at: float | int = 0.0  # since when "requeue" postpones it (Unix time); 0: it does not
     redelivered: int = 0  # WAITS or READS
+    marked: bool = False  # it may have been delivered before, but has not met its first run
+    received: float | int = 0.0  # when the worker got this delivery (Unix time); never sent on
     # Its place among the calls of "rerun" or "replace".
     ticket: list | None = None  # type: ignore[type-arg]
     # It has taken a number, but no later call replaces it: other calls wait for it, or its body has
@@ -92,13 +107,21 @@ class Header:
     version: int = VERSION
 
     @classmethod
-    def of(cls, headers: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
+    def of(cls, fields: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
         """Read the header of a call; None if there is none, or if it is of another call.
 
-        Raises ``ValueError`` if a field has a wrong type: another program wrote it.
+        ``fields`` are the attributes of a request, or the headers of a message. Raises
+        ``ValueError`` if a field has a wrong type: another program wrote it.
         """
-        wire = headers.get(HEADER) if headers and task_id is not None else None
-        if not isinstance(wire, dict) or (wire.get("id"), wire.get("task")) != (task_id, task):
+        if not fields or task_id is None:
+            return None
+        for place in (fields, fields.get("headers")):
+            if not isinstance(place, Mapping):
+                continue
+            wire = place.get(HEADER)
+            if isinstance(wire, dict) and (wire.get("id"), wire.get("task")) == (task_id, task):
+                break
+        else:
             return None
         header, version = cls(wire["id"], task), wire.get("version", VERSION)
         if isinstance(version, int) and version > VERSION:
@@ -130,8 +153,9 @@ class Header:
     def forget_message(self) -> None:
         """Empty what the next message of the call, such as a retry, does not keep."""
         self.token, self.met, self.redelivered = None, None, 0
+        self.marked = False
         self.hops = self.outage_hops = 0
-        self.due = self.requeued_at = 0.0
+        self.due = self.requeued_at = self.received = 0.0
 
 
 TYPES = get_type_hints(Header)

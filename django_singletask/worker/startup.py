@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -28,17 +29,23 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     """Choose the token of this delivery's lock, and note which process runs the delivery.
 
     So the main process and the child know the same token. This changes the request itself, because
-    a request class of this package would replace the user's.
+    a request class of this package would replace the user's. In each pool the run is told when the
+    worker received its message.
     """
-    if not isinstance(request.task, SingletonTask) or not has_processes(sender):
+    if not isinstance(request.task, SingletonTask):
         return
     name = request.task.name
     try:
         header = Header.of(request.request_dict, request.id, name) or Header(request.id, name)
     except ValueError:
         return  # the run itself fails with this error
-    header.token = os.urandom(16).hex()
+    header.received = time.time()
+    has_pool = has_processes(sender)
+    if has_pool:
+        header.token = os.urandom(16).hex()
     request.request_dict.update(header.into(None))
+    if not has_pool:
+        return
     delivery = Accepted(request, header)
     accepted, succeeded = request.on_accepted, request.on_success
 
@@ -61,7 +68,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
 def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> None:
     """Free the entry of a call that was revoked, or expired, before its start."""
     if not terminated:
-        discard(request.headers, request.id, sender.name)
+        discard(vars(request), request.id, sender.name)
 
 
 @signals.task_rejected.connect

@@ -21,6 +21,7 @@ from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock, place_of
 from django_singletask.stores import get_store, look_at_epoch
 from django_singletask.stores.base import CannotList, epoch_of
+from django_singletask.task.ended import DIED, note
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
 from django_singletask.task.unique import queued_entry
@@ -60,6 +61,7 @@ class Accepted:
     def free(self, lock: TaskLock, how: str) -> None:
         """Free the lock of the process that is dead, and the entry of its queued call."""
         header, token = self.header, self.header.token or ""
+        note(LockKey(lock.name, lock.key), header.id, DIED)
         place_of(lock, token).free_killed(token, how)
         if header.queued:
             key = LockKey(lock.name, lock.key).beside(QUEUED, header.task)

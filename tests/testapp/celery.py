@@ -14,7 +14,7 @@ from celery.signals import before_task_publish, task_failure, task_received
 
 from django_singletask import holder
 from django_singletask.signals import LockEvent, lock_event
-from tests import intervals
+from tests import intervals, traced
 from tests.testapp import log
 
 REDIS = urlsplit(os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:1/0")).netloc
@@ -54,6 +54,7 @@ def note_event(event: LockEvent, **kwargs: object) -> None:
         log.write(event.kind, key=event.key, task_id=event.task_id, reason=event.reason)
 
 
+traced.trace()
 lock_event.connect(note_event)
 if intervals.FOLDER in os.environ:
     intervals.record()
@@ -69,7 +70,7 @@ app.conf.update(
     task_default_queue=os.environ.get("SINGLETASK_TEST_QUEUE", "celery"),
     worker_prefetch_multiplier=1,
     worker_hijack_root_logger=False,
-    **json.loads(os.environ.get("SINGLETASK_TEST_CELERY", "{}")),
 )
+app.conf.update(json.loads(os.environ.get("SINGLETASK_TEST_CELERY", "{}")))
 app.autodiscover_tasks()
 app.autodiscover_tasks(related_name="workflow_tasks")

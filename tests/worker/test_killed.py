@@ -62,6 +62,12 @@ def test_a_killed_child(start_worker, queue, on_cache, alias, env, task):
         os.kill(pid, signal.SIGKILL)
         assert result.get(timeout=20) == "ran"
         assert len(worker.events("end")) == 1
+        first, second = worker.events("start")
+        print(f"began again {second['t'] - first['t']:.2f} s after its first start")
+        # The death of the first run is known, so the message need not look for its result twice.
+        rows = TaskLockEvent.objects.filter(task_id=result.id)
+        wait_for(rows.filter(result="returned").exists, "the history is written")
+        assert not rows.filter(result="postponed").exists()
         return
     _, pid = start_one(worker, tasks.long, queue)
     os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,35 @@
+"""Store the state STARTED when the body begins, and not before (``task_track_started``)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery.local import Proxy
+from celery.states import STARTED
+
+# Celery stores STARTED before it calls the task. Some backends let it replace the result of an
+# earlier delivery, and all of them let it replace RETRY. Then this delivery could not see that its
+# work is done, and the result would be gone:
+#
+#   first run:  ........ SUCCESS
+#   message:                      again: Celery stores STARTED   reads STARTED -> runs again
+#
+# So Celery finds a backend that does not store it, and the delivery stores it when its body begins.
+# The row of a call that is skipped, postponed or dropped stays as it was.
+
+
+class Unstarted(Proxy):  # type: ignore[type-arg] # it is not generic at run time
+    """A result backend for which a call has not started yet."""
+
+    def store_result(self, task_id: str, result: Any, state: str, **facts: Any) -> None:
+        if state != STARTED:
+            self._get_current_object().store_result(task_id, result, state, **facts)
+
+
+def store_started(task: Any, request: Any) -> None:
+    """Store what Celery stores; nothing for a call without a message, whose ``request`` is None."""
+    if request is None or vars(request).get("ignore_result", task.ignore_result):
+        return
+    facts = {"pid": os.getpid(), "hostname": request.hostname}
+    task.backend.store_result(request.id, facts, STARTED, request=request)
