@@ -41,6 +41,6 @@ def test_no_header_is_lost(start_worker: Any, queue: str, tool: str, tmp_path: P
         env["SINGLETASK_TEST_TRACE"] = "sentry"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     worker = start_worker(env=env, concurrency=2)
-    command = [sys.executable, "-m", "tests.traced", queue]
+    command = [sys.executable, "-m", "tests.send_traced", queue]
     done = subprocess.run(command, env=worker.env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "nothing is lost\n", done.stderr
