@@ -94,8 +94,11 @@ class Renewer(Background):
         name = lease.token, lease.key
         at_end: Callable[..., object] = partial(self.leases.pop, name)
         if lease.in_block:
+            # Both have one dict, so that the twin knows each later change. It is a copy, because
+            # Python 3.13 keeps the first one inside the lease, and empties it with the lease's
+            # cycle. Nothing, and no thread, comes between the copy and these assignments.
             twin = object.__new__(type(lease))
-            twin.__dict__ = vars(lease)  # of both, so the twin knows each later change
+            twin.__dict__ = lease.__dict__ = {**vars(lease)}
             at_end = partial(self.dead.setdefault, twin)
         self.leases[name] = weakref.ref(lease, at_end)
         if lease.length < self.shortest:
