@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from celery import current_app
@@ -15,6 +16,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from django_singletask.conf import DOCS, HISTORY_MODES, TASK_URL, conf, is_test
+from django_singletask.models import TaskLockEvent
 from django_singletask.stores import choose, find_store, load_store, open_cache
 from django_singletask.stores.locmem import LocMemStore
 from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
@@ -27,6 +29,12 @@ MAX_DAYS = 36_500
 REFUSED = {DummyCache: "E002", FileBasedCache: "E003", DatabaseCache: "E015", object: "E006"}
 """The ids of the messages about these caches, and about others; about an unfit client E005."""
 
+SQLITE_OPTIONS = {
+    "'transaction_mode': 'IMMEDIATE'": "'transaction_mode': '(immediate|exclusive)'",
+    "'timeout': 20": "'timeout':",
+    "'init_command': 'PRAGMA journal_mode=WAL'": r"journal_mode\W*wal",
+}
+"""The options for several processes that write to an SQLite file; and how each is found."""
 MANY_SLOTS = 200
 """With more, a conflict stops a Redis for about a millisecond and more."""
 OF_OPTION = {
@@ -41,6 +49,7 @@ def register() -> None:
     """Add the checks to those of ``manage.py check``; none of them opens a connection."""
     checks.register(check_cache, checks.Tags.caches)
     checks.register(check_deployment, checks.Tags.caches, deploy=True)
+    checks.register(check_history, "singletask")
     checks.register(check_settings, "singletask")
     checks.register(check_tasks, "singletask")
 
@@ -111,6 +120,25 @@ def check_cache(**kwargs: Any) -> Messages:
         )
         found.append(_message("W006", text, hint))
     return found
+
+
+def check_history(**kwargs: Any) -> Messages:
+    """Check that those who write to the history's SQLite file wait for each other."""
+    alias = router.db_for_write(TaskLockEvent)
+    database: Any = connections[alias]
+    if conf.history == "off" or database.vendor != "sqlite" or is_test():
+        return []
+    options = str(database.settings_dict["OPTIONS"]).lower()
+    missing = [text for text, found in SQLITE_OPTIONS.items() if not re.search(found, options)]
+    if not missing or database.is_in_memory_db():
+        return []
+    text = (
+        f"The history is written to DATABASES[{alias!r}], an SQLite file, without "
+        f"{', '.join(missing)}: while another process writes, transactions in it fail with "
+        "'database is locked', also those of the project."
+    )
+    hint = f"Add these to DATABASES[{alias!r}]['OPTIONS'], or use another database."
+    return [_message("W008", text, hint)]
 
 
 def _shared(number: str, loss: str, hint: str, *others: type) -> Messages:

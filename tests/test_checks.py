@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import re
 import socket
 import subprocess
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 from django.db import connections
+from django.db.utils import ConnectionHandler
 from django_redis.cache import RedisCache as DjangoRedisCache
 
 from django_singletask import SingletonTask, checks, stores
@@ -350,6 +353,123 @@ def test_locks_in_the_sqlite_file_of_all_data_give_a_warning(use, monkeypatch):
 def test_locks_in_an_sqlite_file_of_their_own_are_fine(settings):
     settings.SINGLETASK_CACHE = "db_sqlite"
     assert checks.check_cache() == []
+
+
+# The database of the history
+
+SQLITE_OPTIONS = {
+    "transaction_mode": "IMMEDIATE",
+    "timeout": 20,
+    "init_command": "PRAGMA journal_mode=WAL",
+}
+
+
+@pytest.fixture
+def history_in(monkeypatch):
+    """Give the function that keeps the history in a database with these settings, not in a test."""
+    monkeypatch.setattr(checks, "is_test", lambda: False)
+
+    def keep_in(**configuration: Any) -> None:
+        databases = ConnectionHandler({"default": configuration})
+        monkeypatch.setattr(checks, "connections", databases)
+
+    return keep_in
+
+
+def sqlite_file(path: Path, **options: Any) -> dict[str, Any]:
+    engine = "django.db.backends.sqlite3"
+    return {"ENGINE": engine, "NAME": path / "db.sqlite3", "OPTIONS": options}
+
+
+@pytest.mark.parametrize("missing", [*([name] for name in SQLITE_OPTIONS), [*SQLITE_OPTIONS]])
+def test_a_history_in_sqlite_names_the_options_that_are_missing(history_in, tmp_path, missing):
+    options = {name: value for name, value in SQLITE_OPTIONS.items() if name not in missing}
+    history_in(**sqlite_file(tmp_path, **options))
+    message = only(checks.check_history(), "W008")
+    assert "DATABASES['default'], an SQLite file" in message.msg
+    for name, value in SQLITE_OPTIONS.items():
+        assert (f"{name!r}: {value!r}" in message.msg) is (name in missing)
+    assert "DATABASES['default']['OPTIONS']" in message.hint
+    assert [*tmp_path.iterdir()] == []  # it has opened no file
+
+
+@pytest.mark.parametrize(
+    "options", [{"transaction_mode": "DEFERRED"}, {"init_command": "PRAGMA synchronous=NORMAL"}]
+)
+def test_another_value_of_an_sqlite_option_is_not_enough(history_in, tmp_path, options):
+    history_in(**sqlite_file(tmp_path, **{**SQLITE_OPTIONS, **options}))
+    only(checks.check_history(), "W008")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"transaction_mode": "exclusive", "timeout": 5},
+        {"init_command": "PRAGMA synchronous=NORMAL; pragma journal_mode = 'wal';"},
+    ],
+)
+def test_an_sqlite_file_with_all_options_is_fine(history_in, tmp_path, options):
+    history_in(**sqlite_file(tmp_path, **{**SQLITE_OPTIONS, **options}))
+    assert checks.check_history() == []
+
+
+@pytest.mark.parametrize("name", [":memory:", "file:memorydb_default?mode=memory&cache=shared"])
+def test_an_sqlite_database_in_memory_is_fine(history_in, name):
+    history_in(ENGINE="django.db.backends.sqlite3", NAME=name)
+    assert checks.check_history() == []
+
+
+def test_an_sqlite_file_without_options_is_fine_in_tests(history_in, tmp_path, monkeypatch):
+    history_in(**sqlite_file(tmp_path))
+    monkeypatch.setattr(checks, "is_test", lambda: True)
+    assert checks.check_history() == []
+
+
+def test_an_sqlite_file_without_options_is_fine_if_the_history_is_off(
+    history_in, tmp_path, settings
+):
+    history_in(**sqlite_file(tmp_path))
+    settings.SINGLETASK_HISTORY = "off"
+    assert checks.check_history() == []
+
+
+def test_another_database_of_the_history_is_fine(history_in):
+    history_in(ENGINE="django.db.backends.postgresql", NAME="shop")
+    assert checks.check_history() == []
+
+
+def test_the_database_is_that_of_the_router(history_in, tmp_path, settings):
+    history_in(**sqlite_file(tmp_path))
+    settings.DATABASE_ROUTERS = [SimpleNamespace(db_for_write=lambda model, **hints: "other")]
+    databases = {"default": {}, "other": sqlite_file(tmp_path)}
+    checks.connections = ConnectionHandler(databases)
+    assert "DATABASES['other']" in only(checks.check_history(), "W008").msg
+
+
+PAGES = ["README.rst", "docs/tutorial.rst", "docs/operating/history.rst"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_who_follows_a_page_gets_no_warning_about_sqlite(history_in, tmp_path, page):
+    text = (ROOT / page).read_text()
+    [block] = re.findall(
+        r"DATABASES\[\"default\"\]\[\"OPTIONS\"\] = (\{.*?\n *\})", text, re.DOTALL
+    )
+    history_in(**sqlite_file(tmp_path, **ast.literal_eval(textwrap.dedent(block))))
+    assert checks.check_history() == []
+
+
+def test_the_demo_gets_no_warning():
+    done = subprocess.run(
+        [sys.executable, "manage.py", "check", "--tag", "caches", "--tag", "singletask"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if "DJANGO" not in name},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.stdout == "System check identified no issues (0 silenced).\n"
 
 
 # The other settings
