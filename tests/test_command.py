@@ -24,6 +24,7 @@ from django_singletask.operators import held as registry
 from django_singletask.operators import names as past
 from tests.command_line import hold, locks, locks_as_json
 from tests.past_rows import ran, row, skipped
+from tests.routers import LOCK_TABLES
 from tests.testapp import tasks
 
 pytestmark = [
@@ -922,6 +923,21 @@ def test_store_that_is_down_is_one_message(settings, dead_redis, arguments):
     message = str(refused(*arguments))
     assert re.match(r"The cache 'dead' .* cannot be used: ConnectionError: ", message)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("action", ["probe", "list"])
+@pytest.mark.parametrize("alias", ["default", "sqlite_locks"])
+def test_missing_table_of_the_cache_names_the_command_that_creates_it(
+    settings, monkeypatch, action, alias
+):
+    monkeypatch.setitem(LOCK_TABLES, "locks_of_shop", alias)
+    backend = "django.core.cache.backends.db.DatabaseCache"
+    settings.CACHES = {**settings.CACHES, "new": {"BACKEND": backend, "LOCATION": "locks_of_shop"}}
+    settings.SINGLETASK_CACHE = "new"
+    message = str(refused(action))
+    assert re.match(r"The cache 'new' .* cannot be used: .*locks_of_shop", message)
+    command = f"manage.py createcachetable --database {alias}."
+    assert message.endswith(f". Create the table of the lock cache: {command}")
 
 
 def test_other_errors_are_not_blamed_on_the_cache(take, monkeypatch):

@@ -26,6 +26,7 @@ from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place
 from django_singletask.stores import get_store
 from django_singletask.stores.base import MAX_SLOTS, CannotList, Entry, Store, is_key
+from django_singletask.stores.database import CURES, trouble
 
 ENOUGH = 5
 """Runs whose length says what is usual: with fewer, no run is slow."""
@@ -127,10 +128,14 @@ def cannot_ask(error: Exception) -> str:
     """Say in one line why the cache that holds the locks cannot be used."""
     if isinstance(error, SAID):
         return str(error)
+    cure = ""
     if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
         error = error.__cause__
+        store: Any = get_store(conf.cache)
+        if store.family == "database":
+            cure = CURES.get(trouble(error), "").format(store.alias)
     text = _("The cache {} (SINGLETASK_CACHE) cannot be used: {}.")
-    return text.format(repr(conf.cache), in_words(error))
+    return text.format(repr(conf.cache), in_words(error) + cure)
 
 
 PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
