@@ -279,6 +279,19 @@ def test_search_finds_a_call_by_the_end_of_its_task(admin, monkeypatch, frequent
     assert len(shown(admin, q=text)) == 2
 
 
+@pytest.mark.parametrize("frequent", [5000, 1])
+def test_search_finds_the_rows_of_a_task_id_beside_many_names_that_begin_so(
+    admin, monkeypatch, frequent
+):
+    monkeypatch.setattr(queries, "FREQUENT", frequent)
+    for name in ("order-7 of ada", "order-7 of grace", "nightly"):
+        event(name=name)
+    event(name="bill(customer_id=7)", task_id="order-7")
+    found = shown(admin, q="order-7")
+    assert len(found) == 3
+    assert any("bill(customer_id=7)" in row for row in found)
+
+
 def test_search_for_an_id_that_is_not_recorded_says_where_to_look(admin):
     event()
     assert "look for the others in the log" in admin.get(LIST, {"q": "3f0c1d52"}).content.decode()

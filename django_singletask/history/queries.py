@@ -198,7 +198,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         if len(ids) > FREQUENT:
             # Reading from the newest is faster than sorting so many rows.
             meant = [Q(name__startswith=text) for text in texts]
-            return self.filter(Q(*meant, task__in=tasks, _connector=Q.OR))
+            return self.filter(Q(*meant, task__in=tasks, task_id=texts[0], _connector=Q.OR))
         # A list of ids: with the condition PostgreSQL would search all rows for rare names.
         ids += rows.filter(task_id=texts[0]).values_list("pk", flat=True)[:FREQUENT]
         return self.filter(pk__in=ids)
