@@ -343,6 +343,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             locks = [lock for lock in found if lock.state == "dead"]
         if locks and "reason" not in request.POST:
             return self.ask_to_clear(request, locks, asked)
+        missing |= {lock.key for lock in locks}
         # A holder may have changed since this look: the store decides.
         actor, reason = request.user.get_username(), query.get("reason", "").strip()
         freed = []

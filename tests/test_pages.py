@@ -729,6 +729,26 @@ def test_all_locks_of_dead_processes_are_cleared_and_no_other(operator, take):
     assert [held.name for held in held_locks.held()] == ["alive"]
 
 
+def test_clear_of_all_dead_names_those_that_it_could_not_free(operator, monkeypatch):
+    """A call took one of them over between the look at the locks and their clearing."""
+    for number in range(2):
+        put(f"dead {number}", pid=end_process())
+    really, others = held_locks.clear, [TaskLock("dead 0")]
+
+    def clear_late(lock, **by):
+        for other in others:
+            others.remove(other)
+            assert other.acquire()
+        return really(lock, **by)
+
+    monkeypatch.setattr(held_locks, "clear", clear_late)
+    [other] = others
+    content = operator.post(CLEAR, {"dead": "1", "reason": ""}, follow=True).content.decode()
+    assert other.owned()
+    assert "Freed: dead 1." in content
+    assert f"Not freed: {other.key}. The holder that was shown no longer has the lock" in content
+
+
 def test_without_a_dead_process_there_is_no_button_for_them(operator, take):
     take()
     assert "dead process" not in content_of(operator)
