@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from celery import current_app
+from celery.app.annotations import resolve_all
 from django.conf import settings
 from django.core import checks
 from django.core.cache.backends.db import DatabaseCache
@@ -15,11 +16,17 @@ from django.core.cache.backends.locmem import LocMemCache
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import DOCS, HISTORY_MODES, TASK_URL, conf, is_test
+from django_singletask.conf import DOCS, HISTORY_MODES, TASK_URL, conf, in_words, is_test
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import choose, find_store, load_store, open_cache
+from django_singletask.stores.base import Store
 from django_singletask.stores.locmem import LocMemStore
-from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
+from django_singletask.task.base import (
+    SingletonTask,
+    import_tasks,
+    singleton_tasks,
+    unknown_options,
+)
 from django_singletask.task.options import SECONDS, LockOptions, parameters_of
 
 Messages = list[checks.CheckMessage]
@@ -81,11 +88,11 @@ def check_cache(**kwargs: Any) -> Messages:
     )
     try:
         path, reason = choose(cache)
-        _ = [*map(load_store, conf.stores.values())]
+        stores = {path: load_store(path) for path in conf.stores.values()}
+        if path in stores:
+            _open(stores[path], cache)
     except ImproperlyConfigured as error:
         return [_message("E018", error, "Correct SINGLETASK_STORES, or remove it.")]
-    if path in conf.stores.values():
-        cache.close()  # diskcache, for example, opens files before it is used
     if path == f"{LocMemStore.__module__}.LocMemStore":
         text = f"{named} is in the memory of a process: other processes do not see its locks."
         if current_app.conf.task_always_eager or is_test():
@@ -120,6 +127,17 @@ def check_cache(**kwargs: Any) -> Messages:
         )
         found.append(_message("W006", text, hint))
     return found
+
+
+def _open(store: type[Store], cache: Any) -> None:
+    """Raise ``ImproperlyConfigured`` if a store that the user named is of no use for a cache."""
+    try:
+        store(cache, conf.cache)
+    except Exception as error:  # a store finds out that it does not fit by errors of any kind
+        what = f"{store.__qualname__} does not fit {type(cache).__qualname__}"
+        raise ImproperlyConfigured(f"SINGLETASK_STORES: {what}: {in_words(error)}.") from error
+    finally:
+        cache.close()  # diskcache, for example, opens files before it is used
 
 
 def check_history(**kwargs: Any) -> Messages:
@@ -209,6 +227,10 @@ def _task(task: SingletonTask) -> Messages:
         text = f"lock_slots={task.lock_slots} of {task.name}: each conflict reads all of them."
         hint = f"Use at most {MANY_SLOTS}, or divide the work among several locks."
         found.append(_message("W007", text, hint, task.name))
+    for annotation in resolve_all(task.app.annotations, task):
+        for name, hint in unknown_options(annotation, type(task).__mro__[1]):
+            text = f"Celery's task_annotations set {name!r} of {task.name}, which is no option."
+            found.append(_message("W009", text, f"Correct the name: {hint}", task.name))
     fixed = not (problems or task.lock_renew) and task.lock_timeout
     if fixed and limit > fixed:
         text = (

@@ -76,7 +76,9 @@ class Unknown(BaseCache):
         super().__init__(params)
 
 
-class OwnStore(LocMemStore): ...
+class OwnStore(LocMemStore):
+    def __init__(self, cache: Any, alias: str) -> None:
+        Store.__init__(self, cache, alias)  # for any cache
 
 
 class HalfAStore(Store): ...
@@ -281,6 +283,28 @@ def test_stores_that_cannot_be_are_refused(use, settings, value, reason):
     assert message.msg.startswith("SINGLETASK_STORES")
     assert reason in message.msg
     assert message.hint == "Correct SINGLETASK_STORES, or remove it."
+
+
+@pytest.mark.parametrize(
+    ("backend", "location", "store", "missing"),
+    [
+        (REDIS, "redis://x/1", "memcached.PyMemcacheStore", "'client_servers'"),
+        (REDIS, "redis://x/1", "locmem.LocMemStore", "'_lock'"),
+        (MEMCACHED, "x:1", "redis.RedisStore", "'get_client'"),
+        (f"{DJANGO}.db.DatabaseCache", "t", "cluster.ClusterStore", "'client'"),
+        (dotted("Unknown"), "", "database.DatabaseStore", "'cache_model_class'"),
+    ],
+)
+def test_a_store_that_does_not_fit_its_cache_is_refused(
+    use, settings, backend, location, store, missing
+):
+    use(configured(backend, location))
+    settings.SINGLETASK_STORES = {backend: f"django_singletask.stores.{store}"}
+    message = only(checks.check_cache(), "E018")
+    caches = backend.rpartition(".")[2]
+    begin = f"SINGLETASK_STORES: {store.rpartition('.')[2]} does not fit {caches}: AttributeError: "
+    assert message.msg.startswith(begin)
+    assert missing in message.msg
 
 
 @pytest.mark.parametrize("path", ["no.such.Store", dotted("HalfAStore")])
@@ -757,6 +781,35 @@ def test_acks_late_of_all_tasks_gives_one_warning(app):
         app.task(two, name=f"late{number}", base=SingletonTask, shared=False)
     message = only(checks.check_tasks(), "W004")
     assert message.msg.startswith("task_acks_late without task_reject_on_worker_lost:")
+
+
+@pytest.mark.parametrize("task", ["bad.task", "*"])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("lock_timout", "did you mean 'lock_timeout'?"),
+        ("lock_color", "the options are "),
+    ],
+)
+def test_an_annotation_that_is_no_option_gives_a_warning(app, check_task, task, name, hint):
+    app.conf.task_annotations = {task: {name: 7, "rate_limit": "10/m", "lock_slots": 2}}
+    message = only(check_task(), "W009")
+    assert message.msg == (
+        f"Celery's task_annotations set {name!r} of bad.task, which is no option."
+    )
+    assert message.hint.startswith(f"Correct the name: {hint}")
+
+
+def test_annotations_of_other_tasks_and_of_options_that_a_base_has_are_fine(app, check_task):
+    class Own(SingletonTask):
+        abstract = True
+        lock_color = "red"
+
+    app.conf.task_annotations = {
+        "other.task": {"lock_timout": 7},
+        "bad.task": {"lock_color": "blue", "lock_timeout": 7, "rate_limit": "10/m"},
+    }
+    assert check_task(base=Own) == []
 
 
 def test_the_message_begins_with_the_name_of_the_task(check_task):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partialmethod
 from typing import Any
@@ -46,6 +46,19 @@ OF_ONLY_ONE |= {"key": "lock_name", "lock_key": "lock_name", "unique": "unique_u
 """Options of ``only_one`` that a user may pass to a task by mistake."""
 
 
+def unknown_options(names: Iterable[str], base: type) -> Iterator[tuple[str, str]]:
+    """Yield the names that are meant as options, but are none of ``base``, each with a hint."""
+    elsewhere = ELSEWHERE | OF_ONLY_ONE
+    for name in names:
+        if name in dir(base):  # hasattr() would bind the class to an application
+            continue
+        hint = guess(name) or (name.startswith(("lock_", "unique_")) and ALL)
+        if name in elsewhere:
+            hint = f"use {elsewhere[name]}. {GUIDE}"
+        if hint:
+            yield name, hint
+
+
 def check_definition(cls: type, base: type) -> None:
     """Raise ``TypeError`` for an error in the body of a class, or in its decorator.
 
@@ -53,14 +66,8 @@ def check_definition(cls: type, base: type) -> None:
     cannot work, with a hint.
     """
     what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
-    elsewhere = ELSEWHERE | OF_ONLY_ONE
-    for name in cls.__dict__ if "_decorated" in cls.__dict__ else ():
-        if name in dir(base):  # hasattr() would bind the class to an application
-            continue
-        hint = guess(name) or (name.startswith(("lock_", "unique_")) and ALL)
-        if name in elsewhere:
-            hint = f"use {elsewhere[name]}. {GUIDE}"
-        if hint:
+    if "_decorated" in cls.__dict__:
+        for name, hint in unknown_options(cls.__dict__, base):
             raise TypeError(f"{what} has no option {name!r}: {hint}")
     # A property has a value only on the task.
     values = {n: v for n in NAMES if callable(v := getattr(cls, n)) or not hasattr(v, "__get__")}
