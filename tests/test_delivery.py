@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
 
@@ -351,8 +351,8 @@ class TestMarkedByTheBroker:
         ("done", "newer"),
         [
             (NOW - timedelta(days=1), "no"),
-            (NOW + timedelta(seconds=0.9), "yes"),
-            (NOW - timedelta(seconds=0.9), "yes"),
+            (NOW + timedelta(seconds=0.9), "not certain"),
+            (NOW - timedelta(seconds=0.9), "not certain"),
             (NOW.replace(tzinfo=None) + timedelta(hours=1), "not certain"),
             (None, "not certain"),
             (NOW.astimezone(timezone(timedelta(hours=2))) + timedelta(seconds=2), "yes"),
@@ -409,7 +409,7 @@ class TestSeveralDeliveries:
         monkeypatch.setattr(tasks, "body", lambda *args, **facts: states.append(result.state))
         return states
 
-    LATE = {"due": time.time()}
+    LATE = {"due": time.time() - 60}
 
     def waited(self, seconds):
         return {**self.LATE, "received": time.time() - seconds}
@@ -501,7 +501,19 @@ class TestWhenAMessageIsDue:
         monkeypatch.setattr("time.time", NOW.timestamp)
         monkeypatch.setattr(unique, "datetime", SimpleNamespace(now=lambda zone: NOW))
         tasks.hold.apply_async(("a",), **options)
-        assert header_of(sent[0])["due"] == NOW.timestamp() + seconds
+        header = header_of(sent[0])
+        assert (header["due"], header.get("delay", 0)) == (NOW.timestamp() + seconds, seconds)
+
+    @pytest.mark.parametrize(("delay", "drops"), [(5, True), (0, False)])
+    def test_a_result_is_certain_if_it_is_newer_than_the_sending(
+        self, sent, result, monkeypatch, delay, drops
+    ):
+        """However soon after its ETA the call succeeded."""
+        monkeypatch.setattr(tasks, "body", lambda *args, **facts: "ran")
+        result.state, result.date_done = "SUCCESS", NOW + timedelta(seconds=0.1)
+        header = {**DUE, "delay": delay, "redelivered": READS, "marked": True}
+        with pytest.raises(Dropped) if drops else nullcontext():
+            assert receive(tasks.hold, "a", header=header) == "ran"
 
     def test_a_postponed_message_keeps_it(self, sent):
         with held_by("mine"), pytest.raises(Postponed):

@@ -321,6 +321,9 @@ FULL = Header(
     outage_hops=2,
     requeued_at=1_700_000_001.5,
     redelivered=WAITS,
+    delay=60.5,
+    marked=True,
+    received=1_700_000_002.5,
     ticket=["epoch", 7],
     never_gives_way=True,
     was="singletask:before",
@@ -358,7 +361,7 @@ class TestHeader:
         assert (header.token, header.hops, header.redelivered) == (None, 0, 0)
         assert header.due == header.requeued_at == header.outage_hops == 0
         fields = {"token": FULL.token, "met": FULL.met, "hops": 3, "outage_hops": 2}
-        fields["redelivered"] = WAITS
+        fields |= {"redelivered": WAITS, "marked": True, "received": FULL.received}
         assert replace(header, due=FULL.due, requeued_at=FULL.requeued_at, **fields) == FULL
 
     def test_a_wait_without_end_travels_as_json(self):
@@ -387,7 +390,7 @@ class TestMessageOfAnotherVersion:
     """What the first version with this header wrote."""
 
     NEW = {"met": None, "outage_hops": 0, "requeued_at": 0.0, "never_gives_way": False}
-    NEW["version"] = VERSION
+    NEW |= {"version": VERSION, "delay": 0.0, "marked": False, "received": 0.0}
 
     def test_one_of_the_version_before_is_read(self):
         headers = {HEADER: self.BEFORE}

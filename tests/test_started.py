@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from celery import Task
+from celery.exceptions import Retry
 
 from django_singletask import SingletonTask
 from django_singletask.task.header import HEADER
@@ -88,6 +89,14 @@ def test_a_dropped_delivery_leaves_the_result_as_it_was(backend: Any, state: str
     row = backend.row()
     assert message(again=True).info.state == "IGNORED"
     assert backend.row() == row
+
+
+def test_the_state_of_a_run_that_celery_cancelled_has_a_retry_as_its_error(backend: Any) -> None:
+    """So it can be told from a run whose next try is on its way."""
+    backend.mark_as_retry("mine", Retry(message="cancelled by Celery"))
+    assert isinstance(tasks.hold.AsyncResult("mine").result, Retry)
+    backend.mark_as_retry("mine", ValueError("this run retries"))
+    assert not isinstance(tasks.hold.AsyncResult("mine").result, Retry)
 
 
 def test_control_celery_alone_replaces_it(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

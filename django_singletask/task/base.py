@@ -234,7 +234,9 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
         delay = max(0.0, seconds_until(options.get("countdown") or options.get("eta") or 0))
         expires = options.get("expires", self.expires)
-        header.due = header.due or round(time.time() + delay, 3)
+        if not header.due:
+            header.due = round(time.time() + delay, 3)
+            header.delay = delay
 
         def publish() -> AsyncResult[Any]:
             options["headers"] = header.into(options.get("headers"))

@@ -367,10 +367,14 @@ class Delivery:
         # The message of the next try is already published. But if Celery has cancelled a run after
         # the broker was away, the error is itself a Retry, and this message is the next try.
         retries = retries and not self.request.retries
-        # The meaning of a time without a zone depends on the backend and its settings.
+        # A message that has met its first run needs no certainty. The meaning of a time without a
+        # zone depends on the backend and its settings.
         is_newer = not header.marked
         if header.due and ended and ended.tzinfo:
-            is_newer = ended.timestamp() > header.due - CLOCK_SKEW
+            earliest = header.due - CLOCK_SKEW
+            if header.marked:
+                earliest = header.due - header.delay + CLOCK_SKEW
+            is_newer = ended.timestamp() > earliest
         if retries or (state == "SUCCESS" and is_newer):
             logger.info(
                 "Task %s was delivered again, but its work is done: dropped.", self.request.id

@@ -42,11 +42,15 @@ HEADER = "singletask"
 # others do; ended.py says how they know of each other.
 #
 # A caller may use the same id each day, and yesterday's result must not drop today's message. So
-# the message carries the time from which it may run, by the clock of its sender. A result counts
-# only if it is not older, by the clock of the host that stored it. Clocks that NTP sets differ by
-# far less than a second. A result whose time is not known counts only for a message that has met
-# its first run. An id may be sent again only a second after its earlier call has ended, because a
-# result does not show to which of two calls it belongs.
+# the message carries the time of its sending, by the clock of its sender. A result counts only if
+# it is newer, by the clock of the host that stored it:
+#
+#   yesterday: message  result SUCCESS        today: message (redelivered)   older -> runs
+#
+# Clocks that NTP sets differ by far less than a second. If it is not certain which is newer, a
+# message that is only marked runs. One that has met its first run is dropped. An id may be sent
+# again only after its earlier call has ended, because a result does not show to which of two calls
+# it belongs.
 
 # Where a request has the header
 #
@@ -77,8 +81,8 @@ class Header:
     Bodies pass ``headers=self.request.headers`` to other calls. So a header contains the id and
     the task of the call that it was made for, and other calls ignore it.
 
-    ``apply_async`` writes the fields up to ``queued``, ``due``, and the ticket of ``"replace"`` or
-    that the call never gives way. The delivery writes the others, unless noted.
+    ``apply_async`` writes the fields up to ``queued``, ``due``, ``delay``, and the ticket of
+    ``"replace"`` or that the call never gives way. The delivery writes the others, unless noted.
     """
 
     id: str
@@ -89,6 +93,7 @@ class Header:
     queued: str | None = None  # the duplicate entry (unique_until), as the producer added it
     token: str | None = None  # from the worker's main process, for one delivery; never sent on
     due: float | int = 0.0  # the earliest start as a Unix time, kept while postponed; 0: unknown
+    delay: float | int = 0.0  # the seconds from the sending to that time
     hops: int = 0  # how often the message was postponed, apart from outages
     met: str | None = None  # the token of the holder that it met last
     outage_hops: int = 0  # how often this outage of the cache has postponed it
