@@ -25,7 +25,7 @@ from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place
 from django_singletask.stores import get_store
-from django_singletask.stores.base import CannotList, is_key
+from django_singletask.stores.base import CannotList, NotMarked, is_key
 
 ENOUGH = 5
 """Runs whose length says what is usual: with fewer, no run is slow."""
@@ -119,7 +119,7 @@ class HeldLock(Holder):
         return False
 
 
-SAID = (CannotList, ImproperlyConfigured, NoHistory, UnknownName)
+SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, UnknownName)
 """Errors whose texts say all that there is to say."""
 
 
