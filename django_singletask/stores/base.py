@@ -44,6 +44,8 @@ FOREVER = 100 * 365 * 24 * 60 * 60
 """The lease of the last fencing token in seconds, where an entry needs one."""
 TRIES = 10
 """How often a change is tried that other processes can disturb between two requests."""
+TIMEOUT = 5.0
+"""Seconds to connect, and for a reply, where the options of the cache set no limit."""
 PATIENCE = 10.0
 """Seconds for a request that an idle connection does not answer, and for its second try."""
 

@@ -260,6 +260,7 @@ class PyMemcacheStore(MemcachedStore):
         # errors, or asks another one, which does not have the locks. With no attempts and no dead
         # time it always asks the server of the key.
         options = {
+            **dict.fromkeys(("timeout", "connect_timeout"), base.TIMEOUT),
             **cache._options,  # noqa: SLF001
             **dict.fromkeys(("serde", "serializer", "deserializer")),
             "ignore_exc": False,

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
+from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import clock
@@ -24,6 +25,7 @@ from django_singletask.stores.base import (
     FENCE,
     HOLD_BACK,
     PATIENCE,
+    TIMEOUT,
     TRIES,
     Entry,
     Forgotten,
@@ -267,7 +269,11 @@ class RedisStore(Store):
         self.refusals = self.errors.ResponseError
         self.epoch_key = self.make_key(EPOCH)
         pool = self.client.connection_pool
-        self.options = dict(pool.connection_kwargs)
+        # A connection of this store waits for 5 s, unless the user chose otherwise. django-redis
+        # and django-valkey have names of their own, and hide a None.
+        chosen = caches.settings.get(alias, {}).get("OPTIONS", {})
+        nothing = {name: None for name in TIMEOUTS if name.upper() in chosen}
+        self.options = dict.fromkeys(TIMEOUTS, TIMEOUT) | nothing | pool.connection_kwargs
         self.connect = pool.connection_class
         host = self.options.get("host") or getattr(pool, "service_name", None)  # of Sentinel
         server = self.options.get("path") or address(host, self.options.get("port", 6379))
