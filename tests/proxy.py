@@ -1,8 +1,9 @@
-"""A network that loses a reply."""
+"""A network that loses a reply, repeats it, or loses a connection."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
 import socket
 import threading
@@ -23,6 +24,10 @@ class Proxy:
         self.doomed: bytes | None = None
         self.instead: Callable[[], object] | None = None
         self.hangs = threading.Event()
+        self.dropped: list[socket.socket] = []
+        self.twice = False
+        """Whether each reply comes twice at once."""
+        self.last: Callable[[], object] = int
         self.lost = 0
         self.requests = 0
         """How often the client has sent something."""
@@ -66,6 +71,14 @@ class Proxy:
         """Pass nothing on from now on, while connections stay open, and new ones are accepted."""
         self.hangs.set()
 
+    def drop(self) -> None:
+        """Pass nothing on over the connections that are open, as a firewall that forgot them."""
+        self.dropped += self.sockets
+
+    def say_again(self) -> None:
+        """Send the last reply once more, although nobody asked."""
+        self.last()
+
     def _start(self, target: object, *args: object) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)
         self.threads.append(thread)
@@ -85,7 +98,7 @@ class Proxy:
             while True:
                 for source in select.select([client, server], [], [])[0]:
                     data = source.recv(65536)
-                    if self.hangs.is_set() and data:
+                    if (self.hangs.is_set() or source in self.dropped) and data:
                         continue
                     self.requests += source is client
                     if source is client and self.doomed and self.doomed in data:
@@ -98,7 +111,11 @@ class Proxy:
                         client.shutdown(socket.SHUT_RDWR)
                         server.shutdown(socket.SHUT_RDWR)
                         return
-                    (server if source is client else client).sendall(data)
+                    if source is client:
+                        server.sendall(data)
+                    else:
+                        client.sendall(data * (1 + self.twice))
+                        self.last = functools.partial(client.sendall, data)
 
 
 class Interposed:

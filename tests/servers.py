@@ -470,12 +470,17 @@ class Memcached(Server):
     program = "memcached"
     user = "nobody"
 
+    def __init__(self, *options: str) -> None:
+        super().__init__()
+        self.options = options
+
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     def command(self, folder: Path) -> list[str]:
-        return [self.program, "-l", "127.0.0.1", "-p", str(self.port), "-U", "0", "-c", "1024"]
+        port = str(self.port)
+        return [self.program, "-l", "127.0.0.1", "-p", port, "-U", "0", "-c", "1024", *self.options]
 
     def answers(self) -> bool:
         return ask(self.port, b"version\r\n").startswith(b"VERSION")

@@ -24,7 +24,9 @@ from django_singletask.operators.held import clear, held, with_history
 from django_singletask.operators.names import select
 from django_singletask.stores import get_store
 from django_singletask.stores.base import CannotList
+from tests.entries import private_store
 from tests.past_rows import row
+from tests.servers import Redis
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -142,17 +144,18 @@ def test_lock_that_is_gone_since_it_was_shown_is_not_freed(cache_alias, take):
     assert not clear(shown, actor="ada")
 
 
-def test_lock_is_freed_although_the_entry_of_its_call_cannot_be(on_redis, caplog):
+def test_lock_is_freed_although_the_entry_of_its_call_cannot_be(settings, caplog):
+    settings.SINGLETASK_CACHE = "redis"
     holder = Holder.from_dict({"token": "t", "name": "nightly", "task": "t", "task_id": "x"})
     key = name_key("nightly").key
-    store = get_store("redis")
-    store.add(key, holder.encode(), 30)
-    # The server refuses to read an entry of another type.
-    beside = name_key("nightly").beside(QUEUED, "t").key
-    store.client.rpush(store.make_key(beside), "x")
-    [shown] = registry.listed([select(key)])
-    assert clear(shown, actor="ada")
-    assert store.read(key) is None
+    with Redis() as server, private_store(settings, "redis", server.url) as store:
+        store.add(key, holder.encode(), 30)
+        [shown] = registry.listed([select(key)])
+        # The server refuses requests about other entries.
+        allowed = f"~{store.make_key(key)}*"
+        store.client.execute_command("ACL", "SETUSER", "default", "resetkeys", allowed)
+        assert clear(shown, actor="ada")
+        assert store.read(key) is None
     assert "was freed, but not the entry of its call: The cache" in caplog.text
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +21,9 @@ from redis.retry import Retry
 
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import get_store
+from django_singletask.stores import redis as stores_redis
 from django_singletask.stores.base import Outcome, Slots, Store
-from django_singletask.stores.redis import CHANGE, LOADS, READ, _reply
+from django_singletask.stores.redis import CHANGE, LOADS, READ, _replies
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Interposed, Proxy
 from tests.servers import Redis
@@ -256,14 +259,15 @@ def test_a_reply_that_ends_early_is_asked_for_again(redis, settings, sent) -> No
 
 
 def test_a_reply_is_read_as_redis_writes_it() -> None:
-    read = functools.partial(_reply, start=0, refusal=ValueError)
-    assert read(b":-1\r\n") == (-1, 5)
-    assert read(b"$-1\r\n") == read(b"*-1\r\n") == (None, 5)
-    assert read(b"$0\r\n\r\n") == (b"", 6)
-    assert read(b"+OK\r\n") == (b"OK", 5)
-    assert read(b"*2\r\n$1\r\n0\r\n*1\r\n$2\r\n\r\n\r\n") == ([b"0", [b"\r\n"]], 23)
-    with pytest.raises(ValueError, match="READONLY"):
-        read(b"-READONLY You can't write\r\n")
+    read = functools.partial(_replies, start=0, refusal=ValueError)
+    assert read(b":-1\r\n", count=1) == ([-1], 5)
+    assert read(b"$-1\r\n*-1\r\n", count=2) == ([None, None], 10)
+    assert read(b"$0\r\n\r\n", count=1) == ([b""], 6)
+    assert read(b"+OK\r\n+OK\r\n", count=1) == ([b"OK"], 5)
+    arrays = b"*2\r\n$1\r\n0\r\n*1\r\n$2\r\n\r\n\r\n"
+    assert read(arrays, count=1) == ([[b"0", [b"\r\n"]]], 23)
+    ((refusal,), _end) = read(b"-READONLY You can't write\r\n", count=1)
+    assert str(refusal) == "READONLY You can't write"
 
 
 class Signal(BaseException):
@@ -300,7 +304,10 @@ def test_control_on_the_same_connection_an_unread_reply_is_mistaken_for_the_next
         connection = store.connections[-1]
         monkeypatch.setattr(connection, "disconnect", lambda *args: None)
         interrupt_add(store)
-        store.connections[-1] = connection
+        # Nor is it looked for what there is to read before a request, and after its reply.
+        monkeypatch.setattr(connection, "waiting", lambda seconds: [])
+        Interposed(connection, recv=lambda size: connection._sock.sock.recv(len(b"+OK\r\n")))
+        store.connections.append(connection)
         # The lock is A's, but this is the reply to the request before: "taken".
         assert store.add(KEY, B, 60) is None
 
@@ -472,3 +479,61 @@ def test_what_is_no_lock_below_the_prefix_keeps_none_from_being_listed(on_redis)
     store.add(KEY, A, 60)
     assert [entry.value for key, entry in store.entries() if key == KEY] == [A]
     store.client.delete(prefix + b"\xff", prefix + b"hash")
+
+
+def interrupt_each_line(store: Any) -> int:
+    """Let a signal strike before each line of a request, in turn; return how many there were."""
+    code, struck = type(store).ask.__code__, 0
+
+    def trace(frame: Any, event: str, _argument: object) -> Any:
+        nonlocal line
+        if frame.f_code is not code:
+            return None
+        line += event == "line"
+        if event == "line" and line > struck:
+            raise Signal
+        return trace
+
+    while True:
+        line = 0
+        sys.settrace(trace)
+        try:
+            store.read(KEY)
+            return struck
+        except Signal:
+            struck += 1
+        finally:
+            sys.settrace(None)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_signal_in_a_request_loses_no_place_of_the_pool(redis, settings, shared) -> None:
+    """After twenty lost ones, all would wait for ever."""
+    with private_store(settings, "redis", redis.url) as store:
+        store.add(KEY, A, 60)
+        if shared:  # as by greenlets
+            store.pools = stores_redis._shared
+            store.connections = store.pools["a test"]
+        try:
+            assert interrupt_each_line(store) > stores_redis.MOST
+            gc.collect()
+            assert not store.connections.users
+            assert store.read(KEY).value == A
+        finally:
+            stores_redis._shared.pop("a test", None)
+
+
+def test_greenlets_wait_for_a_place(monkeypatch) -> None:
+    class Waits(Exception):
+        pass
+
+    def sleep(seconds: float) -> None:
+        raise Waits
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    pool = stores_redis.Pool()
+    users = [pool.enter() for _ in range(stores_redis.MOST)]
+    with pytest.raises(Waits):
+        pool.enter()
+    del users[0]
+    assert pool.enter()

@@ -13,6 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django_singletask.conf import MAX_LEASE, logger
 from django_singletask.holder import Holder, clean, this_process
 from django_singletask.locks.keys import LockKey
+from django_singletask.locks.liveness import proof_of_death
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Entry, Outcome
@@ -151,7 +152,11 @@ class Address:
         # The marker must last until the holder's next renewal; extend() may have changed the
         # length in the record.
         lease = max(holder.timeout, MAX_LEASE if entry.remaining is None else entry.remaining)
-        if not get_store(self.cache).clear(self.key, entry.value, lease):
+        if proof_of_death(holder):  # a full server refuses the marker, which only the living need
+            is_freed = get_store(self.cache).release(self.key, entry.value) is Outcome.OK
+        else:
+            is_freed = get_store(self.cache).clear(self.key, entry.value, lease)
+        if not is_freed:
             return False
         reason = clean(reason, 255)
         why = f": {reason}" if reason else "."

@@ -272,7 +272,17 @@ class Lease(Address):
         try:
             renewers[self.cache].drop(self)
             self.held = False
-            outcome = get_store(self.cache).release(self.key, self.value, new, until)
+            store = get_store(self.cache)
+            try:
+                outcome = store.release(self.key, self.value, new, until)
+            except LockUnavailable as error:
+                if not (self.kept and isinstance(error.__cause__, store.refusals)):
+                    raise
+                # A full server refuses other bytes, but not a longer lease for these.
+                reason = f"{reason}, if its process lives so long: {in_words(error)}"
+                text = "%s is kept only while its process lives: the cache refuses other bytes: %s"
+                logger.warning(text, self, in_words(error))
+                outcome = store.change(self.key, self.value, self.value, until - clock.now())
             if outcome is Outcome.SENT_TWICE:
                 outcome = Outcome.OK if sent < self.deadline else Outcome.GONE
             if outcome is not Outcome.OK or self._lost:

@@ -261,7 +261,10 @@ class Renewer(Background):
             sent = clock.now()
             outcomes = store.renew_many(requests) if requests else []
             for lease, (_, _, length), outcome in zip(due, requests, outcomes, strict=True):
-                lease.settle(sent, length, outcome)
+                if isinstance(outcome, LockUnavailable):  # for this lease alone
+                    self.error = outcome
+                else:
+                    lease.settle(sent, length, outcome)
         finally:
             for lease in mine:
                 lease.renewing.release()

@@ -25,7 +25,14 @@ from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place
 from django_singletask.stores import get_store
-from django_singletask.stores.base import MAX_SLOTS, CannotList, Entry, Store, is_key
+from django_singletask.stores.base import (
+    MAX_SLOTS,
+    CannotList,
+    Entry,
+    NotMarked,
+    Store,
+    is_key,
+)
 from django_singletask.stores.database import CURES, trouble
 
 ENOUGH = 5
@@ -120,7 +127,7 @@ class HeldLock(Holder):
         return False
 
 
-SAID = (CannotList, ImproperlyConfigured, NoHistory, UnknownName)
+SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, UnknownName)
 """Errors whose texts say all that there is to say."""
 
 

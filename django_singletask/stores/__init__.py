@@ -127,7 +127,10 @@ def open_store(alias: str) -> Store:
             "Use Redis, memcached or Django's DatabaseCache: "
             f"{DOCS}/operating/choosing-a-cache.html lists them."
         )
-    return load_store(path)(cache, alias)
+    try:
+        return load_store(path)(cache, alias)
+    except ValueError as error:  # a port that is no number
+        raise ImproperlyConfigured(f"{_named(alias)} cannot be opened: {error}.") from error
 
 
 def find_store(alias: str) -> Store | None:

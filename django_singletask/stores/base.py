@@ -10,6 +10,7 @@ import enum
 import math
 import os
 import re
+import select
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -43,12 +44,25 @@ FOREVER = 100 * 365 * 24 * 60 * 60
 """The lease of the last fencing token in seconds, where an entry needs one."""
 TRIES = 10
 """How often a change is tried that other processes can disturb between two requests."""
+TIMEOUT = 5.0
+"""Seconds to connect, and for a reply, where the options of the cache set no limit."""
+PATIENCE = 10.0
+"""Seconds for a request that an idle connection does not answer, and for its second try."""
 
 
 def address(host: str | None, port: object) -> str:
     """Return the address of a server in a uniform spelling."""
     name = (host or "localhost").lower()
     return f"{'127.0.0.1' if name in {'localhost', '::1'} else name}:{port}"
+
+
+def watch(sock: Any) -> Callable[[int], Any]:
+    """Return a function of a time, here 0, that tells whether a socket has something to read."""
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        return poll.poll
+    return lambda seconds: select.select([sock], [], [], seconds)[0]  # Windows, eventlet
 
 
 def is_key(text: str) -> bool:
@@ -88,6 +102,9 @@ class Outcome(enum.Enum):
     TAKEN = "taken"  # another holder has the entry, or others changed it at each attempt
 
 
+RENEWED = {Outcome.OK, Outcome.RETAKEN}
+
+
 class CannotList(Exception):
     """The store cannot list its locks."""
 
@@ -113,6 +130,10 @@ LOOK_TWICE = 0.1
 #
 # A process that starts after the restart knows no epoch, and takes at once. Redis also identifies
 # its server, because a server that restarts with an old snapshot has the old epoch.
+
+
+class NotMarked(LockUnavailable):
+    """A lock was not cleared, because the cache did not take the marker for its holder."""
 
 
 class Forgotten(Exception):
@@ -226,6 +247,9 @@ class Store(ABC):
     client_errors: tuple[type[Exception], ...] = ()
     """What the client raises if the cache does not answer, or refuses to."""
 
+    refusals: Any = ()
+    """Those of them after which the server has done nothing, and can be asked at once."""
+
     def __init__(self, cache: Any, alias: str) -> None:
         self.cache = cache
         self.cache_alias = alias
@@ -244,11 +268,13 @@ class Store(ABC):
 
     def unavailable(self, error: Exception, next_step: str = "") -> LockUnavailable:
         """Return what to raise for an error of the client: an outage is never "held" or "free"."""
-        return LockUnavailable(
+        outage = LockUnavailable(
             f"The cache {self.cache_alias!r} cannot be used: {in_words(error)}{next_step}. "
             f"It is {type(self.cache).__name__} on {self.place}."
             + (" 'manage.py locks probe' tests it." if self.cache_alias == conf.cache else "")
         )
+        outage.__cause__ = error
+        return outage
 
     def limit(self, seconds: float) -> None:
         """Limit the time of each request, for a background thread.
@@ -373,7 +399,10 @@ class Store(ABC):
 
     def renew(self, key: str, value: bytes, lease: float) -> Outcome:
         """Renew one entry; see :meth:`renew_many`."""
-        return self.renew_many([(key, value, lease)])[0]
+        (outcome,) = self.renew_many([(key, value, lease)])
+        if isinstance(outcome, LockUnavailable):
+            raise outcome
+        return outcome
 
     # In memcached, a process that takes a lock adds its entry before it reads the epoch. If that
     # has changed, it gives the entry back. So after a change, another entry may be gone soon:
@@ -386,28 +415,34 @@ class Store(ABC):
 
     def renew_many(
         self, requests: Sequence[tuple[str, bytes, float]], *, looks_twice: bool = True
-    ) -> list[Outcome]:
+    ) -> list[Outcome | LockUnavailable]:
         """Let each entry (key, value, lease) end ``lease`` seconds from now.
 
         If there is no entry, take the lock again (RETAKEN), unless :meth:`clear` left a marker
-        for this value (GONE).
+        for this value (GONE). The outcome is the error for an entry alone that the server refuses
+        to renew or to take again.
         """
         outcomes = self._extend(requests)
-        for i, (key, value, lease) in enumerate(requests):
-            if outcomes[i] is Outcome.GONE and not self.read(marker_key(key, value)):
-                outcomes[i] = Outcome.TAKEN if self.add(key, value, lease) else Outcome.RETAKEN
-        taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
-        if taken and looks_twice:
-            # Perhaps nobody here has seen the change yet.
-            self.look([key for key, _, _ in requests])
-            if clock.now() < self.epoch.changed_at + HOLD_BACK:
-                time.sleep(LOOK_TWICE)
-                again = self.renew_many([requests[i] for i in taken], looks_twice=False)
-                for i, outcome in zip(taken, again, strict=True):
-                    outcomes[i] = outcome
+        try:
+            for i, (key, value, lease) in enumerate(requests):
+                if outcomes[i] is Outcome.GONE and not self.read(marker_key(key, value)):
+                    outcomes[i] = Outcome.TAKEN if self.add(key, value, lease) else Outcome.RETAKEN
+            taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
+            if taken and looks_twice:
+                # Perhaps nobody here has seen the change yet.
+                self.look([key for key, _, _ in requests])
+                if clock.now() < self.epoch.changed_at + HOLD_BACK:
+                    time.sleep(LOOK_TWICE)
+                    again = self.renew_many([requests[i] for i in taken], looks_twice=False)
+                    for i, outcome in zip(taken, again, strict=True):
+                        outcomes[i] = outcome
+        except LockUnavailable as error:  # a full server refuses new entries
+            return [each if each in RENEWED else error for each in outcomes]
         return outcomes
 
-    def _extend(self, requests: Sequence[tuple[str, bytes, float]]) -> list[Outcome]:
+    def _extend(
+        self, requests: Sequence[tuple[str, bytes, float]]
+    ) -> list[Outcome | LockUnavailable]:
         return [self.change(key, value, value, lease) for key, value, lease in requests]
 
     # clear() writes its marker before it deletes the entry. In the other order a renewal could find
@@ -423,7 +458,11 @@ class Store(ABC):
         would take the lock again. The marker is for the holder of ``value`` only. It stays even if
         nothing was deleted, because another operator may be clearing the lock at the same moment.
         """
-        self.add(marker_key(key, value), b"1", lease)
+        try:
+            self.add(marker_key(key, value), b"1", lease)
+        except LockUnavailable as error:
+            text = f"Nothing was freed, because the marker for the holder was not written: {error}"
+            raise NotMarked(text) from error.__cause__
         return self.release(key, value) is Outcome.OK
 
     # Fencing tokens

@@ -9,6 +9,7 @@ from binascii import crc_hqx
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from valkey import ConnectionPool, Valkey, cluster, connection
@@ -17,7 +18,7 @@ from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores import base
 from django_singletask.stores.base import Entry, Epoch, Outcome, Slots, address, is_key
-from django_singletask.stores.redis import READ, SHA, RedisStore, entries_of
+from django_singletask.stores.redis import RedisStore, Request, reading
 
 # The groups of locks
 #
@@ -36,6 +37,9 @@ PAUSE = 0.05
 """Seconds until a request is sent again whose keys are on their way to another node."""
 NEVER_PROMOTED = b"master_replid2:" + b"0" * 40
 """What INFO says of a node that was no replica before."""
+ASKING = bool, "ASKING"
+ASK = re.compile(r"ASK \d+ (.*):(\d+)$")
+"""The refusal of a node that names another one for this request."""
 PASSING = {"ASK", "MOVED", "TRYAGAIN"}
 """Refusals of a node that is well."""
 
@@ -91,7 +95,7 @@ class Node(RedisStore):
     #   thread: renews a (hangs, 2 s)   renews b (hangs, 2 s) ...      renews z: its lease has ended
     #   so:     renews a (hangs, 2 s)   b: not sent           ...      renews z
 
-    def ask(self, *requests: Any, takes: bool = False) -> list[Any]:
+    def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
         hanging, timeouts = self.cluster.hanging, (TimeoutError, self.errors.TimeoutError)
         if clock.now() < hanging.get(self.where, 0):
             error = TimeoutError(f"{self.where} has not answered")
@@ -99,7 +103,8 @@ class Node(RedisStore):
         try:
             replies = super().ask(*requests, takes=takes)
             if takes:
-                self.cluster.map.ready.add(getattr(self.connections[-1], "server", b""))
+                for connection in self.connections[-1:]:
+                    self.cluster.map.ready.add(getattr(connection, "server", b""))
             return replies
         except LockUnavailable as error:
             if self.limited < math.inf and isinstance(error.__cause__, timeouts):
@@ -147,25 +152,31 @@ class Group(RedisStore):
     # These refusals change nothing. But if the connection fails, the node may have made a deletion
     # and passed it on before a replica took over. So the deletion is sent twice, as in RedisStore.
 
-    def ask(self, *requests: Any, takes: bool = False) -> list[Any]:
+    def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
         find, left, asking, was_sent = self.cluster.find, base.TRIES, False, False
         where = find(self.number)
         while True:
-            words = [w for each in requests for w in (("ASKING",), each)] if asking else requests
+            sent = requests
+            if asking:
+                sent = tuple(each for request in requests for each in (ASKING, request))
             node = Node(self.cluster, where)
             node.epoch = self.epoch
             try:
-                replies = node.ask(*words, takes=takes)
+                replies = node.ask(*sent, takes=takes)[-len(requests) :]
+                for reply in replies:
+                    if isinstance(reply, LockUnavailable):  # it follows ASKING
+                        raise reply
                 self.was_sent_twice = node.was_sent_twice or was_sent
-                return replies[1::2] if asking else replies
+                return replies
             except LockUnavailable as error:
-                code, *rest = str(error.__cause__).split() or [""]
-                asking, left = code == "ASK", left - 1
+                code = str(error.__cause__).partition(" ")[0]
+                named = ASK.match(str(error.__cause__))
+                asking, left = named is not None, left - 1
                 if code == "TRYAGAIN":
                     time.sleep(PAUSE)
                 elif not asking:
                     self.cluster.read_map(where, answers=code == "MOVED")
-                found = beside(where, *rest[1].rsplit(":", 1)) if asking else find(self.number)
+                found = beside(where, *named.groups()) if named else find(self.number)
                 if not left or (found == where and code not in PASSING):
                     raise
                 was_sent, where = was_sent or code not in PASSING, found
@@ -225,22 +236,18 @@ class ClusterStore(RedisStore):
         known = nodes.addresses.union(self.seeds) - {""}
         for each in sorted(known, key=lambda address: (address == where) != answers):
             try:
-                (ranges,) = Node(self, each).ask(("CLUSTER", "SLOTS"))
+                read = partial(self._owners, each)
+                (owners,) = Node(self, each).ask((read, "CLUSTER", "SLOTS"))
                 break
             except LockUnavailable as error:
                 failure = error
         else:
             raise failure
-        owners = nodes.owners[:] or [""] * len(TAGS)
-        for start, end, (host, port, *_), *_replicas in ranges:
-            for group, tag in TAGS.items():
-                if start <= HASHED[tag] <= end:
-                    owners[group] = beside(each, (host or b"").decode(), port)
         addresses = {*owners}
         moved = {*(nodes.addresses or addresses)}
         for owner in addresses - moved:
             with suppress(LockUnavailable):  # INFO can be forbidden
-                if NEVER_PROMOTED in Node(self, owner).ask(("INFO",))[0]:
+                if NEVER_PROMOTED in Node(self, owner).ask((bytes, "INFO"))[0]:
                     moved.add(owner)
         for epoch, owner in zip(nodes.epochs, owners, strict=True):
             if owner not in moved:
@@ -248,6 +255,15 @@ class ClusterStore(RedisStore):
                 epoch.note("server", owner.encode())
             epoch.server = nodes.servers.get(owner)
         nodes.owners, nodes.addresses = owners, addresses
+
+    def _owners(self, where: str, ranges: Any) -> list[str]:
+        """Return the address of each group's node, from what the node at an address says."""
+        owners = self.map.owners[:] or [""] * len(TAGS)
+        for start, end, (host, port, *_), *_replicas in ranges:
+            for group, tag in TAGS.items():
+                if start <= HASHED[tag] <= end:
+                    owners[group] = beside(where, (host or b"").decode(), int(port))
+        return owners
 
     def ask_each(self, requests: dict[int, Any]) -> Iterator[Any]:
         """Send a request for each group, all of a node in one trip; yield groups and replies.
@@ -261,9 +277,13 @@ class ClusterStore(RedisStore):
         for where, groups in trips.items():
             try:
                 replies = Node(self, where).ask(*map(requests.__getitem__, groups))
-                yield from zip(groups, replies, strict=True)
-            except LockUnavailable:  # perhaps one of the slots has moved
-                left += groups
+            except LockUnavailable as error:
+                replies = [error] * len(groups)
+            for group, reply in zip(groups, replies, strict=True):
+                if isinstance(reply, LockUnavailable):  # perhaps its slot has moved
+                    left.append(group)
+                else:
+                    yield group, reply
         for group in left:
             if (where := self.find(group)) not in failures:
                 try:
@@ -295,10 +315,9 @@ class ClusterStore(RedisStore):
             parts[self.group(key).number].append(key)
         requests = {}
         for group, part in parts.items():
-            names = map(Group(self, group).make_key, part)
-            requests[group] = ("EVALSHA", SHA[READ], len(part), *names)
-        for group, text in self.ask_each(requests):
-            found |= entries_of(parts[group], text)
+            requests[group] = reading(part, map(Group(self, group).make_key, part))
+        for _group, entries in self.ask_each(requests):
+            found |= entries
         return {key: found[key] for key in wanted if key in found}
 
     # Who holds no lock looks for the processes that it will fork. A worker for each of a hundred
@@ -313,12 +332,13 @@ class ClusterStore(RedisStore):
             self.look_at(TAGS)
 
     def look_at(self, groups: Iterable[int]) -> None:
-        requests = {group: ("GET", Group(self, group).epoch_key) for group in groups}
-        for group, value in self.ask_each(requests):
-            if value is None:
-                Group(self, group).look()
+        epoch = base.EPOCH
+        requests = {each: reading([epoch], [Group(self, each).epoch_key]) for each in groups}
+        for group, entries in self.ask_each(requests):
+            if epoch in entries:
+                self.map.epochs[group].see(entries[epoch].value)
             else:
-                self.map.epochs[group].see(value)
+                Group(self, group).look()
         self.epoch.seen_at = clock.now()
 
     def one_of_each(self) -> Iterable[int]:

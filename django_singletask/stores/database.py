@@ -11,7 +11,7 @@ from django.conf import settings
 from django.db import Error, InterfaceError, OperationalError, connections, router
 
 from django_singletask.forks import close_before_forks, undivided
-from django_singletask.stores.base import TRIES, Entry, Outcome, Store
+from django_singletask.stores.base import TIMEOUT, TRIES, Entry, Outcome, Store
 
 # The methods of Django's DatabaseCache are not atomic. Its add() is a SELECT and then an UPDATE, so
 # two processes can both take an expired row; its get() deletes an expired row by the key only:
@@ -92,6 +92,9 @@ class DatabaseStore(Store):
         # processes would not see the locks; and each store would block a connection of the pool.
         chosen = self.connection.settings_dict
         options = {name: value for name, value in chosen["OPTIONS"].items() if name != "pool"}
+        if self.connection.vendor == "postgresql":
+            for name, unit in DIALECTS["postgresql"].timeouts.items():
+                options.setdefault(name, math.ceil(TIMEOUT * unit))
         self.connection.settings_dict = {**chosen, "AUTOCOMMIT": True, "OPTIONS": options}
         # Another thread may close the store. inc_thread_sharing() would allow that, too, but then
         # each use of the connection takes a lock of Django:

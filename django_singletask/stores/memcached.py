@@ -12,6 +12,8 @@ from django_singletask import clock
 from django_singletask.stores import base
 from django_singletask.stores.base import EPOCH, TRIES, Entry, Outcome, Slots, Store
 
+LATEST = 0.6 * base.PATIENCE
+"""Seconds after which an error leaves no time to send the request again."""
 PLAIN_KEY = re.compile(rf"[!-~]{{1,{base.MAX_KEY}}}")
 """Keys that memcached accepts; Django's own check takes fifty times as long."""
 FRESH = 0.1
@@ -58,7 +60,7 @@ class MemcachedStore(Store):
     not_found: Any = ()
     """What the client raises if there is no entry."""
     hung_up: Any = ()
-    """What the client raises if the server has closed the connection, as after a restart."""
+    """What the client raises if the server has closed the connection, or does not answer on it."""
     resends_cas: Any = ()
     """The errors after which a ``cas`` is sent again; other requests are after ``hung_up``."""
     is_open = False
@@ -139,6 +141,10 @@ class MemcachedStore(Store):
     def _recall(self, name: Any, value: bytes) -> Any:
         """Return the value and its cas number from memory, if it was just added here."""
 
+    def _has_unread(self) -> bool:
+        """Return whether a reply came late, or the server has closed the connection."""
+        return False
+
     def _ask(self, request: str, *args: Any) -> Any:
         """Call this method of the client; after any error, close the connection.
 
@@ -152,16 +158,20 @@ class MemcachedStore(Store):
           client:                                      b: "STORED"
         """
         while True:
+            began = clock.now()
             was_open, self.is_open = self.is_open, False
             try:
                 self.is_asking = True
+                if was_open and self._has_unread():
+                    raise ConnectionResetError("closed by the server, or out of step")
                 reply = getattr(self.client, request)(*args)
             except self.not_found:
                 reply = None
             except BaseException as error:
                 self.close()
                 resends = self.resends_cas if request == "cas" else self.hung_up
-                if was_open and isinstance(error, resends):
+                in_time = clock.now() - began < min(self.limited, LATEST)
+                if was_open and in_time and isinstance(error, resends):
                     continue
                 if isinstance(error, self.client_errors):
                     raise self.unavailable(error) from error
@@ -214,8 +224,7 @@ class PyLibMCStore(MemcachedStore):
         # 47) after a successful gets, for an unknown reason. The cas number is valid on any
         # connection.
         self.resends_cas = pylibmc.ServerDown
-        errors = ("ConnectionError", "ReadError", "ServerDown", "SomeErrors", "UnknownReadFailure")
-        self.hung_up = tuple(getattr(pylibmc, name) for name in errors)
+        self.hung_up = pylibmc.Error  # of closed connections it has five kinds
 
     def set_timeouts(self, seconds: float) -> None:
         milliseconds = dict.fromkeys(("connect_timeout", "_poll_timeout"), int(seconds * 1e3))
@@ -248,12 +257,13 @@ class PyMemcacheStore(MemcachedStore):
         super().__init__(cache, alias)
         pymemcache = cache._lib  # noqa: SLF001
         self.client_errors = (pymemcache.MemcacheError, OSError)
-        self.hung_up = (ConnectionError, pymemcache.MemcacheUnexpectedCloseError)
+        self.hung_up = (OSError, pymemcache.MemcacheUnexpectedCloseError)
         # Without a serializer a lock is never unpickled. ignore_exc would turn an outage into a
         # miss, and noreply into a success. By default the client stops asking a server after
         # errors, or asks another one, which does not have the locks. With no attempts and no dead
         # time it always asks the server of the key.
         options = {
+            **dict.fromkeys(("timeout", "connect_timeout"), base.TIMEOUT),
             **cache._options,  # noqa: SLF001
             **dict.fromkeys(("serde", "serializer", "deserializer")),
             "ignore_exc": False,
@@ -298,3 +308,7 @@ class PyMemcacheStore(MemcachedStore):
         taken, self.taken = self.taken, ()
         if taken[:2] == (name, value) and taken[3] is self.client.sock and clock.now() < taken[4]:
             return taken[1:3]
+
+    def _has_unread(self) -> bool:
+        socks = [getattr(client, "sock", None) for client in self.clients.values()]
+        return any(base.watch(sock)(0) for sock in socks if sock)
