@@ -51,12 +51,11 @@ FIRST_WORKER_TESTS = [
 # The part without workers takes longest, so two others have some of its tests.
 OF_FIRST_PART = ["tests/browser", "tests/test_stores.py"]
 OF_FIRST_PART += ["tests/test_stores_broken.py", "tests/test_file_locks.py"]
-OF_FAULTS = ["tests/test_diskcache_store.py", "tests/test_locks.py", "tests/test_stores_races.py"]
+OF_FAULTS = ["tests/test_locks.py", "tests/test_stores_races.py"]
 # Tests of signals, of servers that fail, and of the demo: they start processes and wait for them.
 FAULTS = [
     "tests/test_cluster.py",
     "tests/test_example.py",
-    "tests/test_flushes.py",
     "tests/test_interrupted.py",
     "tests/test_redis_cluster.py",
     "tests/test_redis_servers.py",

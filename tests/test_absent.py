@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import unittest
 from pathlib import Path
 
 import pytest
@@ -36,19 +35,6 @@ def test_tests_of_an_absent_server_are_left_out() -> None:
     done = run(*NEEDING_MEMCACHED, OTHER, SINGLETASK_TEST_ABSENT="Memcached")
     assert done.returncode == 0, done.stdout
     assert "Left out: 2 tests, because Memcached is not installed. Debian" in done.stdout
-
-
-def test_control_they_run_if_it_is_installed() -> None:
-    done = run(*NEEDING_MEMCACHED, OTHER)
-    assert done.returncode == 0, done.stdout
-    assert "Left out" not in done.stdout
-    assert "skipped" not in done.stdout
-
-
-def test_a_test_that_starts_an_absent_server_is_left_out(monkeypatch) -> None:
-    monkeypatch.setattr(servers, "find", lambda program: None)
-    with pytest.raises(unittest.SkipTest, match="Memcached is not installed"):
-        servers.Memcached().start()
 
 
 def test_ci_refuses_to_leave_out_tests(monkeypatch, capsys) -> None:

@@ -28,17 +28,7 @@ FREE_WITHIN = LEASE + 4
 
 on_each_store = pytest.mark.parametrize(
     "cache_alias",
-    [
-        "redis",
-        "django_redis",
-        "django_valkey",
-        "cluster",
-        "pylibmc",
-        "pymemcache",
-        "db_postgres",
-        "db_mariadb",
-        "db_sqlite",
-    ],
+    ["redis", "cluster", "pylibmc", "pymemcache", "db_postgres"],
     indirect=True,
 )
 
