@@ -31,6 +31,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.only_all("it starts processes")
 def test_tests_of_an_absent_server_are_left_out() -> None:
     done = run(*NEEDING_MEMCACHED, OTHER, SINGLETASK_TEST_ABSENT="Memcached")
     assert done.returncode == 0, done.stdout
@@ -47,6 +48,7 @@ def test_ci_refuses_to_leave_out_tests(monkeypatch, capsys) -> None:
     assert "Memcached. Debian, Ubuntu: apt install memcached. macOS: brew" in printed
 
 
+@pytest.mark.only_all("it starts processes")
 def test_plain_pytest_says_what_to_run() -> None:
     variables = {name: "" for name in os.environ if name.startswith("SINGLETASK_TEST_")}
     environment = {name: text for name, text in os.environ.items() if name not in variables}

@@ -11,6 +11,8 @@ import redis
 from tests.processes import running
 from tests.servers import Redis, Valkey, ask
 
+pytestmark = pytest.mark.only_all("test_epoch.py shows it on one server")
+
 CLIENTS = {"redis": Redis, "django_redis": Redis, "django_valkey": Valkey}
 
 

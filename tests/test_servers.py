@@ -22,6 +22,8 @@ from tests.servers import (
     find,
 )
 
+pytestmark = pytest.mark.only_all("all tests use the servers")
+
 KINDS = [Redis, Memcached, PostgreSQL, MariaDB, RabbitMQ]
 ROOT = Path(__file__).parent.parent
 

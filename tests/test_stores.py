@@ -66,6 +66,17 @@ def value_of(store: Store, key: str = KEY) -> bytes | None:
     return None if entry is None else entry.value
 
 
+@pytest.mark.only_all(
+    "shown on another cache",
+    "redis_replica",
+    "django_redis",
+    "django_redis_sentinel",
+    "valkey",
+    "django_valkey",
+    "pylibmc",
+    "pylibmc_binary",
+    "db_sqlite",
+)
 class TestStores(StoreContract):
     """The contract, which the documentation has for stores of third parties, on each cache."""
 

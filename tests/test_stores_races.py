@@ -31,6 +31,7 @@ def run_racers(*arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.only_all("another case shows it", "free", "db_mariadb")
 @on_each_store
 @pytest.mark.parametrize("state", ["free", "expired"])
 def test_of_16_processes_exactly_one_takes_a_key(cache_alias: str, state: str) -> None:
@@ -39,6 +40,7 @@ def test_of_16_processes_exactly_one_takes_a_key(cache_alias: str, state: str) -
     assert [[holder] for holder in result["holders"]] == result["winners"]
 
 
+@pytest.mark.only_all("it repeats until it goes wrong")
 @pytest.mark.parametrize(
     ("cache_alias", "state"),
     [("filebased", "free"), ("db_postgres", "expired")],

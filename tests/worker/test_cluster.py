@@ -31,6 +31,7 @@ def test_the_lock_of_a_killed_child_is_free_at_once(start_worker, queue, env):
     assert it_runs_again(queue, pid)
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_a_node_that_restarts_empty_is_told_the_lock_again(
     start_worker, queue, settings, monkeypatch, runs_log
 ):

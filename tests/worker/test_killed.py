@@ -40,6 +40,9 @@ def it_runs_again(queue, pid):
 
 
 # The same code frees the lock on each store. "elsewhere" there is no proof of death to help it.
+@pytest.mark.only_all(
+    "another case shows it", "db_postgres", "late-redis-elsewhere", "long-redis-elsewhere"
+)
 @pytest.mark.parametrize(
     ("task", "alias", "env"),
     [
@@ -66,6 +69,7 @@ def test_a_killed_child(start_worker, queue, on_cache, alias, env, task):
     assert it_runs_again(queue, pid)
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
 def test_a_killed_child_frees_its_own_slot(start_worker, queue, on_cache, alias):
     on_cache(alias)
@@ -96,6 +100,7 @@ def test_revoke_with_terminate(start_worker, queue):
     assert it_runs_again(queue, pid)
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_the_command_that_why_prints_ends_the_run_and_not_as_completed(start_worker, queue):
     worker = start_worker(concurrency=1)
     result, pid = start_one(worker, tasks.long, queue)
@@ -116,6 +121,7 @@ def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, queue):
     assert tasks.long.apply_async(("a", 0), queue=queue).get(timeout=30) == "ran"
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
 def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, on_cache, alias):
     on_cache(alias)
@@ -169,6 +175,7 @@ def test_a_redelivery_beside_its_live_first_run(start_worker, queue, runs_log):
     assert len(log.runs(runs_log)) == 1
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_retry_at_once_on_an_idle_worker(start_worker, queue):
     worker = start_worker(concurrency=4)
     result = tasks.retrying.apply_async(("a", 29), queue=queue)

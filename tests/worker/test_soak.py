@@ -11,6 +11,8 @@ from tests import intervals, servers
 from tests.intervals import Recording
 from tests.worker.soak import GAPS, Soak, is_lost
 
+pytestmark = pytest.mark.only_all("it runs for as long as it is told")
+
 CONF = {
     "broker_transport_options": {
         "visibility_timeout": 3,
