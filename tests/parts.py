@@ -22,53 +22,89 @@ PARTS = 4
 """Some tests compute and some wait, so there are more parts than a small machine has cores."""
 EVERY = 30  # seconds between two lines of the progress, where it is no terminal
 
-# Seconds that files take in the default run and in all of it, if they take more than others.
-OTHERS = 2
-SECONDS = {
-    "tests/browser/test_admin_pages.py": 60,
-    "tests/test_cluster.py": 60,
-    "tests/test_command_process.py": 20,
-    "tests/test_epoch.py": 40,
-    "tests/test_example.py": 60,
-    "tests/test_file_locks.py": 15,
-    "tests/test_interrupted.py": 40,
-    "tests/test_locks.py": 40,
-    "tests/test_pages.py": 25,
-    "tests/test_probe.py": 25,
-    "tests/test_protocol.py": 20,
-    "tests/test_recorder.py": 45,
-    "tests/test_signals_and_threads.py": 40,
-    "tests/test_stores.py": 120,
-    "tests/test_stores_outages.py": 25,
-    "tests/test_stores_races.py": 30,
-    "tests/test_two_caches.py": 30,
-    "tests/test_web_servers.py": 15,
-    "tests/worker/test_cluster.py": 20,
-    "tests/worker/test_ends.py": 25,
-    "tests/worker/test_handover.py": 20,
-    "tests/worker/test_killed.py": 70,
-    "tests/worker/test_main_job.py": 20,
-    "tests/worker/test_not_again.py": 30,
-    "tests/worker/test_policies.py": 50,
-    "tests/worker/test_pools.py": 20,
-    "tests/worker/test_rabbitmq.py": 60,
-    "tests/worker/test_rate_limits.py": 30,
-    "tests/worker/test_soak.py": 60,
-    "tests/worker/test_store_trouble.py": 25,
-    "tests/worker/test_unique.py": 40,
-    "tests/worker/test_workflows.py": 60,
+# Seconds that files take in the default run, and in the rest, if they take more than others.
+OTHERS = 1
+DEFAULT = {
+    "tests/test_admin.py": 5,
+    "tests/test_bases.py": 5,
+    "tests/test_checks.py": 10,
+    "tests/test_cluster.py": 8,
+    "tests/test_command.py": 9,
+    "tests/test_command_process.py": 6,
+    "tests/test_epoch.py": 7,
+    "tests/test_example.py": 10,
+    "tests/test_explain.py": 4,
+    "tests/test_file_locks.py": 4,
+    "tests/test_interrupted.py": 7,
+    "tests/test_locks.py": 13,
+    "tests/test_pages.py": 13,
+    "tests/test_pairs.py": 5,
+    "tests/test_probe.py": 9,
+    "tests/test_protocol.py": 4,
+    "tests/test_recorder.py": 14,
+    "tests/test_stores.py": 33,
+    "tests/test_stores_outages.py": 11,
+    "tests/test_stores_races.py": 8,
+    "tests/worker/test_cluster.py": 5,
+    "tests/worker/test_killed.py": 19,
+    "tests/worker/test_policies.py": 5,
+    "tests/worker/test_pools.py": 5,
+    "tests/worker/test_workflows.py": 35,
+}
+REST = {
+    "tests/browser/test_admin_pages.py": 18,
+    "tests/test_absent.py": 5,
+    "tests/test_cluster.py": 23,
+    "tests/test_command_process.py": 10,
+    "tests/test_epoch.py": 18,
+    "tests/test_example.py": 27,
+    "tests/test_file_locks.py": 6,
+    "tests/test_interrupted.py": 8,
+    "tests/test_locks.py": 10,
+    "tests/test_per_task.py": 5,
+    "tests/test_probe.py": 6,
+    "tests/test_protocol.py": 6,
+    "tests/test_recorder.py": 12,
+    "tests/test_redis_servers.py": 12,
+    "tests/test_servers.py": 4,
+    "tests/test_signals_and_threads.py": 22,
+    "tests/test_stores.py": 40,
+    "tests/test_stores_broken.py": 5,
+    "tests/test_stores_races.py": 8,
+    "tests/test_two_caches.py": 12,
+    "tests/test_web_servers.py": 6,
+    "tests/worker/test_bases.py": 7,
+    "tests/worker/test_cluster.py": 12,
+    "tests/worker/test_ends.py": 12,
+    "tests/worker/test_handover.py": 10,
+    "tests/worker/test_killed.py": 20,
+    "tests/worker/test_main_job.py": 11,
+    "tests/worker/test_not_again.py": 19,
+    "tests/worker/test_policies.py": 27,
+    "tests/worker/test_rabbitmq.py": 25,
+    "tests/worker/test_rate_limits.py": 20,
+    "tests/worker/test_soak.py": 28,
+    "tests/worker/test_store_trouble.py": 10,
+    "tests/worker/test_unique.py": 27,
+    "tests/worker/test_workflows.py": 4,
 }
 
 
-def deal() -> list[list[str]]:
+def seconds(file: str, which: str) -> int:
+    """Say about how long the tests of a file take."""
+    default, rest = DEFAULT.get(file, OTHERS), REST.get(file, 0)
+    return {"default": default, "rest": rest, "all": default + rest}[which]
+
+
+def deal(which: str) -> list[list[str]]:
     """Deal the files of tests to parts that take about the same time."""
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     parts: list[list[str]] = [[] for _ in range(PARTS)]
     taken = [0] * PARTS
-    for file in sorted(files, key=lambda file: (-SECONDS.get(file, OTHERS), file)):
+    for file in sorted(files, key=lambda file: (-seconds(file, which), file)):
         shortest = taken.index(min(taken))
         parts[shortest].append(file)
-        taken[shortest] += SECONDS.get(file, OTHERS)
+        taken[shortest] += seconds(file, which)
     return parts
 
 
@@ -125,7 +161,7 @@ def run(which: str, arguments: list[str], notice: str) -> int:
         folder = Path(name)
         parts = [
             start(folder, f"part {number}", [*files, *options])
-            for number, files in enumerate(deal(), start=1)
+            for number, files in enumerate(deal(which), start=1)
         ]
 
         def terminate(*signal_and_frame: object) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests import parts
 from tests.conftest import is_for
 from tests.report import VARIABLE, Reader
@@ -96,8 +98,9 @@ def test_a_mark_is_for_a_whole_test_or_for_the_parameters_that_it_names() -> Non
     assert not is_for(SimpleNamespace(), "a reason", "redis")
 
 
-def test_each_file_is_in_one_part() -> None:
-    files = [file for part in parts.deal() for file in part]
+@pytest.mark.parametrize("which", ["default", "rest", "all"])
+def test_each_file_is_in_one_part(which: str) -> None:
+    files = [file for part in parts.deal(which) for file in part]
     assert len(files) == len(set(files))
-    assert set(files) >= set(parts.SECONDS)
+    assert set(files) >= parts.DEFAULT.keys() | parts.REST.keys()
     assert "tests/test_parts.py" in files
