@@ -1,19 +1,20 @@
 """Run the tests against private servers of Redis, Valkey, Memcached, PostgreSQL, MariaDB, RabbitMQ.
 
-    python runtests.py [--install-services] [--quick] [pytest's own arguments]
+    python runtests.py [--all | --rest] [--install-services] [pytest's own options]
+    python runtests.py [--install-services] FILE ... [pytest's own options]
+
+Without files, the tests run in parts at the same time, each with its own servers: a selection that
+shows each promise once. A summary of all parts ends with a line that counts what passed, failed and
+was skipped. With files, these run whole, in this process.
 
 The tests of what is not installed are left out, and the end says which and why. In CI (with the
 variable CI) nothing may be left out.
 
-Without arguments the tests run in four parts at the same time, each with its own servers: two
-mostly with Celery workers and one of faults, which wait for most of the time, and one with all
-other tests.
-
---install-services  On Debian and Ubuntu: first install what is missing, with apt the servers and
-                    the browser, then with pip pylibmc and mysqlclient, which need headers. apt does
-                    not start the servers as services of the system.
---quick             Run only the tests that need no Celery worker, no browser, no race of 16
-                    processes and no fault of a server.
+--all               Run all tests. The mark "only_all" says which are not in the selection, and why.
+--rest              Run only those that are not in the selection.
+--install-services  On Debian and Ubuntu: first install what is missing, with apt the servers, then
+                    with pip pylibmc and mysqlclient, which need headers. For all tests also
+                    RabbitMQ and Chromium. apt does not start the servers as services of the system.
 tests/browser --pictures
                     Make the pictures of the docs again.
 """
@@ -32,63 +33,30 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests import servers
+from tests import parts, servers
 
 POLICY = Path("/usr/sbin/policy-rc.d")
 # Modules of the extra "test". Without them many tests would fail, and not say what to install.
 MODULES = ["pytest", "pytest_django", "pytest_randomly", "hypothesis"]
 MODULES += ["django_redis", "django_valkey", "psycopg", "pydantic", "pymemcache", "redis"]
-# A new file with workers falls into the second part.
-FIRST_WORKER_TESTS = [
-    "tests/worker/test_killed.py",
-    "tests/worker/test_rabbitmq.py",
-    "tests/worker/test_store_trouble.py",
-    "tests/worker/test_unique.py",
-]
-# The part without workers takes longest, so two others have some of its tests.
-OF_FIRST_PART = ["tests/browser", "tests/test_stores.py"]
-OF_FIRST_PART += ["tests/test_stores_broken.py", "tests/test_file_locks.py"]
-OF_FAULTS = ["tests/test_diskcache_store.py", "tests/test_locks.py", "tests/test_stores_races.py"]
-# Tests of signals, of servers that fail, and of the demo: they start processes and wait for them.
-FAULTS = [
-    "tests/test_cluster.py",
-    "tests/test_example.py",
-    "tests/test_flushes.py",
-    "tests/test_interrupted.py",
-    "tests/test_redis_cluster.py",
-    "tests/test_redis_servers.py",
-    "tests/test_release_sent_twice.py",
-    "tests/test_signals_and_threads.py",
-    "tests/test_stores_outages.py",
-    "tests/test_two_caches.py",
-    "tests/test_web_servers.py",
-]
-PARTS = {
-    "Tests with workers, first part": [*FIRST_WORKER_TESTS, *OF_FIRST_PART],
-    "Tests with workers, second part": [
-        *("-m", "worker"),
-        *(f"--ignore={path}" for path in (*FIRST_WORKER_TESTS, *FAULTS)),
-    ],
-    "Tests of faults": [*FAULTS, *OF_FAULTS],
-    "Tests without workers": [
-        *("-m", "not worker"),
-        *(f"--ignore={path}" for path in (*OF_FIRST_PART, *FAULTS, *OF_FAULTS)),
-    ],
-}
+
+ROOT = Path(__file__).resolve().parent
 
 
 def main(arguments: list[str]) -> int:
-    own_options = {"--install-services", "--quick"}.intersection(arguments)
+    own_options = {"--install-services", "--all", "--rest"}.intersection(arguments)
     arguments = [argument for argument in arguments if argument not in own_options]
-    quick = "--quick" in own_options
-    installing = "--install-services" in own_options
-    missing = servers.missing(browser=not quick)
-    if installing and missing and shutil.which("apt-get"):
+    names_files = any(is_file(argument) for argument in arguments)
+    selected = "--all" not in own_options and "--rest" not in own_options and not names_files
+    if "--run=default" in arguments:
+        selected = True
+    missing = servers.missing(everything=not selected)
+    if "--install-services" in own_options and missing and shutil.which("apt-get"):
         install(missing)
-        missing = servers.missing(browser=not quick)
+        missing = servers.missing(everything=not selected)
     if missing and "CI" in os.environ:
         print("In CI no test may be left out, but not everything is installed.", explain(missing))
         return 1
@@ -96,58 +64,34 @@ def main(arguments: list[str]) -> int:
     if absent := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         print(f'Not installed: {", ".join(absent)}. They come with pip install -e ".[test]"')
         return 1
-    if not quick and not arguments:
-        code = side_by_side()
-        if missing:
-            print("The tests of what is not installed were left out.", explain(missing))
-        return code
-    if quick:
-        marks = "not worker and not browser and not race"
-        # Only the tests of the browser import selenium.
-        ignored = [f"--ignore={path}" for path in ("tests/browser", *FAULTS)]
-        arguments = ["-m", marks, *ignored, *arguments]
-    import pytest
-
-    os.chdir(Path(__file__).parent)
+    os.chdir(ROOT)
     # Treat SIGTERM as Ctrl-C: pytest then ends, stops the servers and removes their files. A
     # SystemExit would only fail the test that is running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A shell lets what it starts in the background ignore Ctrl-C; tests of interrupts need it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with environment() as variables:
-        os.environ.update(variables)
-        return int(pytest.main(arguments))
+    if names_files:
+        import pytest
+
+        with environment() as variables:
+            os.environ.update(variables)
+            return int(pytest.main(arguments))
+    which = "default"
+    if "--all" in own_options:
+        which = "all"
+    elif "--rest" in own_options:
+        which = "rest"
+    notice = ""
+    if missing:
+        notice = f"The tests of what is not installed were left out. {explain(missing)}"
+    return parts.run(which, arguments, notice)
 
 
-def side_by_side() -> int:
-    """Run all parts at the same time. Show the first while it runs, the others when they end."""
-    command = [sys.executable, str(Path(__file__).resolve())]
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def terminate(*signal_and_frame: object) -> None:
-        for process in processes:
-            process.terminate()
-
-    # A terminal sends Ctrl-C to the parts as well, but nothing else passes SIGTERM on to them.
-    signal.signal(signal.SIGTERM, terminate)
-    with ExitStack() as stack:
-        outputs = {}
-        for heading, arguments in PARTS.items():
-            output = stack.enter_context(tempfile.TemporaryFile()) if processes else None
-            process = subprocess.Popen(
-                [*command, *arguments], stdout=output, stderr=output and subprocess.STDOUT
-            )
-            processes.append(process)
-            # After Ctrl-C each part still has to stop its servers.
-            stack.callback(process.wait)
-            if output:
-                outputs[heading] = process, output
-        processes[0].wait()
-        for heading, (process, output) in outputs.items():
-            process.wait()
-            output.seek(0)
-            print(f"\n-- {heading}", output.read().decode(errors="replace"), sep="\n", flush=True)
-    return max(abs(process.returncode) for process in processes)
+def is_file(argument: str) -> bool:
+    """Say whether an argument names tests: a file or a folder, or a test in a file."""
+    if argument == "" or argument.startswith("-"):
+        return False
+    return (ROOT / argument.partition("::")[0]).exists()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from django_singletask.locks.renewal import Renewer, renewers
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.base import Epoch, Forgotten, epoch_of
-from tests import deadline, servers
+from tests import deadline, report, servers
 from tests.absent import needed_by
 from tests.routers import LOCK_TABLES
 
@@ -44,7 +45,12 @@ FAMILIES = ["redis", "cluster", "pymemcache", "db_postgres", "locmem"]
 """One cache of each family. What is above the stores is shown on these; the stores on all."""
 
 
+# The extra test-versions has no selenium.
+collect_ignore = [] if find_spec("selenium") else ["browser"]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run", choices=["default", "rest", "all"], default="all")
     parser.addoption("--soak", type=int, default=12, help="seconds of random load (12)")
 
 
@@ -55,6 +61,34 @@ def pytest_configure(config: pytest.Config) -> None:
             "The tests need servers of their own, which runtests.py starts. It takes the arguments "
             f"of pytest: python runtests.py {arguments}"
         )
+    # Not for pytest processes that tests start.
+    if file := os.environ.pop(report.VARIABLE, ""):
+        config.pluginmanager.register(report.Writer(file))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the run does not want: the tests with the mark ``only_all``, or all others."""
+    if config.option.run == "all":
+        return
+    wanted, others = [], []
+    for item in items:
+        is_rest = any(is_for(item, *mark.args) for mark in item.iter_markers("only_all"))
+        if is_rest == (config.option.run == "rest"):
+            wanted.append(item)
+        else:
+            others.append(item)
+    items[:] = wanted
+    config.hook.pytest_deselected(items=others)
+
+
+def is_for(item: pytest.Item, reason: str, *parameters: str) -> bool:
+    """Say whether a mark ``only_all`` is for these parameters: for the id, or a part of it."""
+    if not parameters:
+        return True
+    if not hasattr(item, "callspec"):
+        return False
+    name = item.callspec.id
+    return not {name, *name.split("-")}.isdisjoint(parameters)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,7 +108,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many tests were left out, because of what, and how to install that."""
     reasons = [str(report.longrepr[2]) for report in terminalreporter.getreports("skipped")]
-    for need in [*servers.NEEDS, *servers.BROWSER]:
+    for need in [*servers.NEEDS, *servers.NEEDS_OF_THE_REST]:
         reason = f"{need.name} is not installed"
         if count := reasons.count(f"Skipped: {reason}"):
             terminalreporter.write_line(f"Left out: {count} tests, because {reason}. {need.how}")

@@ -153,11 +153,7 @@ def body(lock: TaskLock, task_id: str | None = None) -> Iterator[None]:
 def fence(lock: TaskLock) -> None:
     """Note the fencing token of a held lock; memcached, which can lose a counter, has none."""
     with suppress(NotImplementedError, LockLost):
-        note_fence(lock, lock.fencing_token())
-
-
-def note_fence(lock: TaskLock, number: int) -> None:
-    note("fenced", lock=lock.name, token=lock.token, number=number)
+        note("fenced", lock=lock.name, token=lock.token, number=lock.fencing_token())
 
 
 def kill(*pids: int) -> None:

@@ -85,25 +85,27 @@ NEEDS = [
     Need("PostgreSQL", "postgresql", "postgresql@17", program="postgres"),
     Need("MariaDB", "mariadb-server", "mariadb", program="mariadbd"),
     Need("PgBouncer", "pgbouncer", "pgbouncer", program="pgbouncer"),
-    Need("RabbitMQ", "rabbitmq-server", "rabbitmq", program="rabbitmq-server"),
     Need("pylibmc", "gcc libmemcached-dev zlib1g-dev", "libmemcached zlib", module="pylibmc"),
     Need("mysqlclient", "gcc libmariadb-dev pkg-config", "mariadb pkgconf", module="MySQLdb"),
 ]
 
-BROWSER = [
+# What is needed only by tests that are not in the default run.
+NEEDS_OF_THE_REST = [
+    Need("RabbitMQ", "rabbitmq-server", "rabbitmq", program="rabbitmq-server"),
     Need("Chromium", "chromium", "--cask chromium", program="chromium"),
     Need("ChromeDriver", "chromium-driver", "chromedriver", program="chromedriver"),
 ]
 
 
-def missing(*, browser: bool = True) -> list[Need]:
+def missing(*, everything: bool = True) -> list[Need]:
     """Return the servers, compiled clients and parts of the browser that are not installed."""
-    return [need for need in (NEEDS + BROWSER if browser else NEEDS) if not need.is_here()]
+    needs = NEEDS + NEEDS_OF_THE_REST if everything else NEEDS
+    return [need for need in needs if not need.is_here()]
 
 
 def require(program: str) -> None:
     """Skip the test, unless the program of this server is installed."""
-    for need in NEEDS + BROWSER:
+    for need in NEEDS + NEEDS_OF_THE_REST:
         if need.program == program and not need.is_here():
             raise unittest.SkipTest(f"{need.name} is not installed")
 

@@ -137,7 +137,6 @@ CACHES = {
     "locmem": cache(f"{DJANGO}.locmem.LocMemCache", "locks"),
     "dummy": cache(f"{DJANGO}.dummy.DummyCache"),
     "files": cache("tests.file_locks.FileCache", str(FOLDER / "locks")),
-    "disk": cache("diskcache.DjangoCache", str(FOLDER / "disk")),
     "filebased": cache(f"{DJANGO}.filebased.FileBasedCache", str(FOLDER / "cache")),
 }
 # Servers of a test's own, that it stops and restarts.
@@ -157,7 +156,6 @@ for alias, configuration in CACHES.items():
 CACHES["default"] = CACHES["redis"]
 
 SINGLETASK_STORES = {
-    "diskcache.djangocache.DjangoCache": "tests.diskcache_store.DiskStore",
     "tests.file_locks.FileCache": "tests.file_locks.FileStore",
 }
 

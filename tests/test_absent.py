@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import unittest
 from pathlib import Path
 
 import pytest
@@ -32,23 +31,11 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.only_all("it starts processes")
 def test_tests_of_an_absent_server_are_left_out() -> None:
     done = run(*NEEDING_MEMCACHED, OTHER, SINGLETASK_TEST_ABSENT="Memcached")
     assert done.returncode == 0, done.stdout
     assert "Left out: 2 tests, because Memcached is not installed. Debian" in done.stdout
-
-
-def test_control_they_run_if_it_is_installed() -> None:
-    done = run(*NEEDING_MEMCACHED, OTHER)
-    assert done.returncode == 0, done.stdout
-    assert "Left out" not in done.stdout
-    assert "skipped" not in done.stdout
-
-
-def test_a_test_that_starts_an_absent_server_is_left_out(monkeypatch) -> None:
-    monkeypatch.setattr(servers, "find", lambda program: None)
-    with pytest.raises(unittest.SkipTest, match="Memcached is not installed"):
-        servers.Memcached().start()
 
 
 def test_ci_refuses_to_leave_out_tests(monkeypatch, capsys) -> None:
@@ -61,6 +48,7 @@ def test_ci_refuses_to_leave_out_tests(monkeypatch, capsys) -> None:
     assert "Memcached. Debian, Ubuntu: apt install memcached. macOS: brew" in printed
 
 
+@pytest.mark.only_all("it starts processes")
 def test_plain_pytest_says_what_to_run() -> None:
     variables = {name: "" for name in os.environ if name.startswith("SINGLETASK_TEST_")}
     environment = {name: text for name, text in os.environ.items() if name not in variables}

@@ -314,6 +314,7 @@ def test_number_of_statements_does_not_grow_with_the_rows(admin, monkeypatch):
     assert few < 12
 
 
+@pytest.mark.only_all("it writes 30,000 rows")
 def test_every_statement_of_the_list_uses_an_index(admin, monkeypatch):
     monkeypatch.setattr(names, "SCANNED", 1000)  # of 30,000 rows
     fill_table()

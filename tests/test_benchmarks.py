@@ -10,6 +10,8 @@ import pytest
 from benchmarks import fleet, picture, report
 from benchmarks.measure import Series
 
+pytestmark = pytest.mark.only_all("the benchmarks are no part of the package")
+
 SLOWER_MACHINE_LATER = Series(
     {
         "floor": [100.0, 100.0, 400.0],

@@ -173,6 +173,7 @@ def test_locks_of_all_nodes_are_listed_in_few_trips(store: Any, monkeypatch: Any
     assert len(trips) <= 7  # the map, and for each node a scan and a read
 
 
+@pytest.mark.only_all("it starts processes")
 def test_the_probe_names_each_node(either: Cluster, store: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("SINGLETASK_TEST_CLUSTER", either.url)
     result = probe("cluster")
@@ -411,6 +412,7 @@ def test_a_free_lock_is_taken_as_soon_as_its_slot_has_moved(
     assert not ends
 
 
+@pytest.mark.only_all("it starts processes")
 def test_many_processes_take_turns_while_slots_migrate(either: Cluster, store: Any) -> None:
     command = [sys.executable, "-m", "tests.racers", "moves", "cluster", "2"]
     variables = {**os.environ, **VARIABLES, "SINGLETASK_TEST_CLUSTER": either.url}
@@ -458,6 +460,7 @@ def test_only_the_takes_of_a_node_that_forgot_are_held_back(
     assert pauses_to_take(second, 2) == 0
 
 
+@pytest.mark.only_all("a failover takes long")
 @pytest.mark.usefixtures("outside_of_tests")
 @pytest.mark.parametrize("info", ["+info", "-info"])
 def test_a_failover_holds_back_the_takes_of_that_node_alone(settings: Any, info: str) -> None:
@@ -583,6 +586,7 @@ def test_a_holder_has_its_lock_back_before_others_take_it(way, kind, forgotten) 
     assert result == {"beside": 0, "retaken": 1, "lost": False}
 
 
+@pytest.mark.only_all("shown with a replica", "nobody asks which server answers")
 @pytest.mark.race
 @pytest.mark.parametrize(("way", "kind", "fault"), [case for case in CASES if case[2]])
 def test_control_without_it_others_run_beside_the_holder(way, kind, fault, forgotten) -> None:

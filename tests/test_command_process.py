@@ -36,6 +36,7 @@ def run(*arguments, cache="redis", **options):
     )
 
 
+@pytest.mark.only_all("it starts processes")
 def test_list_has_no_colour_in_a_pipe(take):
     take("nightly")
     done = run()
@@ -63,6 +64,7 @@ def test_alarm_exits_with_two():
     assert done.stderr == "Alarm: Held for more than 1h: nightly (1h 01m).\n"
 
 
+@pytest.mark.only_all("another case shows it", "redis")
 @pytest.mark.parametrize(
     ("cache", "arguments", "code", "stderr"),
     [
@@ -86,6 +88,7 @@ def test_clear_that_nobody_answers_frees_nothing(take):
     assert lock.owned()
 
 
+@pytest.mark.only_all("it starts processes")
 def test_clear_exits_with_zero_and_prints_one_line_in_a_project_without_logging(take):
     lock = take("nightly")
     done = run("clear", "nightly", "--yes")
@@ -103,6 +106,7 @@ def test_closed_pipe_exits_as_if_by_sigpipe(take):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.only_all("it starts processes")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -118,6 +122,7 @@ def test_options_of_django_stand_on_each_side_of_the_action_which_may_be_missing
     assert "nightly" in done.stdout
 
 
+@pytest.mark.only_all("it starts processes")
 def test_wrong_option_exits_with_three():
     done = run("list", "--fail-if-held-over", "1")
     assert done.returncode == 3

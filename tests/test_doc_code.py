@@ -95,6 +95,7 @@ def test_the_store_of_the_page_is_the_one_whose_promises_are_tested(path):
     assert code in [each.strip() for each in blocks(ROOT / "docs/guides/add-a-store.rst")]
 
 
+@pytest.mark.only_all("it starts processes")
 def test_a_store_that_forgets_keeps_its_promises(names):
     [block] = [each for each in blocks(ROOT / "docs/guides/add-a-store.rst") if "forgets" in each]
     exec(block, names)

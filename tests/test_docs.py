@@ -215,6 +215,7 @@ def test_json_has_the_keys_that_its_page_lists(action, keys):
     assert keys_of(action) == keys
 
 
+@pytest.mark.only_all("it starts processes")
 @pytest.mark.django_db(databases="__all__")
 def test_json_of_why_and_probe_has_the_keys_that_the_page_lists(on_redis, empty_history):
     with TaskLock("nightly"):

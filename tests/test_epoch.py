@@ -61,6 +61,7 @@ def beside(alias, way, fault="", seconds=SECONDS):
             return json.loads(process.stdout.read())
 
 
+@pytest.mark.only_all("another case shows it", "flush", "pylibmc")
 @pytest.mark.race
 @pytest.mark.parametrize("way", ["restart", "flush"])
 @pytest.mark.parametrize("alias", ["redis", "pylibmc", "pymemcache"])
@@ -69,6 +70,7 @@ def test_a_live_holder_has_its_lock_back_before_others_take_it(alias, way):
     assert result == {"beside": 0, "retaken": 1, "lost": False}
 
 
+@pytest.mark.only_all("shown on another cache", "valkey")
 @pytest.mark.race
 @pytest.mark.parametrize("alias", ["redis", "valkey"])
 def test_a_server_that_comes_back_with_an_old_snapshot_is_noticed(alias):
@@ -77,6 +79,7 @@ def test_a_server_that_comes_back_with_an_old_snapshot_is_noticed(alias):
     assert result == {"beside": 0, "retaken": 1, "lost": False}
 
 
+@pytest.mark.only_all("it repeats until it goes wrong")
 @pytest.mark.race
 @pytest.mark.parametrize("fault", ["nobody is held back", "nobody looks"])
 def test_control_without_it_others_run_beside_the_holder(fault):
@@ -84,6 +87,7 @@ def test_control_without_it_others_run_beside_the_holder(fault):
     assert any(beside("redis", "restart", fault, seconds=4)["beside"] for _attempt in range(4))
 
 
+@pytest.mark.only_all("it repeats until it goes wrong")
 @pytest.mark.race
 def test_control_if_nobody_asks_which_server_answers_others_run_beside_the_holder():
     fault = "nobody asks which server answers"

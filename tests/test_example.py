@@ -313,6 +313,7 @@ def test_demo(demo: Any, tmp_path: Path) -> None:
     assert list(process.folder.iterdir()) == []
 
 
+@pytest.mark.only_all("it runs the demo")
 @pytest.mark.worker
 def test_demo_finds_the_overlaps_of_runs_without_lock(demo: Any) -> None:
     process = demo("--no-lock")
@@ -332,6 +333,7 @@ def locks(environment: dict[str, str], *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.only_all("it runs the demo")
 @needs_proc
 @pytest.mark.worker
 def test_demo_serves_a_lock_in_each_state(demo: Any) -> None:
@@ -375,6 +377,7 @@ def test_takes_the_time_zone_of_the_system(
     assert example.settings.time_zone_of_this_machine() == name
 
 
+@pytest.mark.only_all("another case shows it", "imports run", "before workers", "calls are sent")
 @needs_proc
 @pytest.mark.worker
 @pytest.mark.parametrize(
@@ -399,6 +402,7 @@ def test_demo_leaves_nothing_when_interrupted(demo: Any, moment: str, number: in
     assert list(process.folder.iterdir()) == []
 
 
+@pytest.mark.only_all("it runs the demo")
 @needs_proc
 @pytest.mark.worker
 def test_workers_end_when_the_demo_is_killed(demo: Any) -> None:
@@ -413,6 +417,7 @@ def test_workers_end_when_the_demo_is_killed(demo: Any) -> None:
     assert process.left() == []
 
 
+@pytest.mark.only_all("another case shows it", "options1", "options2", "options4", "options5")
 @pytest.mark.parametrize(
     ("options", "message"),
     [

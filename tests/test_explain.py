@@ -515,6 +515,7 @@ def test_foreign_entry_is_cleared_by_its_key():
 # As a process
 
 
+@pytest.mark.only_all("it starts processes")
 def test_command_explains_a_lock_of_another_process():
     lock = TaskLock("nightly")
     lock.acquire()
@@ -527,6 +528,7 @@ def test_command_explains_a_lock_of_another_process():
     assert f"process {os.getpid()} (alive on this host)" in done.stdout
 
 
+@pytest.mark.only_all("it starts processes")
 def test_command_exits_with_3_for_an_unknown_name():
     command = [sys.executable, "-m", "django", "locks", "why", "nothing\x1b"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -270,6 +270,7 @@ def test_trips_and_statements_of_a_long_list_are_few(many, django_assert_num_que
     assert trips() - before <= 5
 
 
+@pytest.mark.only_all("it takes many locks")
 def test_memory_of_a_long_list_is_what_it_shows(many):
     list(lock_table(with_history(held())))  # what is kept for good is kept by now
     tracemalloc.start()

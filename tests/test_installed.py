@@ -79,11 +79,13 @@ def test_the_first_lock_of_a_process_warns_once(run):
     assert output.count("The lock is held: True") == 2
 
 
+@pytest.mark.only_all("it starts processes")
 def test_nothing_warns_where_the_app_is_installed(run):
     output = run("-c", LOCKS, apps="django.contrib.contenttypes django_singletask")
     assert WARNING not in output
 
 
+@pytest.mark.only_all("it starts a worker")
 @pytest.mark.worker
 def test_a_worker_warns_once_at_its_start(run):
     output = run(*WORKER)

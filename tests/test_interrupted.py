@@ -34,17 +34,7 @@ NOT_MEANWHILE = 300.0
 
 on_each_store = pytest.mark.parametrize(
     "cache_alias",
-    [
-        "redis",
-        "django_redis",
-        "django_valkey",
-        "cluster",
-        "pylibmc",
-        "pymemcache",
-        "db_postgres",
-        "db_mariadb",
-        "db_sqlite",
-    ],
+    ["redis", "cluster", "pylibmc", "pymemcache", "db_postgres"],
     indirect=True,
 )
 
@@ -145,6 +135,7 @@ def interrupt_each_place(use: Callable[[str], None]) -> tuple[list[str], list[st
     return names, swallowed
 
 
+@pytest.mark.only_all("shown on another cache", "pylibmc")
 @on_each_store
 def test_a_limit_anywhere_in_a_with_block_is_told_and_the_lock_is_free(cache_alias):
     names, swallowed = interrupt_each_place(with_block)
@@ -152,6 +143,7 @@ def test_a_limit_anywhere_in_a_with_block_is_told_and_the_lock_is_free(cache_ali
     assert_none(swallowed, names, "were not told")
 
 
+@pytest.mark.only_all("a with block shows it")
 @on_one_store
 @pytest.mark.parametrize("use", [guarded_function, acquire_and_release])
 def test_a_limit_anywhere_in_another_use_is_told_and_the_lock_is_free(use, cache_alias):
@@ -334,6 +326,7 @@ def interrupt_each_end(app: Celery, expected: Any, logged: Logged) -> tuple[list
     return names, other_result, other_log
 
 
+@pytest.mark.only_all("shown on another cache", "cluster", "pylibmc", "pymemcache", "db_postgres")
 @on_each_store
 @pytest.mark.parametrize("expected", ["ran", OfTheBody])
 def test_a_limit_after_the_body_of_a_task_changes_no_result(
@@ -347,6 +340,7 @@ def test_a_limit_after_the_body_of_a_task_changes_no_result(
 
 
 # If the signal strikes before a connection is closed, Python closes its socket, and warns.
+@pytest.mark.only_all("it interrupts at each place")
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_after_a_limit_anywhere_in_a_with_block_there_is_no_current_lock(on_redis):
     # Not in local memory, which is for tests: Python 3.14 can leave the lock of its cache locked.

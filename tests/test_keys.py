@@ -227,6 +227,7 @@ def has_equal_names(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(has_equal_names, value))
 
 
+@pytest.mark.only_all("it tries many calls")
 @settings(deadline=None)
 @given(st.lists(values, max_size=3), st.dictionaries(st.text(), values, max_size=3))
 def test_calls_of_any_signature_have_a_safe_key_and_name(args, kwargs):

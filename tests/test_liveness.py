@@ -268,6 +268,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(holder: subprocess.Popen[str
     lock.release()
 
 
+@pytest.mark.only_all("shown on another cache", "redis")
 @on_each_family
 @pytest.mark.django_db
 def test_control_without_proof_the_lock_is_not_taken_over(

@@ -429,6 +429,7 @@ class TestFailures:
         messages = [r for r in caplog.records if r.levelno >= logging.ERROR]
         assert [lock.key in record.getMessage() for record in messages] == [True]
 
+    @pytest.mark.only_all("a with block shows it", "acquire", "hand_over")
     @pytest.mark.parametrize("use", ["acquire", "with", "hand_over"])
     def test_a_signal_at_any_line_leaves_no_lock_behind(self, use, wait_for):
         """The release or a debt frees the lock, or its lease ends since nobody renews it."""

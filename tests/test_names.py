@@ -186,6 +186,7 @@ def test_lock_that_has_the_name_is_meant_rather_than_a_task_whose_name_ends_so()
     assert meant("unique") == []
 
 
+@pytest.mark.only_all("it starts processes")
 def test_tasks_are_imported_where_no_worker_has_done_so():
     program = "import django; django.setup()\nfrom django_singletask.operators import names\n"
     program += "print(names.tasks_of('unique'))"

@@ -123,6 +123,7 @@ def test_bars_of_the_day_on_which_the_clock_is_set_back_are_at_their_times():
     assert (bar["when"], bar["x"]) == ("2025-10-26 12:00:00", pytest.approx(100 * 23.5 / 24))
 
 
+@pytest.mark.only_all("it writes many rows")
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
 def test_no_more_rows_are_read_than_can_be_summed_up(settings, monkeypatch, alias):
     keep_history_in(settings, alias)

@@ -25,6 +25,7 @@ def texts(findings, level):
 SHARED = ["redis", "pylibmc", "pymemcache", "db_postgres", "db_mariadb", "db_sqlite"]
 
 
+@pytest.mark.only_all("shown on another cache", "pylibmc", "db_sqlite", "db_mariadb")
 @pytest.mark.parametrize("cache_alias", SHARED, indirect=True)
 def test_cache_that_can_hold_locks_is_fit(cache_alias):
     result = probe(cache_alias)
@@ -41,12 +42,14 @@ def test_memory_of_one_process_is_unfit():
     assert texts(result.findings, "unfit").startswith("another process does not see the lock")
 
 
+@pytest.mark.only_all("it starts processes")
 def test_process_that_uses_other_keys_is_unfit():
     finding = look_from_another_process("django_redis", get_store("redis"))
     assert finding.level == "unfit"
     assert "use different keys (KEY_PREFIX, KEY_FUNCTION)" in finding.text
 
 
+@pytest.mark.only_all("it starts processes")
 def test_probe_disturbs_no_lock_and_leaves_none(on_redis, take):
     lock = take("nightly")
     probe("redis")
@@ -68,6 +71,7 @@ def test_without_a_settings_module_it_says_what_to_set(on_redis, monkeypatch):
         probe("redis")
 
 
+@pytest.mark.only_all("it starts processes")
 def test_failure_of_the_other_process_says_why(on_redis, settings):
     settings.CACHES = {**settings.CACHES, "only here": settings.CACHES["redis"]}
     with pytest.raises(RuntimeError, match=r"The other process failed: .*'only here' is not in"):

@@ -367,6 +367,12 @@ def test_the_protocol(settings):
     run_state_machine_as_test(World, settings=hypothesis_settings(max_examples=300))
 
 
+@pytest.mark.only_all(
+    "one fault shows that faults are found",
+    "renewal without compare",
+    "a loss that a renewal undoes",
+    "renewal anchored at the reply",
+)
 @pytest.mark.parametrize(
     "fault",
     [

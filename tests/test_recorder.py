@@ -506,6 +506,7 @@ def start(program, *arguments, **env):
     )
 
 
+@pytest.mark.only_all("it starts processes")
 @pytest.mark.needs("redis")
 @pytest.mark.parametrize("alias", ["default", "mariadb"])
 def test_forked_child_leaves_the_connection_of_its_parent(settings, alias):
@@ -536,6 +537,7 @@ def test_a_script_that_ends_at_once_loses_no_row():
     assert len(rows()) == 3
 
 
+@pytest.mark.only_all("it starts processes")
 @pytest.mark.needs("redis")
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_processes_of_multiprocessing_lose_no_row(method):
@@ -567,6 +569,7 @@ class TestMode:
     def test_in_tests_the_default_is_inline(self):
         assert conf.history == "inline"
 
+    @pytest.mark.only_all("it starts processes")
     def test_in_tests_the_default_is_inline_though_the_app_has_read_it_before(self):
         program = (
             "import django; django.setup(); from django.test.utils import setup_test_environment; "
@@ -653,6 +656,7 @@ def test_a_server_that_stops_and_comes_back_loses_nothing():
     assert errors.count("cannot be written") == errors.count("can be written again") == 1
 
 
+@pytest.mark.only_all("it measures")
 def test_rates(capsys):
     """Print what one process writes in a second; slow machines fail no build."""
     together = list(runs(5000))

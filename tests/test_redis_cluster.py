@@ -35,6 +35,7 @@ def test_each_use_of_a_cluster_names_it(alias, cluster, settings):
                 TaskLock("nightly", cache=alias).acquire()
 
 
+@pytest.mark.only_all("it starts processes")
 def test_the_probe_of_a_cluster_names_it(cluster):
     done = subprocess.run(
         [sys.executable, "-m", "django", "locks", "probe"],

@@ -11,6 +11,8 @@ import redis
 from tests.processes import running
 from tests.servers import Redis, Valkey, ask
 
+pytestmark = pytest.mark.only_all("test_epoch.py shows it on one server")
+
 CLIENTS = {"redis": Redis, "django_redis": Redis, "django_valkey": Valkey}
 
 
@@ -20,7 +22,7 @@ def at(server: Redis) -> dict[str, str]:
 
 def take_after_a_return(
     alias: str, *, pool: tuple[str, ...] = (), loads_for: float = 0
-) -> tuple[bool, float, dict]:
+) -> tuple[bool, dict]:
     """Let Redis return with an old snapshot; return what the taker and the holder know.
 
     The snapshot has the epoch of before, but not the lock that was taken since.
@@ -43,25 +45,22 @@ def take_after_a_return(
         }
         taker.go_on()  # it asks again and again, so it comes as soon as the server is back
         server.start()
-        taken, seconds = json.loads(taker.says())
+        taken = json.loads(taker.says())
         holder.go_on()
-        return taken, seconds, json.loads(holder.says())
+        return taken, json.loads(holder.says())
 
 
 @pytest.mark.race
-@pytest.mark.parametrize("pool", [(), ("gevent",)], ids=["prefork", "gevent"])
-@pytest.mark.parametrize("alias", CLIENTS)
-def test_a_taker_waits_until_the_live_holder_has_its_lock_back(alias, pool):
-    taken, seconds, holder = take_after_a_return(alias, pool=pool)
+def test_a_taker_with_gevent_waits_until_the_live_holder_has_its_lock_back():
+    taken, holder = take_after_a_return("redis", pool=("gevent",))
     assert (taken, holder) == (False, {"lost": False, "retaken": 1})
-    assert 0.5 < seconds < 3
 
 
 @pytest.mark.race
 @pytest.mark.parametrize("alias", ["redis", "django_valkey"])
 def test_a_taker_waits_also_after_a_server_that_loads_its_snapshot_for_long(alias):
     """It says who it is from its start, but takes requests only when it has loaded."""
-    taken, _seconds, holder = take_after_a_return(alias, loads_for=2)
+    taken, holder = take_after_a_return(alias, loads_for=2)
     assert (taken, holder) == (False, {"lost": False, "retaken": 1})
 
 

@@ -19,11 +19,10 @@ from tests.servers import (
     PostgreSQL,
     RabbitMQ,
     Redis,
-    Server,
-    ask,
-    children,
     find,
 )
+
+pytestmark = pytest.mark.only_all("all tests use the servers")
 
 KINDS = [Redis, Memcached, PostgreSQL, MariaDB, RabbitMQ]
 ROOT = Path(__file__).parent.parent
@@ -42,46 +41,6 @@ def is_gone(pid: int) -> bool:
                 return True
         time.sleep(0.05)
     return False
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_server_pauses_restarts_and_leaves_nothing(kind: type[Server]) -> None:
-    others = set(children(os.getpid()))
-
-    def family() -> list[int]:
-        # Not the server alone: the port mapper of RabbitMQ is a process beside it.
-        started = set(children(os.getpid())) - others
-        return [*started, *(child for pid in started for child in children(pid))]
-
-    with kind() as server:
-        folder = server.folder
-        processes = family()
-        server.pause()
-        assert not server.answers()
-        server.resume()
-        assert server.answers()
-        server.kill()
-        assert not server.answers()
-        server.start()
-        assert server.answers()
-        processes += family()
-    assert all(is_gone(pid) for pid in processes)
-    assert not folder.exists()
-
-
-def test_redis_can_restart_empty_on_its_port() -> None:
-    with Redis() as redis:
-        port = redis.port
-        assert ask(port, b"SET name value\r\n") == b"+OK\r\n"
-        redis.restart_empty()
-        assert redis.port == port
-        assert ask(port, b"GET name\r\n") == b"$-1\r\n"
-
-
-def test_a_sentinel_knows_primary_and_replica() -> None:
-    with Redis() as primary, Redis(replica_of=primary), Redis(sentinel_for=primary) as sentinel:
-        reply = ask(sentinel.port, b"SENTINEL get-master-addr-by-name singletask\r\n")
-        assert str(primary.port).encode() in reply
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

@@ -51,6 +51,7 @@ print([caches[alias].get("name") for alias in {aliases}])
 """
 
 
+@pytest.mark.only_all("it starts processes")
 @pytest.mark.django_db(databases="__all__", transaction=True)
 def test_processes_that_tests_start_use_the_test_databases() -> None:
     aliases = ["db_postgres", "db_mariadb", "db_sqlite"]

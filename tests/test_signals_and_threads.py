@@ -68,6 +68,7 @@ def interrupt_threads(alias: str, when: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.only_all("it starts a process for each place")
 @pytest.mark.race
 @pytest.mark.usefixtures("django_db_setup")
 @pytest.mark.parametrize("when", ["first", "later"])

@@ -29,7 +29,8 @@ from tests.racers import connection_id
 MEMCACHED = ["pylibmc", "pylibmc_binary", "pymemcache"]
 # Their locks have the store and the connection of redis or of pylibmc: what takes long, and does
 # not depend on the settings of the cache, is shown there.
-ALIKE = ["django_redis", "django_redis_sentinel", "valkey", "django_valkey", "pylibmc_binary"]
+ALIKE = ["redis_replica", "django_redis", "django_redis_sentinel", "valkey", "django_valkey"]
+ALIKE += ["pylibmc_binary"]
 LONG = ("of_several_that", "several_take", "several_share", "child", "_lease", "agree_on_the_epoch")
 on_memcached = pytest.mark.parametrize("cache_alias", MEMCACHED, indirect=True)
 A, B, C = holder("a"), holder("b"), holder("c")
@@ -65,6 +66,17 @@ def value_of(store: Store, key: str = KEY) -> bytes | None:
     return None if entry is None else entry.value
 
 
+@pytest.mark.only_all(
+    "shown on another cache",
+    "redis_replica",
+    "django_redis",
+    "django_redis_sentinel",
+    "valkey",
+    "django_valkey",
+    "pylibmc",
+    "pylibmc_binary",
+    "db_sqlite",
+)
 class TestStores(StoreContract):
     """The contract, which the documentation has for stores of third parties, on each cache."""
 

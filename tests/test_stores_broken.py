@@ -357,6 +357,12 @@ class Contract(StoreContract):
 ERRORS = (AssertionError, OSError, LockUnavailable, pytest.fail.Exception)
 
 
+@pytest.mark.only_all(
+    "another case shows it",
+    "test_of_several_that_take_a_free_lock_one_gets_it",
+    "KeepsTheLocksOfItsParent",
+    "AddsByGetAndSet-test_several_take_turns",
+)
 @pytest.mark.parametrize(("broken", "test"), BROKEN)
 def test_control_a_broken_store_fails(broken: type[Store], test: str) -> None:
     with pytest.raises(ERRORS):

@@ -433,6 +433,7 @@ def test_locks_take_no_connection_from_the_pool(
         assert store.connection.pool is None
 
 
+@pytest.mark.only_all("it starts processes")
 @on("db_postgres")
 def test_a_race_under_serializable_isolation_has_one_winner_and_no_errors(
     cache_alias: str, settings, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def test_the_lock_of_a_body_shows_little_more_than_any_other_lock() -> None:
     assert shown - {*dir(TaskLock)} == {"outage"}
 
 
+@pytest.mark.only_all("it starts processes")
 def test_the_public_surface_is_as_written_down(outputs: dict[str, Any]) -> None:
     lines = surface.text().splitlines() + surface.heading("JSON of the command")
     for action, output in outputs.items():

@@ -50,6 +50,7 @@ def test_the_command_lists_explains_and_clears_its_locks() -> None:
         assert not lock.locked()
 
 
+@pytest.mark.only_all("it starts processes")
 def test_probe_finds_that_it_is_fit() -> None:
     result = probe("files")
     assert result.fit

@@ -74,6 +74,7 @@ def with_one_that_hangs(alias: str, what: str, seconds: float) -> dict[str, Any]
         return {**result, "taken": results.count(True)}
 
 
+@pytest.mark.only_all("shown on another cache", "own_redis", "db_postgres", "own_pylibmc")
 @pytest.mark.usefixtures("on_redis")
 @pytest.mark.parametrize("alias", ["own_pymemcache", "own_pylibmc", "own_redis", "db_postgres"])
 def test_a_lock_in_a_healthy_cache_stays_held_for_two_leases(alias):
@@ -81,6 +82,7 @@ def test_a_lock_in_a_healthy_cache_stays_held_for_two_leases(alias):
     assert result == {"lost": False, "longest": 0.0, "taken": 0}
 
 
+@pytest.mark.only_all("it waits for two leases")
 @pytest.mark.usefixtures("on_redis")
 @pytest.mark.parametrize("alias", ["own_pymemcache", "db_postgres"])
 def test_a_lock_in_a_healthy_cache_is_extended_at_once(alias):

@@ -30,7 +30,7 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     absent = [module for module in modules if find_spec(module) is None]
     return pytest.mark.skipif(
         bool(absent),
-        reason=f"not installed: {absent}, which come with the extra test, but not with test-quick",
+        reason=f"not installed: {absent}, which the extra test-versions does not have",
     )
 
 
@@ -88,6 +88,7 @@ def statuses(status_of: Callable[[str], int], pages: list[str]) -> list[int]:
 on_each_way = pytest.mark.parametrize("way", WAYS)
 
 
+@pytest.mark.only_all("another case shows it", "preload")
 @needs("gunicorn", "gevent")
 @on_each_way
 def test_views_that_take_a_lock_exclude_each_other(way, tmp_path, on_redis):
@@ -97,6 +98,7 @@ def test_views_that_take_a_lock_exclude_each_other(way, tmp_path, on_redis):
     assert log.overlaps(tmp_path / "runs.log") == 0
 
 
+@pytest.mark.only_all("it starts processes")
 @needs("gunicorn", "gevent")
 @on_each_way
 def test_a_view_that_only_sends_a_unique_task_answers(way, tmp_path, on_redis):
@@ -129,6 +131,7 @@ print(taken)
 """
 
 
+@pytest.mark.only_all("another case shows it", "eventlet")
 @pytest.mark.parametrize(
     "library", [pytest.param(name, marks=needs(name)) for name in ("gevent", "eventlet")]
 )

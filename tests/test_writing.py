@@ -287,6 +287,7 @@ def in_any_order(events, chance):
 on_each_database = pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
 
 
+@pytest.mark.only_all("shown on SQLite", "default", "mariadb")
 @on_each_database
 def test_events_in_any_order_and_twice_make_the_same_row(settings, alias):
     keep_history_in(settings, alias)

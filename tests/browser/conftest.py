@@ -40,6 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.browser)
+            item.add_marker(pytest.mark.only_all("it needs a browser"))
             item.add_marker(pytest.mark.django_db(transaction=True, databases="__all__"))
 
 

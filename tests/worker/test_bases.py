@@ -10,6 +10,7 @@ from tests.testapp import tasks
 on_both_families = pytest.mark.parametrize("cache", ["redis", "pymemcache"])
 
 
+@pytest.mark.only_all("it starts a worker")
 @on_both_families
 def test_another_base_is_called_once_a_run(start_worker, queue, on_cache, cache):
     on_cache(cache)
@@ -26,6 +27,7 @@ def called(worker, task):
     return [line["locked"] for line in worker.events("called") if line["task"] == task.name]
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @on_both_families
 def test_a_conflict_is_retried_until_the_lock_is_free(start_worker, queue, on_cache, cache):
     on_cache(cache)

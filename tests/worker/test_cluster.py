@@ -1,10 +1,9 @@
-"""Workers whose locks are in a cluster: kills, overruns, redeliveries, a node that restarts."""
+"""Workers whose locks are in a cluster: kills, and a node that restarts."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -14,7 +13,6 @@ from tests.test_cluster import node_of, restart
 from tests.testapp import log, tasks
 from tests.worker.test_killed import (
     ELSEWHERE,
-    VISIBILITY,
     it_runs_again,
     start_one,
 )
@@ -33,33 +31,7 @@ def test_the_lock_of_a_killed_child_is_free_at_once(start_worker, queue, env):
     assert it_runs_again(queue, pid)
 
 
-def test_a_run_that_overruns_its_fixed_lease_frees_no_lock_of_the_next(
-    start_worker, queue, runs_log
-):
-    worker = start_worker(cache="cluster", concurrency=2)
-    options = {"lock_timeout": 1, "lock_renew": False}
-    first = tasks.hold.apply_async(("a", 3), queue=queue, lock_options=options)
-    wait_for(lambda: worker.events("start"), "it runs")
-    time.sleep(1.2)  # the lease
-    second = tasks.hold.apply_async(("a", 4), queue=queue)
-    wait_for(lambda: len(worker.events("start")) == 2, "the next run has the lock")
-    assert first.get(timeout=20) == "ran"
-    assert tasks.hold.apply_async(("a", 0), queue=queue).get(timeout=20) == "skipped"
-    assert second.get(timeout=20) == "ran"
-
-
-def test_a_redelivery_beside_its_live_first_run_waits(start_worker, queue, runs_log):
-    conf = {"broker_transport_options": VISIBILITY}
-    start_worker(cache="cluster", conf=conf, concurrency=2)
-    start_worker(cache="cluster", conf=conf, concurrency=2, name="two")
-    result = tasks.late.apply_async(("a", 5), queue=queue)
-    assert result.get(timeout=30) == "ran"
-    outputs = [path.read_text() for path in runs_log.parent.glob("worker-*.log")]
-    assert sum(text.count(f"{result.id}] received") for text in outputs) > 1
-    assert log.overlaps(runs_log) == 0
-    assert len(log.runs(runs_log)) == 1
-
-
+@pytest.mark.only_all("it starts a worker")
 def test_a_node_that_restarts_empty_is_told_the_lock_again(
     start_worker, queue, settings, monkeypatch, runs_log
 ):

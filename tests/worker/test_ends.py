@@ -12,12 +12,14 @@ from tests.deadline import wait_for
 from tests.testapp import log, tasks
 
 
+@pytest.mark.only_all("test_workflows.py shows it")
 def test_a_replaced_task_runs_behind_itself(start_worker, queue):
     worker = start_worker(concurrency=4)
     assert tasks.replacing.apply_async((0,), queue=queue).get(timeout=30) == "step 3"
     assert [line["step"] for line in worker.events("step")] == [0, 1, 2, 3]
 
 
+@pytest.mark.only_all("test_workflows.py shows it")
 def test_the_next_link_of_a_chain_wants_the_same_lock(start_worker, queue, runs_log):
     start_worker(concurrency=4)
     links = chain(*[tasks.hold.si("a", 0.01).set(queue=queue) for _ in range(20)])
@@ -33,6 +35,7 @@ def test_a_soft_time_limit(start_worker, queue):
     assert worker.events("end")
 
 
+@pytest.mark.only_all("another case shows it", "cold", "soft")
 @pytest.mark.parametrize("kind", ["warm", "cold", "soft"])
 def test_a_shutdown(start_worker, queue, kind):
     conf = {"worker_soft_shutdown_timeout": 1} if kind == "soft" else {}
@@ -48,6 +51,7 @@ def test_a_shutdown(start_worker, queue, kind):
     wait_for(lambda: not lock.locked(), "the lock is free")
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_sigterm_to_the_child(start_worker, queue):
     worker = start_worker(concurrency=1)
     tasks.long.apply_async(("a", 60), queue=queue)

@@ -22,6 +22,7 @@ def send(worker, way):
     return app.AsyncResult(done.stdout.strip())
 
 
+@pytest.mark.only_all("another case shows it", "pass_on")
 @pytest.mark.parametrize("way", ["finish", "pass_on"])
 def test_the_last_link_of_a_chain_frees_the_lock_of_the_command_that_sent_it(
     start_worker, queue, way
@@ -35,6 +36,7 @@ def test_the_last_link_of_a_chain_frees_the_lock_of_the_command_that_sent_it(
     assert not TaskLock("chain").locked()
 
 
+@pytest.mark.only_all("a control, which starts a worker")
 def test_control_without_handing_over_the_lock_is_free_while_the_chain_runs(start_worker, queue):
     worker = start_worker(concurrency=1)
     result = send(worker, "kept")
@@ -61,6 +63,7 @@ def test_a_killed_receiver_receives_it_again_when_its_message_is_delivered_again
     assert not TaskLock("chain").locked()
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_another_task_does_not_receive_the_lock_of_a_killed_receiver(start_worker, queue):
     worker = start_worker(concurrency=1)
     with TaskLock("chain") as lock:
@@ -85,6 +88,7 @@ def start_import(queue):
     return 202
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_a_web_view_answers_409_until_the_task_that_it_started_has_ended(start_worker, queue):
     assert [start_import(queue), start_import(queue)] == [202, 409]
     worker = start_worker(concurrency=1)

@@ -20,8 +20,6 @@ from tests.deadline import wait_for
 from tests.testapp import log, tasks
 from tests.testapp.celery import app
 
-EACH_FAMILY = pytest.mark.parametrize("alias", ["redis", "pymemcache", "db_postgres"])
-
 # A worker with this environment seems to run on another host, so there is no proof of its death.
 ELSEWHERE = {"SINGLETASK_TEST_BOOT_ID": "another machine"}
 
@@ -42,6 +40,9 @@ def it_runs_again(queue, pid):
 
 
 # The same code frees the lock on each store. "elsewhere" there is no proof of death to help it.
+@pytest.mark.only_all(
+    "another case shows it", "db_postgres", "late-redis-elsewhere", "long-redis-elsewhere"
+)
 @pytest.mark.parametrize(
     ("task", "alias", "env"),
     [
@@ -74,6 +75,7 @@ def test_a_killed_child(start_worker, queue, on_cache, alias, env, task):
     assert it_runs_again(queue, pid)
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
 def test_a_killed_child_frees_its_own_slot(start_worker, queue, on_cache, alias):
     on_cache(alias)
@@ -97,14 +99,14 @@ def test_a_hard_time_limit(start_worker, queue):
     assert it_runs_again(queue, pid)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_revoke_with_terminate(start_worker, queue, name):
+def test_revoke_with_terminate(start_worker, queue):
     worker = start_worker(env=ELSEWHERE, concurrency=2)
     result, pid = start_one(worker, tasks.long, queue)
-    result.revoke(terminate=True, signal=name)
+    result.revoke(terminate=True)
     assert it_runs_again(queue, pid)
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_the_command_that_why_prints_ends_the_run_and_not_as_completed(start_worker, queue):
     worker = start_worker(concurrency=1)
     result, pid = start_one(worker, tasks.long, queue)
@@ -125,6 +127,7 @@ def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, queue):
     assert tasks.long.apply_async(("a", 0), queue=queue).get(timeout=30) == "ran"
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
 def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, on_cache, alias):
     on_cache(alias)
@@ -140,16 +143,6 @@ def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, on_cache, a
         assert sent - killed < 60
         tasks.long.apply_async(("a", 0), queue=queue).get(timeout=20)
     assert blocked - killed < 3 + 1 + 1  # memcached: + 1
-
-
-def test_acks_late_and_a_killed_group(start_worker, queue, runs_log):
-    options = {"broker_transport_options": VISIBILITY}
-    worker = start_worker(conf=options, concurrency=1)
-    result, _ = start_one(worker, tasks.late, queue, seconds=1)
-    worker.kill_group()
-    start_worker(conf=options, concurrency=1, name="two")
-    assert result.get(timeout=30) == "ran"
-    assert len(worker.events("end")) == 1
 
 
 VISIBILITY = {
@@ -188,6 +181,7 @@ def test_a_redelivery_beside_its_live_first_run(start_worker, queue, runs_log):
     assert len(log.runs(runs_log)) == 1
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_retry_at_once_on_an_idle_worker(start_worker, queue):
     worker = start_worker(concurrency=4)
     result = tasks.retrying.apply_async(("a", 29), queue=queue)
@@ -195,11 +189,10 @@ def test_retry_at_once_on_an_idle_worker(start_worker, queue):
     assert [line["retries"] for line in worker.events("try")] == list(range(30))
 
 
-@EACH_FAMILY
-def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, on_cache, alias):
+def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, on_cache):
     """A child that is forked during an import would wait for that import for ever."""
-    on_cache(alias)
-    worker = start_worker(cache=alias, env={"SINGLETASK_TEST_IMPORTS": "1"}, concurrency=1)
+    on_cache("db_postgres")
+    worker = start_worker(cache="db_postgres", env={"SINGLETASK_TEST_IMPORTS": "1"}, concurrency=1)
     _, pid = start_one(worker, tasks.long, queue)
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: "freed, because" in worker.text(), "the lock is freed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from celery import group
 
 from tests.deadline import wait_for
@@ -18,6 +19,7 @@ def test_40_calls_of_one_key_over_two_workers_never_overlap(start_worker, runs_l
     assert log.overlaps(runs_log) == 0
 
 
+@pytest.mark.only_all("a control, which starts a worker")
 def test_without_the_lock_the_same_calls_overlap(start_worker, runs_log, queue):
     """Negative control: the log shows overlaps."""
     start_worker(name="one", concurrency=2)
@@ -28,6 +30,7 @@ def test_without_the_lock_the_same_calls_overlap(start_worker, runs_log, queue):
     assert log.overlaps(runs_log) > 0
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_8_keys_run_in_parallel(start_worker, queue):
     start_worker(concurrency=8)
     calls = group(tasks.meet.s(str(key), 8) for key in range(8))
@@ -59,6 +62,7 @@ def test_the_caller_sees_who_runs(start_worker, queue):
     assert not tasks.hold.lock("a").locked()
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_the_body_sees_its_own_lock(start_worker, queue):
     start_worker(concurrency=1)
     name, key, owned = tasks.whose.apply_async(("a",), queue=queue).get(timeout=30)
@@ -67,6 +71,7 @@ def test_the_body_sees_its_own_lock(start_worker, queue):
     assert owned
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_only_one_below_shared_task(start_worker, queue, runs_log):
     start_worker(concurrency=4)
     results = [tasks.alone.apply_async((0.3,), queue=queue) for _ in range(8)]
@@ -75,6 +80,7 @@ def test_only_one_below_shared_task(start_worker, queue, runs_log):
     assert log.overlaps(runs_log) == 0
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_a_message_of_send_task_is_locked_too(start_worker, queue):
     worker = start_worker(concurrency=2)
     first = tasks.hold.apply_async(("a", 1), queue=queue)

@@ -29,6 +29,7 @@ def worker(start_worker, on_cache, request):
     return start_worker(cache=cache, concurrency=1)
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @BOTH
 def test_a_kept_lock_skips_the_next_call_and_frees_after(worker, queue, cache):
     def call():
@@ -44,6 +45,7 @@ def test_a_kept_lock_skips_the_next_call_and_frees_after(worker, queue, cache):
     assert call() == "ran"
 
 
+@pytest.mark.only_all("it starts a worker")
 @BOTH
 def test_a_process_that_is_killed_after_its_run_leaves_the_kept_lock(worker, queue, cache):
     tasks.hold.apply_async(("a",), queue=queue, lock_options=KEEP).get(timeout=20)
@@ -53,6 +55,7 @@ def test_a_process_that_is_killed_after_its_run_leaves_the_kept_lock(worker, que
     assert tasks.hold.lock("a").holder().kept
 
 
+@pytest.mark.only_all("it starts a worker")
 @BOTH
 def test_the_lock_of_a_killed_body_is_not_kept(worker, queue, cache):
     tasks.long.apply_async(("a", 60), queue=queue, lock_options=KEEP)
@@ -61,6 +64,7 @@ def test_the_lock_of_a_killed_body_is_not_kept(worker, queue, cache):
     wait_for(lambda: not tasks.long.lock("a").locked(), "it is free")
 
 
+@pytest.mark.only_all("it starts a worker")
 @BOTH
 def test_a_redelivery_that_meets_its_own_kept_lock_ends(worker, queue, cache):
     def deliver(task_id, due, **options):
@@ -84,6 +88,7 @@ def test_a_redelivery_that_meets_its_own_kept_lock_ends(worker, queue, cache):
     assert [line["key"] for line in worker.events("start")] == [first, unknown]
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @BOTH
 def test_once_a_day_however_the_run_ends(worker, queue, cache):
     task = tasks.unique_to_the_end
@@ -107,6 +112,7 @@ def test_once_a_day_however_the_run_ends(worker, queue, cache):
     assert call("b").get(timeout=20) == "ran"
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @BOTH
 def test_the_latest_arguments_win_unless_a_chain_waits(worker, queue, cache):
     busy = tasks.plain.apply_async(("busy", 1), queue=queue)

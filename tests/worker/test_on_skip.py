@@ -8,6 +8,7 @@ from tests.deadline import wait_for
 from tests.testapp import tasks
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @pytest.mark.parametrize("cache", ["redis", "pymemcache"])
 def test_a_call_that_is_skipped_is_tried_again_or_rejected(start_worker, queue, on_cache, cache):
     on_cache(cache)

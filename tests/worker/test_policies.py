@@ -42,6 +42,7 @@ def test_wait_runs_when_the_lock_is_free(start_worker, queue, runs_log):
     assert "LockConflict" not in worker.text()
 
 
+@pytest.mark.only_all("shown on another cache", "redis")
 @pytest.mark.parametrize("cache", ["redis", "pymemcache"])
 def test_as_many_run_at_once_as_the_lock_has_slots(start_worker, queue, on_cache, runs_log, cache):
     on_cache(cache)
@@ -53,6 +54,7 @@ def test_as_many_run_at_once_as_the_lock_has_slots(start_worker, queue, on_cache
     assert max(sum(start <= at < end for start, end in spans) for at, _ in spans) == 2
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_wait_raises_in_the_end(start_worker, queue):
     worker = start_worker(concurrency=2)
     first = tasks.wait.apply_async(("a", 60), queue=queue)
@@ -66,6 +68,7 @@ def test_wait_raises_in_the_end(start_worker, queue):
     assert "Traceback" not in worker.text()
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache")
 @pytest.mark.parametrize("cache", ["redis", "pymemcache"])
 def test_requeue_raises_after_lock_wait(start_worker, queue, on_cache, cache):
     on_cache(cache)
@@ -80,6 +83,7 @@ def test_requeue_raises_after_lock_wait(start_worker, queue, on_cache, cache):
     assert not worker.events("start")
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_requeue_leaves_the_retries_alone_and_honours_expires(start_worker, queue):
     worker = start_worker(concurrency=2)
     tasks.requeue.apply_async(("a", 6), queue=queue)
@@ -118,6 +122,7 @@ def results_of(ids):
     return [AsyncResult(task_id, app=tasks.rerun.app) for task_id in ids]
 
 
+@pytest.mark.only_all("200 calls take long")
 def test_requeue_in_a_burst_runs_all_200_one_at_a_time(start_worker, queue, runs_log):
     for name in ("one", "two"):
         start_worker(name=name, concurrency=4)
@@ -129,6 +134,7 @@ def test_requeue_in_a_burst_runs_all_200_one_at_a_time(start_worker, queue, runs
     assert log.overlaps(runs_log) == 0
 
 
+@pytest.mark.only_all("400 calls take long")
 def test_rerun_in_50_bursts_runs_the_last_to_meet_the_conflict(start_worker, queue, runs_log):
     workers = [start_worker(name=name, concurrency=4) for name in ("one", "two")]
     keys = [f"round {number}" for number in range(50)]
@@ -162,6 +168,7 @@ def test_rerun_in_50_bursts_runs_the_last_to_meet_the_conflict(start_worker, que
     assert max(last[key] - at for key, at in map(met.get, ran)) < 0.2
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_calls_without_a_lock_run_beside_each_other(start_worker, queue):
     """The message says that there is no lock; the task itself would have one."""
     start_worker(concurrency=2)

@@ -10,6 +10,7 @@ from tests.deadline import wait_for
 from tests.testapp import log, tasks
 
 
+@pytest.mark.only_all("all other tests use prefork", "prefork")
 @pytest.mark.parametrize("pool", ["prefork", "solo", "threads", "gevent"])
 def test_a_task_longer_than_its_lease(start_worker, queue, runs_log, pool):
     worker = start_worker(pool=pool, concurrency=2)
@@ -31,6 +32,7 @@ def test_a_task_longer_than_its_lease(start_worker, queue, runs_log, pool):
     assert "lost" not in worker.text()
 
 
+@pytest.mark.only_all("a control, which starts a worker")
 def test_without_renewal_the_lease_ends_under_the_task(start_worker, queue):
     """Negative control."""
     worker = start_worker(concurrency=2)

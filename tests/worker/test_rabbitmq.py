@@ -26,7 +26,10 @@ if detect_quorum_queues is None:  # Celery 5.4
 CONFIRM = {"confirm_publish": True}
 """Wait for each message until RabbitMQ has stored it, as the docs say."""
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+pytestmark = [
+    pytest.mark.parametrize("kind", KINDS),
+    pytest.mark.only_all("RabbitMQ takes long to start, and few have it"),
+]
 
 
 class Site:

@@ -29,6 +29,7 @@ def starts(worker):
     return sorted(line["t"] for line in worker.events("start"))
 
 
+@pytest.mark.only_all("a control, which starts a worker", "control")
 @pytest.mark.parametrize(
     ("options", "runs"), [(PAGE["reindex"], [5]), (REQUEUE, [*range(6)])], ids=["", "control"]
 )
@@ -45,6 +46,7 @@ def test_debounce_runs_once_after_the_last_call(start_worker, call, options, run
     assert starts(worker)[-1] > last + 0.9
 
 
+@pytest.mark.only_all("it starts a worker")
 @pytest.mark.parametrize(
     ("options", "runs"), [(PAGE["refresh"], 2), (REQUEUE, 6)], ids=["", "control"]
 )
@@ -58,6 +60,7 @@ def test_coalesce_runs_once_more_for_all_calls_during_a_run(start_worker, call, 
     assert starts(worker)[1] > worker.events("end")[0]["t"]
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_throttle_keeps_a_time_between_two_starts_and_loses_no_change(start_worker, call):
     worker = start_worker(concurrency=2)
     options = {**PAGE["publish"], "lock_at_least": 2}
@@ -70,6 +73,7 @@ def test_throttle_keeps_a_time_between_two_starts_and_loses_no_change(start_work
     assert second - first > 1.9
 
 
+@pytest.mark.only_all("it starts a worker")
 @pytest.mark.parametrize("period", [2, 0], ids=["", "control"])
 def test_a_rate_limit_lets_so_many_start_in_any_period(start_worker, call, period):
     worker = start_worker(concurrency=4)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from celery import group
 
 from tests.testapp import tasks
+
+pytestmark = pytest.mark.only_all("test_interrupted.py shows it at each place")
 
 CALLS = int(os.environ.get("SINGLETASK_TEST_LIMITS", "40"))
 LIMIT = 0.05

@@ -21,6 +21,7 @@ def start(queue, **env):
     )
 
 
+@pytest.mark.only_all("another case shows it", "dummy", "nowhere", "filebased")
 @pytest.mark.parametrize("alias", ["locmem", "dummy", "filebased", "nowhere"])
 def test_a_worker_exits_with_the_message_of_the_check(queue, alias):
     done = start(queue, SINGLETASK_TEST_CACHE=alias)

@@ -44,6 +44,7 @@ def test_a_store_restarted_empty_is_told_the_lock_again(start_worker, queue, own
     assert log.overlaps(runs_log) == 0
 
 
+@pytest.mark.only_all("it waits for five seconds")
 def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs_log):
     worker = start_worker(cache="own_redis", concurrency=2)
     options = {"lock_timeout": 20}
@@ -70,6 +71,7 @@ def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs
     assert log.overlaps(runs_log) == 0
 
 
+@pytest.mark.only_all("it starts a worker")
 @pytest.mark.parametrize(
     "own_redis", [{"appendonly": "yes", "appendfsync": "always"}], indirect=True, ids=["AOF"]
 )
@@ -109,6 +111,7 @@ def waiting(calls):
     return sum(not call.ready() for of_task in calls.values() for call in of_task)
 
 
+@pytest.mark.only_all("it starts a server")
 def test_what_could_not_be_given_back_is_given_back_later(own_redis, transactional_db):
     lock = tasks.hold.lock("a")
     lock.acquire()

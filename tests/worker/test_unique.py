@@ -21,6 +21,7 @@ def wait_until_free(task, key):
     wait_for(lambda: task.queued(key) is None, "an equal call can be queued")
 
 
+@pytest.mark.only_all("600 calls take long")
 def test_exactly_one_run_a_window(start_worker, queue, runs_log):
     """8 processes send 200 calls while the worker takes no messages, three times."""
     worker = start_worker(concurrency=4)
@@ -45,6 +46,7 @@ def test_exactly_one_run_a_window(start_worker, queue, runs_log):
     assert len(set(ids)) == 3
 
 
+@pytest.mark.only_all("a control, which starts a worker")
 def test_without_unique_until_each_call_of_a_burst_is_sent(queue):
     """Negative control."""
     assert len(set(burst(tasks.requeue, [("a", 0)] * 25, queue=queue))) == 200
@@ -73,6 +75,7 @@ def test_until_the_run_has_finished_with_its_retries(start_worker, queue):
     wait_until_free(task, "a")
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_a_run_longer_than_its_lease(start_worker, queue, runs_log):
     """The lock and the entry have one token, and both are renewed."""
     task = tasks.unique_to_the_end
@@ -91,6 +94,7 @@ def test_a_run_longer_than_its_lease(start_worker, queue, runs_log):
     assert "lost" not in worker.text()
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_a_call_killed_while_it_waits_blocks_nobody(start_worker, queue):
     worker = start_worker(concurrency=2)
     tasks.unique.apply_async(("a", 60), queue=queue)
@@ -111,6 +115,7 @@ def test_a_call_killed_while_it_waits_blocks_nobody(start_worker, queue):
     wait_until_free(tasks.unique, "a")
 
 
+@pytest.mark.only_all("shown on another cache", "pymemcache", "db_postgres")
 @EACH_FAMILY
 def test_a_killed_run_blocks_nobody(start_worker, queue, on_cache, cache):
     on_cache(cache)
@@ -128,6 +133,7 @@ def test_a_killed_run_blocks_nobody(start_worker, queue, on_cache, cache):
     assert second.get(timeout=20) == "ran"
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_a_killed_worker_blocks_nobody_on_its_host(start_worker, queue):
     task = tasks.unique_to_the_end
     worker = start_worker(concurrency=1)
@@ -150,6 +156,7 @@ def test_a_call_revoked_before_its_delivery(start_worker, queue):
     assert len(worker.events("start")) == 1
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_an_expired_call(start_worker, queue):
     call = tasks.unique.apply_async(("a",), queue=queue, expires=0.01)
     assert tasks.unique.queued("a").id == call.id
@@ -163,7 +170,7 @@ def test_a_call_that_was_received_and_lost_blocks_until_it_expires(start_worker,
     worker = start_worker(concurrency=1)
     tasks.plain.apply_async(("busy", 60), queue=queue)
     wait_for(lambda: worker.events("start"), "a call keeps the worker busy")
-    call = tasks.unique.apply_async(("a",), queue=queue, expires=1)
+    call = tasks.unique.apply_async(("a",), queue=queue, expires=5)
     wait_for(lambda: f"{call.id}] received" in worker.text(), "the call is received")
     worker.kill_group()
     assert tasks.unique.apply_async(("a",), queue=queue).id == call.id
@@ -171,6 +178,7 @@ def test_a_call_that_was_received_and_lost_blocks_until_it_expires(start_worker,
     assert tasks.unique.apply_async(("a",), queue=queue).id != call.id
 
 
+@pytest.mark.only_all("it starts a worker")
 def test_a_call_of_a_task_that_the_worker_does_not_know(start_worker, queue):
     app = tasks.unique.app
 

@@ -1,0 +1,226 @@
+"""Run the tests in parts at the same time, each with servers of its own; say what happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.report import VARIABLE, Reader
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = 4
+"""Some tests compute and some wait, so there are more parts than a small machine has cores."""
+EVERY = 30  # seconds between two lines of the progress, where it is no terminal
+
+# Seconds that files take in the default run, and in the rest, if they take more than others.
+OTHERS = 1
+DEFAULT = {
+    "tests/test_admin.py": 5,
+    "tests/test_bases.py": 5,
+    "tests/test_checks.py": 10,
+    "tests/test_cluster.py": 8,
+    "tests/test_command.py": 9,
+    "tests/test_command_process.py": 6,
+    "tests/test_epoch.py": 7,
+    "tests/test_example.py": 10,
+    "tests/test_explain.py": 4,
+    "tests/test_file_locks.py": 4,
+    "tests/test_interrupted.py": 7,
+    "tests/test_locks.py": 13,
+    "tests/test_pages.py": 13,
+    "tests/test_pairs.py": 5,
+    "tests/test_probe.py": 9,
+    "tests/test_protocol.py": 4,
+    "tests/test_recorder.py": 14,
+    "tests/test_stores.py": 33,
+    "tests/test_stores_outages.py": 11,
+    "tests/test_stores_races.py": 8,
+    "tests/worker/test_cluster.py": 5,
+    "tests/worker/test_killed.py": 19,
+    "tests/worker/test_policies.py": 5,
+    "tests/worker/test_pools.py": 5,
+    "tests/worker/test_workflows.py": 35,
+}
+REST = {
+    "tests/browser/test_admin_pages.py": 18,
+    "tests/test_absent.py": 5,
+    "tests/test_cluster.py": 23,
+    "tests/test_command_process.py": 10,
+    "tests/test_epoch.py": 18,
+    "tests/test_example.py": 27,
+    "tests/test_file_locks.py": 6,
+    "tests/test_interrupted.py": 8,
+    "tests/test_locks.py": 10,
+    "tests/test_per_task.py": 5,
+    "tests/test_probe.py": 6,
+    "tests/test_protocol.py": 6,
+    "tests/test_recorder.py": 12,
+    "tests/test_redis_servers.py": 12,
+    "tests/test_servers.py": 4,
+    "tests/test_signals_and_threads.py": 22,
+    "tests/test_stores.py": 40,
+    "tests/test_stores_broken.py": 5,
+    "tests/test_stores_races.py": 8,
+    "tests/test_two_caches.py": 12,
+    "tests/test_web_servers.py": 6,
+    "tests/worker/test_bases.py": 7,
+    "tests/worker/test_cluster.py": 12,
+    "tests/worker/test_ends.py": 12,
+    "tests/worker/test_handover.py": 10,
+    "tests/worker/test_killed.py": 20,
+    "tests/worker/test_main_job.py": 11,
+    "tests/worker/test_not_again.py": 19,
+    "tests/worker/test_policies.py": 27,
+    "tests/worker/test_rabbitmq.py": 25,
+    "tests/worker/test_rate_limits.py": 20,
+    "tests/worker/test_soak.py": 28,
+    "tests/worker/test_store_trouble.py": 10,
+    "tests/worker/test_unique.py": 27,
+    "tests/worker/test_workflows.py": 4,
+}
+
+
+def seconds(file: str, which: str) -> int:
+    """Say about how long the tests of a file take."""
+    default, rest = DEFAULT.get(file, OTHERS), REST.get(file, 0)
+    return {"default": default, "rest": rest, "all": default + rest}[which]
+
+
+def deal(which: str) -> list[list[str]]:
+    """Deal the files of tests to parts that take about the same time."""
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    parts: list[list[str]] = [[] for _ in range(PARTS)]
+    taken = [0] * PARTS
+    for file in sorted(files, key=lambda file: (-seconds(file, which), file)):
+        shortest = taken.index(min(taken))
+        parts[shortest].append(file)
+        taken[shortest] += seconds(file, which)
+    return parts
+
+
+@dataclass
+class Part:
+    """A process that runs some files of tests."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    output: Path
+    report: Reader
+
+    def runs(self) -> bool:
+        return self.process.poll() is None
+
+    def progress(self) -> str:
+        report = self.report
+        text = f"{self.name} {report.ended()}/{report.collected or '?'}"
+        if report.failed:
+            text += f" ({len(report.failed)} failed)"
+        return text
+
+    def is_complete(self) -> bool:
+        """Say whether it ended by itself, with a result for each of its tests."""
+        if self.report.ended() < self.report.collected:
+            return False
+        if self.report.failed:
+            return self.process.returncode == 1
+        return self.process.returncode in (0, 5)  # 5: nothing was selected in its files
+
+
+def start(folder: Path, name: str, arguments: list[str]) -> Part:
+    output, report = folder / f"{name}.txt", folder / f"{name}.jsonl"
+    reader = Reader(report)
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "runtests.py"), *arguments],
+            env={**os.environ, VARIABLE: str(report)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    return Part(name, process, output, reader)
+
+
+def run(which: str, arguments: list[str], notice: str) -> int:
+    """Run the parts; show how far they are, then one summary. Return the exit code."""
+    began = time.monotonic()
+    seed = f"--randomly-seed={random.SystemRandom().randrange(2**32)}"
+    for argument in arguments:
+        if argument.startswith("--randomly-seed="):
+            seed = argument
+    options = [f"--run={which}", "-q", *arguments, seed]
+    with tempfile.TemporaryDirectory(prefix="singletask-") as name:
+        folder = Path(name)
+        parts = [
+            start(folder, f"part {number}", [*files, *options])
+            for number, files in enumerate(deal(which), start=1)
+        ]
+
+        def terminate(*signal_and_frame: object) -> None:
+            for part in parts:
+                part.process.terminate()
+
+        # A terminal sends Ctrl-C to the parts as well, but nothing else passes SIGTERM on to them.
+        signal.signal(signal.SIGTERM, terminate)
+        with suppress(KeyboardInterrupt):
+            follow(parts, began)
+        for part in parts:
+            # After Ctrl-C each part still has to stop its servers.
+            part.process.wait()
+            part.report.read()
+        for part in parts:
+            if part.process.returncode not in (0, 5):
+                print(f"\n== {part.name}\n{part.output.read_text(errors='replace')}")
+    return summary(parts, time.monotonic() - began, seed, notice)
+
+
+def follow(parts: list[Part], began: float) -> None:
+    """Show the progress until all parts have ended."""
+    is_terminal = sys.stdout.isatty()
+    next_line = began + EVERY
+    while any(part.runs() for part in parts):
+        time.sleep(0.5)
+        for part in parts:
+            for test in part.report.read():
+                print(f"\nFAILED {test}", flush=True)
+        progress = ", ".join(part.progress() for part in parts)
+        line = f"{time.monotonic() - began:.0f} s: {progress}"
+        if is_terminal:
+            print(f"\r\033[K{line}", end="", flush=True)
+        elif time.monotonic() > next_line:
+            print(line, flush=True)
+            next_line += EVERY
+
+
+def summary(parts: list[Part], seconds: float, seed: str, notice: str) -> int:
+    """Say what became of all tests; return the exit code."""
+    print("\n== Summary of all parts")
+    failed = [test for part in parts for test in part.report.failed]
+    passed = sum(len(part.report.passed) for part in parts)
+    reasons = Counter(reason for part in parts for reason in part.report.skipped.values())
+    broken = [part for part in parts if not part.is_complete()]
+    if failed:
+        print("Failed, and how to run each again:")
+    for test in failed:
+        print(f"    python runtests.py {seed} {shlex.quote(test)}")
+    for part in broken:
+        missing = max(part.report.collected - part.report.ended(), 0)
+        print(f"Failed: {part.name} ended with {part.process.returncode}; {missing} did not run.")
+    for reason, count in reasons.most_common():
+        print(f"Skipped: {count}, because: {reason}")
+    times = os.times()
+    processor = times.children_user + times.children_system
+    print(f"In {seconds:.0f} s, with {processor:.0f} s of processor time, with {seed}.")
+    if notice:
+        print(notice)
+    failures = len(failed) + len(broken)
+    print(f"\n{passed} passed, {failures} failed, {reasons.total()} skipped", flush=True)
+    return min(failures, 1)
