@@ -60,8 +60,13 @@ MARK = b"file"
 
 def _value(who: str) -> bytes:
     """Return the bytes of a holder; they differ for each ``who``."""
-    token = who.encode().hex().zfill(32)
-    fields = {"token": token, "name": "tests", "host": "tests", "pid": 1, "timeout": 60}
+    fields = {
+        "token": who.encode().hex().zfill(32),
+        "name": "tests",
+        "host": "tests",
+        "pid": 1,
+        "timeout": 60,
+    }
     return Holder.from_dict(fields).encode()
 
 
@@ -120,16 +125,16 @@ def _in_processes(
     barrier = fork.Barrier(WORKERS)
 
     def run(number: int, results: Any) -> None:
-        result: Any = None
-        error = ""
+        # What the parent made is not collected here, since that would copy its whole memory.
+        gc.freeze()
         try:
             result = work(number, barrier)
             close_stores()
             gc.collect()
+            results.send((result, ""))
         except BaseException:
             barrier.abort()
-            error = traceback.format_exc()
-        results.send((result, error))
+            results.send((None, traceback.format_exc()))
         # Nothing of the test runner may end in a child.
         os._exit(0)
 
@@ -138,11 +143,8 @@ def _in_processes(
     with warnings.catch_warnings():
         # Other threads of this process have no part in what the children do.
         warnings.simplefilter("ignore", DeprecationWarning)
-        # The children look at no object of before, so they need no copy of these.
-        gc.freeze()
         for process in processes:
             process.start()
-        gc.unfreeze()
     try:
         meanwhile()
     finally:
