@@ -42,6 +42,8 @@ LOSS = st.sampled_from([None, None, None, "request", "reply"])
 class SimulatedStore:
     """A store that keeps its promises, behind a network that delays and loses messages."""
 
+    is_asking = False
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.entries: dict[str, tuple[bytes, float]] = {}
