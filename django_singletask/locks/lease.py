@@ -455,6 +455,7 @@ class Lease(Address):
         if not self.held:
             return
         self.longest_gap = max(self.longest_gap, sent - self.renewed_at)
+        self.renewed_at = max(self.renewed_at, sent)
         if self._lost or outcome in {Outcome.GONE, Outcome.TAKEN}:
             self.lose()
             return
@@ -475,7 +476,6 @@ class Lease(Address):
         if self.renewed_at > sent:
             deadline = min(deadline, self.deadline)
             length = min(length, self.length)
-        self.renewed_at = max(self.renewed_at, sent)
         self.length = length
         self.deadline = deadline
 
