@@ -338,25 +338,24 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return HttpResponseRedirect(self.url("changelist"))
         missing = {text.rpartition(" ")[0] for text in asked}
         found, trouble = attempt((), held.read, missing) if asked else attempt((), held.held)
+        if trouble:
+            messages.error(request, trouble)
+            return HttpResponseRedirect(self.url("changelist"))
         locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
         if not asked:
             locks = [lock for lock in found if lock.state == "dead"]
         if locks and "reason" not in request.POST:
             return self.ask_to_clear(request, locks, asked)
-        missing |= {lock.key for lock in locks}
+        missing -= {lock.key for lock in locks}
         # A holder may have changed since this look: the store decides.
         actor, reason = request.user.get_username(), query.get("reason", "").strip()
-        freed = []
-        for lock in locks:
-            is_freed, trouble = attempt(False, held.clear, lock, actor=actor, reason=reason)
-            freed += [lock] * is_freed
-            if trouble:
-                break
+        freed, refused = held.clear_all(locks, actor=actor, reason=reason)
         self.report_cleared(request, freed, reason)
-        missing -= {lock.key for lock in freed}
-        if trouble:
-            messages.error(request, trouble)
-        elif missing or not freed:
+        missing |= {lock.key for lock in refused.pop(held.GONE, ())}
+        for why_not, kept in refused.items():
+            names = words.few(sorted(lock.name for lock in kept))
+            messages.error(request, f"{names}: {why_not}")
+        if missing or not locks:
             text = _(
                 "Not freed: {}. The holder that was shown no longer has the lock: it was released "
                 "or cleared, or another run has taken it; a queued call has started."
