@@ -251,12 +251,13 @@ class Command(BaseCommand):
             confirm(number, queued, dead)
         if not logger.hasHandlers():
             logger.setLevel("ERROR")  # the table and the result say what the warnings do
-        result = f"Would {verb} {number}."
-        freed = list[held.HeldLock]()
-        refused = dict[str, list[held.HeldLock]]()
-        if not dry_run:
-            freed, refused = held.clear_all(chosen, actor=actor(), reason=options["reason"])
-            result = f"{done} {plural(len(freed), noun)}."
+        to_free = chosen
+        if dry_run:
+            to_free = []
+        freed, refused = held.clear_all(to_free, actor=actor(), reason=options["reason"])
+        result = f"{done} {plural(len(freed), noun)}."
+        if dry_run:
+            result = f"Would {verb} {number}."
         keys = {lock.key for lock in freed}
         rows = [{**output.as_json(lock), "freed": lock.key in keys} for lock in chosen]
         self.show({"locks": rows}, iter(()), result)
