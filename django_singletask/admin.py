@@ -304,7 +304,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         hungry, unknown = attempt((), starving)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
         refresh = request.GET.get("refresh", "")
-        refresh = refresh if refresh in REFRESH else ""
+        if refresh not in REFRESH:
+            refresh = ""
         response = self.render(
             request,
             "changelist",
@@ -430,7 +431,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def per_task_view(self, request: HttpRequest) -> HttpResponse:
         """Sum up each task; the address says of which time span, and in which order."""
         span = request.GET.get("range", "")
-        span = span if span in RANGES else "24h"
+        if span not in RANGES:
+            span = "24h"
         sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-runs")
         rows: Any = self.get_queryset(request)
         facts = per_task(rows, Window.past(span, timezone.now()))
@@ -524,8 +526,10 @@ def sorting(
     An order is a column, with a minus if the highest come first. A heading is the order that a
     click asks for, and the one that the column has. The first column has names, the others numbers.
     """
-    order = order if order.removeprefix("-") in columns else default
     column = order.removeprefix("-")
+    if column not in columns:
+        order = default
+        column = order.removeprefix("-")
     headings = {name: ("-" * bool(place) + name, "") for place, name in enumerate(columns)}
     headings[column] = (column, "descending") if order != column else (f"-{column}", "ascending")
     return order, column, headings

@@ -106,8 +106,11 @@ class HeldLock(Holder):
     @property
     def condition(self) -> str:
         """The state as one code; a lock that is held can be ``"stopped"`` or ``"slow"``."""
-        if self.state == "held" and (self.stopped or self.slow):
-            return "stopped" if self.stopped else "slow"
+        if self.state == "held":
+            if self.stopped:
+                return "stopped"
+            if self.slow:
+                return "slow"
         return self.state.replace("_", " ")
 
     @property
@@ -209,21 +212,14 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     return sorted(locks, key=lambda lock: (-lock.held_for, lock.name))
 
 
-def listed(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
-    """List what :func:`held` does; nothing where the cache cannot list its entries."""
-    with suppress(CannotList):
-        return held(selectors)
-    return []
-
-
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
     """Raise :class:`UnknownName` if a selector means no lock and nothing else that is known."""
     for selector in selectors:
         if among(locks, selector) or selector.is_known():
             continue
         there = list[HeldLock]()
-        with suppress(LockUnavailable):
-            there = listed()
+        with suppress(CannotList, LockUnavailable):
+            there = held()
         if not among(there, selector):
             raise unknown(selector.text, [lock.name for lock in there])
 
@@ -299,16 +295,16 @@ def clear_all(
     outage = ""
     for lock in locks:
         why = outage
-        try:
-            if not outage:
+        if not outage:
+            try:
                 if clear(lock, actor=actor, reason=reason):
                     freed.append(lock)
                     continue
                 why = GONE
-        except NotMarked as error:
-            why = str(error)
-        except Exception as error:  # each cache client has errors of its own
-            why = outage = cannot_ask(error)
+            except Exception as error:  # each cache client has errors of its own
+                why = cannot_ask(error)
+                if not isinstance(error, NotMarked):
+                    outage = why
         refused.setdefault(why, []).append(lock)
     return freed, refused
 
