@@ -337,8 +337,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if not (asked or "dead" in query):
             messages.warning(request, _("No lock was named: choose here which one to clear."))
             return HttpResponseRedirect(self.url("changelist"))
-        missing = {text.rpartition(" ")[0] for text in asked}
-        found, trouble = attempt((), held.read, missing) if asked else attempt((), held.held)
+        keys = [text.rpartition(" ")[0] for text in asked]
+        found, trouble = attempt((), held.read, keys) if asked else attempt((), held.held)
         if trouble:
             messages.error(request, trouble)
             return HttpResponseRedirect(self.url("changelist"))
@@ -347,14 +347,14 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             locks = [lock for lock in found if lock.state == "dead"]
         if locks and "reason" not in request.POST:
             return self.ask_to_clear(request, locks, asked)
-        missing -= {lock.key for lock in locks}
+        missing = {*keys} - {lock.key for lock in locks}
         # A holder may have changed since this look: the store decides.
         actor, reason = request.user.get_username(), query.get("reason", "").strip()
         freed, refused = held.clear_all(locks, actor=actor, reason=reason)
         self.report_cleared(request, freed, reason)
         missing |= {lock.key for lock in refused.pop(held.GONE, ())}
         for why_not, kept in refused.items():
-            names = words.few(sorted(lock.name for lock in kept))
+            names = words.few([lock.name for lock in kept])
             messages.error(request, f"{names}: {why_not}")
         if missing or not locks:
             text = _(
