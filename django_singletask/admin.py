@@ -304,7 +304,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         hungry, unknown = attempt((), starving)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
         refresh = request.GET.get("refresh", "")
-        refresh = refresh if refresh in REFRESH else ""
+        if refresh not in REFRESH:
+            refresh = ""
         response = self.render(
             request,
             "changelist",
@@ -336,27 +337,26 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if not (asked or "dead" in query):
             messages.warning(request, _("No lock was named: choose here which one to clear."))
             return HttpResponseRedirect(self.url("changelist"))
-        missing = {text.rpartition(" ")[0] for text in asked}
-        found, trouble = attempt((), held.read, missing) if asked else attempt((), held.held)
+        keys = [text.rpartition(" ")[0] for text in asked]
+        found, trouble = attempt((), held.read, keys) if asked else attempt((), held.held)
+        if trouble:
+            messages.error(request, trouble)
+            return HttpResponseRedirect(self.url("changelist"))
         locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
         if not asked:
             locks = [lock for lock in found if lock.state == "dead"]
         if locks and "reason" not in request.POST:
             return self.ask_to_clear(request, locks, asked)
-        missing |= {lock.key for lock in locks}
+        missing = {*keys} - {lock.key for lock in locks}
         # A holder may have changed since this look: the store decides.
         actor, reason = request.user.get_username(), query.get("reason", "").strip()
-        freed = []
-        for lock in locks:
-            is_freed, trouble = attempt(False, held.clear, lock, actor=actor, reason=reason)
-            freed += [lock] * is_freed
-            if trouble:
-                break
+        freed, refused = held.clear_all(locks, actor=actor, reason=reason)
         self.report_cleared(request, freed, reason)
-        missing -= {lock.key for lock in freed}
-        if trouble:
-            messages.error(request, trouble)
-        elif missing or not freed:
+        missing |= {lock.key for lock in refused.pop(held.GONE, ())}
+        for why_not, kept in refused.items():
+            names = words.few([lock.name for lock in kept])
+            messages.error(request, f"{names}: {why_not}")
+        if missing or not locks:
             text = _(
                 "Not freed: {}. The holder that was shown no longer has the lock: it was released "
                 "or cleared, or another run has taken it; a queued call has started."
@@ -431,7 +431,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def per_task_view(self, request: HttpRequest) -> HttpResponse:
         """Sum up each task; the address says of which time span, and in which order."""
         span = request.GET.get("range", "")
-        span = span if span in RANGES else "24h"
+        if span not in RANGES:
+            span = "24h"
         sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-runs")
         rows: Any = self.get_queryset(request)
         facts = per_task(rows, Window.past(span, timezone.now()))
@@ -525,8 +526,10 @@ def sorting(
     An order is a column, with a minus if the highest come first. A heading is the order that a
     click asks for, and the one that the column has. The first column has names, the others numbers.
     """
-    order = order if order.removeprefix("-") in columns else default
     column = order.removeprefix("-")
+    if column not in columns:
+        order = default
+        column = order.removeprefix("-")
     headings = {name: ("-" * bool(place) + name, "") for place, name in enumerate(columns)}
     headings[column] = (column, "descending") if order != column else (f"-{column}", "ascending")
     return order, column, headings

@@ -186,16 +186,31 @@ def check_settings(**kwargs: Any) -> Messages:
         hint = "Set SINGLETASK_LOCK_TIMEOUT to seconds, such as 60, or remove it."
         found.append(_message("E007", error, hint))
     is_number = type(days) in (int, float) and 0 < days <= MAX_DAYS
-    days_rule = f"a number of days above 0 and up to {MAX_DAYS}"
-    modes = f"one of {HISTORY_MODES}"
     is_boolean = isinstance(conf.record_arguments, bool)
     is_url = not url or (isinstance(url, str) and TASK_URL.fullmatch(url))
-    url_rule = "an http or https address whose only field is {task_id}"
     for number, setting, is_valid, rule, example in (
-        ("E016", "history_days", is_number, days_rule, "days, such as 30"),
-        ("E013", "history", conf.history in HISTORY_MODES, modes, "'background'"),
+        (
+            "E016",
+            "history_days",
+            is_number,
+            f"a number of days above 0 and up to {MAX_DAYS}",
+            "days, such as 30",
+        ),
+        (
+            "E013",
+            "history",
+            conf.history in HISTORY_MODES,
+            f"one of {HISTORY_MODES}",
+            "'background'",
+        ),
         ("E014", "record_arguments", is_boolean, "True or False", "False to hide arguments"),
-        ("E017", "task_url", is_url, url_rule, "'https://flower.example/task/{task_id}'"),
+        (
+            "E017",
+            "task_url",
+            is_url,
+            "an http or https address whose only field is {task_id}",
+            "'https://flower.example/task/{task_id}'",
+        ),
     ):
         if not is_valid:
             name = f"SINGLETASK_{setting.upper()}"
@@ -219,22 +234,24 @@ def _task(task: SingletonTask) -> Messages:
         step = "Set" if getattr(task, names[-1]) is None else "Change"
         hint = f"{step} {names[-1]}, or remove {names[0] if names[1:] else 'it'}."
         found.append(_message(number, error, hint, task.name))
-    limit = max(
-        getattr(task, name) or getattr(task.app.conf, f"task_{name}") or 0
-        for name in ("time_limit", "soft_time_limit")
-    )
-    if not problems and task.lock_slots > MANY_SLOTS:
-        text = f"lock_slots={task.lock_slots} of {task.name}: each conflict reads all of them."
-        hint = f"Use at most {MANY_SLOTS}, or divide the work among several locks."
-        found.append(_message("W007", text, hint, task.name))
     for annotation in resolve_all(task.app.annotations, task):
         for name, hint in unknown_options(annotation, type(task).__mro__[1]):
             text = f"Celery's task_annotations set {name!r} of {task.name}, which is no option."
             found.append(_message("W009", text, f"Correct the name: {hint}", task.name))
-    fixed = not (problems or task.lock_renew) and task.lock_timeout
-    if fixed and limit > fixed:
+    if problems:
+        return found
+    if task.lock_slots > MANY_SLOTS:
+        text = f"lock_slots={task.lock_slots} of {task.name}: each conflict reads all of them."
+        hint = f"Use at most {MANY_SLOTS}, or divide the work among several locks."
+        found.append(_message("W007", text, hint, task.name))
+    limit = max(
+        getattr(task, name) or getattr(task.app.conf, f"task_{name}") or 0
+        for name in ("time_limit", "soft_time_limit")
+    )
+    lease = task.lock_timeout
+    if lease and not task.lock_renew and limit > lease:
         text = (
-            f"lock_timeout={fixed!r} of {task.name} is shorter than its time limit of "
+            f"lock_timeout={lease!r} of {task.name} is shorter than its time limit of "
             f"{limit} s, and lock_renew=False: the lock can expire while the task runs."
         )
         hint = f"Set lock_timeout above {limit}, lower the time limit, or remove lock_renew=False."
@@ -243,18 +260,20 @@ def _task(task: SingletonTask) -> Messages:
 
 
 def _late(tasks: list[SingletonTask]) -> Messages:
-    late = [task.name for task in tasks if task.acks_late and not task.reject_on_worker_lost]
-    # A setting for all tasks is reported once, not for each task.
-    setting = "task_" if current_app.conf.task_acks_late else ""
+    late: dict[str, str | None] = {}
+    for task in tasks:
+        if task.acks_late and not task.reject_on_worker_lost:
+            late[f"{task.name} has acks_late"] = task.name
+    option = "reject_on_worker_lost"
+    if late and current_app.conf.task_acks_late:
+        # A setting for all tasks is reported once, not for each task.
+        late = {"task_acks_late": None}
+        option = "task_reject_on_worker_lost"
+    loss = "when a process is killed, Celery acknowledges its message and the run is lost."
+    hint = f"Set {option}=True as well, if runs may be repeated."
     return [
-        _message(
-            "W004",
-            f"{setting or f'{name} has '}acks_late without {setting}reject_on_worker_lost: "
-            "when a process is killed, Celery acknowledges its message and the run is lost.",
-            f"Set {setting}reject_on_worker_lost=True as well, if runs may be repeated.",
-            None if setting else name,
-        )
-        for name in (late[:1] if setting else late)
+        _message("W004", f"{what} without {option}: {loss}", hint, name)
+        for what, name in late.items()
     ]
 
 

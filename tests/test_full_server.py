@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pymemcache
 import pytest
+from django.core.management import CommandError, call_command
+from django.urls import reverse
 from redis import Redis as Client
 from redis.exceptions import OutOfMemoryError, ResponseError
 
@@ -18,6 +23,7 @@ from django_singletask.operators import held
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Outcome
+from tests.admin_pages import log_in
 from tests.deadline import wait_for
 from tests.entries import holder, key_of, private_store
 from tests.servers import Memcached, Redis
@@ -152,23 +158,70 @@ def test_a_lock_that_cannot_be_handed_over_is_freed(client: Client) -> None:
     wait_for(lambda: not lock.locked(), "the lock is free")
 
 
-def test_only_the_lock_of_a_dead_holder_can_be_cleared(client: Client) -> None:
+@pytest.fixture
+def several(client: Client) -> dict[str, list[held.HeldLock]]:
+    """Give the locks of living and of dead holders, by their state; then the server is full."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    facts = {"token": "t", "name": "dead", "timeout": 60.0, "pid": ended.pid, "start": "1"}
-    dead = Holder.from_dict({**vars(this_process()), **facts})
-    store = get_store("redis")
-    assert store.add(key_of("dead"), dead.encode(), 60) is None
-    assert store.add(key_of("live"), A, 60) is None
+    dead = {"pid": ended.pid, "start": "1"}
+    since = time.time() - 9  # "a" has been held for longest, "d" for the shortest time
+    for number, facts in enumerate([{}, dead, {}, dead]):
+        name = "abcd"[number]
+        facts |= {"token": name, "name": name, "timeout": 60.0, "since": since + number}
+        record = Holder.from_dict({**vars(this_process()), **facts})
+        assert get_store("redis").add(key_of(name), record.encode(), 60) is None
     fill(client)
-    shown = {lock.state: lock for lock in held.held()}
+    shown = held.held()
+    assert [lock.state for lock in shown] == ["held", "dead", "held", "dead"]
+    return {state: [lock for lock in shown if lock.state == state] for state in ("held", "dead")}
+
+
+NOT_MARKED = "The lock was not freed, because the marker for its holder was not written: "
+
+
+def names_of_held() -> list[str]:
+    return [lock.name for lock in held.held()]
+
+
+def test_only_the_lock_of_a_dead_holder_can_be_cleared(several: dict[str, Any]) -> None:
     with pytest.raises(LockUnavailable) as caught:
-        held.clear(shown["held"], actor="ada")
-    assert held.cannot_ask(caught.value).startswith("Nothing was freed, because the marker ")
+        held.clear(several["held"][0], actor="ada")
+    assert held.cannot_ask(caught.value).startswith(NOT_MARKED)
     assert isinstance(caught.value.__cause__, ResponseError)
-    assert store.read(key_of("live")).value == A
-    assert held.clear(shown["dead"], actor="ada")
-    assert store.read(key_of("dead")) is None
+    assert names_of_held() == ["a", "b", "c", "d"]
+    assert held.clear(several["dead"][0], actor="ada")
+    assert names_of_held() == ["a", "c", "d"]
+
+
+def test_of_several_the_locks_of_the_dead_are_cleared(several: dict[str, Any]) -> None:
+    output = io.StringIO()
+    with pytest.raises(CommandError) as caught:
+        call_command("locks", "clear", "--all", "--yes", "--json", stdout=output)
+    assert caught.value.returncode == 3
+    assert str(caught.value).startswith(f"Not freed: a, c. {NOT_MARKED}")
+    rows = json.loads(output.getvalue())["locks"]
+    assert [row["name"] for row in rows if row["freed"]] == ["b", "d"]
+    assert names_of_held() == ["a", "c"]
+
+
+def test_the_page_clears_the_locks_of_the_dead_among_several(several: dict[str, Any]) -> None:
+    operator = log_in("view_tasklockevent", "clear_lock")
+    locks = [f"{lock.key} {lock.token}" for lock in (*several["held"], *several["dead"])]
+    url = reverse("admin:django_singletask_tasklockevent_clear")
+    response = operator.post(url, {"lock": locks, "reason": ""}, follow=True)
+    freed, refused = map(str, response.context["messages"])
+    assert freed.startswith("Freed: b, d.")
+    assert refused.startswith(f"a, c: {NOT_MARKED}")
+    assert names_of_held() == ["a", "c"]
+
+
+def test_control_a_clear_that_ends_with_the_first_refusal_leaves_dead_locks(
+    several: dict[str, Any],
+) -> None:
+    with suppress(LockUnavailable):
+        for lock in (*several["held"], *several["dead"]):
+            held.clear(lock, actor="ada")
+    assert names_of_held() == ["a", "b", "c", "d"]
 
 
 def test_without_an_epoch_a_full_server_takes_no_lock(client: Client) -> None:

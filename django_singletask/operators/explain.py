@@ -17,11 +17,11 @@ from django_singletask.history.queries import NEWEST, NoHistory, ago, reading
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
-from django_singletask.operators.held import HeldLock, held, listed, must_be_known, with_history
+from django_singletask.operators.held import HeldLock, held, must_be_known, with_history
 from django_singletask.operators.names import Selector, UnknownName, find, select
 from django_singletask.operators.starving import starvation
 from django_singletask.operators.words import duration
-from django_singletask.stores.base import is_key
+from django_singletask.stores.base import CannotList, is_key
 
 DAY = 86_400.0
 SHOWN = 5
@@ -62,8 +62,13 @@ def why(text: str) -> Why:
     nothing, :class:`CannotList` for a task, and :class:`LockUnavailable`.
     """
     selector = select(lock_of_slot(text) if is_key(text) else text)
-    # Where the cache cannot list its entries, "no lock of this task is held" would be a guess.
-    locks = held([selector]) if selector.tasks else listed([selector])
+    locks: list[HeldLock] = []
+    try:
+        locks = held([selector])
+    except CannotList:
+        # "No lock of this task is held" would be a guess.
+        if selector.tasks:
+            raise
     must_be_known([selector], locks)
     if any(lock.lock_key in selector.locks for lock in locks):
         return _gather(text, selector, locks)
@@ -120,8 +125,10 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
     holder = holding[0] if holding and key else None
     # A free lock of which neither the key nor a name that the history knows was given may be
     # misspelled: the others of its task help.
-    ask = key and task and not (holding or selector.is_exact)
-    others = listed([Selector(task, {}, [task])]) if ask else []
+    others: list[HeldLock] = []
+    if key and task and not (holding or selector.is_exact):
+        with suppress(CannotList):
+            others = held([Selector(task, {}, [task])])
     newest = {trouble: row for row in reversed(rows) for trouble in row.troubles}
     met = [row for row in rows if row.is_counted]
     conflicts: Counter[str] = Counter()
@@ -172,10 +179,11 @@ def facts(why: Why) -> Iterator[tuple[str, str]]:
         if holder.state in ("held", "dead"):
             yield "lease", _lease(holder)
             yield "page", words.task_page(holder.task_id)
-    for lock in why.held[: 0 if why.key else SHOWN]:
-        yield "held", f"{lock.name}: {lock.condition}, {_state(lock)}"
-    if not why.key and len(why.held) > SHOWN:
-        yield "held", f"and {len(why.held) - SHOWN} more"
+    else:  # the locks of a task, if there are any
+        for lock in why.held[:SHOWN]:
+            yield "held", f"{lock.name}: {lock.condition}, {_state(lock)}"
+        if len(why.held) > SHOWN:
+            yield "held", f"and {len(why.held) - SHOWN} more"
     if why.usual is not None:
         slow = "; this hold is slow" * any(lock.slow for lock in why.held if why.key)
         median, longest = words.hold_time(why.usual.median), words.hold_time(why.usual.longest)

@@ -106,8 +106,11 @@ class HeldLock(Holder):
     @property
     def condition(self) -> str:
         """The state as one code; a lock that is held can be ``"stopped"`` or ``"slow"``."""
-        if self.state == "held" and (self.stopped or self.slow):
-            return "stopped" if self.stopped else "slow"
+        if self.state == "held":
+            if self.stopped:
+                return "stopped"
+            if self.slow:
+                return "slow"
         return self.state.replace("_", " ")
 
     @property
@@ -209,21 +212,14 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     return sorted(locks, key=lambda lock: (-lock.held_for, lock.name))
 
 
-def listed(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
-    """List what :func:`held` does; nothing where the cache cannot list its entries."""
-    with suppress(CannotList):
-        return held(selectors)
-    return []
-
-
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
     """Raise :class:`UnknownName` if a selector means no lock and nothing else that is known."""
     for selector in selectors:
         if among(locks, selector) or selector.is_known():
             continue
         there = list[HeldLock]()
-        with suppress(LockUnavailable):
-            there = listed()
+        with suppress(CannotList, LockUnavailable):
+            there = held()
         if not among(there, selector):
             raise unknown(selector.text, [lock.name for lock in there])
 
@@ -269,17 +265,48 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
     if not Address(conf.cache, lock_key).clear(lock.token, actor, reason):
         return False
     if lock.task and not lock.queued:
-        beside = lock_key.beside(QUEUED, lock.task)
+        # Silent, because the row of the lock says it.
+        beside = Address(conf.cache, lock_key.beside(QUEUED, lock.task), silent=True)
         try:
-            for entry in read([beside.key]):
-                # The entry of a call that is queued behind this one stays.
-                if entry.is_run_of(lock.task_id):
-                    # Silent, because the row of the lock says it.
-                    Address(conf.cache, beside, silent=True).clear(entry.token, actor, reason)
+            _entry, queued_call = beside.read_holder()
+            # The entry of a call that is queued behind this one stays.
+            if queued_call.is_run_of(lock.task_id):
+                beside.clear(queued_call.token, actor, reason)
         except LockUnavailable as error:
             # Not raised: the lock itself is free, and the caller must hear that.
             logger.error("%s was freed, but not the entry of its call: %s", lock.key, error)
     return True
+
+
+GONE = "The holder in the table no longer has the lock. List the locks again."
+"""Why a lock was not freed that is released or taken by now."""
+
+
+def clear_all(
+    locks: Iterable[HeldLock], *, actor: str, reason: str = ""
+) -> tuple[list[HeldLock], dict[str, list[HeldLock]]]:
+    """Free locks; return those that were freed, and the others by why they were not.
+
+    A full server refuses the markers for living holders, but lets the locks of the dead be freed.
+    Any other trouble of the cache is the same for the locks that follow, so these are not tried.
+    """
+    freed: list[HeldLock] = []
+    refused: dict[str, list[HeldLock]] = {}
+    outage = ""
+    for lock in locks:
+        why = outage
+        if not outage:
+            try:
+                if clear(lock, actor=actor, reason=reason):
+                    freed.append(lock)
+                    continue
+                why = GONE
+            except Exception as error:  # each cache client has errors of its own
+                why = cannot_ask(error)
+                if not isinstance(error, NotMarked):
+                    outage = why
+        refused.setdefault(why, []).append(lock)
+    return freed, refused
 
 
 def read(keys: Iterable[str] | None = None) -> list[HeldLock]:

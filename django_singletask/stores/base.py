@@ -461,8 +461,8 @@ class Store(ABC):
         try:
             self.add(marker_key(key, value), b"1", lease)
         except LockUnavailable as error:
-            text = f"Nothing was freed, because the marker for the holder was not written: {error}"
-            raise NotMarked(text) from error.__cause__
+            text = "The lock was not freed, because the marker for its holder was not written"
+            raise NotMarked(f"{text}: {error}") from error.__cause__
         return self.release(key, value) is Outcome.OK
 
     # Fencing tokens

@@ -251,17 +251,23 @@ class Command(BaseCommand):
             confirm(number, queued, dead)
         if not logger.hasHandlers():
             logger.setLevel("ERROR")  # the table and the result say what the warnings do
-        by = {"actor": actor(), "reason": options["reason"]}
-        freed = {lock.key for lock in chosen if not dry_run and held.clear(lock, **by)}
-        rows = [{**output.as_json(lock), "freed": lock.key in freed} for lock in chosen]
-        result = f"Would {verb} {number}." if dry_run else f"{done} {plural(len(freed), noun)}."
+        to_free = chosen
+        if dry_run:
+            to_free = []
+        freed, refused = held.clear_all(to_free, actor=actor(), reason=options["reason"])
+        result = f"{done} {plural(len(freed), noun)}."
+        if dry_run:
+            result = f"Would {verb} {number}."
+        keys = {lock.key for lock in freed}
+        rows = [{**output.as_json(lock), "freed": lock.key in keys} for lock in chosen]
         self.show({"locks": rows}, iter(()), result)
-        kept = [lock.name for lock in chosen if lock.key not in freed]
-        if kept and not dry_run:
-            raise CommandError(
-                f"Not freed: {', '.join(kept)}. The holder in the table no longer has the lock. "
-                "List the locks again."
-            )
+        problems = []
+        for why_not, kept in refused.items():
+            names = ", ".join(lock.name for lock in kept)
+            problems.append(f"Not freed: {names}. {clean(why_not)}")
+        if problems:
+            status = 1 if refused.keys() == {held.GONE} else UNKNOWN
+            raise CommandError(" ".join(problems), returncode=status)
 
     def history(self, options: dict[str, Any]) -> None:
         selectors = [*map(select, options["names"])]
