@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-from celery import Task
 from celery.exceptions import Retry
 
 from django_singletask import SingletonTask
@@ -46,7 +45,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     recording.client.delete(recording.get_key_for_task("mine"))
     for task in (tasks.hold, tasks.requeue):
         monkeypatch.setattr(task.__class__, "_backend", recording, raising=False)
-        monkeypatch.setattr(task.__class__, "track_started", True)
+        monkeypatch.setattr(task.__class__, "stores_started", True)
     yield recording
     recording.client.delete(recording.get_key_for_task("mine"))
 
@@ -78,7 +77,7 @@ def test_a_run_that_ignores_its_result_stores_nothing(backend: Any) -> None:
 def test_without_the_setting_it_is_not_stored(
     backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks.hold.__class__, "track_started", False)
+    monkeypatch.setattr(tasks.hold.__class__, "stores_started", False)
     message()
     assert [state for state, _ in backend.stored] == ["SUCCESS"]
 
@@ -101,7 +100,7 @@ def test_the_state_of_a_run_that_celery_cancelled_has_a_retry_as_its_error(backe
 
 def test_control_celery_alone_replaces_it(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the call runs again."""
-    monkeypatch.setattr(SingletonTask, "backend", Task.backend)
+    monkeypatch.setattr(tasks.hold.__class__, "track_started", True)
     backend.store_result("mine", "first", "SUCCESS")
     collect_sent(app, monkeypatch)
     message(again=True)
@@ -133,10 +132,18 @@ def test_other_states_are_stored_before_the_call(
     assert [state for state, _ in backend.stored] == ["PREPARED", "STARTED", "SUCCESS"]
 
 
-def test_a_backend_can_be_set() -> None:
-    before = tasks.whose.backend
-    try:
-        tasks.whose.backend = "another"
-        assert tasks.whose.backend == "another"
-    finally:
-        tasks.whose.backend = before
+@pytest.mark.parametrize("option", [True, False, None])
+def test_the_option_is_taken_over_from_celery(
+    option: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(app.conf, "task_track_started", True)
+
+    class Tracked(SingletonTask):
+        name = f"tracked {option}"
+        track_started = option
+
+        def run(self) -> None: ...
+
+    Tracked.bind(app)
+    Tracked.bind(app)  # as for a second application
+    assert (Tracked.stores_started, Tracked.track_started) == (option is not False, False)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partialmethod
 from typing import Any
 
-from celery import Task, current_app
+from celery import Celery, Task, current_app
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import TaskPredicate
 from celery.result import AsyncResult, EagerResult
@@ -29,7 +29,6 @@ from django_singletask.locks.parameters import Parameters, refuse_deferred
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import ALL, NAMES, Attributes, LockOptions, guess
-from django_singletask.task.started import Unstarted
 from django_singletask.task.unique import QueuedCall, seconds_to_block, seconds_until
 
 GUIDE = f"See {DOCS}/guides/coming-from.html"
@@ -141,6 +140,9 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
     abstract = True
 
+    stores_started = False
+    """Whether a delivery stores STARTED when its body begins; see started.py."""
+
     # Celery logs these errors without a traceback.
     throws: tuple[type[Exception], ...] = (LockConflict,)
 
@@ -164,6 +166,14 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             if callable(own.get("on_skip")):
                 is_static = isinstance(own["run"], staticmethod)
                 cls.on_skip = (staticmethod if is_static else partialmethod)(own["on_skip"])
+
+    @classmethod
+    def on_bound(cls, app: Celery) -> None:
+        """Take over ``track_started`` from Celery, which would store STARTED before the call."""
+        super().on_bound(app)
+        if cls.track_started:
+            cls.track_started = False
+            cls.stores_started = True
 
     # The locks of its calls
 
@@ -369,19 +379,6 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             # Another base may catch the error and call again: not a direct call, the same message.
             request._protected = 0  # noqa: SLF001
             raise
-
-    @property
-    def backend(self) -> Any:
-        """The result backend. Until a worker calls the task, it does not store STARTED."""
-        request: Any = self.request_stack.top
-        backend = super().backend
-        if request is None or request._protected:  # noqa: SLF001
-            return backend
-        return Unstarted(lambda: backend)
-
-    @backend.setter
-    def backend(self, backend: Any) -> None:
-        self._backend = backend
 
     def push_request(self, *args: Any, **kwargs: Any) -> None:
         """Push a new request, or the current one again if its chain of calls ends here.

@@ -171,7 +171,7 @@ class Delivery:
         a soft time limit during the release.
         """
         if self.key == NO_LOCK:
-            if self.task.track_started:
+            if self.task.stores_started:
                 store_started(self.task, self.request)
             return self.body(*self.args, **self.kwargs)
         try:
@@ -290,7 +290,7 @@ class Delivery:
             self.request.update(self.header.into(None))
         if self.queued_call:
             self.queued_call.start()
-        if self.task.track_started:
+        if self.task.stores_started:
             store_started(self.task, self.request)
         try:
             self.result = self.body(*self.args, **self.kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from celery.local import Proxy
 from celery.states import STARTED
 
 # Celery stores STARTED before it calls the task. Some backends let it replace the result of an
@@ -15,16 +14,8 @@ from celery.states import STARTED
 #   first run:  ........ SUCCESS
 #   message:                      again: Celery stores STARTED   reads STARTED -> runs again
 #
-# So Celery finds a backend that does not store it, and the delivery stores it when its body begins.
-# The row of a call that is skipped, postponed or dropped stays as it was.
-
-
-class Unstarted(Proxy):  # type: ignore[type-arg] # it is not generic at run time
-    """A result backend for which a call has not started yet."""
-
-    def store_result(self, task_id: str, result: Any, state: str, **facts: Any) -> None:
-        if state != STARTED:
-            self._get_current_object().store_result(task_id, result, state, **facts)
+# So SingletonTask switches Celery's storing off, and the delivery stores STARTED when its body
+# begins. The row of a call that is skipped, postponed or dropped stays as it was.
 
 
 def store_started(task: Any, request: Any) -> None:
