@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,6 +106,19 @@ def test_the_first_request_on_a_connection_that_was_dropped_is_sent_again(store,
     assert take(store, KEY, B) != KEY
     proxy.drop()
     assert store.release(KEY, A) in {Outcome.OK, Outcome.SENT_TWICE}
+
+
+@pytest.mark.parametrize("alias", ["redis"])
+def test_a_connection_that_the_system_gives_up_is_replaced(store, proxy) -> None:
+    """With ``socket_timeout`` None the client waits until then."""
+
+    def give_up(size: int) -> bytes:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    connection = store.connections[-1]
+    connection.socket_timeout = None
+    Interposed(connection, recv=give_up)
+    assert store.read(KEY).value == A
 
 
 @pytest.mark.parametrize("alias", ["redis"])

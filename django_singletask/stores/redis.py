@@ -391,14 +391,15 @@ class RedisStore(Store):
                     if code in NOT_READY:
                         self.note_server(b"not ready")
                     may_repeat = was_open and (code == "READONLY" or isinstance(trouble, OSError))
+                    limit = connection.socket_timeout
+                    # Without a limit, the system itself has given the connection up.
+                    is_over = isinstance(trouble, TimeoutError) and limit is not None
                     if code == "NOSCRIPT" and sent is requests:  # a new or flushed server
                         sent = [*LOADS, *requests]
-                    elif may_repeat and not isinstance(trouble, TimeoutError):
+                    elif may_repeat and not is_over:
                         self.was_sent_twice = True
-                    elif may_repeat and connection.socket_timeout < self.patience:
-                        left = min(
-                            connection.socket_timeout, self.patience - connection.socket_timeout
-                        )
+                    elif may_repeat and limit < self.patience:
+                        left = min(limit, self.patience - limit)
                         connection = self.connect(**self.options | dict.fromkeys(TIMEOUTS, left))
                         lasts, self.was_sent_twice = False, True
                     elif isinstance(trouble, self.client_errors):
