@@ -470,6 +470,22 @@ class TestSeveralDeliveries:
         with pytest.raises(Postponed):
             receive(tasks.hold, "a", header=self.LATE, **MARKED)
 
+    def test_a_run_that_ends_replaces_the_note_of_a_death(self, sent, ran, monkeypatch):
+        """Another worker may prove the death, and let the next delivery run before the note.
+
+        first run:  SIGKILL
+        B:                   frees the lock, runs                   notes its end    result SUCCESS
+        main:                                      notes the death
+        C:                                                                     takes: must hop
+        """
+        key = tasks.hold.lock("a")._lock_key
+        monkeypatch.setattr(
+            tasks, "body", lambda *args, **facts: ended.note(key, "mine", ended.DIED)
+        )
+        receive(tasks.hold, "a", header={**self.LATE, "redelivered": READS})
+        with pytest.raises(Postponed):
+            receive(tasks.hold, "a", header=self.LATE, **MARKED)
+
     def test_a_cache_that_goes_down_costs_a_hop(self, sent, ran, monkeypatch):
         def fail(key, *args):
             if "@ended:" in key:

@@ -61,17 +61,16 @@ class Address:
 
     ``cache`` is an alias in ``CACHES``. ``name`` and ``key`` are those of ``lock_key``; for a lock
     with several slots, ``key`` is the key of one of them. ``quiet`` is a field of the events.
-    ``silent``: no event is sent, because the entry of a queued call is not a lock.
     """
 
-    def __init__(
-        self, cache: str, lock_key: LockKey, quiet: bool = False, silent: bool = False
-    ) -> None:
+    silent = False
+    """Whether no event is sent."""
+
+    def __init__(self, cache: str, lock_key: LockKey, quiet: bool = False) -> None:
         self.cache = cache
         self.lock_key = lock_key
         self.name, self.key = lock_key
         self.quiet = quiet
-        self.silent = silent
 
     def __str__(self) -> str:
         return f"{self.name} ({self.key})"
@@ -152,10 +151,11 @@ class Address:
         # The marker must last until the holder's next renewal; extend() may have changed the
         # length in the record.
         lease = max(holder.timeout, MAX_LEASE if entry.remaining is None else entry.remaining)
+        store = get_store(self.cache)
         if proof_of_death(holder):  # a full server refuses the marker, which only the living need
-            is_freed = get_store(self.cache).release(self.key, entry.value) is Outcome.OK
+            is_freed = store.release(self.key, entry.value) is Outcome.OK
         else:
-            is_freed = get_store(self.cache).clear(self.key, entry.value, lease)
+            is_freed = store.clear(self.key, entry.value, lease)
         if not is_freed:
             return False
         reason = clean(reason, 255)

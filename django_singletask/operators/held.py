@@ -265,8 +265,8 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
     if not Address(conf.cache, lock_key).clear(lock.token, actor, reason):
         return False
     if lock.task and not lock.queued:
-        # Silent, because the row of the lock says it.
-        beside = Address(conf.cache, lock_key.beside(QUEUED, lock.task), silent=True)
+        beside = Address(conf.cache, lock_key.beside(QUEUED, lock.task))
+        beside.silent = True  # the row of the lock says it
         try:
             _entry, queued_call = beside.read_holder()
             # The entry of a call that is queued behind this one stays.

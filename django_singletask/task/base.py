@@ -333,6 +333,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     ) -> LockOptions:
         """Write options and key of a call's lock into its header; return all its lock options."""
         header.token = None
+        header.received = 0.0
         if lock_options is not None:
             LockOptions.check_call(self, lock_options)
             header.options = {**(header.options or {}), **lock_options}

@@ -213,7 +213,7 @@ class Delivery:
                     return self._meet_outage(lock.outage)
                 if lock:
                     if self.again and not lease_of(lock).took_over:
-                        self._meet_own_run()
+                        self._follow_own_run()
                     # A later call may have run while this one waited for the lock.
                     if ticket and (wait or self.again) and self._is_superseded():
                         lease_of(lock).give_back(result="ignored")
@@ -308,39 +308,40 @@ class Delivery:
     # A message that meets its own earlier run; the timelines are in header.py
 
     def _meet_own_run(self) -> None:
-        """Postpone or drop the message if its first run runs or may have just ended; else return.
-
-        The lock is taken, or another holder has it.
-        """
-        blocker, request, header = self.lock.blocker, self.request, self.header
-        is_own = blocker and blocker.is_run_of(request.id)
-        if blocker:
-            # If a chain replaces a task, its first link has a new id, and the task is its parent.
-            replaces = request.replaced_task_nesting > 0 and any(
-                holder.is_run_of(request.parent_id) for holder in lease_of(self.lock).others
-            )
-            # A retry that was sent by a body has more retries: it is not a redelivery.
-            if replaces or (is_own and blocker.retries < request.retries):
-                self.postpone("redelivery", SHORT_HOP)
-            if is_own and not blocker.kept:
-                self.postpone("redelivery", redelivered=WAITS, marked=False)
-            if is_own:
-                header.marked = False
-            elif header.marked or not header.redelivered:
-                return
-        shows_end = self._drop_if_done()
-        has_hopped = header.redelivered == READS
-        if blocker and not (has_hopped and is_own):
+        """Postpone or drop the message if its first run has the lock, or had it; else return."""
+        blocker: Any = self.lock.blocker
+        request, header = self.request, self.header
+        is_own = blocker.is_run_of(request.id)
+        # If a chain replaces a task, its first link has a new id, and the task is its parent.
+        replaces = request.replaced_task_nesting > 0 and any(
+            holder.is_run_of(request.parent_id) for holder in lease_of(self.lock).others
+        )
+        # A retry that was sent by a body has more retries: it is not a redelivery.
+        if replaces or (is_own and blocker.retries < request.retries):
+            self.postpone("redelivery", SHORT_HOP)
+        if is_own and not blocker.kept:
+            self.postpone("redelivery", redelivered=WAITS, marked=False)
+        if is_own:
+            header.marked = False
+        elif header.marked or not header.redelivered:
+            return
+        self._drop_if_done()
+        if not is_own or header.redelivered != READS:
             self.postpone("redelivery", redelivered=READS)
-        if not blocker and shows_end and may_store(self.key, request.id, has_hopped=has_hopped):
-            self.postpone(None, longest=FIRST_HOP, redelivered=READS)
         # A run from before this message was due belongs to another call with this id. Otherwise
         # the body has returned and keeps the lock: the call must neither fail nor run again. A skip
         # lets the rest of its chain run.
-        returned = blocker and blocker.since > header.due - CLOCK_SKEW
+        returned = blocker.since > header.due - CLOCK_SKEW
         if returned and self.options.on_conflict != "skip":
             logger.info("Task %s was delivered again after it returned: dropped.", request.id)
             raise Dropped
+
+    def _follow_own_run(self) -> None:
+        """Postpone or drop the message, which has the lock, if its first run may have ended."""
+        shows_end = self._drop_if_done()
+        has_hopped = self.header.redelivered == READS
+        if shows_end and may_store(self.key, self.request.id, has_hopped=has_hopped):
+            self.postpone(None, longest=FIRST_HOP, redelivered=READS)
 
     def _drop_if_done(self) -> bool:
         """Drop the message if the result backend shows that its work is done, or that it retries.
@@ -354,7 +355,13 @@ class Delivery:
             result = self.task.AsyncResult(self.request.id)
             state = result.state
             ended = result.date_done if state == "SUCCESS" else None
-            retries = state == "RETRY" and not isinstance(result.result, Retry)
+            # The message of the next try is already published. But if Celery has cancelled a run
+            # after the broker was away, the error is itself a Retry, and this message is that try.
+            retries = (
+                state == "RETRY"
+                and not self.request.retries
+                and not isinstance(result.result, Retry)
+            )
         except NotImplementedError:
             return False  # there is no result backend: run again
         except SoftTimeLimitExceeded:
@@ -364,9 +371,6 @@ class Delivery:
                 "The result of task %s cannot be read, so it runs again.", self.request.id
             )
             return True
-        # The message of the next try is already published. But if Celery has cancelled a run after
-        # the broker was away, the error is itself a Retry, and this message is the next try.
-        retries = retries and not self.request.retries
         # A message that has met its first run needs no certainty. The meaning of a time without a
         # zone depends on the backend and its settings.
         is_newer = not header.marked
@@ -400,16 +404,15 @@ class Delivery:
         count = "outage_hops" if lock.outage else "hops"
         hops = getattr(self.header, count)
         met = lease.blocker.token if lease.blocker else self.header.met
-        if not lock.outage:
-            if reason and (not hops or met != self.header.met):
+        if reason and (not hops or met != self.header.met):
+            if lock.outage:
+                text = "%s: the call of %s is postponed. %s"
+                logger.warning(text, lease, lease.holder, lock.outage)
+            else:
                 report_conflict(lock, reason, "waiting")
-        elif reason and not hops:
-            text = "%s: the call of %s is postponed. %s"
-            logger.warning(text, lease, lease.holder, lock.outage)
         delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
-        fresh = {"token": None, "outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
+        fresh = {"outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
         header = dataclasses.replace(self.header, **(fresh | changes))
-        header.received = 0.0
         header.name, header.key = self.key
         # Task id, chord, chain, headers and retries stay the same. With acks_late this delivery is
         # acknowledged after the next one is published: a process that is killed in between leaves
@@ -457,9 +460,9 @@ class Delivery:
     def rerun(self) -> NoReturn:
         """Postpone the message behind the holder, as the last one that has met a conflict."""
         entry, ticket = (address_of(self.lock), self.task.name), None
-        with suppress(LockUnavailable):  # the next delivery meets the outage itself
-            has_one = self.header.ticket or self.header.never_gives_way
-            ticket = None if has_one else take_ticket(*entry)
+        if not self.header.ticket and not self.header.never_gives_way:
+            with suppress(LockUnavailable):  # the next delivery meets the outage itself
+                ticket = take_ticket(*entry)
         # Without a new one it has one already, or gets one the next time since others were faster.
         try:
             self.postpone("rerun", ticket=ticket or self.header.ticket)

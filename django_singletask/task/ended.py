@@ -26,6 +26,9 @@ from django_singletask.stores.base import Outcome
 #   child:    body    SIGKILL
 #   main:                    notes the death, frees the lock, returns the message to the broker
 #   message:                                                    takes: the note -> runs at once
+#
+# The death may be noted while another delivery runs: it has met the dead process itself and freed
+# the lock, or the process died before it had the lock. Then the end of the body replaces that note.
 
 SECONDS = 5.0
 """How long a note lasts. Meanwhile the result of a run is stored, and the message of a killed run
@@ -35,8 +38,11 @@ DONE, DIED = b"done", b"died"
 
 def note(lock: LockKey, task_id: str, end: bytes) -> None:
     """Note the end of a body (``DONE``) or of its process (``DIED``), while it has its lock."""
+    store = get_store(conf.cache)
+    key = lock.beside(ENDED, task_id).key
     with suppress(LockUnavailable):  # the release that follows reports it
-        get_store(conf.cache).add(lock.beside(ENDED, task_id).key, end, SECONDS)
+        if store.add(key, end, SECONDS):
+            store.replace(key, DIED, end, SECONDS)
 
 
 def may_store(lock: LockKey, task_id: str, *, has_hopped: bool) -> bool:

@@ -160,7 +160,7 @@ class Header:
         self.token, self.met, self.redelivered = None, None, 0
         self.marked = False
         self.hops = self.outage_hops = 0
-        self.due = self.requeued_at = self.received = 0.0
+        self.due = self.requeued_at = 0.0
 
 
 TYPES = get_type_hints(Header)

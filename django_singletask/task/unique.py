@@ -71,12 +71,24 @@ pool: one that then waits for a thread begins late. After these seconds, it begi
 """
 
 
+class QueuedEntry(Lease):
+    """The entry of a queued call, or of a call with ``"finish"`` that runs; it is not a lock."""
+
+    silent = True
+
+    def pass_to(self, other: QueuedEntry) -> None:
+        """Let another entry take the place of this one, if this one is there."""
+        # A renewal that is on its way would find other bytes, and report a loss.
+        with self.renewing:
+            self.held = not other.replace(self.value)
+
+
 class QueuedCall:
     """The entry next to a lock that stops duplicates of a call."""
 
     ticket: Ticket | None = None
     """The place of the call among the calls that replace each other."""
-    lease: Lease = object.__new__(Lease)
+    lease = object.__new__(QueuedEntry)
     """The entry: of the queued call, or of this process while a call with ``"finish"`` runs.
 
     It is ``held`` until the call frees the entry or leaves it; without an entry it never was.
@@ -87,7 +99,7 @@ class QueuedCall:
     """The bytes of the entry while the call is queued."""
     sender: QueuedCall | None = None
     """The call whose run sends this one, if that run has an entry."""
-    taken_from: Lease | None = None
+    taken_from: QueuedEntry | None = None
     """The entry of the ``sender``, if this call has taken it over."""
 
     def __init__(
@@ -95,9 +107,10 @@ class QueuedCall:
     ) -> None:
         """``queued`` is the entry in the header of the message."""
         self.lock_key = key
-        self.key = key.beside(QUEUED, run.task or "")
         self.options = options
         self.run = run
+        self.task = run.task or ""
+        self.key = key.beside(QUEUED, self.task)
         if queued:
             self.lease = queued_entry(self.key, queued)
             self.value = self.lease.value
@@ -105,11 +118,6 @@ class QueuedCall:
     @property
     def lock_address(self) -> Address:
         return Address(conf.cache, self.lock_key, quiet=not self.options.lock_history)
-
-    def _lease(self, holder: Holder) -> Lease:
-        lease = Lease(conf.cache, self.key, holder)
-        lease.silent = True
-        return lease
 
     # In the producer
 
@@ -140,7 +148,7 @@ class QueuedCall:
                 kind = "kept" if blocker.kept else "queued"
                 text = "%s: not sent, duplicate of task %s (%s)."
                 logger.info(text, self.lock_address, blocker.task_id, kind)
-                caller = Run(self.run.task)
+                caller = Run(self.task)
                 self.lock_address.tell("duplicate", caller=caller, blocker=blocker, reason=kind)
                 if self.options.on_duplicate == "raise":
                     raise DuplicateTask(self.lock_key.name, blocker.task_id)
@@ -155,7 +163,7 @@ class QueuedCall:
                 self._withdraw()
         if self.ticket and result is not None:
             # Let this call, which is now published, replace the calls before it.
-            gives_way(self.lock_address, self.run.task or "", self.ticket)
+            gives_way(self.lock_address, self.task, self.ticket)
         return result
 
     def add(self, seconds: float) -> Holder | None:
@@ -168,14 +176,14 @@ class QueuedCall:
         """
         # Store no process: the producer may end while its call is queued.
         holder = self.run.holder(self.key.name, seconds, pid=0, start="")
-        lease = self.lease = self._lease(holder)
+        lease = self.lease = QueuedEntry(conf.cache, self.key, holder)
         try:
             blocker = lease.take()
             if blocker and self.sender and self._take_over(self.sender.lease, blocker):
                 blocker = None
             if self.options.on_duplicate != "replace":
                 return blocker
-            self.ticket = take_ticket(self.lock_address, self.run.task or "")
+            self.ticket = take_ticket(self.lock_address, self.task)
             if blocker:
                 entry, holder = lease.read_holder()
                 # The entry of a run has a process, and stays until the run is finished.
@@ -190,25 +198,23 @@ class QueuedCall:
             self.ticket = None
         return None
 
-    def _take_over(self, of_sender: Lease, blocker: Holder) -> bool:
+    def _take_over(self, of_sender: QueuedEntry, blocker: Holder) -> bool:
         """Replace the entry of the sender, if that is the blocker; return whether it was replaced.
 
         In a fork of the sender's process, the parent has the entry.
         """
         if of_sender.token != blocker.token or not of_sender.held or of_sender.is_inherited():
             return False
-        # A renewal that is on its way would find other bytes, and report a loss.
-        with of_sender.renewing:
-            of_sender.held = not self.lease.replace(of_sender.value)
         self.taken_from = of_sender
+        of_sender.pass_to(self.lease)
         return self.lease.held
 
     def _withdraw(self) -> None:
         """Free the entry of a call that is not published, or give it back to its sender."""
         try:
-            if self.taken_from:
+            if self.taken_from and self.lease.held:
                 with suppress(LockUnavailable):
-                    self.lease.held = not self.taken_from.replace(self.lease.value)
+                    self.lease.pass_to(self.taken_from)
         finally:
             self.give_back()
 
@@ -226,7 +232,8 @@ class QueuedCall:
                 self._let_stay(queued)
             elif until == "finish":
                 length = self.options.lock_timeout or conf.lock_timeout
-                lease = self.lease = self._lease(self.run.holder(self.key.name, length))
+                holder = self.run.holder(self.key.name, length)
+                lease = self.lease = QueuedEntry(conf.cache, self.key, holder)
                 lease.at_least = self.options.lock_at_least
                 lease.in_block = True
                 # If the entry has ended, or was freed with a killed earlier run, take it again,
@@ -241,7 +248,7 @@ class QueuedCall:
             if not self.lease.held:
                 self.lease = queued
 
-    def _let_stay(self, queued: Lease) -> None:
+    def _let_stay(self, queued: QueuedEntry) -> None:
         """Note in the entry that the call has begun; it cannot expire any more."""
         length = self.options.unique_for
         begun = without_process(queued.holder, length, kept=True).encode()
@@ -287,12 +294,13 @@ class QueuedCall:
         self.lease.give_back(result="returned" if kept else "raised")
 
 
-def queued_entry(key: LockKey, queued: str) -> Lease:
+def queued_entry(key: LockKey, queued: str) -> QueuedEntry:
     """Return the entry of a queued call, as the header of its message has it."""
     value = queued.encode(errors="replace")
-    lease = Lease(conf.cache, key, Holder.decode(value))
-    lease.value, lease.silent, lease.held = value, True, True
-    return lease
+    entry = QueuedEntry(conf.cache, key, Holder.decode(value))
+    entry.value = value
+    entry.held = True
+    return entry
 
 
 def discard(headers: Any, task_id: str | None, task: str) -> None:

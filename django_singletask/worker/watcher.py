@@ -61,11 +61,11 @@ class Accepted:
     def free(self, lock: TaskLock, how: str) -> None:
         """Free the lock of the process that is dead, and the entry of its queued call."""
         header, token = self.header, self.header.token or ""
-        note(LockKey(lock.name, lock.key), header.id, DIED)
+        key = LockKey(lock.name, lock.key)
+        note(key, header.id, DIED)
         place_of(lock, token).free_killed(token, how)
         if header.queued:
-            key = LockKey(lock.name, lock.key).beside(QUEUED, header.task)
-            entry = queued_entry(key, header.queued)
+            entry = queued_entry(key.beside(QUEUED, header.task), header.queued)
             if not self.ended:
                 # A delivery that has ended may have queued its call again with that entry.
                 entry.abandon()
