@@ -445,6 +445,19 @@ class TestSeveralDeliveries:
         with pytest.raises(Dropped):
             receive(tasks.hold, "a", header=header_of(sent[0]))
 
+    def test_one_that_has_hopped_waits_behind_another_call(self, sent, ran):
+        """It had the lock, and gave it up to look at the result again."""
+        header = {**self.LATE, "redelivered": READS, "marked": True}
+        with held_by("another"), pytest.raises(Postponed):
+            receive(tasks.hold, "a", header=header)
+        receive(tasks.hold, "a", header=header_of(sent[0]))
+        assert len(ran) == 1
+
+    def test_control_one_that_has_not_had_the_lock_is_skipped(self, sent, ran):
+        with held_by("another"):
+            receive(tasks.hold, "a", header=self.LATE, **MARKED)
+        assert (sent, ran) == ([], [])
+
     def test_control_without_the_note_both_run(self, ran, monkeypatch):
         monkeypatch.setattr(delivery, "note", lambda *args: None)
         for _ in range(2):

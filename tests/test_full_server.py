@@ -22,7 +22,7 @@ from django_singletask.holder import Holder, this_process
 from django_singletask.operators import held
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Outcome
+from django_singletask.stores.base import Outcome, marker_key
 from tests.admin_pages import log_in
 from tests.deadline import wait_for
 from tests.entries import holder, key_of, private_store
@@ -100,6 +100,18 @@ def test_a_lock_that_cannot_be_taken_again_is_told_of_alone(client: Client) -> N
         store.renew(KEYS[1], A, 60)
     client.delete("filler")
     assert store.renew(KEYS[1], A, 60) is Outcome.RETAKEN
+
+
+def test_a_refusal_hides_no_loss_of_other_locks(client: Client) -> None:
+    store = get_store("redis")
+    store.look()
+    taken, _gone, cleared = KEYS
+    assert store.add(taken, B, 60) is None
+    assert store.add(marker_key(cleared, A), b"1", 60) is None
+    fill(client)
+    lost, refused, told = store.renew_many([(key, A, 60) for key in KEYS])
+    assert (lost, told) == (Outcome.TAKEN, Outcome.GONE)
+    assert isinstance(refused, LockUnavailable)
 
 
 def test_a_lock_that_a_full_server_evicts_is_not_taken_for_lost(settings: Any) -> None:

@@ -132,6 +132,18 @@ def test_other_states_are_stored_before_the_call(
     assert [state for state, _ in backend.stored] == ["PREPARED", "STARTED", "SUCCESS"]
 
 
+def test_a_backend_that_cannot_store_it_ends_no_run(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(task_id: str, result: Any, state: str, **facts: Any) -> None:
+        if state == "STARTED":
+            raise OSError("no space left")
+
+    monkeypatch.setattr(backend, "store_result", refuse)
+    assert message().retval == "ran"
+    assert "The state STARTED of task mine cannot be stored." in caplog.text
+
+
 @pytest.mark.parametrize("option", [True, False, None])
 def test_the_option_is_taken_over_from_celery(
     option: bool | None, monkeypatch: pytest.MonkeyPatch

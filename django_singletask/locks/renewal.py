@@ -305,9 +305,9 @@ renewers = Renewers()
 
 
 def release_owed(seconds: float) -> None:
-    """Wait at most so long until all owed releases are made, before the process ends."""
+    """Wait at most so long until all entries are left that must be, before the process ends."""
     until = clock.now() + seconds
-    while any(each.owed for each in list(renewers.values())) and clock.now() < until:
+    while any(each.owed or each.dead for each in list(renewers.values())) and clock.now() < until:
         time.sleep(0.01)
 
 

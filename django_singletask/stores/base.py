@@ -425,8 +425,8 @@ class Store(ABC):
         outcomes = self._extend(requests)
         try:
             for i, (key, value, lease) in enumerate(requests):
-                if outcomes[i] is Outcome.GONE and not self.read(marker_key(key, value)):
-                    outcomes[i] = Outcome.TAKEN if self.add(key, value, lease) else Outcome.RETAKEN
+                if outcomes[i] is Outcome.GONE:
+                    outcomes[i] = self._take_again(key, value, lease)
             taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
             if taken and looks_twice:
                 # Perhaps nobody here has seen the change yet.
@@ -436,9 +436,22 @@ class Store(ABC):
                     again = self.renew_many([requests[i] for i in taken], looks_twice=False)
                     for i, outcome in zip(taken, again, strict=True):
                         outcomes[i] = outcome
-        except LockUnavailable as error:  # a full server refuses new entries
+        except LockUnavailable as error:
             return [each if each in RENEWED else error for each in outcomes]
         return outcomes
+
+    def _take_again(self, key: str, value: bytes, lease: float) -> Outcome | LockUnavailable:
+        """Add an entry that is gone, unless it was cleared."""
+        try:
+            if self.read(marker_key(key, value)):
+                return Outcome.GONE
+            if self.add(key, value, lease):
+                return Outcome.TAKEN
+            return Outcome.RETAKEN
+        except LockUnavailable as error:
+            if isinstance(error.__cause__, self.refusals):  # a full server refuses new entries
+                return error
+            raise
 
     def _extend(
         self, requests: Sequence[tuple[str, bytes, float]]

@@ -148,6 +148,7 @@ class Delivery:
         self.body, self.args, self.kwargs = body, args, kwargs
         self.options = options
         self.key = key
+        self.has_hopped = header.redelivered == READS
         if request is not None and not header.redelivered:
             has_waited = time.time() - (header.received or math.inf)
             if (request.delivery_info or {}).get("redelivered"):
@@ -155,7 +156,7 @@ class Delivery:
             elif has_waited > FIRST_HOP and has_waited > visibility_timeout(task.app):
                 # It was delivered first. Each other delivery hops, and notes its end.
                 header.marked = True
-                header.redelivered = READS
+                self.has_hopped = True
         self.again = header.marked or bool(header.redelivered)
         quiet = not options.lock_history
         self.caller = Run(task.name, header.id or None, retries, header.token, quiet, self.again)
@@ -323,7 +324,7 @@ class Delivery:
             self.postpone("redelivery", redelivered=WAITS, marked=False)
         if is_own:
             header.marked = False
-        elif header.marked or not header.redelivered:
+        elif not header.redelivered:
             return
         self._drop_if_done()
         if not is_own or header.redelivered != READS:
@@ -339,8 +340,7 @@ class Delivery:
     def _follow_own_run(self) -> None:
         """Postpone or drop the message, which has the lock, if its first run may have ended."""
         shows_end = self._drop_if_done()
-        has_hopped = self.header.redelivered == READS
-        if shows_end and may_store(self.key, self.request.id, has_hopped=has_hopped):
+        if shows_end and may_store(self.key, self.request.id, has_hopped=self.has_hopped):
             self.postpone(None, longest=FIRST_HOP, redelivered=READS)
 
     def _drop_if_done(self) -> bool:

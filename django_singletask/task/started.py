@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.states import STARTED
+
+from django_singletask.conf import logger
 
 # Celery stores STARTED before it calls the task. Some backends let it replace the result of an
 # earlier delivery, and all of them let it replace RETRY. Then this delivery could not see that its
@@ -19,8 +22,16 @@ from celery.states import STARTED
 
 
 def store_started(task: Any, request: Any) -> None:
-    """Store what Celery stores; nothing for a call without a message, whose ``request`` is None."""
+    """Store what Celery stores; nothing for a call without a message, whose ``request`` is None.
+
+    An error is logged, because it must not end the task.
+    """
     if request is None or vars(request).get("ignore_result", task.ignore_result):
         return
     facts = {"pid": os.getpid(), "hostname": request.hostname}
-    task.backend.store_result(request.id, facts, STARTED, request=request)
+    try:
+        task.backend.store_result(request.id, facts, STARTED, request=request)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        logger.exception("The state STARTED of task %s cannot be stored.", request.id)
