@@ -20,7 +20,7 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask import LockUnavailable, SingletonTask, TaskLock, current_lock, only_one
-from django_singletask.locks.renewal import Renewer
+from django_singletask.locks.renewal import Renewer, release_owed
 from django_singletask.signals import lock_event
 from django_singletask.stores import close_stores
 from tests.deadline import wait_for
@@ -265,6 +265,14 @@ def test_a_stored_traceback_keeps_the_lock_of_its_block(cache_alias):
     assert TaskLock(kept).locked()
     del stored
     assert_free_in_the_end([kept])
+
+
+@on_one_store
+def test_the_end_of_a_process_waits_for_the_lock_of_that_block(cache_alias):
+    name, error = interrupt_exit(with_block)
+    del error
+    release_owed(30)
+    assert not TaskLock(name).locked()
 
 
 @on_one_store

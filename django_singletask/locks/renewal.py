@@ -248,8 +248,8 @@ class Renewer(Background):
         for twin in list(self.dead):
             self.store()  # limits the request
             self.drop(twin)
-            self.dead.pop(twin)
             self.try_to(twin.give_back)
+            self.dead.pop(twin)  # last: release_owed() waits for it
 
     def renew(self, store: Store, leases: list[Any]) -> None:
         """Renew leases in one request."""
