@@ -48,19 +48,16 @@ def connect(**kwargs: Any) -> None:
 setting_changed.connect(connect)
 
 
-def has_thread() -> bool:
-    """Return whether a thread writes the events."""
-    return conf.history != "inline" and has_threads()
-
-
 def receive(*, event: LockEvent, **kwargs: Any) -> None:
     """Record an event; a failure is logged and does not affect the task."""
-    if conf.history == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
+    mode = conf.history
+    if mode == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
         return
     try:
-        if has_thread():
+        if mode != "inline" and has_threads():
             writer.add(event)
-            writer.begin()
+            if writer.thread is None:
+                writer.begin()
         elif is_test():
             write_in_test(event)
             writer.succeed()
@@ -98,7 +95,8 @@ def write_all() -> None:
 
 def end_request(**kwargs: Any) -> None:
     """Write what a rollback, or an outage of the database, has left."""
-    if writer.events and not has_thread():
+    has_thread = conf.history != "inline" and has_threads()
+    if writer.events and not has_thread:
         with suppress(Exception):  # such as those of a database that is still down
             write_here()
         close_old_connections()  # Django's own receiver has done so before this one
