@@ -106,6 +106,9 @@ def set_and_note(lease: Lease, name: str, value: Any) -> None:
     Do not read ``lost``, which itself can change the lease. The time is taken before the attribute
     is set, so before a request that gives the lock back.
     """
+    if name == "__dict__":  # the lease and its twin get common attributes: nothing changes
+        object.__setattr__(lease, name, value)
+        return
     with SHIELD:
         at, before = clock.now(), lease.deadline if lease.held else None
         object.__setattr__(lease, name, value)
