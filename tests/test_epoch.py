@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from django.core.cache import caches
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import base, get_store
 from django_singletask.stores.base import EPOCH, TRIES, Forgotten
-from tests.entries import holder, key_of
+from tests.entries import eventually, holder, key_of
 from tests.servers import Memcached, Redis, Valkey, ask
 
 ROOT = Path(__file__).parent.parent
@@ -98,7 +99,7 @@ def test_control_if_nobody_asks_which_server_answers_others_run_beside_the_holde
 def outside_of_tests(monkeypatch, cache_alias):
     store = get_store(cache_alias)
     store.look()  # an earlier test has left another epoch
-    store.epoch.changed_at = -math.inf
+    store.epoch.changed_at = store.epoch.told_at = -math.inf
     monkeypatch.setattr(base, "is_test", lambda: False)
 
 
@@ -133,6 +134,47 @@ def test_a_process_that_knew_another_epoch_takes_nothing_for_a_second(cache_alia
     assert caplog.text.count("may have forgotten its locks") == 1
     take("third")
     assert len(pauses) == 1
+
+
+@pytest.mark.parametrize("cache_alias", ["pylibmc", "pymemcache"], indirect=True)
+@pytest.mark.usefixtures("outside_of_tests", "db")
+def test_a_holder_that_meets_takers_one_after_another_has_its_lock_back(cache_alias, monkeypatch):
+    """In memcached a taker adds its entry, sees the change, and gives the entry back."""
+    monkeypatch.setattr(base, "HOLD_BACK", 60)
+    assert not meets_takers(cache_alias, monkeypatch)
+
+
+@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+@pytest.mark.usefixtures("outside_of_tests", "db")
+def test_control_a_holder_that_looks_once_loses_its_lock(cache_alias, monkeypatch):
+    monkeypatch.setattr(base, "HOLD_BACK", 0)
+    assert meets_takers(cache_alias, monkeypatch)
+
+
+def meets_takers(cache_alias, monkeypatch):
+    """Return whether a holder loses its lock that meets the entries of three takers."""
+    store = get_store(cache_alias)
+    looks, renew_many = [], type(store).renew_many
+
+    def count(store, requests):
+        outcomes = renew_many(store, requests)
+        looks.append(outcomes)
+        return outcomes
+
+    key, takers = key_of("nightly"), [holder("a"), holder("b"), holder("c")]
+    with TaskLock("nightly", timeout=60) as lock:
+        monkeypatch.setattr(type(store), "renew_many", count)
+        caches[cache_alias].clear()
+        assert store.add(key, takers[0], 60) is None
+        for taker, next_taker in itertools.pairwise(takers):
+            before = len(looks)
+            eventually(lambda before=before: len(looks) > before)
+            assert store.replace(key, taker, next_taker, 60)
+            if lock.lost:
+                return True
+        store.release(key, takers[-1])
+        eventually(lambda: lock.owned() or lock.lost)
+        return lock.lost
 
 
 @on_each_client

@@ -18,7 +18,7 @@ from django_singletask.conf import logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork
 from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import LOOK, Store, epoch_of
+from django_singletask.stores.base import LOOK, LOOK_AGAIN, Outcome, Store, epoch_of
 from django_singletask.threads import Background
 
 LONGEST = 2.0
@@ -74,6 +74,8 @@ class Renewer(Background):
         """The last error since the thread woke up."""
         self.failed = False
         """Whether there was an error before that."""
+        self.is_unsure = False
+        """Whether the last tick met an entry of another holder that may be given back at once."""
         self.changes = epoch_of(cache).changes
         """The number of changes of the epoch when all leases were last renewed."""
         self.late_at = math.inf
@@ -197,6 +199,7 @@ class Renewer(Background):
         many leases.
         """
         self.tick_at = clock.now() + self.interval
+        self.is_unsure = False
         self.leave_entries()
         leases, epoch = self.held(), epoch_of(self.cache)
         if not leases:
@@ -229,7 +232,9 @@ class Renewer(Background):
                 if not lease.renews and not lease.is_there() and lease.held:
                     lease.lose()
         self.read_at = now + again - self.interval / 2
-        if self.error is None:
+        if self.is_unsure:
+            self.tick_at = min(self.tick_at, clock.now() + LOOK_AGAIN)
+        elif self.error is None:
             self.changes = changes
 
     def store(self) -> Store:
@@ -263,6 +268,8 @@ class Renewer(Background):
             for lease, (_, _, length), outcome in zip(due, requests, outcomes, strict=True):
                 if isinstance(outcome, LockUnavailable):  # for this lease alone
                     self.error = outcome
+                elif outcome is Outcome.UNSURE:
+                    self.is_unsure = True
                 else:
                     lease.settle(sent, length, outcome)
         finally:

@@ -100,6 +100,7 @@ class Outcome(enum.Enum):
     RETAKEN = "retaken"  # only from renew(): the entry was gone, and the caller has it again
     GONE = "gone"
     TAKEN = "taken"  # another holder has the entry, or others changed it at each attempt
+    UNSURE = "unsure"  # only from renew_many(): TAKEN, but perhaps by a taker that gives it back
 
 
 RENEWED = {Outcome.OK, Outcome.RETAKEN}
@@ -116,7 +117,7 @@ HOLD_BACK = 1.0
 """Seconds for which a process takes no lock in a cache that has forgotten its locks."""
 TELL_AGAIN = 60.0
 """Seconds for which the log does not repeat that a cache has forgotten its locks."""
-LOOK_TWICE = 0.1
+LOOK_AGAIN = 0.1
 """Seconds until a holder looks again at the entry of another one, after a change of the epoch."""
 
 # A cache can forget its locks, by a restart or a flush. The epoch is a random value that it keeps
@@ -183,10 +184,16 @@ class Epoch:
                 )
         setattr(self, fact, seen)
 
+    def pause(self) -> float:
+        """Return for how many seconds nobody takes a lock; in tests, which flush often, for 0."""
+        if is_test():
+            return 0.0
+        return self.changed_at + HOLD_BACK - clock.now()
+
     def check(self) -> None:
-        """Raise :class:`Forgotten` soon after a change; but tests empty their cache often."""
-        pause = self.changed_at + HOLD_BACK - clock.now()
-        if pause > 0 and not is_test():
+        """Raise :class:`Forgotten` soon after a change."""
+        pause = self.pause()
+        if pause > 0:
             raise Forgotten(pause)
 
 
@@ -398,46 +405,48 @@ class Store(ABC):
         return self.change(key, old, new, lease) is Outcome.OK
 
     def renew(self, key: str, value: bytes, lease: float) -> Outcome:
-        """Renew one entry; see :meth:`renew_many`."""
-        (outcome,) = self.renew_many([(key, value, lease)])
-        if isinstance(outcome, LockUnavailable):
-            raise outcome
-        return outcome
+        """Renew one entry; see :meth:`renew_many`. This waits until the outcome is sure."""
+        while True:
+            (outcome,) = self.renew_many([(key, value, lease)])
+            if isinstance(outcome, LockUnavailable):
+                raise outcome
+            if outcome is not Outcome.UNSURE:
+                return outcome
+            time.sleep(LOOK_AGAIN)
 
     # In memcached, a process that takes a lock adds its entry before it reads the epoch. If that
-    # has changed, it gives the entry back. So after a change, another entry may be gone soon:
+    # has changed, it gives the entry back. Each process does this once after a change, and each may
+    # be slow. So as long as takers wait after a change, the entry of another one says nothing:
     #
     #   cache:    flushed
-    #   taker:              adds                   reads the epoch: another one   gives it back
-    #   holder:                   looks: not its own                                        looks
+    #   taker 1:          adds           reads the epoch: another one, gives it back
+    #   taker 2:                                                   adds ...            gives it back
+    #   holder:                looks: not its own                        looks again        ...
     #
     # On Redis the script of the take compares the epoch, so there this finds the same entry again.
 
     def renew_many(
-        self, requests: Sequence[tuple[str, bytes, float]], *, looks_twice: bool = True
+        self, requests: Sequence[tuple[str, bytes, float]]
     ) -> list[Outcome | LockUnavailable]:
         """Let each entry (key, value, lease) end ``lease`` seconds from now.
 
         If there is no entry, take the lock again (RETAKEN), unless :meth:`clear` left a marker
-        for this value (GONE). The outcome is the error for an entry alone that the server refuses
-        to renew or to take again.
+        for this value (GONE). After UNSURE the caller asks again. The outcome is the error for an
+        entry alone that the server refuses to renew or to take again.
         """
         outcomes = self._extend(requests)
         try:
             for i, (key, value, lease) in enumerate(requests):
                 if outcomes[i] is Outcome.GONE:
                     outcomes[i] = self._take_again(key, value, lease)
-            taken = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.TAKEN]
-            if taken and looks_twice:
+            if Outcome.TAKEN in outcomes:
                 # Perhaps nobody here has seen the change yet.
                 self.look([key for key, _, _ in requests])
-                if clock.now() < self.epoch.changed_at + HOLD_BACK:
-                    time.sleep(LOOK_TWICE)
-                    again = self.renew_many([requests[i] for i in taken], looks_twice=False)
-                    for i, outcome in zip(taken, again, strict=True):
-                        outcomes[i] = outcome
         except LockUnavailable as error:
             return [each if each in RENEWED else error for each in outcomes]
+        for i, outcome in enumerate(outcomes):
+            if outcome is Outcome.TAKEN and self.epoch.pause() > 0:
+                outcomes[i] = Outcome.UNSURE
         return outcomes
 
     def _take_again(self, key: str, value: bytes, lease: float) -> Outcome | LockUnavailable:
