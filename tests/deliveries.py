@@ -105,11 +105,15 @@ class held_by:
         self.lock = task.lock("a")
         self.value = inside.holder_of(self.lock, task, task_id, retries).encode()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> held_by:
         assert inside.read(self.lock) is None
         inside.write(self.lock, self.value)
+        return self
 
     def __exit__(self, *exc: object) -> None:
+        self.free()
+
+    def free(self) -> None:
         inside.free(self.lock, self.value)
 
 

@@ -134,13 +134,16 @@ def collect_trips(patch: pytest.MonkeyPatch) -> list[bytes]:
 # Entries of queued calls
 
 
-def beside(lock: Any, kind: str, whose: str) -> TaskLock:
-    return TaskLock(keys.LockKey(lock.name, lock.key).beside(kind, whose), cache=lock.cache)
+def beside(lock: TaskLock, kind: str, whose: str) -> address.Address:
+    """Return the place of another entry next to that of a lock."""
+    place = lock._address
+    return address.Address(place.cache, place.lock_key.beside(kind, whose))
 
 
 def queued_entry(task: Any, *args: Any) -> TaskLock:
     """Return a lock that reads and clears the entry of a queued call."""
-    return beside(task.lock(*args), keys.QUEUED, task.name)
+    place = beside(task.lock(*args), keys.QUEUED, task.name)
+    return TaskLock(place.lock_key, cache=place.cache)
 
 
 def send_before_adding_entries(patch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
@@ -172,8 +175,7 @@ def pass_entries_at_the_end(patch: pytest.MonkeyPatch) -> None:
 
 def numbers(lock: TaskLock, task: Any) -> tuple[int, int] | None:
     """Return the highest number that a call has taken, and the highest noted; None: no entry."""
-    place = beside(lock, keys.LATEST, task.name)
-    entry = stores.get_store(lock.cache).read(place.key)
+    entry = beside(lock, keys.LATEST, task.name).read()
     return entry and latest.State.decode(entry.value)[1:]
 
 
@@ -184,14 +186,12 @@ def spoil_numbers(lock: TaskLock, task: Any) -> None:
 
 def take_number(lock: TaskLock, task: Any) -> list[Any] | None:
     """Take the next number, as a call does before its message is published."""
-    place = address.Address(lock.cache, keys.LockKey(lock.name, lock.key))
-    return latest.take_ticket(place, task.name)
+    return latest.take_ticket(lock._address, task.name)
 
 
 def note_number(lock: TaskLock, task: Any, ticket: Any) -> bool:
     """Note a number, as a call does after its message is published; say whether one is higher."""
-    place = address.Address(lock.cache, keys.LockKey(lock.name, lock.key))
-    return latest.gives_way(place, task.name, ticket)
+    return latest.gives_way(lock._address, task.name, ticket)
 
 
 @contextmanager
@@ -209,12 +209,12 @@ def killed_before_the_note() -> Iterator[None]:
 
 def note_death(lock: Any, task_id: str) -> None:
     """Note that the process of a run has died, as the worker's main process does."""
-    ended.note(keys.LockKey(lock.name, lock.key), task_id, ended.DIED)
+    ended.note(lock._address.lock_key, task_id, ended.DIED)
 
 
 def end_is_noted(lock: Any, task_id: str) -> bool:
     """Say whether a run has noted its end for other deliveries of its message."""
-    return beside(lock, keys.ENDED, task_id).locked()
+    return beside(lock, keys.ENDED, task_id).read() is not None
 
 
 # The main process of a worker
