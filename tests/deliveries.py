@@ -39,10 +39,14 @@ def receive(
         task.pop_request()
 
 
+def header_of(message: dict[str, Any]) -> dict[str, Any]:
+    """Return what the package has written into a message."""
+    return inside.header_of(message["headers"])
+
+
 def receive_sent(task: Any, message: dict[str, Any], **request: Any) -> Any:
     """Run a message that was collected, in the same way."""
-    header = inside.header_of(message)
-    facts = {"task_id": message["task_id"], "header": header, **request}
+    facts = {"task_id": message["task_id"], "header": header_of(message), **request}
     return receive(task, *message["args"], **facts)
 
 

@@ -17,7 +17,9 @@ import pytest
 from celery.app.task import Context
 
 from django_singletask import Holder, TaskLock, stores
+from django_singletask.history import recorder, writing
 from django_singletask.locks import address, keys, lease, renewal
+from django_singletask.signals import LockEvent
 from django_singletask.stores import base
 from django_singletask.task import delivery, ended, header, latest, unique
 from django_singletask.worker import startup
@@ -37,9 +39,9 @@ READS = {"redelivered": header.READS}
 """What the header says of a message that looks for the result of its first run the last time."""
 
 
-def header_of(message: dict[str, Any]) -> dict[str, Any]:
+def header_of(headers: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a message's headers that the package has written."""
-    part: dict[str, Any] = message["headers"][header.HEADER]
+    part: dict[str, Any] = headers[header.HEADER]
     return part
 
 
@@ -232,6 +234,30 @@ def receive_in_main_process(task: Any, fields: dict[str, Any], **facts: Any) -> 
 def discard(task: Any, fields: dict[str, Any], task_id: str = "mine") -> None:
     """Discard a message of a revoked call, as the main process does."""
     startup.free_revoked(task, Context(fields, id=task_id), terminated=False)
+
+
+# The writer of the history
+
+
+@contextmanager
+def new_history() -> Iterator[None]:
+    """Let a new thread of this process write the history, and try again soon after a failure."""
+    with (
+        mock.patch.object(recorder, "writer", recorder.Writer()),
+        mock.patch.object(recorder, "RETRY", 0.01),
+    ):
+        yield
+        recorder.stop()
+
+
+def stop_history() -> None:
+    """Let the thread write all events, close its connections and end."""
+    recorder.stop()
+
+
+def write_events(events: list[LockEvent]) -> None:
+    """Write many events at once, in this thread."""
+    writing.write(events)
 
 
 # == Options, settings, checks, keys

@@ -23,12 +23,13 @@ from tests.deliveries import (
     at_the_first_pause,
     collect_sent,
     elsewhere,
+    header_of,
     held_by,
     receive,
     receive_sent,
     refuse,
 )
-from tests.inside import READS, WAITS, dropped, header_of, postponed
+from tests.inside import READS, WAITS, dropped, postponed
 from tests.testapp import tasks
 
 pytestmark = [

@@ -12,8 +12,8 @@ from celery.exceptions import Retry
 
 from django_singletask import TaskLock
 from tests import inside
-from tests.deliveries import collect_sent, deliver, held_by, wait_for_debts
-from tests.inside import header_of, headers_for
+from tests.deliveries import collect_sent, deliver, header_of, held_by, wait_for_debts
+from tests.inside import headers_for
 from tests.testapp import tasks
 
 pytestmark = [
@@ -61,7 +61,7 @@ def test_the_run_has_the_lock_and_the_token_that_the_message_names(
     monkeypatch.setattr(tasks.requeue.__class__, "run", run)
     fields = inside.receive_in_main_process(tasks.requeue, messages(tasks.requeue)[kind])
     deliver(tasks.requeue, "a", **fields)
-    token = header_of({"headers": fields})["token"]
+    token = inside.header_of(fields)["token"]
     assert seen == [(LOCK.key, token)]
 
 

@@ -18,12 +18,13 @@ from tests.deliveries import (
     at_the_first_pause,
     collect_sent,
     elsewhere,
+    header_of,
     held_by,
     receive_sent,
     refuse,
     wait_for_debts,
 )
-from tests.inside import READS, header_of, postponed
+from tests.inside import READS, postponed
 from tests.testapp import tasks
 
 pytestmark = [

@@ -14,8 +14,8 @@ from celery.exceptions import Ignore, Reject, Retry
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
 from django_singletask.models import TaskLockEvent
 from tests import inside
-from tests.deliveries import collect_sent, receive, refuse
-from tests.inside import header_of, headers_for
+from tests.deliveries import collect_sent, header_of, receive, refuse
+from tests.inside import headers_for
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),

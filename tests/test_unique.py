@@ -25,13 +25,14 @@ from tests.deliveries import (
     at_once,
     collect_sent,
     elsewhere,
+    header_of,
     held_by,
     receive_sent,
     refuse,
     wait_for_debts,
 )
 from tests.entries import eventually
-from tests.inside import header_of, postponed, queued_entry
+from tests.inside import postponed, queued_entry
 from tests.testapp import tasks
 
 pytestmark = [
