@@ -585,7 +585,7 @@ class TestRequeue:
             header["requeued_at"] = since - 31
             with pytest.raises(LockConflict, match=r"; gave up after 30 s \(lock_wait\)$"):
                 receive(tasks.requeue, "a", header=header)
-        assert since == pytest.approx(time.time(), abs=5)
+        assert since == pytest.approx(time.time(), abs=60)
         assert len(sent) == 2
 
     def test_the_last_hop_ends_with_lock_wait(self, sent):
