@@ -19,6 +19,7 @@ from celery.app.task import Context
 from django_singletask import Holder, TaskLock, stores
 from django_singletask.history import recorder, writing
 from django_singletask.locks import address, keys, lease, renewal
+from django_singletask.locks import lock as locking
 from django_singletask.signals import LockEvent
 from django_singletask.stores import base
 from django_singletask.task import delivery, ended, header, latest, unique
@@ -138,7 +139,7 @@ def collect_trips(patch: pytest.MonkeyPatch) -> list[bytes]:
 
 def beside(lock: TaskLock, kind: str, whose: str) -> address.Address:
     """Return the place of another entry next to that of a lock."""
-    place = lock._address
+    place = locking.address_of(lock)
     return address.Address(place.cache, place.lock_key.beside(kind, whose))
 
 
@@ -188,12 +189,12 @@ def spoil_numbers(lock: TaskLock, task: Any) -> None:
 
 def take_number(lock: TaskLock, task: Any) -> list[Any] | None:
     """Take the next number, as a call does before its message is published."""
-    return latest.take_ticket(lock._address, task.name)
+    return latest.take_ticket(locking.address_of(lock), task.name)
 
 
 def note_number(lock: TaskLock, task: Any, ticket: Any) -> bool:
     """Note a number, as a call does after its message is published; say whether one is higher."""
-    return latest.gives_way(lock._address, task.name, ticket)
+    return latest.gives_way(locking.address_of(lock), task.name, ticket)
 
 
 @contextmanager
@@ -211,7 +212,7 @@ def killed_before_the_note() -> Iterator[None]:
 
 def note_death(lock: Any, task_id: str) -> None:
     """Note that the process of a run has died, as the worker's main process does."""
-    ended.note(lock._address.lock_key, task_id, ended.DIED)
+    ended.note(locking.address_of(lock).lock_key, task_id, ended.DIED)
 
 
 def end_is_noted(lock: Any, task_id: str) -> bool:
