@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from celery.app.trace import build_tracer
+from django.db import connections
 
-from django_singletask.conf import conf
-from django_singletask.locks import renewal
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import LATEST
-from django_singletask.stores import get_store
-from django_singletask.task.header import HEADER
-from django_singletask.task.latest import State
+from django_singletask import LockUnavailable, TaskLock
+from tests import inside
 from tests.entries import eventually
 from tests.testapp import tasks
 
@@ -31,13 +30,64 @@ def receive(
     task: Any, *args: Any, task_id: str = "mine", header: Any = None, **request: Any
 ) -> Any:
     """Run a message as the worker's tracer does."""
-    headers = {HEADER: {"id": task_id, "task": task.name, **(header or {})}}
+    headers = inside.headers_for(task, task_id, **(header or {}))
     facts = {"id": task_id, "args": args, "kwargs": {}, "retries": 0, "headers": headers}
     task.push_request(**{**facts, "called_directly": False, **request})
     try:
         return task(*args)
     finally:
         task.pop_request()
+
+
+def header_of(message: dict[str, Any]) -> dict[str, Any]:
+    """Return what the package has written into a message."""
+    return inside.header_of(message["headers"])
+
+
+def receive_sent(task: Any, message: dict[str, Any], **request: Any) -> Any:
+    """Run a message that was collected, in the same way."""
+    facts = {"task_id": message["task_id"], "header": header_of(message), **request}
+    return receive(task, *message["args"], **facts)
+
+
+def elsewhere(work: Callable[..., Any], *args: Any) -> Any:
+    """Do something in a thread of its own, as another process does it; return the result."""
+    return at_once(work, [args])[0]
+
+
+def at_once(work: Callable[..., Any], calls: Sequence[Any]) -> list[Any]:
+    """Make each of these calls in a thread of its own, at the same moment; return the results."""
+    barrier = threading.Barrier(len(calls))
+
+    def one(args: Any) -> Any:
+        barrier.wait()
+        try:
+            return work(*args)
+        finally:
+            connections.close_all()
+            inside.close_connections()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(one, calls))
+
+
+def at_the_first_pause(monkeypatch: Any, work: Callable[[], Any]) -> list[float]:
+    """Do something when this thread sleeps first, instead of sleeping; return all its pauses."""
+    this_thread, pauses = threading.get_ident(), []
+
+    def sleep(seconds: float) -> None:
+        if threading.get_ident() == this_thread:
+            pauses.append(seconds)
+            if len(pauses) == 1:
+                work()
+
+    monkeypatch.setattr("time.sleep", sleep)
+    return pauses
+
+
+def refuse(*args: Any, **options: Any) -> None:
+    """Answer as a cache that is down."""
+    raise LockUnavailable("down")
 
 
 def collect_sent(app: Any, monkeypatch: Any, make: Any = dict) -> list[Any]:
@@ -57,29 +107,32 @@ class held_by:
 
     def __init__(self, task_id: str, retries: int = 0, task: Any = tasks.hold) -> None:
         self.lock = task.lock("a")
-        holder = Run(task.name, task_id, retries=retries).holder(self.lock.name, 60)
-        self.value = holder.encode()
+        self.value = inside.holder_of(self.lock, task, task_id, retries).encode()
 
-    def __enter__(self) -> None:
-        assert get_store("redis").add(self.lock.key, self.value, 60) is None
+    def __enter__(self) -> held_by:
+        assert inside.read(self.lock) is None
+        inside.write(self.lock, self.value)
+        return self
 
     def __exit__(self, *exc: object) -> None:
-        get_store("redis").release(self.lock.key, self.value)
+        self.free()
+
+    def free(self) -> None:
+        inside.free(self.lock, self.value)
 
 
 def noted(key: str, task: Any = tasks.rerun) -> int:
     """Return the highest number that a message of "rerun" has noted."""
-    beside = task.lock(key)._lock_key.beside(LATEST, task.name).key
-    entry = get_store(conf.cache).read(beside)
-    return 0 if entry is None else State.decode(entry.value).noted
+    _taken, noted = inside.numbers(task.lock(key), task) or (0, 0)
+    return noted
 
 
 def wait_for_debts() -> None:
     """Wait until all entries are freed that the background had to free in Redis so far."""
-    store = get_store("redis")
-    store.add("singletask:last", b"last", 60)
-    renewal.renewers["redis"].owe(["singletask:last"], b"last", 60)  # they are paid in turn
-    eventually(lambda: store.read("singletask:last") is None)
+    last = TaskLock("the last debt")
+    inside.write(last, b"last")
+    inside.free_in_background(last, b"last")  # they are paid in turn
+    eventually(lambda: inside.read(last) is None)
 
 
 def deliver(task: Any, *args: Any, task_id: str = "mine", **request: Any) -> Any:

@@ -6,11 +6,260 @@ public names and these; only the tests of one module itself import that module, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from celery.app.task import Context
+
+from django_singletask import Holder, TaskLock, stores
+from django_singletask.history import recorder, writing
+from django_singletask.locks import address, keys, lease, renewal
+from django_singletask.locks import lock as locking
+from django_singletask.signals import LockEvent
+from django_singletask.stores import base
+from django_singletask.task import delivery, ended, header, latest, unique
+from django_singletask.worker import startup
+from tests.proxy import Interposed
+
 # == Stores and the epoch
 
 # == Locks, leases, renewal
 
 # == Tasks, messages, headers
+
+# Headers
+
+WAITS = {"redelivered": header.WAITS}
+"""What the header says of a message that waits for the end of its first run."""
+READS = {"redelivered": header.READS}
+"""What the header says of a message that looks for the result of its first run the last time."""
+
+
+def header_of(headers: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a message's headers that the package has written."""
+    part: dict[str, Any] = headers[header.HEADER]
+    return part
+
+
+def headers_for(task: Any, task_id: str = "mine", /, **fields: Any) -> dict[str, Any]:
+    """Return the headers of a message of this call; ``fields`` are those of the package's part."""
+    return {header.HEADER: {"id": task_id, "task": task.name, **fields}}
+
+
+# What ends a delivery
+
+
+def postponed() -> Any:
+    """Expect that the message was published again."""
+    return pytest.raises(lease.Postponed)
+
+
+def dropped() -> Any:
+    """Expect that the delivery ends because another one does the work or has done it."""
+    return pytest.raises(delivery.Dropped)
+
+
+def wait_longer_before_postponing(patch: pytest.MonkeyPatch) -> None:
+    """Let a call of "requeue" wait 5 seconds for its lock: a busy machine needs its time."""
+    patch.setattr(delivery, "SHORT_WAIT", 5)
+
+
+# Who has an entry
+
+
+def holder_of(lock: Any, task: Any = None, task_id: str | None = None, retries: int = 0) -> Holder:
+    """Return the record with which a run in this process has this lock for a minute."""
+    run = address.Run(task and task.name, task_id, retries)
+    return run.holder(lock.name, 60)
+
+
+def read(lock: Any) -> base.Entry | None:
+    """Return value and rest of an entry in Redis."""
+    return stores.get_store("redis").read(lock.key)
+
+
+def write(lock: Any, value: bytes, seconds: float = 60) -> None:
+    """Write the value of an entry in Redis, whoever has it."""
+    store, entry = stores.get_store("redis"), read(lock)
+    if entry is None:
+        assert store.add(lock.key, value, seconds) is None
+    else:
+        assert store.replace(lock.key, entry.value, value, seconds)
+
+
+def free(lock: Any, value: bytes) -> None:
+    """Free an entry in Redis, if it has this value."""
+    stores.get_store("redis").release(lock.key, value)
+
+
+def free_in_background(lock: Any, value: bytes) -> None:
+    """Let the background free an entry in Redis, after all that it had to free before."""
+    renewal.renewers["redis"].owe([lock.key], value, 60)
+
+
+def answer(patch: pytest.MonkeyPatch, request: str, reply: Callable[..., Any]) -> None:
+    """Let a function answer the requests of one kind to Redis; the real request is its first
+    argument."""
+    store = stores.get_store("redis")
+    patch.setattr(store, request, partial(reply, getattr(store, request)))
+
+
+def is_empty(cache: str) -> bool:
+    """Say whether a cache has no lock and no entry of a queued call."""
+    return list(stores.get_store(cache).entries()) == []
+
+
+def close_connections() -> None:
+    """Close the connections to the lock caches that this thread has opened."""
+    stores.close_stores()
+
+
+def collect_trips(patch: pytest.MonkeyPatch) -> list[bytes]:
+    """Collect what the store sends to Redis from now on."""
+    store, sent = stores.get_store("redis"), []
+    store.look()  # connects
+    connection = store.connections[-1]
+    patch.setattr(connection, "_sock", connection._sock)
+
+    def sendall(packed: bytes) -> None:
+        sent.append(packed)
+        interposed.sock.sendall(packed)
+
+    interposed = Interposed(connection, sendall=sendall)
+    return sent
+
+
+# Entries of queued calls
+
+
+def beside(lock: TaskLock, kind: str, whose: str) -> address.Address:
+    """Return the place of another entry next to that of a lock."""
+    place = locking.address_of(lock)
+    return address.Address(place.cache, place.lock_key.beside(kind, whose))
+
+
+def queued_entry(task: Any, *args: Any) -> TaskLock:
+    """Return a lock that reads and clears the entry of a queued call."""
+    place = beside(task.lock(*args), keys.QUEUED, task.name)
+    return TaskLock(place.lock_key, cache=place.cache)
+
+
+def send_before_adding_entries(patch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
+    """Break the order of a sender: collect what adds the entry, for after the message."""
+    later: list[Callable[[], Any]] = []
+
+    def add(call: unique.QueuedCall, seconds: float) -> None:
+        later.append(partial(real, call, seconds))
+
+    real = unique.QueuedCall.add
+    patch.setattr(unique.QueuedCall, "add", add)
+    return later
+
+
+def pass_entries_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Break the order of a body's successor: its entry passes to it when the run ends."""
+
+    def take_over(call: unique.QueuedCall, entry: unique.QueuedEntry, blocker: Holder) -> bool:
+        until, leave = unique.clock.now() + 60, entry.leave
+        patch.setattr(entry, "give_back", lambda **_: leave(new=call.lease.value, until=until))
+        call.lease.held = True
+        return True
+
+    patch.setattr(unique.QueuedCall, "_take_over", take_over)
+
+
+# The numbers of calls that replace each other
+
+
+def numbers(lock: TaskLock, task: Any) -> tuple[int, int] | None:
+    """Return the highest number that a call has taken, and the highest noted; None: no entry."""
+    entry = beside(lock, keys.LATEST, task.name).read()
+    return entry and latest.State.decode(entry.value)[1:]
+
+
+def spoil_numbers(lock: TaskLock, task: Any) -> None:
+    """Write something else where the numbers are."""
+    write(beside(lock, keys.LATEST, task.name), b"\xff nonsense")
+
+
+def take_number(lock: TaskLock, task: Any) -> list[Any] | None:
+    """Take the next number, as a call does before its message is published."""
+    return latest.take_ticket(locking.address_of(lock), task.name)
+
+
+def note_number(lock: TaskLock, task: Any, ticket: Any) -> bool:
+    """Note a number, as a call does after its message is published; say whether one is higher."""
+    return latest.gives_way(locking.address_of(lock), task.name, ticket)
+
+
+@contextmanager
+def killed_before_the_note() -> Iterator[None]:
+    """Let a process publish messages and end, before it notes their numbers."""
+    with (
+        mock.patch.object(delivery, "gives_way", return_value=False),
+        mock.patch.object(unique, "gives_way", return_value=False),
+    ):
+        yield
+
+
+# The notes of runs that have ended
+
+
+def note_death(lock: Any, task_id: str) -> None:
+    """Note that the process of a run has died, as the worker's main process does."""
+    ended.note(locking.address_of(lock).lock_key, task_id, ended.DIED)
+
+
+def end_is_noted(lock: Any, task_id: str) -> bool:
+    """Say whether a run has noted its end for other deliveries of its message."""
+    return beside(lock, keys.ENDED, task_id).read() is not None
+
+
+# The main process of a worker
+
+
+def receive_in_main_process(task: Any, fields: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    """Receive a message, as the main process does; return it as a process of the pool gets it."""
+    request = SimpleNamespace(task=task, id="mine", request_dict=fields, **facts)
+    request.on_accepted = request.on_success = lambda *args: None
+    pool = type("TaskPool", (), {"__module__": "celery.concurrency.prefork"})()
+    startup.hand_out_token(SimpleNamespace(pool=pool), request)
+    return request.request_dict
+
+
+def discard(task: Any, fields: dict[str, Any], task_id: str = "mine") -> None:
+    """Discard a message of a revoked call, as the main process does."""
+    startup.free_revoked(task, Context(fields, id=task_id), terminated=False)
+
+
+# The writer of the history
+
+
+@contextmanager
+def new_history() -> Iterator[None]:
+    """Let a new thread of this process write the history, and try again soon after a failure."""
+    with (
+        mock.patch.object(recorder, "writer", recorder.Writer()),
+        mock.patch.object(recorder, "RETRY", 0.01),
+    ):
+        yield
+        recorder.stop()
+
+
+def stop_history() -> None:
+    """Let the thread write all events, close its connections and end."""
+    recorder.stop()
+
+
+def write_events(events: list[LockEvent]) -> None:
+    """Write many events at once, in this thread."""
+    writing.write(events)
+
 
 # == Options, settings, checks, keys
 

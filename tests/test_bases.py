@@ -12,7 +12,6 @@ from celery.app.trace import _install_stack_protection, reset_worker_optimizatio
 from django.db import connection, transaction
 
 from django_singletask import DuplicateTask, SingletonTask, current_lock
-from django_singletask.task.unique import QueuedCall
 from tests.deliveries import collect_sent, deliver, held_by
 
 pytestmark = [
@@ -26,6 +25,12 @@ def app() -> Iterator[Celery]:
     options = {"broker": "memory://", "backend": "cache+memory://"}
     with Celery("bases", set_as_current=False, **options) as app:
         yield app
+
+
+@pytest.fixture
+def sent(app: Celery, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collect what would be published."""
+    return collect_sent(app, monkeypatch)
 
 
 def message(task: Any, *args: Any) -> Any:
@@ -165,30 +170,17 @@ class Noted(Task):
         return super().__call__(*args, **kwargs)
 
 
-def requests_of(app: Celery, call: Callable[..., Any]) -> list[Any]:
-    """Return the requests that another base and the body see."""
+@on_all_ways_with_a_request
+def test_the_body_has_the_request_of_the_message(app: Celery, call: Callable[..., Any]) -> None:
+    """Celery itself pushes another one."""
 
     @app.task(bind=True, base=type("Base", (SingletonTask, Noted), {}), shared=False)
     def body(self: Any) -> None:
         log.append(self.request)
 
     call(body)
-    return log
-
-
-@on_all_ways_with_a_request
-def test_the_body_has_the_request_of_the_message(app: Celery, call: Callable[..., Any]) -> None:
-    before, inside = requests_of(app, call)
+    before, inside = log
     assert inside is before
-
-
-@on_all_ways_with_a_request
-def test_control_celery_pushes_another_request(
-    app: Celery, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(SingletonTask, "push_request")
-    before, inside = requests_of(app, call)
-    assert inside is not before
 
 
 @on_all_ways
@@ -268,7 +260,7 @@ def test_the_second_try_of_a_base_around_the_lock_is_the_same_message(
     @app.task(bind=True, base=base, shared=False)
     def body(self: Any) -> str:
         lock = current_lock()
-        log.append((self.request.id, lock and lock._run and lock._run.task_id))
+        log.append((self.request.id, lock and lock.holder().task_id))
         if len(log) == 1:
             raise OSError
         return "ran"
@@ -278,16 +270,7 @@ def test_the_second_try_of_a_base_around_the_lock_is_the_same_message(
 
 
 @pytest.mark.parametrize("until", ["start", "finish", "expiry"])
-def test_a_second_try_is_no_longer_queued(
-    app: Celery, until: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[dict[str, Any]] = []
-
-    def send_task(name: str, *_: Any, **options: Any) -> Any:
-        sent.append(options)
-        return app.AsyncResult(options["task_id"])
-
-    monkeypatch.setattr(app, "send_task", send_task)
+def test_a_second_try_is_no_longer_queued(app: Celery, until: str, sent: list[Any]) -> None:
     base = type("TriesAgainAround", (TriesAgain, SingletonTask), {"abstract": True})
 
     @app.task(bind=True, base=base, shared=False, unique_until=until)
@@ -306,15 +289,8 @@ def test_a_second_try_is_no_longer_queued(
 @pytest.mark.parametrize("base", [LockFirst, LockLast])
 @pytest.mark.parametrize("until", ["start", "finish", "expiry"])
 def test_a_retry_sends_the_message_again_and_keeps_its_entry(
-    app: Celery, base: type, until: str, monkeypatch: pytest.MonkeyPatch
+    app: Celery, base: type, until: str, sent: list[Any]
 ) -> None:
-    sent: list[dict[str, Any]] = []
-
-    def send_task(name: str, *_: Any, **options: Any) -> Any:
-        sent.append(options)
-        return app.AsyncResult(options["task_id"])
-
-    monkeypatch.setattr(app, "send_task", send_task)
 
     @app.task(bind=True, base=base, shared=False, unique_until=until)
     def body(self: Any, key: str) -> None:
@@ -393,10 +369,8 @@ class Defaults(Task):
 
 @pytest.mark.parametrize("bases", [(SingletonTask, Defaults), (Defaults, SingletonTask)])
 def test_another_base_can_set_the_options_that_were_not_passed(
-    app: Celery, bases: Any, monkeypatch: pytest.MonkeyPatch
+    app: Celery, bases: Any, sent: list[Any]
 ) -> None:
-    sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(app, "send_task", lambda name, *_, **options: sent.append(options))
     task = body_of(app, type("Base", bases, {"abstract": True}))
     task.apply_async(("a",), link="passed link", shadow="passed shadow")
     expected = ["default producer", "passed link", "default link_error", "passed shadow"]
@@ -406,9 +380,7 @@ def test_another_base_can_set_the_options_that_were_not_passed(
     assert [message[option] for option in ("producer", "link", "link_error")] == expected[:3]
 
 
-def test_options_can_be_passed_by_position(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(app, "send_task", lambda name, *_, **options: sent.append(options))
+def test_options_can_be_passed_by_position(app: Celery, sent: list[Any]) -> None:
     task = body_of(app, type("Base", (SingletonTask, Defaults), {"abstract": True}))
     task.apply_async(("a",), None, "mine", None, None, "on error")
     assert log == ["default producer", "default link", "on error", "default shadow"]
@@ -435,10 +407,6 @@ LOCK_LAST = (OnCommit, SingletonTask)
 
 @pytest.mark.parametrize("bases", [LOCK_FIRST, LOCK_LAST])
 class TestSentOnCommit:
-    @pytest.fixture
-    def sent(self, app: Celery, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        return collect_sent(app, monkeypatch)
-
     @pytest.fixture
     def make(self, app: Celery, bases: Any) -> Callable[..., Any]:
         return lambda **options: body_of(app, type("Base", bases, {"abstract": True}), **options)
@@ -510,14 +478,3 @@ class TestSentOnCommit:
 
 def message_of(options: dict[str, Any]) -> dict[str, Any]:
     return {"task_id": options["task_id"], "headers": options["headers"]}
-
-
-def test_control_without_the_look_at_what_was_published_the_entry_stays(
-    app: Celery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(QueuedCall, "_withdraw", lambda call: None)
-    task = body_of(app, type("Base", LOCK_FIRST, {"abstract": True}), unique_until="start")
-    with transaction.atomic():
-        task.delay("a")
-        transaction.set_rollback(True)
-    assert task.queued("a") is not None

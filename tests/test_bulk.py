@@ -10,11 +10,11 @@ import pytest
 from django.contrib.auth.models import User
 from django.db import DataError, connection, connections, transaction
 
-from django_singletask.history import recorder
-from django_singletask.history.writing import write
+from django_singletask.history import flush
 from django_singletask.models import TaskLockEvent
-from django_singletask.signals import LockEvent
-from tests import servers
+from django_singletask.signals import LockEvent, lock_event
+from tests import inside, servers
+from tests.inside import write_events
 from tests.past_rows import keep_history_in
 from tests.proxy import Proxy
 
@@ -43,12 +43,10 @@ def empty_table():
 
 
 @pytest.fixture
-def background(settings, monkeypatch):
+def background(settings):
     settings.SINGLETASK_HISTORY = "background"
-    monkeypatch.setattr(recorder, "writer", recorder.Writer())
-    monkeypatch.setattr(recorder, "RETRY", 0.01)
-    yield
-    recorder.stop()
+    with inside.new_history():
+        yield
 
 
 @pytest.fixture
@@ -80,8 +78,8 @@ def runs(count, **facts):
 
 def write_in_background(events):
     for event in events:
-        recorder.receive(event=event)
-    assert recorder.flush(20)
+        lock_event.send(LockEvent, event=event)
+    assert flush(20)
 
 
 def tokens():
@@ -103,7 +101,7 @@ def test_commit_whose_reply_is_lost_writes_no_row_twice(background, monkeypatch)
         proxy.lose_reply_to(b"COMMIT")
         events = runs(5)
         write_in_background(events)
-        recorder.stop()
+        inside.stop_history()
         assert proxy.lost == 1
     assert tokens() == sorted({event.token for event in events})
 
@@ -115,7 +113,7 @@ def test_row_level_security_lets_rows_in():
         execute("CREATE ROLE limited")
         execute(f"GRANT ALL ON {TABLE}, {TABLE}_id_seq TO limited")
         execute("SET LOCAL ROLE limited")
-        write(runs(3))
+        write_events(runs(3))
         assert len(tokens()) == 3
         transaction.set_rollback(True)
 
@@ -127,7 +125,7 @@ def test_view_lets_rows_in(background, monkeypatch):
             patch.setattr(TaskLockEvent._meta, "db_table", "history")
             write_in_background(runs(3))
     finally:
-        recorder.stop()
+        inside.stop_history()
         execute("DROP VIEW history")
     assert len(tokens()) == 3
 
@@ -137,15 +135,15 @@ def test_write_that_fails_in_a_transaction_leaves_it_usable(at_third_row):
     with transaction.atomic():
         User.objects.create(username="before")
         with pytest.raises(DataError):
-            write(runs(5))
-        write(runs(2))
+            write_events(runs(5))
+        write_events(runs(2))
     assert len(tokens()) == 2
     assert User.objects.filter(username="before").exists()
 
 
 def test_rows_are_part_of_the_transaction_of_the_caller():
     with transaction.atomic():
-        write(runs(5))
+        write_events(runs(5))
         transaction.set_rollback(True)
     assert tokens() == []
 
@@ -157,7 +155,7 @@ def test_rows_are_written_through_pgbouncer_in_transaction_mode(background, monk
         events = runs(5)
         write_in_background(events[::2])
         write_in_background(events[1::2])
-        recorder.stop()
+        inside.stop_history()
     assert tokens() == sorted({event.token for event in events})
 
 
@@ -167,7 +165,7 @@ def test_odd_texts_and_times_are_stored_as_by_an_insert(settings, alias):
     odd = {"name": "\t\n\r \\N \\. \\\\ ' \" % %s ü \N{SNOWMAN} \U0001f512", "host": "a\x00b\ud800"}
     odd |= {"reason": "\\", "pid": 7, "timeout": 0.1, "longest_renewal_gap": 2.5}
     for part in (runs(1, **odd), runs(3, **odd)):
-        write(part)
+        write_events(part)
     fields = [field.name for field in TaskLockEvent._meta.fields]
     different = [name for name in fields if name not in ("id", "ref")]
     first, *others = TaskLockEvent.objects.order_by("id").values(*different)
@@ -185,7 +183,7 @@ def test_rows_are_written_to_a_table_in_another_schema(monkeypatch):
         execute(f'CREATE TABLE other."History" (LIKE {TABLE} INCLUDING ALL)')
         with monkeypatch.context() as patch:
             patch.setattr(TaskLockEvent._meta, "db_table", '"other"."History"')
-            write(runs(2))
+            write_events(runs(2))
         assert tokens() == []
         execute(f'INSERT INTO {TABLE} SELECT * FROM other."History"')
         assert len(tokens()) == 2

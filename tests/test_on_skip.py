@@ -9,11 +9,10 @@ from celery import Celery
 from celery.exceptions import Reject, Retry
 
 from django_singletask import LockConflict, SingletonTask, current_lock
-from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import get_store
 from django_singletask.testing import hold
-from tests.deliveries import collect_sent, held_by, receive
+from tests import inside
+from tests.deliveries import collect_sent, held_by, receive, receive_sent
 from tests.testapp import tasks
 
 
@@ -182,9 +181,8 @@ class TestMessages:
         return sent
 
     def meet(self, queued, **request):
-        headers = queued[-1]["headers"]
         with held_by("another", task=tasks.unique):
-            return receive(tasks.unique, "a", header=headers["singletask"], **request)
+            return receive_sent(tasks.unique, queued[-1], **request)
 
     def test_it_is_still_a_skip_for_the_history(self, on_skip):
         on_skip(tasks.hold, lambda conflict, key: "noted")
@@ -239,16 +237,15 @@ class TestMessages:
             raise tasks.unique.retry(countdown=9000)
 
         on_skip(tasks.unique, again)
-        key = tasks.unique.lock("a")._lock_key.beside(QUEUED, tasks.unique.name).key
-        store, value = get_store("redis"), queued[0]["headers"]["singletask"]["queued"].encode()
-        assert store.replace(key, value, value, 300)  # some time has passed
+        entry = inside.queued_entry(tasks.unique, "a")
+        inside.write(entry, inside.read(entry).value, 300)  # some time has passed
         with pytest.raises(Retry):
             self.meet(queued)
         assert len(queued) == 2
         assert queued[1]["retries"] == 1
         # The end of "expiry" counts from the sending.
         end = 300 if until == "expiry" else 12_600
-        assert end - 100 < store.read(key).remaining <= end
+        assert end - 100 < entry.remaining() <= end
         assert tasks.unique.queued("a").id == "mine"
         on_skip(tasks.unique, None)
         assert self.meet(queued, retries=1) == "skipped"

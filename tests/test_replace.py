@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 from celery.exceptions import Retry
-from django.db import connections
 from django.db.models import F
 
-from django_singletask.exceptions import LockConflict, LockUnavailable
-from django_singletask.locks.keys import LATEST
-from django_singletask.locks.lease import Postponed
+from django_singletask import LockConflict
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.starving import starvation
-from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import Entry
-from django_singletask.task import latest, unique
-from django_singletask.task.header import HEADER, READS
-from django_singletask.task.unique import discard
-from tests.deliveries import AWAITED, collect_sent, held_by, receive, wait_for_debts
+from tests import inside
+from tests.command_line import locks_as_json
+from tests.deliveries import (
+    AWAITED,
+    at_once,
+    at_the_first_pause,
+    collect_sent,
+    elsewhere,
+    header_of,
+    held_by,
+    receive_sent,
+    refuse,
+    wait_for_debts,
+)
+from tests.inside import READS, postponed
 from tests.testapp import tasks
 
 pytestmark = [
@@ -35,7 +38,7 @@ REPLACE = {"on_duplicate": "replace"}
 
 @pytest.fixture
 def sent(monkeypatch):
-    return collect_sent(task.app, monkeypatch, SimpleNamespace)
+    return collect_sent(task.app, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +57,11 @@ def send(value=0, lock_options=None, **options):
 
 
 def deliver(message, **request):
-    header = message.headers[HEADER]
-    return receive(task, *message.args, task_id=message.task_id, header=header, **request)
+    return receive_sent(task, message, **request)
+
+
+def retry_at_once(*args, **facts):
+    raise task.retry(countdown=1)
 
 
 def test_of_three_calls_the_last_runs(cache_alias, sent, ran):
@@ -100,7 +106,7 @@ def test_a_call_for_which_others_wait_replaces_the_one_before(sent, ran):
 
 def test_while_a_call_waits_for_the_lock_it_can_be_replaced(sent, ran):
     send(1, {"on_conflict": "requeue"})
-    with held_by("another", task=task), pytest.raises(Postponed):
+    with held_by("another", task=task), postponed():
         deliver(sent[0])
     again = sent[-1]
     send(2)
@@ -108,71 +114,53 @@ def test_while_a_call_waits_for_the_lock_it_can_be_replaced(sent, ran):
     assert deliver(sent[-1]) == "ran"
 
 
-def test_a_call_that_waited_in_its_slot_looks_again_when_it_has_the_lock(sent, ran):
+@pytest.mark.parametrize("policy", ["wait", "requeue"])
+def test_a_call_that_waited_in_its_slot_looks_again_when_it_has_the_lock(
+    sent, ran, monkeypatch, policy
+):
     """Without that the older arguments would be the last:
 
     older:  looks   waits for the lock ............................ runs
     newer:                     published, noted   runs
     """
-    send(1, {"on_conflict": "wait", "lock_wait": 20})
+    inside.wait_longer_before_postponing(monkeypatch)
+    send(1, {"on_conflict": policy, "lock_wait": 20})
     lock = task.lock("a")
     assert lock.acquire()
 
     def newer():
-        send(2)
+        elsewhere(send, 2)
         lock.release()
-        connections.close_all()
-        close_stores()
 
-    timer = threading.Timer(0.2, newer)
-    timer.start()
+    at_the_first_pause(monkeypatch, newer)
     assert deliver(sent[0]) == "skipped"
-    timer.join()
     assert not ran
     assert deliver(sent[1]) == "ran"
 
 
-def test_a_run_until_it_is_finished_is_not_replaced(sent, monkeypatch):
-    finish, until_finish = tasks.unique, {"unique_until": "finish"}
-    values = []
-
-    def body(key, seconds, task_id, value):
-        values.append(value)
-        if value == 1:
-            others = threading.Thread(target=send_two)
-            others.start()
-            others.join()
-            assert finish.queued("a").id == sent[0].task_id
-
-    def send_two():
-        """As another process does."""
-        send(2, until_finish)
-        send(3, until_finish)
-        connections.close_all()
-        close_stores()
-
-    monkeypatch.setattr(tasks, "body", body)
-    send(1, until_finish)
-    deliver(sent[0])
-    assert deliver(sent[1]) == "skipped"
-    deliver(sent[2])
-    assert values == [1, 3]
-
-
-def test_of_the_calls_that_a_body_sends_the_last_runs_with_the_entry_of_the_run(sent, monkeypatch):
+@pytest.mark.parametrize("sender", ["another process", "the body"])
+def test_a_run_until_it_is_finished_is_not_replaced(sent, monkeypatch, sender):
+    """Of the calls that its body sends the last has the entry of the run."""
     until_finish = {"unique_until": "finish"}
     values = []
 
     def body(key, seconds, task_id, value):
         values.append(value)
-        if value == 1:
-            send(2, until_finish)
-            send(3, until_finish)
+        if value == 1 and sender == "the body":
+            send_two()
+        elif value == 1:
+            elsewhere(send_two)
+            assert task.queued("a").id == sent[0]["task_id"]
+
+    def send_two():
+        send(2, until_finish)
+        send(3, until_finish)
 
     monkeypatch.setattr(tasks, "body", body)
     send(1, until_finish)
     deliver(sent[0])
-    assert task.queued("a").id == sent[2].task_id
+    if sender == "the body":
+        assert task.queued("a").id == sent[2]["task_id"]
     assert deliver(sent[1]) == "skipped"
     deliver(sent[2])
     assert values == [1, 3]
@@ -180,10 +168,7 @@ def test_of_the_calls_that_a_body_sends_the_last_runs_with_the_entry_of_the_run(
 
 
 def test_a_retry_of_a_call_that_has_begun_is_not_replaced(sent, monkeypatch):
-    def body(*args, **facts):
-        raise task.retry(countdown=1)
-
-    monkeypatch.setattr(tasks, "body", body)
+    monkeypatch.setattr(tasks, "body", retry_at_once)
     send(1)
     with pytest.raises(Retry):
         deliver(sent[0])
@@ -199,11 +184,7 @@ def test_a_retry_of_a_call_that_has_not_begun_is_replaced(sent, ran, monkeypatch
     newer:                        published, runs
     """
     if way == "on_skip":
-
-        def try_again(conflict, *args):
-            raise task.retry(countdown=1)
-
-        monkeypatch.setattr(task, "on_skip", try_again)
+        monkeypatch.setattr(task, "on_skip", retry_at_once)
     else:
         monkeypatch.setattr(task, "autoretry_for", (LockConflict,), raising=False)
     send(1, {"on_conflict": "skip" if way == "on_skip" else "raise"})
@@ -223,7 +204,7 @@ def test_a_retry_for_another_lock_leaves_its_place(sent, monkeypatch):
     send(1)
     with held_by("another", task=task), pytest.raises(Retry):
         deliver(sent[0])
-    assert not {"ticket", "never_gives_way"} & sent[1].headers[HEADER].keys()
+    assert not {"ticket", "never_gives_way"} & header_of(sent[1]).keys()
 
 
 class TestRerunsAfterAConflict:
@@ -236,7 +217,7 @@ class TestRerunsAfterAConflict:
     RERUN = {"on_conflict": "rerun"}
 
     def conflict(self, sent, number, **request):
-        with held_by("another", task=task), pytest.raises(Postponed):
+        with held_by("another", task=task), postponed():
             deliver(sent[number], **request)
 
     def test_a_call_for_which_others_wait(self, sent, ran):
@@ -248,11 +229,8 @@ class TestRerunsAfterAConflict:
         assert ran == [1, 2]
 
     def test_a_retry_of_a_call_that_has_begun(self, sent, monkeypatch, ran):
-        def body(*args, **facts):
-            raise task.retry(countdown=1)
-
         with monkeypatch.context() as patch:
-            patch.setattr(tasks, "body", body)
+            patch.setattr(tasks, "body", retry_at_once)
             send(1, self.RERUN)
             with pytest.raises(Retry):
                 deliver(sent[0])
@@ -270,50 +248,39 @@ def test_a_redelivery_beside_its_first_run_leaves_the_result_to_it(sent, monkeyp
     redelivery:                                     must not answer with skip_result
     """
 
-    postponed = []
-
     def redeliver():
-        with pytest.raises(Postponed):
+        with postponed():
             deliver(sent[0], delivery_info={"redelivered": True})
-        postponed.append(True)
-        connections.close_all()
-        close_stores()
 
     def body(key, seconds, task_id, value):
         send(2)
-        redelivery = threading.Thread(target=redeliver)
-        redelivery.start()
-        redelivery.join()
+        elsewhere(redeliver)
         return "ran"
 
     monkeypatch.setattr(tasks, "body", body)
     send(1)
     assert deliver(sent[0]) == "ran"
-    assert postponed
 
 
-@pytest.mark.parametrize(
-    "facts", [{"redelivered": READS, "marked": True}, {"redelivered": READS}], ids=str
-)
+@pytest.mark.parametrize("facts", [{**READS, "marked": True}, READS], ids=str)
 def test_a_redelivery_gives_way_once_it_has_the_lock(sent, ran, facts):
     """Its first run was killed."""
     send(1)
     send(2)
-    sent[0].headers[HEADER] |= facts
+    header_of(sent[0]).update(facts)
     assert deliver(sent[0]) == "skipped"
     assert not task.lock("a").locked()
     assert not ran
 
 
 class TestNoWorkIsLost:
-    def test_killed_between_the_message_and_its_note(self, sent, ran, monkeypatch):
+    def test_killed_between_the_message_and_its_note(self, sent, ran):
         """
         A: takes 1, publishes, notes 1              runs
         B:                  takes 2, publishes, killed        notes 2, runs
         """
         send(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(unique, "gives_way", lambda *args: False)
+        with inside.killed_before_the_note():
             send(2)
         assert [deliver(message) for message in sent] == ["ran", "ran"]
         assert ran == [1, 2]
@@ -338,9 +305,8 @@ class TestNoWorkIsLost:
         """
         send(1)
 
-        def note_and_fail(name, *args, headers, **options):
-            ticket = headers[HEADER]["ticket"]
-            latest.gives_way(task.lock("a")._address, task.name, ticket)
+        def note_and_fail(name, *args, **message):
+            inside.note_number(task.lock("a"), task, header_of(message)["ticket"])
             raise OSError("the broker is away")
 
         with monkeypatch.context() as patch:
@@ -354,50 +320,34 @@ class TestNoWorkIsLost:
         send_task = task.app.send_task
 
         def send_and_go_down(*args, **options):
-            patch.setattr(get_store("redis"), "read", fail)
+            inside.answer(patch, "read", refuse)
             return send_task(*args, **options)
-
-        def fail(*args):
-            raise LockUnavailable("down")
 
         with monkeypatch.context() as patch:
             patch.setattr(task.app, "send_task", send_and_go_down)
             call = send(1)
-        assert call.id == sent[0].task_id
+        assert call.id == sent[0]["task_id"]
         assert deliver(sent[0]) == "ran"
 
     def test_no_number_is_left(self, sent, ran, monkeypatch):
         """Others were faster each time."""
         with monkeypatch.context() as patch:
-            patch.setattr(get_store("redis"), "replace", lambda *args: False)
-            entry = Entry(b"another", 60)
-            patch.setattr(get_store("redis"), "add", lambda *args: entry)
+            inside.answer(patch, "replace", lambda *args: False)
+            inside.answer(patch, "add", lambda *args: "the entry of another")
             send(1)
         send(2)
         assert [deliver(message) for message in sent] == ["ran", "ran"]
 
     def test_of_two_producers_at_the_same_time_one_message_runs(self, sent, ran, cache_alias):
-        barrier = threading.Barrier(4)
-
-        def one(value):
-            barrier.wait()
-            send(value)
-            connections.close_all()
-            close_stores()
-
-        threads = [threading.Thread(target=one, args=(value,)) for value in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(send, [[value] for value in range(4)])
         assert sorted(deliver(message) for message in sent) == ["ran"] + ["skipped"] * 3
-        numbers = {message.args[2]: message.headers[HEADER]["ticket"][1] for message in sent}
+        numbers = {message["args"][2]: header_of(message)["ticket"][1] for message in sent}
         assert numbers[ran[0]] == 4
 
 
 def test_a_replaced_call_that_is_revoked_leaves_the_entry_of_the_newer_one(sent):
     first, second = send(1), send(2)
-    discard(sent[0].headers, first.id, task.name)
+    inside.discard(task, sent[0]["headers"], first.id)
     wait_for_debts()
     assert task.queued("a").id == second.id
 
@@ -411,12 +361,9 @@ def test_the_history_says_which_calls_came_to_nothing(sent):
     assert {(row.reason, row.task_id) for row in rows} == {
         ("superseded", call.id) for call in calls[:2]
     }
-    starving = starvation(rows[0].name, rows)
-    assert starving is not None
-    assert starving.conflicts == 2
+    assert locks_as_json("why", rows[0].name)["starving"]["conflicts"] == 2
 
 
 def test_without_replace_no_number_is_taken(sent):
     task.apply_async(("a",))
-    key = task.lock("a")._lock_key.beside(LATEST, task.name).key
-    assert get_store("redis").read(key) is None
+    assert inside.numbers(task.lock("a"), task) is None

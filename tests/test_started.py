@@ -9,8 +9,8 @@ import pytest
 from celery.exceptions import Retry
 
 from django_singletask import SingletonTask
-from django_singletask.task.header import HEADER
 from tests.deliveries import collect_sent, deliver, held_by
+from tests.inside import headers_for
 from tests.overwriting import URL, Overwriting
 from tests.testapp import tasks
 from tests.testapp.celery import app
@@ -19,8 +19,6 @@ pytestmark = [
     pytest.mark.django_db(databases="__all__"),
     pytest.mark.usefixtures("on_redis"),
 ]
-
-MARKED = {"redelivered": True}
 
 
 class Recording(Overwriting):
@@ -44,16 +42,15 @@ def backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     recording = Recording(app=app, url=f"{URL}/2")
     recording.client.delete(recording.get_key_for_task("mine"))
     for task in (tasks.hold, tasks.requeue):
-        monkeypatch.setattr(task.__class__, "_backend", recording, raising=False)
+        monkeypatch.setattr(task.__class__, "backend", recording)
         monkeypatch.setattr(task.__class__, "stores_started", True)
     yield recording
     recording.client.delete(recording.get_key_for_task("mine"))
 
 
 def message(task: Any = tasks.hold, again: bool = False, **request: Any) -> Any:
-    header = {"id": "mine", "task": task.name, "due": time.time() - 60}
-    facts = {HEADER: header, "delivery_info": {"redelivered": again}, "ignore_result": False}
-    return deliver(task, "a", **facts | request)
+    facts = {"delivery_info": {"redelivered": again}, "ignore_result": False}
+    return deliver(task, "a", **headers_for(task, due=time.time() - 60) | facts | request)
 
 
 def test_a_run_stores_it_once(backend: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
-import time
 import uuid
 from decimal import Decimal
 from unittest.mock import ANY
@@ -12,23 +10,17 @@ from unittest.mock import ANY
 import pytest
 from celery import Celery, shared_task
 from celery.exceptions import Ignore, Reject, Retry
-from django.db import transaction
 
-from django_singletask import LockConflict, LockUnavailable, SingletonTask, TaskLock, current_lock
-from django_singletask.locks.address import Run
+from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import get_store
-from django_singletask.task.header import HEADER
+from tests import inside
+from tests.deliveries import collect_sent, header_of, receive, refuse
+from tests.inside import headers_for
 
-pytestmark = pytest.mark.django_db(databases="__all__")
-
-
-@pytest.fixture(autouse=True)
-def on_redis(db, settings, empty_cache):
-    settings.SINGLETASK_CACHE = "redis"
-    empty_cache("redis")
-    # Threads of other tests may have committed events.
-    TaskLockEvent.objects.all().delete()
+pytestmark = [
+    pytest.mark.django_db(databases="__all__"),
+    pytest.mark.usefixtures("on_redis", "empty_history"),
+]
 
 
 class PrivateApp(Celery):
@@ -48,24 +40,11 @@ def app():
 @pytest.fixture
 def sent(app, monkeypatch):
     """Collect what would be published."""
-    messages = []
-
-    def send_task(name, args=None, kwargs=None, **options):
-        messages.append({"name": name, "args": args, "kwargs": kwargs, **options})
-        return app.AsyncResult(options["task_id"])
-
-    monkeypatch.setattr(app, "send_task", send_task)
-    return messages
+    return collect_sent(app, monkeypatch)
 
 
 def takes_a(a):
     return a
-
-
-def locked_now(task, *args, **kwargs):
-    lock = task.lock(*args, **kwargs)
-    assert lock.acquire()
-    return lock
 
 
 @pytest.fixture
@@ -79,13 +58,25 @@ def task(app):
 
 
 class TestRunning:
-    def test_apply_takes_the_lock_and_gives_it_back(self, task):
-        assert task.apply((1,)).get() == 3
+    @pytest.fixture(params=["apply", "direct", "eager"])
+    def call(self, app, task, request):
+        """Give each way to call a task without a message."""
+        app.conf.task_always_eager = True
+        ways = {"apply": task.apply, "eager": task.apply_async}
+        if request.param == "direct":
+            return task
+        return lambda *args: ways[request.param](args).get()
+
+    def test_a_call_takes_the_lock_and_gives_it_back(self, task, call):
+        assert call(1) == 3
         assert not task.lock(1).locked()
 
-    def test_a_direct_call_takes_the_lock_and_gives_it_back(self, task):
-        assert task(1) == 3
-        assert not task.lock(1).locked()
+    def test_a_call_is_skipped_while_the_lock_is_held(self, task, call):
+        call(2)
+        before = dict(vars(task))
+        with task.lock(1):
+            assert call(1) == "skipped"
+        assert vars(task) == before  # no state stays on the task
 
     def test_run_is_the_bare_body(self, app):
         @app.task(base=SingletonTask)
@@ -94,44 +85,20 @@ class TestRunning:
 
         assert bare.run() is None
 
-    def test_always_eager(self, app, task):
-        app.conf.task_always_eager = True
-        assert task.delay(1).get() == 3
-        assert task.apply_async((1,), lock_options={"lock_timeout": 5}).get() == 3
-
-    @pytest.mark.parametrize("call", ["apply", "direct", "eager"])
-    def test_a_call_is_skipped_while_the_lock_is_held(self, app, task, call):
-        app.conf.task_always_eager = True
-        held = locked_now(task, 1)
-        calls = {"apply": task.apply, "eager": task.apply_async}
-        answer = task(1) if call == "direct" else calls[call]((1,)).get()
-        assert answer == "skipped"
-        assert held.release()
-
     def test_other_arguments_are_another_lock(self, task):
-        held = locked_now(task, 1)
-        assert task(2) == 4
-        held.release()
+        with task.lock(1):
+            assert task(2) == 4
 
     def test_raise(self, app):
         @app.task(base=SingletonTask, on_conflict="raise")
         def work():
             pass
 
-        held = locked_now(work)
-        with pytest.raises(LockConflict) as caught:
-            work()
-        assert caught.value.holder.token == held.token
-        assert work.apply().state == "FAILURE"
-        held.release()
-
-    def test_wait_without_seconds_is_refused_where_no_checks_run(self, app):
-        @app.task(base=SingletonTask, on_conflict="wait")
-        def work():
-            pass
-
-        with pytest.raises(ValueError, match=r'^on_conflict="wait" of .*work needs lock_wait'):
-            work()
+        with work.lock() as held:
+            with pytest.raises(LockConflict) as caught:
+                work()
+            assert caught.value.holder.token == held.token
+            assert work.apply().state == "FAILURE"
 
     def test_wait_raises_after_its_seconds(self, app):
         @app.task(base=SingletonTask, on_conflict="wait", lock_wait=0.2)
@@ -139,40 +106,13 @@ class TestRunning:
             return "ran"
 
         lock = work.lock()
-        holder = Run().holder(lock.name, 60)
-        get_store("redis").add(lock.key, holder.encode(), 60)
-        began = time.monotonic()
+        inside.write(lock, inside.holder_of(lock).encode())
         with pytest.raises(LockConflict):
             work()
-        assert 0.2 <= time.monotonic() - began < 30
         row = TaskLockEvent.objects.get()
         assert (row.reason, row.result) == ("wait", "failed")
         lock.clear()
         assert work() == "ran"
-
-    def test_the_eager_request_is_kept(self, app):
-        @app.task(base=SingletonTask, bind=True)
-        def work(self):
-            return self.request.id, self.request.is_eager
-
-        assert work.apply(task_id="an id").get() == ("an id", True)
-
-    def test_a_call_of_itself_from_its_body_conflicts(self, app):
-        @app.task(base=SingletonTask, skip_result="skipped")
-        def work(again):
-            return work(again) if again else "ran"
-
-        assert work(True) == "skipped"
-        assert work.apply((True,)).get() == "skipped"
-        assert not work.lock(True).locked()
-
-    def test_a_call_of_another_from_its_body_runs(self, app, task):
-        @app.task(base=SingletonTask)
-        def outer():
-            inner = task(1)
-            return inner, current_lock().name
-
-        assert outer.apply().get() == (3, f"{outer.name}()")
 
     @pytest.mark.parametrize(
         ("error", "result"),
@@ -194,19 +134,10 @@ class TestRunning:
         assert not work.lock().locked()
         assert TaskLockEvent.objects.get().result == result
 
-    def test_a_store_that_is_down_fails_the_task(self, task, settings, dead_redis):
-        settings.SINGLETASK_CACHE = dead_redis
-        result = task.apply((1,))
-        assert result.state == "FAILURE"
-        assert type(result.result) is LockUnavailable
-
-    def test_a_store_that_goes_down_leaves_the_result_alone(self, app, caplog):
-        def fail(*arguments):
-            raise LockUnavailable("gone away")
-
+    def test_a_store_that_goes_down_leaves_the_result_alone(self, app, monkeypatch, caplog):
         @app.task(base=SingletonTask, lock_timeout=1)
         def work():
-            get_store("redis").release = fail
+            inside.answer(monkeypatch, "release", refuse)
             return "done"
 
         assert work.apply().get() == "done"
@@ -230,14 +161,6 @@ class TestRunning:
         holder = plain.apply(task_id="an id").get()
         assert (holder.task, holder.task_id) == (plain.name, "an id")
 
-    def test_no_state_stays_on_the_task(self, task):
-        task(1)
-        before = dict(vars(task))
-        held = locked_now(task, 2)
-        task(2)
-        held.release()
-        assert vars(task) == before
-
 
 class TestKinds:
     def test_class_based(self, app):
@@ -259,26 +182,6 @@ class TestKinds:
         task = app.register_task(Import())
         assert task.apply(("x",)).get() == task("x") == task.lock("x").key
 
-    def test_autoretry_for(self, app):
-        calls = []
-
-        @app.task(base=SingletonTask, autoretry_for=(ZeroDivisionError,), retry_backoff=0)
-        def work(x):
-            calls.append(x)
-            if len(calls) < 3:
-                raise ZeroDivisionError
-            return "done"
-
-        assert work.apply((1,)).get() == "done"
-        assert calls == [1, 1, 1]
-
-    def test_typing_false(self, app):
-        @app.task(base=SingletonTask, typing=False)
-        def work(x):
-            return x
-
-        assert work(3) == 3
-
     def test_shared_task_of_two_applications(self):
         @shared_task(base=SingletonTask, name=f"shared.{uuid.uuid4().hex}")
         def work():
@@ -287,28 +190,11 @@ class TestKinds:
         with Celery("one", set_as_current=False) as one, Celery("two", set_as_current=False) as two:
             assert one.tasks[work.name]() == two.tasks[work.name]()
 
-    def test_a_subclass_with_a_call_method(self, app):
-        class Base(SingletonTask):
-            def __call__(self, *args, **kwargs):
-                return "around", super().__call__(*args, **kwargs)
-
-        @app.task(base=Base)
-        def work():
-            return current_lock() is not None
-
-        assert work() == ("around", True)
-
-    def test_on_commit(self, task, sent, django_capture_on_commit_callbacks):
-        with django_capture_on_commit_callbacks(execute=True), transaction.atomic():
-            task.delay_on_commit(1)
-            assert not sent
-        assert len(sent) == 1
-
 
 class TestSending:
     def test_the_key_travels_in_one_header(self, task, sent):
         result = task.delay(1)
-        header = sent[0]["headers"][HEADER]
+        header = header_of(sent[0])
         assert header == {
             "id": result.id,
             "task": task.name,
@@ -332,8 +218,8 @@ class TestSending:
         before = task.lock(1, []).key
         task.run(1)
         task.delay(1)
-        assert sent[0]["headers"][HEADER]["key"] == before
-        assert sent[0]["headers"][HEADER]["name"] == "collect(a=1)"
+        assert header_of(sent[0])["key"] == before
+        assert header_of(sent[0])["name"] == "collect(a=1)"
 
     def test_the_callers_headers_stay(self, task, sent):
         headers = {"trace": "7"}
@@ -344,7 +230,7 @@ class TestSending:
     def test_a_header_that_was_passed_on_is_not_honoured(self, task, sent):
         task.delay(1)
         task.apply_async((5,), headers=sent[0]["headers"])
-        assert sent[1]["headers"][HEADER]["key"] == task.lock(5).key
+        assert header_of(sent[1])["key"] == task.lock(5).key
 
     def test_the_header_of_another_task_with_the_same_id_is_not_honoured(self, app, task, sent):
         """``replace(other.s().set(headers=self.request.headers))`` keeps the id."""
@@ -355,37 +241,23 @@ class TestSending:
 
         first = task.delay(1)
         other.apply_async((1,), task_id=first.id, headers=sent[0]["headers"])
-        assert sent[1]["headers"][HEADER]["key"] == other.lock(1).key
+        assert header_of(sent[1])["key"] == other.lock(1).key
 
     def test_a_retry_keeps_the_key(self, task, sent):
         first = task.delay(1)
-        headers = {HEADER: {**sent[0]["headers"][HEADER], "key": "singletask:kept"}}
+        headers = headers_for(task, **{**header_of(sent[0]), "key": "singletask:kept"})
         task.apply_async((1,), task_id=first.id, headers=headers)
-        assert sent[1]["headers"][HEADER]["key"] == "singletask:kept"
+        assert header_of(sent[1])["key"] == "singletask:kept"
 
     def test_a_retry_with_other_arguments_has_another_key(self, app, sent):
         @app.task(base=SingletonTask, bind=True)
         def work(self, x):
             self.retry(args=(x + 1,), countdown=0)
 
-        headers = {
-            HEADER: {
-                "id": "an id",
-                "task": work.name,
-                "key": work.lock(1).key,
-                "name": "n",
-                "options": {"lock_wait": 1},
-            }
-        }
-        work.push_request(
-            id="an id", args=(1,), kwargs={}, headers=headers, called_directly=False, retries=0
-        )
-        try:
-            with pytest.raises(Retry):
-                work.run(1)
-        finally:
-            work.pop_request()
-        header = sent[0]["headers"][HEADER]
+        header = {"key": work.lock(1).key, "name": "n", "options": {"lock_wait": 1}}
+        with pytest.raises(Retry):
+            receive(work, 1, header=header)
+        header = header_of(sent[0])
         assert header["key"] == work.lock(2).key
         assert header["options"] == {"lock_wait": 1}
 
@@ -394,11 +266,11 @@ class TestSending:
         def work(self):
             return current_lock().key, current_lock().timeout
 
-        header = {"id": "i", "task": work.name, "key": "singletask:k", "name": "k"}
-        header["options"] = {"lock_timeout": 9}
-        result = work.apply(task_id="i", headers={HEADER: header}).get()
+        options = {"lock_timeout": 9}
+        headers = headers_for(work, "i", key="singletask:k", name="k", options=options)
+        result = work.apply(task_id="i", headers=headers).get()
         assert result == ("singletask:k", 9)
-        other = work.apply(task_id="j", headers={HEADER: header}).get()
+        other = work.apply(task_id="j", headers=headers).get()
         assert other == (work.lock().key, None)
 
     def test_a_callable_name_need_not_travel(self, app, sent):
@@ -407,14 +279,14 @@ class TestSending:
             pass
 
         work.apply_async((1,), lock_options={"lock_name": lambda x: f"number {x}"})
-        header = sent[0]["headers"][HEADER]
+        header = header_of(sent[0])
         assert header["name"] == "number 1"
         assert "options" not in header
 
     def test_a_hidden_argument_is_not_shown(self, task, sent):
         task.apply_async(("secret",), argsrepr="(…)")
-        assert "secret" not in str(sent[0]["headers"][HEADER])
-        assert sent[0]["headers"][HEADER]["key"] == task.lock("secret").key
+        assert "secret" not in str(header_of(sent[0]))
+        assert header_of(sent[0])["key"] == task.lock("secret").key
 
     def test_an_unknown_lock_option_is_refused(self, task):
         with pytest.raises(TypeError, match="'on_conflct'"):
@@ -427,9 +299,6 @@ class TestSending:
     def test_before_and_after_the_serializer(self, task):
         value = {"when": Decimal("1.50"), 2: (1, 2)}
         assert task.lock(value).key == task.lock({"2": [1, 2], "when": "1.50"}).key
-
-    def test_pickle(self, task):
-        assert pickle.loads(pickle.dumps(task.lock(1).key)) == task.lock(1).key
 
 
 class TestDecoration:
@@ -506,17 +375,3 @@ class TestDecoration:
         assert bill(7, "may") == "customer:7"
         with TaskLock("customer:7"):
             assert remind(7) == "skipped"
-
-    def test_lock_name_as_a_callable(self, app):
-        @app.task(base=SingletonTask, lock_name=lambda url, **rest: f"host:{url}")
-        def fetch(url, depth=1):
-            return current_lock().name
-
-        assert fetch("a", depth=3) == "host:a"
-
-    def test_lock_on_nothing_is_one_for_the_task(self, app):
-        @app.task(base=SingletonTask, lock_on=[])
-        def work(x):
-            pass
-
-        assert work.lock(1).key == work.lock(2).key

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from zoneinfo import ZoneInfo
@@ -15,22 +15,24 @@ from celery import chain, chord, group
 from celery.beat import ScheduleEntry, Scheduler
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.worker.request import Request
-from django.db import connections, transaction
+from django.db import transaction
 
-from django_singletask import DuplicateTask, TaskLock, clock
-from django_singletask.exceptions import LockUnavailable
-from django_singletask.holder import Holder
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import QUEUED, name_key
-from django_singletask.locks.lease import Lease, Postponed
+from django_singletask import DuplicateTask, LockConflict, LockUnavailable
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import Store
-from django_singletask.task.header import HEADER, READS
-from django_singletask.task.unique import LATE, QueuedCall, discard, seconds_until
-from tests.deliveries import AWAITED, held_by, receive, wait_for_debts
+from tests import inside
+from tests.deliveries import (
+    AWAITED,
+    at_once,
+    collect_sent,
+    elsewhere,
+    header_of,
+    held_by,
+    receive_sent,
+    refuse,
+    wait_for_debts,
+)
 from tests.entries import eventually
-from tests.proxy import Interposed
+from tests.inside import postponed, queued_entry
 from tests.testapp import tasks
 
 pytestmark = [
@@ -44,14 +46,7 @@ unique, finish = tasks.unique, tasks.unique_to_the_end
 @pytest.fixture
 def sent(monkeypatch):
     """Collect what would be published."""
-    messages = []
-
-    def send_task(name, args=None, kwargs=None, **options):
-        messages.append(SimpleNamespace(name=name, args=args, kwargs=kwargs, **options))
-        return unique.AsyncResult(options["task_id"])
-
-    monkeypatch.setattr(unique.app, "send_task", send_task)
-    return messages
+    return collect_sent(unique.app, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +54,28 @@ def runs_log(monkeypatch, tmp_path):
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
 
 
-def entry_of(task, *args):
-    """Return a TaskLock that reads and clears the entry of a queued call."""
-    return TaskLock(task.lock(*args)._lock_key.beside(QUEUED, task.name))
+@pytest.fixture
+def body(monkeypatch):
+    """Let the next run do something; the runs after it do nothing."""
+
+    def set_body(work):
+        def run_once(*args, **facts):
+            monkeypatch.setattr(tasks, "body", lambda *args, **facts: "ran")
+            return work()
+
+        monkeypatch.setattr(tasks, "body", run_once)
+
+    return set_body
 
 
 def deliver(message, task=unique, **request):
     """Run a message as the worker does."""
-    header = message.headers[HEADER]
-    return receive(task, *message.args, task_id=message.task_id, header=header, **request)
+    return receive_sent(task, message, **request)
 
 
-def refuse(*args):
-    raise LockUnavailable("down")
+def id_of_queued(task):
+    queued = task.queued("a")
+    return queued and queued.id
 
 
 class TestEnqueue:
@@ -99,7 +103,7 @@ class TestEnqueue:
         unique.apply_async(("a",), lock_options=options)
         finish.apply_async(("a",), lock_options=options)
         unique.apply_async(("b",), lock_options=options)
-        assert [message.name for message in sent] == [unique.name, finish.name]
+        assert [message["name"] for message in sent] == [unique.name, finish.name]
 
     def test_on_duplicate_raise(self, sent):
         first = unique.delay("a")
@@ -119,21 +123,8 @@ class TestEnqueue:
         assert len(sent) == 2
 
     def test_threads_at_the_same_moment_send_one(self, cache_alias, sent):
-        barrier = threading.Barrier(8)
-        ids = []
-
-        def send():
-            barrier.wait()
-            ids.append(unique.delay("a").id)
-            connections.close_all()
-            close_stores()
-
-        threads = [threading.Thread(target=send) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(set(ids)) == 1
+        calls = at_once(unique.delay, ["a"] * 8)
+        assert len({call.id for call in calls}) == 1
         assert len(sent) == 1
 
     def test_the_history_counts_duplicates(self, sent):
@@ -160,12 +151,13 @@ class TestEnqueue:
         assert len(sent) == 1
         assert hooks
 
-    def test_a_failed_publish_frees_the_entry(self, monkeypatch):
+    @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+    def test_a_failed_publish_frees_the_entry(self, monkeypatch, error):
         def fail(*args, **options):
-            raise OSError("the broker is away")
+            raise error
 
         monkeypatch.setattr(unique.app, "send_task", fail)
-        with pytest.raises(OSError, match="away"):
+        with pytest.raises(error):
             unique.delay("a")
         assert unique.queued("a") is None
 
@@ -180,29 +172,15 @@ class TestEnqueue:
             unique.delay("a")
         assert not sent
 
-    def test_an_entry_whose_reply_was_lost_is_given_back(self, sent, monkeypatch):
-        store = get_store("redis")
-        take = store.take
-
-        def lose(*args, **options):
+    @pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
+    def test_an_entry_whose_reply_was_lost_is_given_back(self, sent, monkeypatch, error):
+        def lose(take, *args, **options):
             take(*args, **options)
-            raise ConnectionError("lost")
-
-        monkeypatch.setattr(store, "take", lose)
-        with pytest.raises(ConnectionError):
-            unique.delay("a")
-        eventually(lambda: unique.queued("a") is None)
-
-    def test_a_signal_between_the_entry_and_the_message_leaves_no_entry(self, sent, monkeypatch):
-        take = Lease.take
-
-        def interrupt(lease):
-            take(lease)
-            raise KeyboardInterrupt
+            raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(Lease, "take", interrupt)
-            with pytest.raises(KeyboardInterrupt):
+            inside.answer(patch, "take", lose)
+            with pytest.raises(error):
                 unique.delay("a")
         assert not sent
         eventually(lambda: unique.queued("a") is None)
@@ -211,7 +189,7 @@ class TestEnqueue:
         monkeypatch.setitem(unique.app.conf, "task_always_eager", True)
         assert unique.delay("a").get() == "ran"
         assert unique.delay("a").get() == "ran"
-        assert entry_of(unique, "a").holder() is None
+        assert queued_entry(unique, "a").holder() is None
 
 
 class TestOrder:
@@ -226,7 +204,7 @@ class TestOrder:
         """Run each message before its sender goes on."""
 
         def send_task(name, args=None, kwargs=None, **options):
-            deliver(SimpleNamespace(args=args, **options))
+            deliver({"args": args, **options})
             return unique.AsyncResult(options["task_id"])
 
         monkeypatch.setattr(unique.app, "send_task", send_task)
@@ -237,12 +215,11 @@ class TestOrder:
         assert unique.delay("a").id != first.id
 
     def test_an_entry_that_is_added_after_the_message_would_stay(self, run_at_once, monkeypatch):
-        calls = []
         with monkeypatch.context() as patch:
-            patch.setattr(QueuedCall, "add", lambda *facts: calls.append(facts))
+            entries = inside.send_before_adding_entries(patch)
             first = unique.delay("a")
-        for call, delay in calls:
-            call.add(delay)
+        for add in entries:
+            add()
         assert unique.delay("a").id == first.id
 
 
@@ -260,7 +237,7 @@ class TestLease:
         if "eta" in options:
             options = {"eta": datetime.now(UTC) + options["eta"]}
         unique.apply_async(("a",), **options)
-        assert least - 2 < entry_of(unique, "a").remaining() < least + 300
+        assert least - 40 < queued_entry(unique, "a").remaining() < least + 300
 
     def test_the_entry_ends_by_itself(self, sent):
         options = {"unique_for": 0.2}
@@ -269,80 +246,54 @@ class TestLease:
         unique.apply_async(("a",), lock_options=options)
         assert len(sent) == 2
 
-    @pytest.mark.parametrize(
-        ("when", "seconds"),
-        [
-            (lambda now: 5, 5),
-            (lambda now: -5, -5),
-            (lambda now: now - timedelta(hours=1), -3600),
-            (lambda now: (now + timedelta(hours=1)).isoformat(), 3600),
-            (lambda now: (now + timedelta(hours=1)).replace(tzinfo=None), 3600),
-        ],
-    )
-    def test_the_seconds_until_a_time(self, when, seconds):
-        assert seconds - 60 <= seconds_until(when(datetime.now(UTC))) <= seconds
-
 
 def in_seconds(seconds):
     return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
 EXPIRES = {
-    "a number": lambda: 100,
-    "a time": lambda: in_seconds(100),
-    "a time in another zone": lambda: in_seconds(100).astimezone(ZoneInfo("Asia/Tokyo")),
-    "a time without a zone": lambda: in_seconds(100).replace(tzinfo=None),
-    "a text": lambda: in_seconds(100).isoformat(),
+    "a number": lambda: {"expires": 100},
+    "a time": lambda: {"expires": in_seconds(100)},
+    "another zone": lambda: {"expires": in_seconds(100).astimezone(ZoneInfo("Asia/Tokyo"))},
+    "no zone": lambda: {"expires": in_seconds(100).replace(tzinfo=None)},
+    "a text": lambda: {"expires": in_seconds(100).isoformat()},
+    # It counts from the sending.
+    "with a countdown": lambda: {"expires": 100, "countdown": 90},
+    "longer than unique_for": lambda: {"expires": 1000, "lock_options": {"unique_for": 105}},
 }
-"""What Celery takes as ``expires``."""
+"""Calls whose entry lasts for 105 seconds."""
 
 
 class TestExpires:
-    """The entry of a call outlasts its ``expires`` by :data:`LATE` only: then no worker begins it.
+    """The entry of a call outlasts its ``expires`` by 5 seconds only: then no worker begins it.
 
     worker:    receives the call    killed                   expires: an identical call can be sent
     """
 
     def lasts(self, seconds, task=unique):
-        """Return whether the entry lasts so long; a slow machine may have taken a minute."""
-        return seconds - 60 < entry_of(task, "a").remaining() <= seconds
+        """Return whether the entry lasts so long; a slow machine may have taken 40 seconds."""
+        return seconds - 40 < queued_entry(task, "a").remaining() <= seconds
 
-    @pytest.mark.parametrize("expires", EXPIRES.values(), ids=EXPIRES)
-    def test_the_entry_ends_soon_after_it(self, sent, expires, monkeypatch):
+    @pytest.mark.parametrize("options", EXPIRES.values(), ids=EXPIRES)
+    def test_the_entry_ends_soon_after_it(self, sent, options, monkeypatch):
         monkeypatch.setitem(unique.app.conf, "timezone", "Asia/Tokyo")
-        unique.apply_async(("a",), expires=expires())
-        assert self.lasts(100 + LATE)
-
-    def test_control_without_it_the_entry_lasts_for_unique_for(self, sent, monkeypatch):
-        monkeypatch.setattr("django_singletask.task.unique.LATE", 10_000)
-        unique.apply_async(("a",), expires=100)
-        assert not self.lasts(100 + LATE)
-        assert self.lasts(3600)
+        unique.apply_async(("a",), **options())
+        assert self.lasts(105)
 
     def test_celery_reads_a_time_without_a_zone_as_utc(self, monkeypatch):
         monkeypatch.setitem(unique.app.conf, "timezone", "Asia/Tokyo")
-        when = EXPIRES["a time without a zone"]()
-        headers = {"id": "mine", "task": unique.name, "expires": when.isoformat()}
+        when = in_seconds(100).replace(tzinfo=None).isoformat()
+        headers = {"id": "mine", "task": unique.name, "expires": when}
         message = SimpleNamespace(headers=headers, delivery_info={}, properties={})
         options = {"headers": headers, "body": ((), {}, {}), "decoded": True}
         request = Request(message, app=unique.app, task=unique, **options)
-        assert abs((request.expires - in_seconds(0)).total_seconds() - seconds_until(when)) < 60
+        assert abs((request.expires - in_seconds(100)).total_seconds()) < 60
 
-    def test_unique_for_is_still_the_longest_time(self, sent):
-        unique.apply_async(("a",), expires=1000, lock_options={"unique_for": 100})
-        assert self.lasts(100)
-
-    def test_it_counts_from_the_sending_and_not_from_the_countdown(self, sent):
-        unique.apply_async(("a",), countdown=500, expires=600)
-        assert self.lasts(600 + LATE)
-
-    def test_that_of_the_task(self, sent, monkeypatch):
+    def test_that_of_the_task_and_none_for_one_call(self, sent, monkeypatch):
         monkeypatch.setattr(unique, "expires", 100)
         unique.delay("a")
-        assert self.lasts(100 + LATE)
-
-    def test_none_for_one_call(self, sent, monkeypatch):
-        monkeypatch.setattr(unique, "expires", 100)
+        assert self.lasts(105)
+        queued_entry(unique, "a").clear()
         unique.apply_async(("a",), expires=None)
         assert self.lasts(3600)
 
@@ -350,7 +301,7 @@ class TestExpires:
         options = {"expires": 100}
         entry = ScheduleEntry(task=unique.name, args=("a",), schedule=300, options=options)
         Scheduler(unique.app, lazy=True).apply_async(entry)
-        assert self.lasts(100 + LATE)
+        assert self.lasts(105)
 
     @pytest.mark.parametrize("expires", [0, -5, timedelta(seconds=-5)], ids=str)
     def test_a_call_that_has_expired_takes_no_entry_and_replaces_none(self, sent, expires):
@@ -359,129 +310,87 @@ class TestExpires:
         if isinstance(expires, timedelta):
             expires = datetime.now(UTC) + expires
         expired = unique.apply_async(("a",), expires=expires, lock_options=replace)
-        assert [message.task_id for message in sent] == [first.id, expired.id]
+        assert [message["task_id"] for message in sent] == [first.id, expired.id]
         assert unique.queued("a").id == first.id
-        assert not {"queued", "ticket"} & sent[1].headers[HEADER].keys()
+        assert not {"queued", "ticket"} & header_of(sent[1]).keys()
         assert deliver(sent[0]) == "ran"
 
-    def test_a_retry_keeps_it(self, sent):
-        finish.apply_async(("a", 0, 1), expires=100)
-        with pytest.raises(Retry):
-            deliver(sent[0], finish, expires=in_seconds(50).isoformat())
-        assert self.lasts(50 + LATE, finish)
-
-    def test_a_retry_with_another_one(self, sent, monkeypatch):
-        def body(*args):
-            raise finish.retry(countdown=1, expires=200)
-
-        monkeypatch.setattr(tasks, "body", body)
+    @pytest.mark.parametrize(
+        ("options", "left", "seconds"), [({}, 50, 55), ({"expires": 200}, 50, 205), ({}, -1, 0)]
+    )
+    def test_a_retry_keeps_it_or_has_another_one(self, sent, body, options, left, seconds):
+        body(lambda: finish.retry(countdown=1, **options))
         finish.apply_async(("a",), expires=100)
         with pytest.raises(Retry):
-            deliver(sent[0], finish, expires=in_seconds(50).isoformat())
-        assert self.lasts(200 + LATE, finish)
+            deliver(sent[0], finish, expires=in_seconds(left).isoformat())
+        assert self.lasts(seconds, finish) if seconds else finish.queued("a") is None
 
-    def test_a_retry_that_has_expired_frees_the_entry(self, sent):
-        finish.apply_async(("a", 0, 1), expires=100)
-        with pytest.raises(Retry):
-            deliver(sent[0], finish, expires=in_seconds(-1).isoformat())
-        assert finish.queued("a") is None
-
-    def test_a_message_that_goes_back_to_the_broker_keeps_it(self, sent, monkeypatch):
-        def body(*args):
-            raise Reject(requeue=True)
-
-        monkeypatch.setattr(tasks, "body", body)
+    def test_a_message_that_goes_back_to_the_broker_keeps_it(self, sent, body, monkeypatch):
+        body(reject_to_the_queue)
         monkeypatch.setattr(finish.__class__, "acks_late", True)
         finish.apply_async(("a",), expires=100)
         with pytest.raises(Reject):
             deliver(sent[0], finish, expires=in_seconds(50).isoformat())
-        assert self.lasts(50 + LATE, finish)
+        assert self.lasts(55, finish)
 
     def test_a_postponed_call_keeps_it(self, sent):
         unique.apply_async(("a",), expires=100, lock_options={"on_conflict": "requeue"})
         expires = in_seconds(50).isoformat()
-        with held_by("another", task=unique), pytest.raises(Postponed):
+        with held_by("another", task=unique), postponed():
             deliver(sent[0], expires=expires)
-        assert sent[1].expires == expires
-        assert self.lasts(100 + LATE)
+        assert sent[1]["expires"] == expires
+        assert self.lasts(105)
 
-    def test_a_run_may_last_longer(self, sent, monkeypatch):
+    def test_a_run_may_last_longer(self, sent, body):
         """The lease of the entry is that of a run."""
         seen = []
-        monkeypatch.setattr(tasks, "body", lambda *args: seen.append(finish.queued("a").id))
+        body(lambda: seen.append(finish.queued("a").id))
         first = finish.apply_async(("a",), expires=100, lock_options={"lock_timeout": 1000})
         deliver(sent[0], finish, expires=in_seconds(-50).isoformat())
         assert seen == [first.id]
 
 
+def reject_to_the_queue():
+    raise Reject(requeue=True)
+
+
 class TestSuccessor:
     """A body sends a call with its own entry, such as the next page: the entry passes to it."""
-
-    @pytest.fixture
-    def body(self, monkeypatch):
-        """Let the next run do something; the runs after it do nothing."""
-
-        def set_body(work):
-            def run_once(*args, **facts):
-                monkeypatch.setattr(tasks, "body", lambda *args, **facts: "ran")
-                return work()
-
-            monkeypatch.setattr(tasks, "body", run_once)
-
-        return set_body
 
     def test_it_is_sent_with_the_entry(self, cache_alias, sent, body):
         calls = []
         body(lambda: calls.append(finish.delay("a")))
         first = finish.delay("a")
         deliver(sent[0], finish)
-        assert [message.task_id for message in sent] == [first.id, calls[0].id]
+        assert [message["task_id"] for message in sent] == [first.id, calls[0].id]
         assert finish.queued("a").id == calls[0].id
         assert finish.delay("a").id == calls[0].id
         assert deliver(sent[1], finish) == "ran"
         assert finish.queued("a") is None
-
-    def test_control_without_the_entry_of_the_run_it_would_be_lost(self, sent, body, monkeypatch):
-        monkeypatch.setattr(QueuedCall, "_take_over", lambda *args: False)
-        body(lambda: finish.delay("a"))
-        finish.delay("a")
-        deliver(sent[0], finish)
-        assert len(sent) == 1
 
     def test_a_second_one_is_a_duplicate_of_the_first(self, sent, body):
         ids = []
         body(lambda: ids.extend([finish.delay("a").id, finish.delay("a").id]))
         finish.delay("a")
         deliver(sent[0], finish)
-        assert ids == [sent[1].task_id] * 2
+        assert ids == [sent[1]["task_id"]] * 2
         assert len(sent) == 2
 
     def test_a_call_from_another_thread_is_a_duplicate_of_the_run(self, sent, body):
-        ids = []
-
-        def send():
-            ids.append(finish.delay("a").id)
-            connections.close_all()
-            close_stores()
-
-        def in_a_thread():
-            thread = threading.Thread(target=send)
-            thread.start()
-            thread.join()
-
-        body(in_a_thread)
+        calls = []
+        body(lambda: calls.append(elsewhere(finish.delay, "a")))
         first = finish.delay("a")
         deliver(sent[0], finish)
-        assert ids == [first.id]
+        assert [call.id for call in calls] == [first.id]
 
     def test_a_call_from_a_fork_is_a_duplicate_of_the_run(self, sent, body):
         def fork():
             pid = os.fork()
             if not pid:
-                is_duplicate = finish.delay("a").id == sent[0].task_id
+                is_duplicate = finish.delay("a").id == sent[0]["task_id"]
                 os._exit(not is_duplicate)
             seen.append(os.waitpid(pid, 0)[1])
-            seen.append(entry_of(finish, "a").holder().pid)
+            seen.append(queued_entry(finish, "a").holder().pid)
 
         seen = []
         body(fork)
@@ -497,53 +406,28 @@ class TestSuccessor:
         next page:                             is skipped: frees the entry
         """
 
-        def send_and_end():
-            finish.delay("a")
-            self.end(sent[1], how)
-
-        body(send_and_end)
+        body(lambda: self.send_one_that_ends(sent, how))
         finish.delay("a")
         deliver(sent[0], finish)
-        assert entry_of(finish, "a").holder() is None
+        assert queued_entry(finish, "a").holder() is None
 
-    def end(self, message, how):
-        """Let a message end as another process does."""
-
-        def work():
-            if how == "revoked":
-                discard(message.headers, message.task_id, finish.name)
-                wait_for_debts()
-            else:
-                assert deliver(message, finish) == "skipped"
-            connections.close_all()
-            close_stores()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+    def send_one_that_ends(self, sent, how):
+        finish.delay("a")
+        if how == "skipped":
+            assert elsewhere(deliver, sent[1], finish) == "skipped"
+        else:
+            revoke(sent[1], finish)
+            wait_for_debts()
 
     @pytest.mark.parametrize("how", ["skipped", "revoked"])
     def test_control_an_entry_that_passes_at_the_end_of_the_run_stays(
         self, sent, body, how, monkeypatch
     ):
-        def pass_at_the_end(call, of_sender, blocker):
-            until = clock.now() + 60
-            leave = of_sender.leave
-            monkeypatch.setattr(
-                of_sender, "give_back", lambda **_: leave(new=call.lease.value, until=until)
-            )
-            call.lease.held = True
-            return True
-
-        def send_and_end():
-            finish.delay("a")
-            self.end(sent[1], how)
-
-        monkeypatch.setattr(QueuedCall, "_take_over", pass_at_the_end)
-        body(send_and_end)
+        inside.pass_entries_at_the_end(monkeypatch)
+        body(lambda: self.send_one_that_ends(sent, how))
         finish.delay("a")
         deliver(sent[0], finish)
-        assert entry_of(finish, "a").holder().task_id == sent[1].task_id
+        assert queued_entry(finish, "a").holder().task_id == sent[1]["task_id"]
 
     def test_it_keeps_the_entry_if_the_run_fails(self, sent, body):
         def send_and_fail():
@@ -554,7 +438,7 @@ class TestSuccessor:
         finish.delay("a")
         with pytest.raises(ZeroDivisionError):
             deliver(sent[0], finish)
-        assert finish.queued("a").id == sent[1].task_id
+        assert finish.queued("a").id == sent[1]["task_id"]
         deliver(sent[1], finish)
         assert finish.queued("a") is None
 
@@ -571,11 +455,11 @@ class TestSuccessor:
         body(send_and_retry)
         first = finish.delay("a")
         deliver(sent[0], finish)
-        (successor,) = [message for message in sent if message.task_id != first.id]
-        (retry,) = [message for message in sent[1:] if message.task_id == first.id]
-        assert finish.queued("a").id == successor.task_id
+        (successor,) = [message for message in sent if message["task_id"] != first.id]
+        (retry,) = [message for message in sent[1:] if message["task_id"] == first.id]
+        assert finish.queued("a").id == successor["task_id"]
         deliver(retry, finish, retries=1)
-        assert finish.queued("a").id == successor.task_id
+        assert finish.queued("a").id == successor["task_id"]
         deliver(successor, finish)
         assert finish.queued("a") is None
 
@@ -587,29 +471,22 @@ class TestSuccessor:
         first = unique.delay("a")
         with held_by("another", task=unique):
             successor = deliver(sent[0])
-        assert [message.task_id for message in sent] == [first.id, successor]
+        assert [message["task_id"] for message in sent] == [first.id, successor]
         assert unique.queued("a").id == successor
 
     def test_an_entry_that_is_not_that_of_the_run_stays(self, sent, body):
         ids = []
 
         def send():
-            entry_of(finish, "a").clear()
-            thread = threading.Thread(target=send_elsewhere)
-            thread.start()
-            thread.join()
+            queued_entry(finish, "a").clear()
+            elsewhere(finish.delay, "a")
             ids.append(finish.delay("a").id)
-
-        def send_elsewhere():
-            finish.delay("a")
-            connections.close_all()
-            close_stores()
 
         body(send)
         finish.delay("a")
         deliver(sent[0], finish)
-        assert ids == [sent[1].task_id]
-        assert finish.queued("a").id == sent[1].task_id
+        assert ids == [sent[1]["task_id"]]
+        assert finish.queued("a").id == sent[1]["task_id"]
 
     def test_a_publishing_that_fails_gives_the_entry_back_to_the_run(self, sent, body, monkeypatch):
         seen = []
@@ -623,7 +500,7 @@ class TestSuccessor:
                 patch.setattr(finish.app, "send_task", fail)
                 with pytest.raises(OSError, match="away"):
                     finish.delay("a")
-            holder = entry_of(finish, "a").holder()
+            holder = queued_entry(finish, "a").holder()
             seen.append((holder.task_id, holder.pid))
             finish.delay("a")
 
@@ -632,24 +509,24 @@ class TestSuccessor:
         deliver(sent[0], finish)
         assert seen[0] != first.id
         assert seen[1] == (first.id, os.getpid())
-        assert finish.queued("a").id == sent[1].task_id
+        assert finish.queued("a").id == sent[1]["task_id"]
 
     @pytest.mark.parametrize("fails", [1, 2])
     def test_a_cache_that_goes_down_leaves_no_entry(self, sent, body, monkeypatch, fails):
         """It fails when the entry passes to the call, or back to the run."""
-        replace, requests = Store.replace, []
+        requests = []
 
-        def fail(store, *args):
+        def fail(replace, *args):
             requests.append(args)
             if len(requests) == fails:
                 raise LockUnavailable("down")
-            return replace(store, *args)
+            return replace(*args)
 
         def not_published(*args, **options):
             raise OSError("the broker is away")
 
         def send_and_go_on():
-            monkeypatch.setattr(type(get_store("redis")), "replace", fail)
+            inside.answer(monkeypatch, "replace", fail)
             monkeypatch.setattr(finish.app, "send_task", not_published)
             with pytest.raises(LockUnavailable if fails == 1 else OSError):
                 finish.delay("a")
@@ -658,7 +535,7 @@ class TestSuccessor:
         body(send_and_go_on)
         deliver(sent[0], finish)
         assert len(requests) == fails
-        eventually(lambda: entry_of(finish, "a").holder() is None)
+        eventually(lambda: queued_entry(finish, "a").holder() is None)
 
 
 class TestAwaited:
@@ -671,7 +548,7 @@ class TestAwaited:
         assert second.id != first.id
         assert len(sent) == 2
         assert unique.queued("a").id == first.id
-        assert "queued" not in sent[1].headers[HEADER]
+        assert "queued" not in header_of(sent[1])
 
     def test_an_awaited_call_stops_equal_ones(self, sent):
         unique.apply_async(("a",), task_id="mine")
@@ -684,33 +561,29 @@ class TestAwaited:
         members = [unique.si("a")] * 3
         group(members).apply_async()
         chord(members, tasks.plain.si("b")).apply_async()
-        assert len([message for message in sent if message.name == unique.name]) == 6
+        assert len([message for message in sent if message["name"] == unique.name]) == 6
         chain(members).apply_async()
-        assert len(sent[-1].chain) == 2
+        assert len(sent[-1]["chain"]) == 2
 
 
 class TestStart:
-    def test_the_entry_is_freed_once_the_run_has_its_lock(self, sent, monkeypatch, cache_alias):
+    def test_the_entry_is_freed_once_the_run_has_its_lock(self, sent, body, cache_alias):
         seen = []
-
-        def body(*args, **kwargs):
-            seen.append((unique.queued("a"), unique.lock("a").locked()))
-
-        monkeypatch.setattr(tasks, "body", body)
+        body(lambda: seen.append((unique.queued("a"), unique.lock("a").locked())))
         unique.delay("a")
         deliver(sent[0])
         assert seen == [(None, True)]
 
-    def test_a_skipped_run_frees_the_entry(self, sent):
-        unique.delay("a")
-        with held_by("another", task=unique):
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"on_conflict": "raise"}, {"on_conflict": "requeue", "lock_wait": 0}],
+        ids=str,
+    )
+    def test_a_run_without_its_lock_frees_the_entry(self, sent, options):
+        unique.apply_async(("a",), lock_options=options)
+        ends = pytest.raises(LockConflict, match="is held") if options else nullcontext()
+        with held_by("another", task=unique), ends:
             assert deliver(sent[0]) == "skipped"
-        assert unique.queued("a") is None
-
-    def test_a_raised_conflict_frees_the_entry(self, sent):
-        unique.apply_async(("a",), lock_options={"on_conflict": "raise"})
-        with held_by("another", task=unique), pytest.raises(Exception, match="is held"):
-            deliver(sent[0])
         assert unique.queued("a") is None
 
     @pytest.mark.parametrize(
@@ -719,62 +592,79 @@ class TestStart:
     def test_a_call_that_cannot_be_delivered_frees_the_entry(self, sent, options):
         """As if a worker of another version had sent it, or the system check were silenced."""
         unique.delay("a")
-        sent[0].headers[HEADER]["options"] = options
+        header_of(sent[0])["options"] = options
         with pytest.raises(ValueError, match=r"on_conflict|timeout"):
-            deliver(sent[0])
-        assert unique.queued("a") is None
-
-    def test_a_requeued_call_that_gives_up_frees_the_entry(self, sent):
-        unique.apply_async(("a",), lock_options={"on_conflict": "requeue", "lock_wait": 0})
-        with held_by("another", task=unique), pytest.raises(Exception, match="is held"):
             deliver(sent[0])
         assert unique.queued("a") is None
 
     @pytest.mark.parametrize("policy", ["requeue", "rerun"])
     def test_a_postponed_call_is_still_queued(self, sent, policy):
         first = unique.apply_async(("a",), lock_options={"on_conflict": policy})
-        with held_by("another", task=unique), pytest.raises(Postponed):
+        with held_by("another", task=unique), postponed():
             deliver(sent[0])
         assert unique.queued("a").id == first.id
         assert unique.delay("a").id == first.id
         deliver(sent[1])
         assert unique.queued("a") is None
 
-    def test_the_entry_of_another_call_stays(self, sent):
+    @pytest.mark.parametrize("task", [unique, finish], ids=["start", "finish"])
+    def test_the_entry_of_another_call_stays(self, sent, task):
         """The entry of the delivered call has ended meanwhile."""
-        unique.delay("a")
-        entry_of(unique, "a").clear()
-        second = unique.delay("a")
-        deliver(sent[0])
-        assert unique.queued("a").id == second.id
+        task.delay("a")
+        queued_entry(task, "a").clear()
+        second = task.delay("a")
+        deliver(sent[0], task)
+        assert task.queued("a").id == second.id
 
     def test_a_cache_that_goes_down_does_not_fail_the_run(self, sent, monkeypatch, caplog):
         unique.delay("a")
-        store = get_store("redis")
-        release, failed = store.release, []
+        failed = []
 
-        def fail_once(*args):
+        def fail_once(release, *args):
             if not failed:
                 failed.append(args)
                 raise LockUnavailable("down")
             return release(*args)
 
-        monkeypatch.setattr(store, "release", fail_once)
+        inside.answer(monkeypatch, "release", fail_once)
         assert deliver(sent[0]) == "ran"
         assert "could not be released; trying again" in caplog.text
         eventually(lambda: unique.queued("a") is None)
 
 
+def retry_and_go_on():
+    with suppress(Retry):
+        finish.retry(countdown=1)
+
+
+def retry_under_another_lock():
+    finish.retry(countdown=1, lock_options={"lock_name": "other", "lock_on": None})
+
+
+def reject():
+    raise Reject
+
+
+ENDS = {
+    "an error": (lambda: 1 / 0, False),
+    "a retry": (lambda: finish.retry(countdown=1), True),
+    "a retry that is not raised": (lambda: finish.retry(countdown=1, throw=False), True),
+    "a retry that is caught": (retry_and_go_on, True),
+    "a retry with equal arguments": (lambda: finish.retry(args=("a",), countdown=1), True),
+    "a retry with other arguments": (lambda: finish.retry(args=("b",), countdown=1), False),
+    "a retry under another lock": (retry_under_another_lock, False),
+    "rejected": (reject, False),
+    "back to the broker": (reject_to_the_queue, True),
+}
+"""How a body ends, and whether its call is tried again, with the same lock."""
+
+
 class TestFinish:
-    def test_the_entry_lasts_as_long_as_the_run_and_is_a_short_lease(
-        self, sent, monkeypatch, cache_alias
-    ):
+    def test_the_entry_lasts_as_long_as_the_run_and_is_a_short_lease(self, sent, body, cache_alias):
         seen = []
-
-        def body(*args):
-            seen.append((finish.queued("a").id, entry_of(finish, "a").holder().timeout))
-
-        monkeypatch.setattr(tasks, "body", body)
+        body(
+            lambda: seen.append((id_of_queued(finish), queued_entry(finish, "a").holder().timeout))
+        )
         first = finish.delay("a")
         deliver(sent[0], finish)
         assert seen == [(first.id, 4)]
@@ -783,21 +673,15 @@ class TestFinish:
     def test_the_entry_is_freed_after_the_lock(self, sent, monkeypatch):
         """In the other order a call that is sent at once would be skipped."""
         freed = []
-        store = get_store("redis")
-        release = store.release
-        monkeypatch.setattr(
-            store, "release", lambda key, *rest: (freed.append(key), release(key, *rest))[1]
-        )
+
+        def note(release, key, *rest):
+            freed.append(key)
+            return release(key, *rest)
+
+        inside.answer(monkeypatch, "release", note)
         finish.delay("a")
         deliver(sent[0], finish)
-        assert freed == [finish.lock("a").key, entry_of(finish, "a").key]
-
-    def test_an_error_frees_the_entry(self, sent, monkeypatch):
-        monkeypatch.setattr(tasks, "body", lambda *args: 1 / 0)
-        finish.delay("a")
-        with pytest.raises(ZeroDivisionError):
-            deliver(sent[0], finish)
-        assert finish.queued("a") is None
+        assert freed == [finish.lock("a").key, queued_entry(finish, "a").key]
 
     def test_the_entry_lasts_until_the_last_retry_has_ended(self, sent):
         first = finish.delay("a", 0, 2)
@@ -806,55 +690,35 @@ class TestFinish:
                 deliver(sent[number], finish, retries=number)
             assert not finish.lock("a", 0, 2).locked()
             assert finish.delay("a").id == first.id
-            assert 3600 - 60 < entry_of(finish, "a").remaining() <= 3601
+            assert 3600 - 60 < queued_entry(finish, "a").remaining() <= 3601
         assert deliver(sent[2], finish, retries=2) == "ran"
         assert finish.queued("a") is None
 
     def test_the_entry_of_a_retry_is_queued_again_before_the_lock_is_free(self, sent, monkeypatch):
         """Otherwise the next try could begin first, and find the entry of this run."""
         pids = []
-        store = get_store("redis")
-        release = store.release
 
-        def look(key, value, new, until):
+        def look(release, key, value, new, until):
             if not new:  # the lock
-                pids.append(entry_of(finish, "a").holder().pid)
+                pids.append(queued_entry(finish, "a").holder().pid)
             return release(key, value, new, until)
 
-        monkeypatch.setattr(store, "release", look)
+        inside.answer(monkeypatch, "release", look)
         finish.delay("a", 0, 2)
         with pytest.raises(Retry):
             deliver(sent[0], finish)
         assert pids == [0]
 
-    @pytest.mark.parametrize("how", ["throw=False", "caught", "equal arguments"])
-    def test_the_entry_stays_whichever_way_the_call_is_tried_again(self, sent, monkeypatch, how):
-        def body(*args):
-            if how == "throw=False":
-                finish.retry(countdown=1, throw=False)
-            elif how == "equal arguments":
-                finish.retry(args=("a",), countdown=1)
-            else:
-                with suppress(Retry):
-                    finish.retry(countdown=1)
-
-        monkeypatch.setattr(tasks, "body", body)
+    @pytest.mark.parametrize(("end", "stays"), ENDS.values(), ids=ENDS)
+    def test_the_entry_stays_if_the_call_is_tried_again(self, sent, body, monkeypatch, end, stays):
+        monkeypatch.setattr(finish.__class__, "acks_late", True)
+        body(end)
         first = finish.delay("a")
-        with suppress(Retry):
+        with suppress(Retry, Reject, ZeroDivisionError):
             deliver(sent[0], finish)
-        assert finish.queued("a").id == first.id
-        assert sent[1].headers[HEADER]["queued"] == sent[0].headers[HEADER]["queued"]
-
-    def test_a_retry_under_another_lock_frees_the_entry(self, sent, monkeypatch):
-        def body(*args):
-            finish.retry(countdown=1, lock_options={"lock_name": "other", "lock_on": None})
-
-        monkeypatch.setattr(tasks, "body", body)
-        finish.delay("a")
-        with pytest.raises(Retry):
-            deliver(sent[0], finish)
-        assert finish.queued("a") is None
-        assert "queued" not in sent[1].headers[HEADER]
+        assert id_of_queued(finish) == (first.id if stays else None)
+        for retry in sent[1:]:
+            assert ("queued" in header_of(retry)) == stays
 
     def test_a_redelivery_that_is_dropped_leaves_the_entry_to_the_retry(self, sent, monkeypatch):
         stored = SimpleNamespace(state="RETRY", result=None)
@@ -862,59 +726,21 @@ class TestFinish:
         with pytest.raises(Retry):
             deliver(sent[0], finish)
         monkeypatch.setattr(finish.__class__, "AsyncResult", lambda *args: stored)
-        sent[0].headers[HEADER]["redelivered"] = READS
+        header_of(sent[0]).update(inside.READS)
         with pytest.raises(Ignore):
             deliver(sent[0], finish)
-        assert entry_of(finish, "a").holder().task_id == first.id
-
-    def test_a_message_that_goes_back_to_the_broker_is_still_queued(self, sent, monkeypatch):
-        def body(*args):
-            raise Reject(requeue=True)
-
-        monkeypatch.setattr(tasks, "body", body)
-        monkeypatch.setattr(finish.__class__, "acks_late", True)
-        first = finish.delay("a")
-        with pytest.raises(Reject):
-            deliver(sent[0], finish)
-        assert finish.queued("a").id == first.id
-
-    def test_a_retry_with_other_arguments_frees_the_entry(self, sent, monkeypatch):
-        def body(*args):
-            raise finish.retry(args=("b",), countdown=1)
-
-        monkeypatch.setattr(tasks, "body", body)
-        finish.delay("a")
-        with pytest.raises(Retry):
-            deliver(sent[0], finish)
-        assert finish.queued("a") is None
-
-    def test_a_rejected_message_frees_the_entry(self, sent, monkeypatch):
-        def body(*args):
-            raise Reject
-
-        monkeypatch.setattr(tasks, "body", body)
-        finish.delay("a")
-        with pytest.raises(Reject):
-            deliver(sent[0], finish)
-        assert finish.queued("a") is None
+        assert queued_entry(finish, "a").holder().task_id == first.id
 
     def test_an_entry_that_has_ended_meanwhile_is_added_again(self, sent, monkeypatch):
         seen = []
         monkeypatch.setattr(tasks, "body", lambda *args: seen.append(finish.queued("a").id))
         first = finish.delay("a")
-        entry_of(finish, "a").clear()
+        queued_entry(finish, "a").clear()
         deliver(sent[0], finish)
         assert seen == [first.id]
 
-    def test_the_entry_of_another_call_stays(self, sent):
-        finish.delay("a")
-        entry_of(finish, "a").clear()
-        second = finish.delay("a")
-        deliver(sent[0], finish)
-        assert finish.queued("a").id == second.id
-
     def test_an_entry_that_is_gone_at_the_end_is_logged(self, sent, monkeypatch, caplog):
-        monkeypatch.setattr(tasks, "body", lambda *args: entry_of(finish, "a").clear())
+        monkeypatch.setattr(tasks, "body", lambda *args: queued_entry(finish, "a").clear())
         finish.delay("a")
         deliver(sent[0], finish)
         assert (
@@ -928,145 +754,107 @@ class TestFinish:
     ):
         finish.delay("a")
         with monkeypatch.context() as patch:
-            patch.setattr(get_store("redis"), "replace", refuse)
+            inside.answer(patch, "replace", refuse)
             assert deliver(sent[0], finish) == "ran"
         assert "duplicates of this call are not stopped" in caplog.text
         eventually(lambda: finish.queued("a") is None)
 
     def test_a_cache_that_goes_down_before_a_retry_does_not_fail_it(
-        self, sent, monkeypatch, caplog
+        self, sent, body, monkeypatch, caplog
     ):
-        finish.delay("a", 0, 2)
+        def go_down_and_retry():
+            inside.answer(monkeypatch, "change", refuse)
+            finish.retry(countdown=1)
 
-        def body(*args):
-            monkeypatch.setattr(get_store("redis"), "change", refuse)
-
-        monkeypatch.setattr(tasks, "body", body)
+        body(go_down_and_retry)
+        finish.delay("a")
         with pytest.raises(Retry):
             deliver(sent[0], finish)
         assert "duplicates of the next try are not stopped" in caplog.text
         eventually(lambda: finish.queued("a") is None)
 
     def test_a_soft_time_limit_after_a_retry_was_sent_does_not_replace_it(
-        self, sent, monkeypatch, caplog
+        self, sent, body, monkeypatch, caplog
     ):
-        leave = Lease.leave
+        limits = [SoftTimeLimitExceeded()]
 
-        def interrupt(*args, **options):
-            monkeypatch.setattr(Lease, "leave", leave)
-            raise SoftTimeLimitExceeded
+        def interrupt_once(release, *args):
+            if limits:
+                raise limits.pop()
+            return release(*args)
 
-        def body(*args):
-            monkeypatch.setattr(Lease, "leave", interrupt)
+        def retry():
+            inside.answer(monkeypatch, "release", interrupt_once)
+            finish.retry(countdown=1)
 
-        finish.delay("a", 0, 2)
-        monkeypatch.setattr(tasks, "body", body)
+        body(retry)
+        finish.delay("a")
         with pytest.raises(Retry):
             deliver(sent[0], finish)
         assert not finish.lock("a").locked()
         assert caplog.text.count("came after the body had ended") == 1
 
-    @pytest.mark.parametrize("task", [unique, finish], ids=["start", "finish"])
-    def test_a_soft_time_limit_at_the_start_reaches_the_task(self, sent, monkeypatch, task):
+    @pytest.mark.parametrize(("task", "request_"), [(unique, "release"), (finish, "replace")])
+    def test_a_soft_time_limit_at_the_start_reaches_the_task(
+        self, sent, monkeypatch, task, request_
+    ):
         def interrupt(*args):
             raise SoftTimeLimitExceeded
 
         task.delay("a")
         with monkeypatch.context() as patch:
-            name = "release" if task is unique else "replace"
-            patch.setattr(get_store("redis"), name, interrupt)
+            inside.answer(patch, request_, interrupt)
             with pytest.raises(SoftTimeLimitExceeded):
                 deliver(sent[0], task)
         eventually(lambda: task.queued("a") is None)
         eventually(lambda: not task.lock("a").locked())
 
-    def test_the_entry_of_a_dead_run_stops_nobody(self, sent):
+    @pytest.mark.parametrize(("pid", "stops"), [(2**22 - 1, False), (os.getpid(), True)])
+    def test_the_entry_of_a_run_stops_equal_calls_while_it_lives(self, sent, pid, stops):
         first = finish.delay("a")
-        entry = entry_of(finish, "a")
-        queued = get_store("redis").read(entry.key).value
-        dead = Run(finish.name, first.id).holder("n", 60)
-        value = Holder(**{**vars(dead), "pid": 2**22 - 1}).encode()
-        assert get_store("redis").replace(entry.key, queued, value, 60)
-        assert finish.queued("a") is None
-        assert finish.delay("a").id != first.id
-        assert len(sent) == 2
+        entry = queued_entry(finish, "a")
+        inside.write(entry, replace(inside.holder_of(entry, finish, first.id), pid=pid).encode())
+        assert id_of_queued(finish) == (first.id if stops else None)
+        assert (finish.delay("a").id == first.id) == stops
 
-    def test_the_entry_of_a_live_run_stops_equal_calls(self, sent):
-        """Negative control."""
-        first = finish.delay("a")
-        entry = entry_of(finish, "a")
-        queued = get_store("redis").read(entry.key).value
-        value = Run(finish.name, first.id).holder("n", 60).encode()
-        assert get_store("redis").replace(entry.key, queued, value, 60)
-        assert finish.delay("a").id == first.id
+
+def revoke(message, task=unique):
+    inside.discard(task, message["headers"], message["task_id"])
 
 
 class TestDiscard:
     def test_a_discarded_call_is_freed_in_the_background(self, sent, cache_alias):
         unique.delay("a")
-        discard(sent[0].headers, sent[0].task_id, unique.name)
+        revoke(sent[0])
         eventually(lambda: unique.queued("a") is None)
 
     def test_no_other_call_is_freed(self, sent):
         unique.delay("a")
-        entry_of(unique, "a").clear()
+        queued_entry(unique, "a").clear()
         second = unique.delay("a")
-        discard(sent[0].headers, sent[0].task_id, unique.name)
-        discard({}, second.id, unique.name)
+        revoke(sent[0])
+        inside.discard(unique, {}, second.id)
         wait_for_debts()
         assert unique.queued("a").id == second.id
 
 
-def test_keys_beside_a_lock_are_no_lock_of_any_name():
-    beside = unique.lock("a")._lock_key.beside(QUEUED, unique.name).key
-    assert beside.startswith("singletask:@queued:tests.testapp.tasks.unique:")
-    assert not TaskLock("@queued:x").key.startswith(QUEUED)
-    assert len(name_key("x" * 255).beside(QUEUED, "t" * 500).key) <= len("singletask:") + 133
-
-
-class TestTrips:
-    """A queued call costs two requests to the cache: when it is sent, and when it starts."""
-
-    @pytest.fixture
-    def trips(self, monkeypatch):
-        # Only what the store sends: on Celery 5.4 the result backend asks Redis meanwhile.
-        get_store("redis").look()  # connects
-        connection, sent = get_store("redis").connections[-1], []
-        monkeypatch.setattr(connection, "_sock", connection._sock)
-
-        def sendall(packed):
-            sent.append(packed)
-            interposed.sock.sendall(packed)
-
-        interposed = Interposed(connection, sendall=sendall)
-
-        def count(work):
-            before = len(sent)
-            work()
-            return len(sent) - before
-
-        return count
-
-    def test_a_call_takes_one_trip(self, sent, trips):
-        for _ in range(2):
-            unique.delay("warm")  # connects, loads the script
-        assert trips(lambda: unique.delay("a")) == 1
-        assert trips(lambda: unique.delay("a")) == 1
-
-    def test_a_run_takes_three_trips(self, sent, trips):
-        unique.delay("a")
-        deliver(sent.pop())  # loads the scripts
-        unique.delay("a")
-        assert trips(lambda: deliver(sent[0])) == 3
-
-    def test_without_unique_until_there_are_two_trips(self, sent, trips):
-        tasks.hold.delay("a")
-        deliver(sent.pop(), tasks.hold)
-        assert trips(lambda: tasks.hold.delay("a")) == 0
-        assert trips(lambda: deliver(sent[0], tasks.hold)) == 2
+@pytest.mark.parametrize(
+    ("task", "sending", "running"), [(unique, 1, 3), (finish, 1, 4), (tasks.hold, 0, 2)]
+)
+def test_how_many_requests_the_cache_gets(sent, monkeypatch, task, sending, running):
+    """A queued call costs two: when it is sent, and when it starts or ends."""
+    for _ in range(2):
+        task.delay("a")  # connects, and loads the scripts
+    deliver(sent.pop(), task)
+    trips = inside.collect_trips(monkeypatch)
+    for number in (1, 2):  # with "unique_until" the second one is a duplicate
+        task.delay("a")
+        assert len(trips) == number * sending
+    deliver(sent[-1], task)
+    assert len(trips) == 2 * sending + running
 
 
 def test_an_eager_call_with_the_headers_of_a_message_keeps_its_entry(sent):
     first = unique.delay("a")
-    unique.apply(("a",), task_id=first.id, headers=sent[0].headers)
+    unique.apply(("a",), task_id=first.id, headers=sent[0]["headers"])
     assert unique.queued("a").id == first.id

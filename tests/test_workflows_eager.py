@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from contextlib import contextmanager
 
 import celery
 import pytest
 from celery import chord, chunks, group
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
-from django_singletask.stores import get_store
-from tests import canvases
+from tests import canvases, inside
 from tests.testapp import log
 from tests.testapp import workflow_tasks as tasks
 from tests.testapp.celery import app
@@ -20,7 +18,9 @@ from tests.testapp.workflow_tasks import FLAVOURS, SKIPPED
 pytestmark = pytest.mark.needs("redis")  # the results of groups
 
 LOCKED = [flavour for flavour in FLAVOURS if flavour != "plain"]
-SKIPPING = ["skip", "start", "finish"]  # the others raise: no message can be postponed
+SKIPPING = ["skip", "start", "finish"]
+CONFLICT = "conflict"
+"""The others raise it: no message can be postponed, and a call would wait for its own thread."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def in_local_memory(settings, empty_cache, monkeypatch, tmp_path):
     empty_cache("locmem")
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "runs.log"))
     yield
-    assert list(get_store("locmem").entries()) == []
+    assert inside.is_empty("locmem")
     assert current_lock() is None
 
 
@@ -56,16 +56,6 @@ def start(request):
     app.conf.task_always_eager = False
 
 
-@pytest.fixture
-def held():
-    @contextmanager
-    def hold(key):
-        with TaskLock(f"workflow:{key}"):
-            yield
-
-    return hold
-
-
 def runs(key):
     return [line for line in read("start") if line["key"] == key]
 
@@ -78,74 +68,71 @@ def new():
     return f"key-{uuid.uuid4().hex[:8]}"
 
 
-@pytest.mark.parametrize("alike", [False, True], ids=["distinct", "equal"])
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_all_members_run_one_after_the_other(start, flavour, alike):
-    workflows = {
-        name: canvases.make(name, flavour, canvases.equal(new()) if alike else new)
-        for name in canvases.SHAPES
-    }
-    numbers = {name: start(canvas) for name, canvas in workflows.items()}
-    assert numbers == {name: shape.gives for name, shape in canvases.SHAPES.items()}
-
-
-@pytest.mark.parametrize("flavour", LOCKED)
-def test_a_member_that_finds_its_lock_held(start, held, flavour):
-    key, other, body = new(), new(), tasks.total["plain"].s(new())
-    add = tasks.add[flavour]
-    workflows = [
-        add.s(0, key) | add.s(other),
-        group(add.s(0, key), add.s(10, other)),
-        chord([add.s(0, key), add.s(10, other)], body),
-        add.starmap([(0, key), (10, other)]),
-    ]
-    with held(key):
-        if flavour in SKIPPING:
-            numbers = [start(workflow) for workflow in workflows]
-            assert numbers == [SKIPPED + 1, [SKIPPED, 11], SKIPPED + 11, [SKIPPED, 11]]
-        elif flavour != "wait":  # it would wait for its own thread, see the next test
-            for workflow in workflows:
-                with pytest.raises(LockConflict):
-                    start(workflow)
-    assert not runs(key)
-
-
-def test_a_call_that_would_wait_for_its_own_thread_raises_at_once(start, held):
-    key = new()
-    with held(key), pytest.raises(LockConflict):
-        start(tasks.add["wait"].s(0, key))
-
-
 def outcome(function, *arguments):
+    """Return the result, or what it says of an error."""
     try:
-        return function(*arguments)
+        answer = function(*arguments)
+    except LockConflict:
+        return CONFLICT
     except Exception as error:
         return type(error)
+    return CONFLICT if str(answer).startswith("conflict with ") else answer
+
+
+def conflicts(flavour, held, own):
+    """Return the table of all workflows that meet a lock: each, and what it gives after a skip.
+
+    The lock of the key ``held`` is held. That of ``own`` is held by the body that calls.
+    """
+    add, other, total = tasks.add[flavour], new(), tasks.total["plain"]
+    itself, another = tasks.call_itself[flavour], tasks.call_another[flavour]
+    return {
+        "call": (add.s(0, held), SKIPPED),
+        "chain": (add.s(0, held) | add.s(other), SKIPPED + 1),
+        "group": (group(add.s(0, held), add.s(10, other)), [SKIPPED, 11]),
+        "chord": (chord([add.s(0, held), add.s(10, other)], total.s(new())), SKIPPED + 11),
+        "starmap": (add.starmap([(0, held), (10, other)]), [SKIPPED, 11]),
+        "direct call of itself": (itself.s(own, "direct"), SKIPPED),
+        "apply() of itself": (itself.s(own, "apply"), SKIPPED),
+        "direct call of another": (another.s(own, own, "direct"), SKIPPED),
+        "apply() of another": (another.s(own, own, "apply"), SKIPPED),
+    }
 
 
 @pytest.mark.parametrize("flavour", LOCKED)
-def test_apply_of_a_task_that_replaces_itself_under_the_same_lock(flavour):
+def test_a_workflow_that_meets_a_lock(start, flavour):
+    held, own = new(), new()
+    table = conflicts(flavour, held, own)
+    with TaskLock(f"workflow:{held}"):
+        found = {name: outcome(start, workflow) for name, (workflow, _skipped) in table.items()}
+        direct = outcome(tasks.add[flavour], 0, held)
+    if flavour in SKIPPING:
+        assert found == {name: skipped for name, (_workflow, skipped) in table.items()}
+    else:
+        assert found == dict.fromkeys(table, CONFLICT)
+    assert direct == found["call"]
+    assert not runs(held)
+    assert [line["how"] for line in runs(own)] == ["direct", "apply"]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_all_members_run_one_after_the_other(start, flavour):
+    for keys in (new, canvases.equal(new())):
+        workflows = {name: canvases.make(name, flavour, keys) for name in canvases.SHAPES}
+        numbers = {name: start(canvas) for name, canvas in workflows.items()}
+        assert numbers == {name: shape.gives for name, shape in canvases.SHAPES.items()}
+
+
+@pytest.mark.parametrize("flavour", LOCKED)
+def test_what_replaces_a_task_ends_as_without_locks(start, flavour):
+    """Celery refuses its own get() for most of them."""
+    for by in ("one", "chain", "group", "chord"):
+        plain = outcome(start, tasks.replace["plain"].s(0, new(), by))
+        assert outcome(start, tasks.replace[flavour].s(0, new(), by)) == plain
     assert tasks.replace[flavour].apply((0, new(), "one")).get() == 1
 
 
-@pytest.mark.parametrize("flavour", LOCKED)
-@pytest.mark.parametrize("by", ["one", "chain", "group", "chord"])
-def test_what_replaces_a_task_ends_as_without_locks(start, flavour, by):
-    """Celery refuses its own get() for most of them."""
-    plain = outcome(start, tasks.replace["plain"].s(0, new(), by))
-    assert outcome(start, tasks.replace[flavour].s(0, new(), by)) == plain
-
-
-@pytest.mark.parametrize("how", ["direct", "apply"])
-@pytest.mark.parametrize("flavour", LOCKED)
-def test_a_call_of_itself_from_its_body(start, flavour, how):
-    key = new()
-    answer = start(tasks.call_itself[flavour].s(key, how))
-    (line,) = runs(key)
-    assert answer == (SKIPPED if flavour in SKIPPING else f"conflict with {line['task_id']}")
-
-
-@pytest.mark.parametrize("flavour", LOCKED)
+@pytest.mark.parametrize("flavour", ["skip", "requeue"])
 def test_an_eager_delay_of_itself_from_its_body(eager, flavour):
     key = new()
     answer = tasks.call_itself[flavour].delay(key, "delay").get()
@@ -153,32 +140,19 @@ def test_an_eager_delay_of_itself_from_its_body(eager, flavour):
     assert len(runs(key)) == 1
 
 
-@pytest.mark.parametrize("how", ["direct", "apply"])
-@pytest.mark.parametrize("flavour", LOCKED)
-def test_a_call_of_another_task_from_a_body(start, flavour, how):
-    key, outer = new(), tasks.call_another[flavour]
-    assert start(outer.s(key, new(), how)) == 2
-    answer = start(outer.s(key, key, how))
-    assert answer == SKIPPED if flavour in SKIPPING else answer.startswith("conflict with ")
+def test_calls_from_code_and_from_a_body_that_has_another_lock(start):
+    for flavour in LOCKED:
+        key, add = new(), tasks.add[flavour]
+        assert add(add(0, key), key) == 2
+        assert add.s(0, key)() == 1
+        for how in ("direct", "apply"):
+            assert start(tasks.call_another[flavour].s(key, new(), how)) == 2
 
 
-@pytest.mark.parametrize("flavour", LOCKED)
-def test_direct_calls(flavour, held):
-    key, add = new(), tasks.add[flavour]
-    assert add(add(0, key), key) == 2
-    assert add.s(0, key)() == 1
-    with held(key):
-        if flavour in SKIPPING:
-            assert add(0, key) == SKIPPED
-        else:
-            with pytest.raises(LockConflict):
-                add(0, key)
-
-
-def test_links_and_errbacks(eager, held):
+def test_links_and_errbacks(eager):
     key, after = new(), new()
     tasks.add["skip"].apply_async((0, key), link=tasks.add["plain"].s(after)).get()
-    with held(key):
+    with TaskLock(f"workflow:{key}"):
         tasks.add["skip"].apply_async((0, key), link=tasks.add["plain"].s(after)).get()
         errbacks = [
             task.s(key=key) for task in (tasks.errback, tasks.locked_errback, tasks.sent_errback)
