@@ -6,6 +6,10 @@ public names and these; only the tests of one module itself import that module, 
 
 from __future__ import annotations
 
+from typing import Any
+
+from django_singletask.task import options
+
 # == Stores and the epoch
 
 # == Locks, leases, renewal
@@ -13,6 +17,17 @@ from __future__ import annotations
 # == Tasks, messages, headers
 
 # == Options, settings, checks, keys
+
+
+def option_defaults() -> dict[str, Any]:
+    """Return the options of a task, and the default of each."""
+    return {name: getattr(options.Attributes, name) for name in options.FIELDS}
+
+
+def problems_of(where: str, **values: Any) -> list[Exception]:
+    """Return what is wrong with these options together; a ``UserWarning`` is only reported."""
+    return [error for _names, error in options.LockOptions(**values).problems(where)]
+
 
 # == The history
 
