@@ -6,11 +6,16 @@ public names and these; only the tests of one module itself import that module, 
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import re
+from typing import Any, NamedTuple
 
-from django_singletask import conf, stores
+from django_singletask import checks, conf, stores
 from django_singletask.locks import renewal
-from django_singletask.task import options
+from django_singletask.management.commands import locks
+from django_singletask.operators import words
+from django_singletask.stores import base
+from django_singletask.task import header, options
 
 # == Stores and the epoch
 
@@ -21,9 +26,42 @@ from django_singletask.task import options
 # == Options, settings, checks, keys
 
 
-def option_defaults() -> dict[str, Any]:
-    """Return the options of a task, and the default of each."""
-    return {name: getattr(options.Attributes, name) for name in options.FIELDS}
+class Option(NamedTuple):
+    """An option of a task; without choices any value of its kind may fit."""
+
+    kind: str
+    default: Any
+    choices: tuple[Any, ...]
+
+
+def task_options() -> dict[str, Option]:
+    return {
+        name: Option(kind, getattr(options.Attributes, name), options.CHOICES.get(name, ()))
+        for name, kind in options.Attributes.__annotations__.items()
+    }
+
+
+def setting_defaults() -> dict[str, Any]:
+    """Return the settings by their short names, without ``SINGLETASK_``."""
+    return conf.DEFAULTS
+
+
+def check_numbers() -> list[str]:
+    """Return the numbers in the code of the system checks."""
+    return re.findall(r'[."]([EW]\d{3})"', inspect.getsource(checks))
+
+
+def header_fields() -> list[str]:
+    """Return the fields of the header in a message."""
+    return ["id", "task", *sorted(header.TYPES)]
+
+
+def actions_of_the_command() -> list[str]:
+    return [*locks.ACTIONS]
+
+
+def states_of_a_lock() -> list[str]:
+    return [*words.STATES]
 
 
 def setting(name: str) -> Any:
@@ -34,6 +72,13 @@ def setting(name: str) -> Any:
 def family(alias: str) -> str:
     """Return the family of the store that this thread uses for a cache."""
     return stores.get_store(alias).family
+
+
+def knows_the_epoch(alias: str) -> bool:
+    """Say whether this process knows the epoch of a cache, or of all servers of a cluster."""
+    epoch = base.epoch_of(alias)
+    servers = [*epoch.map.epochs] if hasattr(epoch, "map") else [epoch]
+    return all(server.value is not None for server in servers)
 
 
 def renewed_keys() -> set[str]:
