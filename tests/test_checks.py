@@ -124,10 +124,10 @@ def app() -> Iterator[Celery]:
 def check_task(app):
     """Give the function that checks a task with these options."""
 
-    def check(function: Any = two, **options: Any) -> list[CheckMessage]:
+    def check(**options: Any) -> list[CheckMessage]:
         app.tasks.pop("bad.task", None)
         options.setdefault("base", SingletonTask)
-        app.task(function, name="bad.task", shared=False, **options)
+        app.task(two, name="bad.task", shared=False, **options)
         return [message for message in checks.check_tasks() if message.obj == "bad.task"]
 
     return check
@@ -369,6 +369,7 @@ def test_locks_in_an_sqlite_file_of_their_own_are_fine(settings):
 
 # The database of the history
 
+SQLITE = "django.db.backends.sqlite3"
 SQLITE_OPTIONS = {
     "transaction_mode": "IMMEDIATE",
     "timeout": 20,
@@ -381,22 +382,21 @@ def history_in(monkeypatch):
     """Give the function that keeps the history in a database with these settings, not in a test."""
     monkeypatch.setattr(checks, "is_test", lambda: False)
 
-    def keep_in(**configuration: Any) -> None:
-        databases = ConnectionHandler({"default": configuration})
+    def keep_in(default: dict[str, Any], **others: dict[str, Any]) -> None:
+        databases = ConnectionHandler({"default": default, **others})
         monkeypatch.setattr(checks, "connections", databases)
 
     return keep_in
 
 
 def sqlite_file(path: Path, **options: Any) -> dict[str, Any]:
-    engine = "django.db.backends.sqlite3"
-    return {"ENGINE": engine, "NAME": path / "db.sqlite3", "OPTIONS": options}
+    return {"ENGINE": SQLITE, "NAME": path / "db.sqlite3", "OPTIONS": options}
 
 
 @pytest.mark.parametrize("missing", [*([name] for name in SQLITE_OPTIONS), [*SQLITE_OPTIONS]])
 def test_a_history_in_sqlite_names_the_options_that_are_missing(history_in, tmp_path, missing):
     options = {name: value for name, value in SQLITE_OPTIONS.items() if name not in missing}
-    history_in(**sqlite_file(tmp_path, **options))
+    history_in(sqlite_file(tmp_path, **options))
     message = only(checks.check_history(), "W008")
     assert "DATABASES['default'], an SQLite file" in message.msg
     for name, value in SQLITE_OPTIONS.items():
@@ -416,45 +416,37 @@ def test_a_history_in_sqlite_names_the_options_that_are_missing(history_in, tmp_
     ],
 )
 def test_other_values_of_the_sqlite_options_are_read(history_in, tmp_path, options, is_fine):
-    history_in(**sqlite_file(tmp_path, **{**SQLITE_OPTIONS, **options}))
+    history_in(sqlite_file(tmp_path, **{**SQLITE_OPTIONS, **options}))
     assert (checks.check_history() == []) is is_fine
 
 
 @pytest.mark.parametrize(
     "database",
     [
-        {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
-        {
-            "ENGINE": "django.db.backends.sqlite3",
-            "NAME": "file:memorydb_default?mode=memory&cache=shared",
-        },
+        {"ENGINE": SQLITE, "NAME": ":memory:"},
+        {"ENGINE": SQLITE, "NAME": "file:memorydb_default?mode=memory&cache=shared"},
         {"ENGINE": "django.db.backends.postgresql", "NAME": "shop"},
     ],
 )
 def test_a_database_that_is_no_sqlite_file_is_fine(history_in, database):
-    history_in(**database)
+    history_in(database)
     assert checks.check_history() == []
 
 
-def test_an_sqlite_file_without_options_is_fine_in_tests(history_in, tmp_path, monkeypatch):
-    history_in(**sqlite_file(tmp_path))
-    monkeypatch.setattr(checks, "is_test", lambda: True)
-    assert checks.check_history() == []
-
-
-def test_an_sqlite_file_without_options_is_fine_if_the_history_is_off(
-    history_in, tmp_path, settings
+def test_an_sqlite_file_is_fine_in_tests_and_without_a_history(
+    history_in, tmp_path, settings, monkeypatch
 ):
-    history_in(**sqlite_file(tmp_path))
+    history_in(sqlite_file(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "is_test", lambda: True)
+        assert checks.check_history() == []
     settings.SINGLETASK_HISTORY = "off"
     assert checks.check_history() == []
 
 
 def test_the_database_is_that_of_the_router(history_in, tmp_path, settings):
-    history_in(**sqlite_file(tmp_path))
     settings.DATABASE_ROUTERS = [SimpleNamespace(db_for_write=lambda model, **hints: "other")]
-    databases = {"default": {}, "other": sqlite_file(tmp_path)}
-    checks.connections = ConnectionHandler(databases)
+    history_in({}, other=sqlite_file(tmp_path))
     assert "DATABASES['other']" in only(checks.check_history(), "W008").msg
 
 
@@ -467,7 +459,7 @@ def test_who_follows_a_page_gets_no_warning_about_sqlite(history_in, tmp_path, p
     [block] = re.findall(
         r"DATABASES\[\"default\"\]\[\"OPTIONS\"\] = (\{.*?\n *\})", text, re.DOTALL
     )
-    history_in(**sqlite_file(tmp_path, **ast.literal_eval(textwrap.dedent(block))))
+    history_in(sqlite_file(tmp_path, **ast.literal_eval(textwrap.dedent(block))))
     assert checks.check_history() == []
 
 
@@ -498,65 +490,40 @@ def test_other_tasks_are_not_checked(app):
 
 
 @pytest.mark.parametrize(
-    ("options", "text", "hint"),
+    ("options", "kind", "text", "hint"),
     [
         (
             {"lock_renew": False},
-            "lock_renew=False {} needs lock_timeout, a lease longer than any run.",
+            Error,
+            "lock_renew=False of bad.task needs lock_timeout, a lease longer than any run.",
             "Set lock_timeout, or remove lock_renew.",
         ),
         (
-            {"on_conflict": "wait"},
-            'on_conflict="wait" {} needs lock_wait, the longest wait in seconds.',
-            "Set lock_wait, or remove on_conflict.",
-        ),
-        (
             {"on_conflict": "wait", "lock_wait": 0},
-            'on_conflict="wait" {} needs lock_wait, the longest wait in seconds.',
+            Error,
+            'on_conflict="wait" of bad.task needs lock_wait, the longest wait in seconds.',
             "Change lock_wait, or remove on_conflict.",
         ),
         (
             {"lock_slots": 2, "unique_until": "finish"},
-            "lock_slots=2 and unique_until='finish' {} cannot be combined. Change or remove one of "
-            "them; see https://",
+            Error,
+            "lock_slots=2 and unique_until='finish' of bad.task cannot be combined. Change or "
+            "remove one of them; see https://",
             "Change unique_until, or remove lock_slots.",
-        ),
-    ],
-)
-def test_options_that_cannot_work_together_are_refused(check_task, options, text, hint):
-    class Annotated(SingletonTask):
-        abstract = True
-
-    for option, value in options.items():  # as task_annotations set them
-        setattr(Annotated, option, value)
-    message = only(check_task(base=Annotated), "E011")
-    assert message.msg.startswith(text.format("of bad.task"))
-    assert message.hint == hint
-
-
-@pytest.mark.parametrize(
-    ("options", "text", "hint"),
-    [
-        (
-            {"on_conflict": "rerun", "lock_wait": 5},
-            "lock_wait=5 of bad.task has no effect with on_conflict='rerun'.",
-            "Change on_conflict, or remove lock_wait.",
-        ),
-        (
-            {"unique_for": 60},
-            "unique_for=60 of bad.task has no effect with unique_until=None.",
-            "Set unique_until, or remove unique_for.",
         ),
         (
             {"on_skip": print, "on_conflict": "raise"},
+            Warning,
             "on_skip=print of bad.task has no effect with on_conflict='raise'.",
             "Change on_conflict, or remove on_skip.",
         ),
     ],
 )
-def test_an_option_without_effect_gives_a_warning(check_task, options, text, hint):
-    message = only(check_task(**options), "E011", Warning)
-    assert (message.msg, message.hint) == (text, hint)
+def test_options_that_do_not_work_together_are_reported(app, check_task, options, kind, text, hint):
+    app.conf.task_annotations = {"bad.task": options}  # its decorator would refuse some of them
+    message = only(check_task(), "E011", kind)
+    assert message.msg.startswith(text)
+    assert message.hint == hint
 
 
 def test_modules_that_celery_imports_by_its_settings_are_imported(app, monkeypatch, tmp_path):
@@ -581,22 +548,15 @@ def test_packages_that_only_autodiscover_tasks_names_are_imported(app, monkeypat
 
 
 @pytest.mark.parametrize("limit", ["time_limit", "soft_time_limit"])
-def test_a_time_limit_above_a_fixed_lease_gives_a_warning(check_task, limit):
-    message = only(check_task(lock_renew=False, lock_timeout=30, **{limit: 31}), "W003")
+def test_a_time_limit_above_a_fixed_lease_gives_a_warning(app, check_task, limit):
+    fixed = {"lock_renew": False, "lock_timeout": 30}
+    for fine in ({}, {limit: 30}, {limit: 99, "lock_renew": True}):
+        assert check_task(**{**fixed, **fine}) == []
+    message = only(check_task(**fixed, **{limit: 31}), "W003")
     assert "lock_timeout=30 of bad.task is shorter than its time limit of 31 s" in message.msg
     assert message.hint.startswith("Set lock_timeout above 31")
-
-
-def test_the_time_limit_of_all_tasks_counts(app, check_task):
-    app.conf.task_time_limit = 31
-    assert only(check_task(lock_renew=False, lock_timeout=30), "W003")
-
-
-@pytest.mark.parametrize(
-    "options", [{"time_limit": 30}, {}, {"time_limit": 99, "lock_renew": True}]
-)
-def test_a_time_limit_within_the_lease_is_fine(check_task, options):
-    assert check_task(**{"lock_renew": False, "lock_timeout": 30, **options}) == []
+    app.conf[f"task_{limit}"] = 31  # for all tasks
+    only(check_task(**fixed), "W003")
 
 
 def test_very_many_slots_give_a_warning(check_task):
@@ -828,9 +788,6 @@ def test_each_id_means_one_thing_and_has_a_row_in_the_reference_and_a_test():
     assert [id for id in rows if f'"{id}"' not in tests] == []
 
 
-def test_a_wrong_type_beside_a_time_limit_is_an_error_and_no_crash(check_task):
-    class Annotated(SingletonTask):
-        abstract = True
-
-    Annotated.lock_timeout = "60"  # as task_annotations set it
-    only(check_task(base=Annotated, lock_renew=False, time_limit=100), "E008")
+def test_a_wrong_type_beside_a_time_limit_is_an_error_and_no_crash(app, check_task):
+    app.conf.task_annotations = {"bad.task": {"lock_timeout": "60"}}
+    only(check_task(lock_renew=False, time_limit=100), "E008")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import enum
 import hashlib
@@ -101,18 +100,10 @@ def sent(value: Any, serializer: str = "json") -> Any:
 # One call, one key
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        partial(key_of, f, 1),
-        partial(key_of, f, 1, b=2),
-        partial(key_of, f, 1, c=None),
-        partial(key_of, f, a=1),
-        partial(key_of, f, b=2, a=1),
-    ],
-)
-def test_positional_keyword_and_default_arguments_are_one_call(other):
-    assert other() == key_of(f, 1, 2)
+def test_positional_keyword_and_default_arguments_are_one_call():
+    whole = key_of(f, 1, 2, c=None)
+    assert whole == key_of(f, 1) == key_of(f, 1, b=2) == key_of(f, a=1) == key_of(f, b=2, a=1)
+    assert len({whole, key_of(f, 1, 3), key_of(f, 1, c=3), key_of(f, 1, c=4)}) == 4
 
 
 FORMS: list[tuple[Any, list[Any], list[Any]]] = [
@@ -329,10 +320,6 @@ def test_keyword_arguments_with_asterisks_in_their_names_count():
     assert name_of(positional_only, 1, a=2) == f"{TASK}(a=1, **a=2)"
 
 
-def test_keyword_only_arguments_count():
-    assert key_of(f, 1, c=3) != key_of(f, 1, c=4)
-
-
 def test_arguments_that_do_not_fit_name_the_task():
     with pytest.raises(TypeError, match=rf"^{TASK}: missing a required .*argument: 'a'"):
         key_of(f)
@@ -354,7 +341,7 @@ def test_lock_on_knows_extra_arguments():
 
 def test_empty_lock_on_is_one_lock_for_the_task():
     key = partial(made_of, {"lock_on": []}, f)
-    assert key(1) == key(2, 3, c=4)
+    assert key(1) == key(2, 3, c=4) == key(object())
     assert key(1).name == f"{TASK}()"
 
 
@@ -397,10 +384,6 @@ def test_to_ask_needs_the_arguments_that_make_the_lock(options, args, kwargs, te
         made_of({**options, "partial": True}, needed, *args, **kwargs)
 
 
-def test_lock_on_may_leave_out_what_has_no_stable_form():
-    made_of({"lock_on": ["a"]}, f, 1, object())
-
-
 @pytest.mark.parametrize("argument", ["x", "kwargs"])
 def test_lock_on_of_an_extra_argument_that_is_not_passed_names_it(argument):
     with pytest.raises(TypeError, match=rf"lock_on of {TASK} names '{argument}'.*are: args\."):
@@ -423,14 +406,6 @@ def test_format_string_sees_a_default_without_stable_form():
 def test_two_tasks_share_a_lock_by_its_name():
     other = made_of({"task": "another", "lock_name": "customer:{a}"}, f, a=7)
     assert other == named("customer:{a}", 7)
-
-
-def test_callable_takes_the_arguments_of_the_call():
-    def lock_name(a: int, b: int = 2) -> str:
-        return f"customer:{a + b}"
-
-    assert named(lock_name, 1) == keys.name_key("customer:3")
-    assert named(lock_name, 1, b=4) == keys.name_key("customer:5")
 
 
 @pytest.mark.parametrize(
@@ -543,11 +518,6 @@ class Plain:
     number = 9
 
 
-@dataclasses.dataclass
-class Data:
-    x: int
-
-
 def self_referencing() -> list[Any]:
     loops: list[Any] = [[], {}]
     loops[0].append(loops[0])
@@ -563,39 +533,26 @@ def nested(depth: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
+    ("value", "text"),
     [
-        (User(pk=1), "django.contrib.auth.models.User"),
-        (object(), "builtins.object"),
-        (Plain(), "tests.test_keys.Plain"),
-        (Data(1), "tests.test_keys.Data"),
-        ([{"x": object()}], "builtins.object"),
-        ({object(): 1}, "builtins.object"),
-        (range(3), "builtins.range"),
-        (iter([]), "builtins.list_iterator"),
-        (print, "builtins.builtin_function_or_method"),
-        (Plain, "builtins.type"),
-        (1j, "builtins.complex"),
+        (User(pk=1), "contains a django.contrib.auth.models.User, which has no stable form"),
+        (object(), "contains a builtins.object, which"),
+        (Plain(), "contains a tests.test_keys.Plain, which"),
+        (Plain, "contains a builtins.type, which"),
+        ([{"x": object()}], "contains a builtins.object, which"),
+        ({object(): 1}, "contains a builtins.object, which"),
+        (range(3), "contains a builtins.range, which"),
+        (1j, "contains a builtins.complex, which"),
+        (self_referencing()[0], "refers to itself or is nested"),
+        (self_referencing()[1], "refers to itself or is nested"),
+        (nested(100_000), "refers to itself or is nested"),
+        ([10**5000], "contains an integer with too many digits"),
     ],
-    ids=repr,
+    ids=range(12),
 )
-def test_value_without_stable_form_names_argument_task_and_type(value, kind):
-    expected = f"argument 'b' of {TASK} contains a {kind}, which has no stable form"
-    with pytest.raises(TypeError, match=re.escape(expected)):
+def test_value_without_stable_form_names_argument_task_and_type(value, text):
+    with pytest.raises(TypeError, match=re.escape(f"argument 'b' of {TASK} {text}")):
         key_of(f, 1, value)
-
-
-@pytest.mark.parametrize(
-    "value", [*self_referencing(), nested(100_000)], ids=["list", "dict", "deep"]
-)
-def test_endless_value_names_argument_and_task(value):
-    with pytest.raises(TypeError, match=f"argument 'a' of {TASK} refers to itself or is nested"):
-        key_of(f, value)
-
-
-def test_number_of_too_many_digits_names_argument_and_task():
-    with pytest.raises(TypeError, match=f"argument 'b' of {TASK} contains an integer with too"):
-        key_of(f, 1, [10**5000])
 
 
 def test_extra_argument_without_stable_form_is_named():
@@ -605,20 +562,17 @@ def test_extra_argument_without_stable_form_is_named():
         key_of(anything, object())
 
 
-def test_object_that_kombu_can_send_has_a_key():
-    class Sendable:
+def test_object_that_says_its_values_is_its_values():
+    class OfKombu:
         def __json__(self) -> Any:
             return {"x": (1, 2)}
 
-    assert key_of(f, Sendable()) == key_of(f, sent([Sendable()])[0]) == key_of(f, {"x": [1, 2]})
-
-
-def test_pydantic_like_model_is_its_values():
-    class Model:
+    class OfPydantic:
         def model_dump(self) -> Any:
-            return {"x": 1}
+            return {"x": (1, 2)}
 
-    assert key_of(f, Model()) == key_of(f, {"x": 1})
+    assert key_of(f, OfKombu()) == key_of(f, sent([OfKombu()])[0]) == key_of(f, {"x": [1, 2]})
+    assert key_of(f, OfPydantic()) == key_of(f, {"x": [1, 2]})
 
 
 # Names
@@ -688,6 +642,7 @@ def assert_safe(lock: keys.LockKey) -> None:
 def test_any_name_without_control_characters_gives_a_safe_key(name):
     assume(name.strip())
     assert keys.name_key(name).name == name
+    assert keys.name_key(name).key != keys.name_key(f"{name}x").key
     assert_safe(keys.name_key(name))
 
 
@@ -703,8 +658,6 @@ def test_any_task_name_gives_a_safe_key(task):
         ("", ValueError, "name is empty"),
         (" \u00a0", ValueError, "name is empty"),
         ("a\nb", ValueError, r"name contains control characters .*'a\\nb'"),
-        ("a\x00", ValueError, "name contains control characters"),
-        ("a\x1b[31m", ValueError, "name contains control characters"),
         ("a\x85", ValueError, "name contains control characters"),
         ("a\ud800", ValueError, "lone surrogates"),
         (None, TypeError, "name must be a string, not None"),
@@ -716,20 +669,10 @@ def test_unusable_name_says_why(name, error, message):
         keys.name_key(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["x" * 255, "x" * 9999, "ключ", "a b", "\N{SNOWMAN}" * 255, "{}%s"]
-)
-def test_different_usable_names_have_different_keys(name):
-    assert keys.name_key(name).key not in {
-        keys.name_key(f"{name[:-1]}").key,
-        keys.name_key("_").key,
-    }
-
-
 def test_a_long_name_is_shown_shortened():
     lock = keys.name_key("x" * 256)
     assert re.fullmatch(r"x{245}…#[0-9a-f]{8}", lock.name)
-    assert keys.name_key("x" * 256) == lock
+    assert lock.key != keys.name_key("x" * 9999).key
 
 
 # Entries beside a lock

@@ -185,16 +185,9 @@ class Decorated:
 
 @hold(add, 1)
 @override_settings(**ON_A_DEAD_SERVER)
-class HeldInSimpleTestCase(Decorated, SimpleTestCase):
+class HeldInTestCase(Decorated, TestCase):
     @hold(add, 1)
     def test_held_twice(self):
-        assert self.in_set_up == add(1) == "skipped"
-
-
-@hold(add, 1)
-@override_settings(**ON_A_DEAD_SERVER)
-class HeldInTestCase(Decorated, TestCase):
-    def test_is_skipped(self):
         assert self.in_set_up == add(1) == "skipped"
 
 
