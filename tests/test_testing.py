@@ -494,15 +494,6 @@ def kept(seconds):
 
 def test_a_lock_is_kept_from_the_start_of_its_run(dead):
     with no_locks():
-        assert kept(0) == "ran"
-        advance_time(290)
-        assert kept(0) == "skipped"
-        advance_time(10)
-        assert kept(0) == "ran"
-
-
-def test_a_run_that_lasts_longer_keeps_nothing(dead):
-    with no_locks():
         assert kept(301) == "ran"
         assert kept(299) == "ran"
         assert kept(0) == "skipped"
@@ -557,7 +548,7 @@ def daily():
 
 
 @pytest.mark.usefixtures("sends")
-@pytest.mark.parametrize(("seconds", "sent"), [(3590, 1), (3600, 2), (7200, 2)])
+@pytest.mark.parametrize(("seconds", "sent"), [(3590, 1), (3600, 2)])
 def test_a_call_blocks_its_duplicates_for_a_period_however_late_it_begins(
     dead, monkeypatch, seconds, sent
 ):
