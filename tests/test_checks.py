@@ -688,7 +688,6 @@ def test_the_deployment_check_leaves_other_caches_alone(use):
 # All of them
 
 
-@pytest.mark.only_all("it starts processes")
 def test_no_check_opens_a_connection(settings, monkeypatch):
     # Databases are closed to a test without the mark django_db.
     def refuse(*args: Any) -> None:

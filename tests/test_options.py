@@ -91,12 +91,12 @@ def the_message_of_the_check(task: Any, **attributes: Any) -> Any:
     return message
 
 
-def test_the_table_has_each_option_and_its_default() -> None:
+def test_the_table_has_each_option_and_its_default():
     defaults = {name: option.default for name, option in inside.task_options().items()}
     assert {name: limit.usual[0] for name, limit in OPTIONS.items()} == defaults
 
 
-def test_lock_x_of_a_task_is_x_elsewhere() -> None:
+def test_lock_x_of_a_task_is_x_elsewhere():
     """It has the same meaning. What only one of them has is in docs/reference/options.rst."""
     of_lock = inspect.signature(TaskLock).parameters.keys()
     of_function = inspect.signature(only_one).parameters.keys()
@@ -105,7 +105,7 @@ def test_lock_x_of_a_task_is_x_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_what_fits_is_accepted_everywhere(define: Any, option: str) -> None:
+def test_what_fits_is_accepted_everywhere(define, option):
     for value in [*OPTIONS[option].usual, *OPTIONS[option].extreme]:
         options = {**BESIDE.get(option, {}), option: value}
         task = define(**options)
@@ -115,7 +115,7 @@ def test_what_fits_is_accepted_everywhere(define: Any, option: str) -> None:
 
 
 @pytest.mark.parametrize("option", OF_LOCKS)
-def test_what_fits_a_task_fits_a_lock_and_a_function(option: str) -> None:
+def test_what_fits_a_task_fits_a_lock_and_a_function(option):
     name = OF_LOCKS[option]
     beside = {"timeout": 60} if name == "renew" else {}
     values = [*OPTIONS[option].usual, *OPTIONS[option].extreme]
@@ -129,9 +129,7 @@ def test_what_fits_a_task_fits_a_lock_and_a_function(option: str) -> None:
 
 
 @each_wrong_value
-def test_the_body_of_a_class_refuses_a_wrong_type(
-    define: Any, option: str, value: Any, error: type[Exception]
-) -> None:
+def test_the_body_of_a_class_refuses_a_wrong_type(define, option, value, error):
     """The check reports a wrong number, which a subclass may change."""
     if error is ValueError:
         define(**{option: value})
@@ -142,18 +140,14 @@ def test_the_body_of_a_class_refuses_a_wrong_type(
 
 
 @each_wrong_value
-def test_a_call_refuses_a_wrong_value(
-    define: Any, option: str, value: Any, error: type[Exception]
-) -> None:
+def test_a_call_refuses_a_wrong_value(define, option, value, error):
     with pytest.raises(error) as caught:
         define().apply_async((1,), lock_options={option: value})
     assert str(caught.value) == OPTIONS[option].message(option, value, OF_CALL)
 
 
 @each_wrong_value
-def test_the_system_check_reports_a_wrong_value(
-    define: Any, option: str, value: Any, error: type[Exception]
-) -> None:
+def test_the_system_check_reports_a_wrong_value(define, option, value, error):
     message = the_message_of_the_check(define(), **{option: value})
     assert message.id == f"django_singletask.{OPTIONS[option].check}"
     assert message.msg == OPTIONS[option].message(option, value, OF_TASK)
@@ -163,9 +157,7 @@ def test_the_system_check_reports_a_wrong_value(
 @pytest.mark.parametrize(
     ("option", "value", "error"), [each for each in WRONG if each[0] in OF_LOCKS]
 )
-def test_a_run_refuses_a_wrong_value_where_no_check_has_run(
-    define: Any, option: str, value: Any, error: type[Exception]
-) -> None:
+def test_a_run_refuses_a_wrong_value_where_no_check_has_run(define, option, value, error):
     task = define()
     setattr(task, option, value)
     for run in (task, lambda a: task.apply((a,), throw=True), task.lock):
@@ -177,9 +169,7 @@ def test_a_run_refuses_a_wrong_value_where_no_check_has_run(
 @pytest.mark.parametrize(
     ("option", "value", "error"), [each for each in WRONG if each[0] in OF_FUNCTIONS]
 )
-def test_a_lock_and_a_function_refuse_a_wrong_value(
-    option: str, value: Any, error: type[Exception]
-) -> None:
+def test_a_lock_and_a_function_refuse_a_wrong_value(option, value, error):
     """The message begins with the name that the user wrote."""
     name = OF_FUNCTIONS[option]
     with pytest.raises(error, match=f"^{name}[ =]"):
@@ -215,8 +205,8 @@ NO_ARGUMENT = "names {!r}, which is not an argument. Its arguments are: a, b."
     ],
 )
 def test_what_does_not_fit_the_arguments_is_reported_and_not_sent(
-    define: Any, sent: Any, option: str, value: Any, error: type[Exception], text: str
-) -> None:
+    define, sent, option, value, error, text
+):
     with pytest.raises(error) as caught:
         define(bound, bind=True).apply_async((1,), lock_options={option: value})
     assert str(caught.value).endswith(f"{OF_TASK} {text}")
@@ -226,20 +216,20 @@ def test_what_does_not_fit_the_arguments_is_reported_and_not_sent(
     assert message.msg == f"{option}={value!r}{OF_TASK} {text}"
 
 
-def test_a_task_that_takes_any_argument_may_name_any(define: Any) -> None:
+def test_a_task_that_takes_any_argument_may_name_any(define):
     for option in ({"lock_on": ["feed"]}, {"lock_name": "x{feed}"}):
         define(anything, **option)
         assert checks.check_tasks() == []
 
 
-def test_a_string_is_no_list_of_arguments(define: Any) -> None:
+def test_a_string_is_no_list_of_arguments(define):
     with pytest.raises(TypeError) as caught:
         define(lock_on="a")
     assert str(caught.value) == f"lock_on='a'{OF_TASK} is a string; did you mean ['a']?"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_has_its_limits(settings: Any, name: str) -> None:
+def test_a_setting_has_its_limits(settings, name):
     limit = SETTINGS[name]
     for value in [*limit.usual, *limit.extreme]:
         setattr(settings, name, value)
@@ -253,7 +243,7 @@ def test_a_setting_has_its_limits(settings: Any, name: str) -> None:
         assert message.hint.startswith(f"Set {name} to ")
 
 
-def test_a_name_of_the_call_replaces_the_arguments_of_the_task(define: Any, sent: Any) -> None:
+def test_a_name_of_the_call_replaces_the_arguments_of_the_task(define, sent):
     task = define(lock_on=["a"])
     task.apply_async((1,), lock_options={"lock_name": "x{a}"})
     task.apply_async((1, 3), lock_options={"lock_wait": 5, "on_conflict": "wait"})
@@ -261,7 +251,7 @@ def test_a_name_of_the_call_replaces_the_arguments_of_the_task(define: Any, sent
     assert names == ["x1", f"{NAME}(a=1)"]
 
 
-def test_no_value_is_shown_before_it_is_wrong(define: Any) -> None:
+def test_no_value_is_shown_before_it_is_wrong(define):
     """To show a lazy translation at import raises, and to show a queryset asks the database."""
 
     class Hidden:
@@ -271,7 +261,7 @@ def test_no_value_is_shown_before_it_is_wrong(define: Any) -> None:
     define(skip_result=Hidden())
 
 
-def test_a_mixin_may_give_an_option_as_a_property(app: Celery) -> None:
+def test_a_mixin_may_give_an_option_as_a_property(app):
     class Mixin:
         @property
         def lock_timeout(self) -> float:
@@ -286,7 +276,7 @@ def test_a_mixin_may_give_an_option_as_a_property(app: Celery) -> None:
         assert 6 < lock.remaining() <= 7
 
 
-def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define: Any) -> None:
+def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define):
     task = define(unique_for=10**8)
     task.apply_async((1,), lock_options={"on_conflict": "raise"})
     with pytest.raises(ValueError, match="unique_for in lock_options"):
@@ -300,7 +290,7 @@ def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define: Any
         ("speed", f"the options are {', '.join(sorted(OPTIONS))}."),
     ],
 )
-def test_what_an_unknown_option_of_a_call_says(define: Any, option: str, help: str) -> None:
+def test_what_an_unknown_option_of_a_call_says(define, option, help):
     with pytest.raises(TypeError) as caught:
         define().apply_async((1,), lock_options={option: 3})
     assert str(caught.value) == f"{option!r}{OF_CALL} is unknown; {help}"
@@ -340,11 +330,11 @@ def wire(**fields: Any) -> dict[str, Any]:
 
 
 class TestHeader:
-    def test_the_full_header_leaves_no_field_empty(self) -> None:
+    def test_the_full_header_leaves_no_field_empty(self):
         assert all(vars(FULL).values())
 
     @pytest.mark.parametrize("written", [FULL, header.Header("an id", NAME)], ids=["full", "empty"])
-    def test_what_was_written_is_read_again(self, written: header.Header) -> None:
+    def test_what_was_written_is_read_again(self, written):
         headers = json.loads(json.dumps(written.into({"trace": "7"}), allow_nan=False))
         assert headers["trace"] == "7"
         assert read(headers) == written
@@ -352,18 +342,18 @@ class TestHeader:
     @pytest.mark.parametrize(
         ("task_id", "task"), [("another", NAME), (None, NAME), ("an id", "shop.sell")]
     )
-    def test_the_header_of_another_call_is_none(self, task_id: str | None, task: str) -> None:
+    def test_the_header_of_another_call_is_none(self, task_id, task):
         assert read(FULL.into({}), task_id, task) is None
 
     @pytest.mark.parametrize("headers", [None, {}, {"singletask": None}, {"singletask": "text"}])
-    def test_headers_without_it_are_none(self, headers: Any) -> None:
+    def test_headers_without_it_are_none(self, headers):
         assert read(headers) is None
 
-    def test_what_has_no_value_is_not_sent(self) -> None:
+    def test_what_has_no_value_is_not_sent(self):
         fields = {"id": "an id", "task": NAME, "version": header.VERSION}
         assert header.Header("an id", NAME).into(None) == {header.HEADER: fields}
 
-    def test_the_next_message_drops_what_is_of_this_one(self) -> None:
+    def test_the_next_message_drops_what_is_of_this_one(self):
         kept = replace(FULL)
         kept.forget_message()
         forgotten = {name for name, value in vars(FULL).items() if value != vars(kept)[name]}
@@ -375,19 +365,24 @@ class TestHeader:
 class TestMessageOfAnotherVersion:
     """While workers are replaced one by one, each reads the messages of the other version."""
 
+    BEFORE = {"id", "task", "name", "key", "options", "queued", "token", "due", "hops"}
+    BEFORE |= {"redelivered", "ticket", "was"}
+    """What the first version with this header wrote, and finds in the messages of this one."""
+
     NEW = {"met": None, "outage_hops": 0, "requeued_at": 0.0, "never_gives_way": False}
     NEW |= {"version": header.VERSION, "delay": 0.0, "marked": False, "received": 0.0}
-    """What the first version with this header did not write."""
+    """What this version makes of its messages."""
 
-    def test_one_of_the_version_before_is_read(self) -> None:
-        before = {name: value for name, value in wire().items() if name not in self.NEW}
+    def test_one_of_the_version_before_is_read(self):
+        assert wire().keys() == self.BEFORE | self.NEW.keys()
+        before = {name: wire()[name] for name in self.BEFORE}
         assert read({header.HEADER: before}) == replace(FULL, **self.NEW)
 
-    def test_to_the_version_before_a_call_that_never_gives_way_has_no_ticket(self) -> None:
+    def test_to_the_version_before_a_call_that_never_gives_way_has_no_ticket(self):
         """That version would let it give way, and its work would be lost."""
         assert "ticket" not in replace(FULL, ticket=None).into({})[header.HEADER]
 
-    def test_fields_and_options_of_a_newer_version_are_ignored(self) -> None:
+    def test_fields_and_options_of_a_newer_version_are_ignored(self):
         options = {**wire()["options"], "lock_from_2030": 2}
         newer = wire(field_from_2030=[1], options=options)
         assert read({header.HEADER: newer}) == FULL
