@@ -78,7 +78,7 @@ def knows_the_epoch(alias: str) -> bool:
     """Say whether this process knows the epoch of a cache, or of all servers of a cluster."""
     epoch = base.epoch_of(alias)
     servers = [*epoch.map.epochs] if hasattr(epoch, "map") else [epoch]
-    return all(server.value is not None for server in servers)
+    return bool(servers) and all(server.value is not None for server in servers)
 
 
 def renewed_keys() -> set[str]:
