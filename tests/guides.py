@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-from django_singletask.task.options import NAMES
+from tests.limits import OPTIONS
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"^( *)\.\. code-block:: python\n\n((?:\1    .*\n|\n)+)", re.MULTILINE)
@@ -27,7 +27,7 @@ def lock_options(page: str) -> dict[str, dict[str, Any]]:
 
     def shared_task(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         def keep(function: Callable[..., Any]) -> Any:
-            of_lock = options.keys() & NAMES - {"lock_on", "lock_name"}
+            of_lock = options.keys() & OPTIONS.keys() - {"lock_on", "lock_name"}
             found[function.__name__] = {name: options[name] for name in of_lock}
             return MagicMock()
 

@@ -14,20 +14,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from django.core.management import load_command_class
 from django.db.models import Model
 
+from django_singletask import Holder
+from django_singletask.models import TaskLockEvent
+from tests import inside
+
 PACKAGE = "django_singletask"
+ROOT = Path(__file__).parent.parent
 FILE = Path(__file__).with_name("surface.txt")
-MODULES = (
-    PACKAGE,
-    f"{PACKAGE}.signals",
-    f"{PACKAGE}.testing",
-    f"{PACKAGE}.history",
-    f"{PACKAGE}.models",
-    f"{PACKAGE}.admin",
-)
-BY_NAME = (f"{PACKAGE}.admin", f"{PACKAGE}.testing")
-"""Modules of whose classes only the name and the arguments are public."""
+MODULES = ("", ".signals", ".testing", ".history", ".models", ".admin", ".stores.base")
+OF_STORES = ["Entry", "Forgotten", "Outcome", "Store"]
+"""What docs/guides/add-a-store.rst imports from a module that has other names, too."""
+BY_NAME = (f"{PACKAGE}.admin", f"{PACKAGE}.testing", f"{PACKAGE}.stores")
+"""Modules of whose classes only the name, the arguments, and what must be written, are public."""
 
 
 def text() -> str:
@@ -36,39 +37,30 @@ def text() -> str:
 
 def lines() -> Iterator[str]:
     for name in MODULES:
-        module = import_module(name)
-        yield from heading(f"Names of {name}")
-        for public in sorted(module.__all__):
+        module = import_module(f"{PACKAGE}{name}")
+        yield from heading(f"Names of {module.__name__}")
+        for public in sorted(getattr(module, "__all__", OF_STORES)):
             yield from described(public, getattr(module, public))
     yield from heading("Options of a task, and their defaults")
-    options = import_module(f"{PACKAGE}.task.options")
-    choices = options.CHOICES
-    for option, kind in options.Attributes.__annotations__.items():
-        values = f": one of {choices[option]}" if option in choices else ""
-        yield f"{option}: {kind} = {getattr(options.Attributes, option)!r}{values}"
+    for name, option in inside.task_options().items():
+        values = f": one of {option.choices}" if option.choices else ""
+        yield f"{name}: {option.kind} = {option.default!r}{values}"
     yield from heading("Settings, and their defaults")
-    for setting, default in import_module(f"{PACKAGE}.conf").DEFAULTS.items():
+    for setting, default in inside.setting_defaults().items():
         yield f"SINGLETASK_{setting.upper()} = {default!r}"
     yield from heading("System checks")
-    source = Path(import_module(f"{PACKAGE}.checks").__file__ or "").read_text()
-    yield from sorted({f"{PACKAGE}.{number}" for number in re.findall(r'"([EW]\d{3})"', source)})
+    yield from [f"{PACKAGE}.{number}" for number in sorted(set(inside.check_numbers()))]
     yield from command()
     yield from codes()
     yield from heading("What is stored: a row, a holder, a message")
-    model = import_module(f"{PACKAGE}.models").TaskLockEvent
-    yield f"table {model._meta.db_table}: {', '.join(f.column for f in model._meta.fields)}"
-    yield f"permissions: {', '.join(name for name, _ in model._meta.permissions)}"
-    holder = import_module(f"{PACKAGE}.holder").Holder
-    yield f"record: {', '.join(field.name for field in dataclasses.fields(holder))}"
-    header = import_module(f"{PACKAGE}.task.header")
-    yield f"message header {header.HEADER!r}: {', '.join(['id', 'task', *sorted(header.TYPES)])}"
+    meta = TaskLockEvent._meta
+    yield f"table {meta.db_table}: {', '.join(field.column for field in meta.fields)}"
+    yield f"permissions: {', '.join(name for name, _ in meta.permissions)}"
+    yield f"record: {', '.join(field.name for field in dataclasses.fields(Holder))}"
+    yield f"message header 'singletask': {', '.join(inside.header_fields())}"
     yield from heading("Metrics")
-    source = (Path(source_of(PACKAGE)) / "contrib/opentelemetry/apps.py").read_text()
-    yield from re.findall(r'create_\w+\(\s+"([\w.]+)"', source)
-
-
-def source_of(package: str) -> Path:
-    return Path(import_module(package).__file__ or "").parent
+    source = ROOT / PACKAGE / "contrib/opentelemetry/apps.py"
+    yield from re.findall(r'create_\w+\(\s+"([\w.]+)"', source.read_text())
 
 
 def heading(title: str) -> list[str]:
@@ -81,12 +73,16 @@ def described(name: str, value: Any) -> Iterator[str]:
         yield f"{name}{signature(value) if callable(value) else ''}"
         return
     yield f"class {name}({', '.join(base.__name__ for base in value.__bases__)})"
-    yield f"    {name}{signature(value)}"
-    if not value.__module__.startswith(BY_NAME):
-        for attribute in sorted(own_names(value)):
-            found = inspect.getattr_static(value, attribute, None)
-            inner = getattr(found, "__func__", found)
-            yield f"    .{attribute}{signature(inner) if inspect.isfunction(inner) else ''}"
+    if name not in OF_STORES or "__init__" in vars(value):
+        yield f"    {name}{signature(value)}"
+    names = own_names(value)
+    if value.__module__.startswith(BY_NAME):
+        parts = ("__abstractmethods__", "_fields", "__members__")
+        names = {each for part in parts for each in getattr(value, part, ())}
+    for attribute in sorted(names):
+        found = inspect.getattr_static(value, attribute, None)
+        inner = getattr(found, "__func__", found)
+        yield f"    .{attribute}{signature(inner) if inspect.isfunction(inner) else ''}"
 
 
 def own_names(cls: type) -> set[str]:
@@ -114,19 +110,17 @@ def signature(function: Any) -> str:
 
 
 def command() -> Iterator[str]:
-    locks = import_module(f"{PACKAGE}.management.commands.locks")
+    locks = load_command_class(PACKAGE, "locks")
+    locks.create_parser("manage.py", "locks")
     yield from heading("manage.py locks")
-    yield f"actions: {', '.join(locks.ACTIONS)}"
-    made = locks.Command()
-    made.create_parser("manage.py", "locks")
-    for actions, option in made.options:
+    yield f"actions: {', '.join(inside.actions_of_the_command())}"
+    for actions, option in locks.options:
         yield f"{option.option_strings[0]} of {actions}, default {option.default!r}"
 
 
 def codes() -> Iterator[str]:
     yield from heading("Codes")
-    models = import_module(f"{PACKAGE}.models")
-    for name in ("Kind", "HoldOutcome", "Result"):
-        yield f"{name}: {', '.join(getattr(models, name).values)}"
-    words = import_module(f"{PACKAGE}.operators.words")
-    yield f"states: {', '.join(words.STATES)}"
+    for name in ("kind", "outcome", "result"):
+        codes = [code for code, _label in TaskLockEvent._meta.get_field(name).choices if code]
+        yield f"{name}: {', '.join(codes)}"
+    yield f"states: {', '.join(inside.states_of_a_lock())}"

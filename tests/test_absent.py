@@ -46,18 +46,3 @@ def test_ci_refuses_to_leave_out_tests(monkeypatch, capsys) -> None:
     printed = capsys.readouterr().out
     assert "In CI no test may be left out" in printed
     assert "Memcached. Debian, Ubuntu: apt install memcached. macOS: brew" in printed
-
-
-@pytest.mark.only_all("it starts processes")
-def test_plain_pytest_says_what_to_run() -> None:
-    variables = {name: "" for name in os.environ if name.startswith("SINGLETASK_TEST_")}
-    environment = {name: text for name, text in os.environ.items() if name not in variables}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/test_keys.py", "-k", "a or b"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "python runtests.py tests/test_keys.py -k 'a or b'" in done.stderr

@@ -1,22 +1,25 @@
-"""The system checks: what each finds, and how it says so."""
+"""The system checks: what each finds, and how it says so.
+
+The limits of options and settings are in tests/limits.py, and tests/test_options.py tries them.
+"""
 
 from __future__ import annotations
 
 import ast
-import math
 import os
 import re
 import socket
 import subprocess
 import sys
 import textwrap
-from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, current_app
 from django.core import checks as django_checks
 from django.core.cache.backends.base import BaseCache
 from django.core.cache.backends.db import DatabaseCache
@@ -34,17 +37,18 @@ from django.db.utils import ConnectionHandler
 from django_redis.cache import RedisCache as DjangoRedisCache
 
 from django_singletask import SingletonTask, checks, stores
-from django_singletask.stores.base import Store
-from django_singletask.stores.locmem import LocMemStore
-from django_singletask.task import base
+from django_singletask.stores.base import Entry, Outcome, Store
+from tests import inside
 from tests.settings import cache as configured
 
 ROOT = Path(__file__).parent.parent
 DJANGO = "django.core.cache.backends"
 REDIS = f"{DJANGO}.redis.RedisCache"
+DATABASE = f"{DJANGO}.db.DatabaseCache"
 DJANGO_REDIS = "django_redis.cache.RedisCache"
 DJANGO_VALKEY = "django_valkey.cache.ValkeyCache"
 MEMCACHED = f"{DJANGO}.memcached.PyMemcacheCache"
+STORES = "django_singletask.stores"
 
 
 class OwnRedis(RedisCache): ...
@@ -76,24 +80,18 @@ class Unknown(BaseCache):
         super().__init__(params)
 
 
-class OwnStore(LocMemStore):
-    def __init__(self, cache: Any, alias: str) -> None:
-        Store.__init__(self, cache, alias)  # for any cache
-
-
 class HalfAStore(Store): ...
 
 
+class OwnStore(Store):
+    def insert(self, key: str, value: bytes, lease: float) -> bool: ...
+
+    def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome: ...
+
+    def read_many(self, keys: Any) -> dict[str, Entry]: ...
+
+
 def two(a: Any, b: Any = 2) -> None: ...
-
-
-def nothing() -> None: ...
-
-
-def anything(**kwargs: Any) -> None: ...
-
-
-def bound(self: Any, a: Any) -> None: ...
 
 
 def dotted(name: str) -> str:
@@ -113,21 +111,23 @@ def use(settings):
 
 
 @pytest.fixture
-def app(monkeypatch):
+def app() -> Iterator[Celery]:
     """Give the Celery application whose tasks are checked, and no others."""
+    before = current_app._get_current_object()
     app = Celery("checked", set_as_current=False, broker="memory://")
-    monkeypatch.setattr(checks, "current_app", app)
-    monkeypatch.setattr(base, "current_app", app)
-    return app
+    app.set_current()
+    yield app
+    before.set_current()
 
 
 @pytest.fixture
 def check_task(app):
     """Give the function that checks a task with these options."""
 
-    def check(function: Any = two, **options: Any) -> list[CheckMessage]:
+    def check(**options: Any) -> list[CheckMessage]:
+        app.tasks.pop("bad.task", None)
         options.setdefault("base", SingletonTask)
-        app.task(function, name="bad.task", shared=False, **options)
+        app.task(two, name="bad.task", shared=False, **options)
         return [message for message in checks.check_tasks() if message.obj == "bad.task"]
 
     return check
@@ -150,46 +150,39 @@ def test_the_settings_of_the_tests_are_fine():
     assert checks.run() == []
 
 
-def test_a_missing_alias_is_reported_with_those_that_exist(settings):
-    settings.SINGLETASK_CACHE = "nowhere"
-    message = only(checks.check_cache(), "E001")
-    assert message.msg == "SINGLETASK_CACHE = 'nowhere' is not in CACHES."
-    assert message.hint.startswith("Add CACHES['nowhere'], or set SINGLETASK_CACHE to one of ")
-    assert "'redis'" in message.hint
-
-
-@pytest.mark.parametrize("value", [None, ["locks"], 7])
-def test_an_alias_that_is_not_a_string_is_reported(settings, value):
+@pytest.mark.parametrize("value", ["nowhere", None, ["locks"], 7])
+def test_an_alias_that_does_not_exist_is_reported_with_those_that_do(settings, value):
     settings.SINGLETASK_CACHE = value
     message = only(checks.check_cache(), "E001")
     assert message.msg == f"SINGLETASK_CACHE = {value!r} is not in CACHES."
+    assert message.hint.startswith(f"Add CACHES[{value!r}], or set SINGLETASK_CACHE to one of ")
+    assert "'redis'" in message.hint
+    assert checks.check_deployment() == []
 
 
-@pytest.mark.parametrize("backend", [f"{DJANGO}.dummy.DummyCache", dotted("OwnDummy")])
-def test_a_dummy_cache_is_refused(use, backend):
-    use(configured(backend))
-    message = only(checks.check_cache(), "E002")
-    assert "SINGLETASK_CACHE = 'locks'" in message.msg
-    assert "stores nothing" in message.msg
-    assert "CACHES['locks']['BACKEND']" in message.hint
-
-
-@pytest.mark.parametrize("backend", [f"{DJANGO}.filebased.FileBasedCache", dotted("OwnFileBased")])
-def test_a_file_based_cache_is_refused(use, backend):
-    use(configured(backend, "/nonexistent"))
-    message = only(checks.check_cache(), "E003")
-    assert "is not atomic" in message.msg
-
-
-@pytest.mark.parametrize("backend", [f"{DJANGO}.locmem.LocMemCache", dotted("OwnLocMem")])
-def test_local_memory_is_refused(app, use, backend, monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "number", "text"),
+    [
+        (f"{DJANGO}.dummy.DummyCache", "E002", "stores nothing, so every run gets the lock."),
+        (dotted("OwnDummy"), "E002", "stores nothing"),
+        (f"{DJANGO}.filebased.FileBasedCache", "E003", "is not atomic"),
+        (dotted("OwnFileBased"), "E003", "is not atomic"),
+        (
+            f"{DJANGO}.locmem.LocMemCache",
+            "E004",
+            "is in the memory of a process: other processes do not see its locks.",
+        ),
+        (dotted("OwnLocMem"), "E004", "is in the memory of a process"),
+        (dotted("Unknown"), "E006", "Unknown is not one of the supported caches"),
+    ],
+)
+def test_a_cache_that_cannot_hold_locks_is_refused(use, backend, number, text, monkeypatch):
     monkeypatch.setattr(checks, "is_test", lambda: False)
-    use(configured(backend))
-    message = only(checks.check_cache(), "E004")
-    assert message.msg == (
-        "SINGLETASK_CACHE = 'locks' is in the memory of a process: "
-        "other processes do not see its locks."
-    )
+    use(configured(backend, "/nonexistent"))
+    message = only(checks.check_cache(), number)
+    assert message.msg.startswith("SINGLETASK_CACHE = 'locks'")
+    assert text in message.msg
+    assert message.hint.startswith("Set CACHES['locks']['BACKEND'] to Redis, memcached or ")
 
 
 @pytest.mark.parametrize(("eager", "test"), [(True, False), (False, True)])
@@ -226,12 +219,6 @@ def test_unfit_clients_are_refused(use, backend, client, reason):
     )
 
 
-def test_an_unknown_backend_is_refused(use):
-    use(configured(dotted("Unknown")))
-    message = only(checks.check_cache(), "E006")
-    assert "Unknown is not one of the supported caches" in message.msg
-
-
 @pytest.mark.parametrize(
     "backend", [dotted("Unknown"), dotted("OwnFileBased"), dotted("OwnDatabase"), DJANGO_REDIS]
 )
@@ -241,7 +228,6 @@ def test_a_cache_with_a_store_of_a_third_party_is_accepted(use, settings, backen
     use(configured(backend, "x", CLIENT_CLASS="django_redis.client.ShardClient"))
     assert checks.check_cache() != []
     settings.SINGLETASK_STORES = {backend: dotted("OwnStore")}
-    monkeypatch.setattr(checks, "_shared", lambda *arguments: [])
     assert checks.check_cache() == []
 
 
@@ -252,7 +238,7 @@ def test_a_cache_with_a_store_of_a_third_party_is_accepted(use, settings, backen
 def test_the_store_of_the_nearest_class_is_chosen(settings, backend, store):
     settings.SINGLETASK_STORES = {
         f"{DJANGO}.base.BaseCache": dotted("OwnStore"),
-        dotted("OwnRedis"): "django_singletask.stores.redis.RedisStore",
+        dotted("OwnRedis"): f"{STORES}.redis.RedisStore",
         REDIS: dotted("OwnStore"),
     }
     settings.CACHES = {**settings.CACHES, "locks": configured(backend, "redis://x/1")}
@@ -264,15 +250,12 @@ def test_the_store_of_the_nearest_class_is_chosen(settings, backend, store):
     ("value", "reason"),
     [
         ([], "must be a dict from the path of a cache's class"),
-        ({"a.Cache": LocMemStore}, "must be a dict from the path of a cache's class"),
+        ({"a.Cache": OwnStore}, "must be a dict from the path of a cache's class"),
         ({LocMemCache: "a.Store"}, "must be a dict from the path of a cache's class"),
         ({"a.Cache": "Store"}, "Store: Store doesn't look like a module path"),
         ({"a.Cache": "no.such.Store"}, "no.such.Store: No module named 'no'"),
-        (
-            {"a.Cache": dotted("Unknown")},
-            "is not a subclass of django_singletask.stores.base.Store",
-        ),
-        ({"a.Cache": dotted("dotted")}, "is not a subclass of django_singletask.stores.base.Store"),
+        ({"a.Cache": dotted("Unknown")}, f"is not a subclass of {STORES}.base.Store"),
+        ({"a.Cache": dotted("dotted")}, f"is not a subclass of {STORES}.base.Store"),
         ({"a.Cache": dotted("HalfAStore")}, "with its abstract methods"),
     ],
 )
@@ -291,7 +274,7 @@ def test_stores_that_cannot_be_are_refused(use, settings, value, reason):
         (REDIS, "redis://x/1", "memcached.PyMemcacheStore", "'client_servers'"),
         (REDIS, "redis://x/1", "locmem.LocMemStore", "'_lock'"),
         (MEMCACHED, "x:1", "redis.RedisStore", "'get_client'"),
-        (f"{DJANGO}.db.DatabaseCache", "t", "cluster.ClusterStore", "'client'"),
+        (DATABASE, "t", "cluster.ClusterStore", "'client'"),
         (dotted("Unknown"), "", "database.DatabaseStore", "'cache_model_class'"),
     ],
 )
@@ -299,7 +282,7 @@ def test_a_store_that_does_not_fit_its_cache_is_refused(
     use, settings, backend, location, store, missing
 ):
     use(configured(backend, location))
-    settings.SINGLETASK_STORES = {backend: f"django_singletask.stores.{store}"}
+    settings.SINGLETASK_STORES = {backend: f"{STORES}.{store}"}
     message = only(checks.check_cache(), "E018")
     caches = backend.rpartition(".")[2]
     begin = f"SINGLETASK_STORES: {store.rpartition('.')[2]} does not fit {caches}: AttributeError: "
@@ -317,7 +300,7 @@ def test_a_wrong_store_is_refused_at_first_use(use, settings, path):
 
 
 def test_a_database_that_cannot_hold_locks_is_refused(use, monkeypatch):
-    use(configured(f"{DJANGO}.db.DatabaseCache", "its_own"))
+    use(configured(DATABASE, "its_own"))
     monkeypatch.setattr(stores, "connections", {"default": SimpleNamespace(vendor="oracle")})
     message = only(checks.check_cache(), "E015")
     assert "DATABASES['default'] is oracle" in message.msg
@@ -341,9 +324,11 @@ def test_subclasses_of_supported_backends_are_accepted(use, backend, location):
 
 
 @pytest.mark.needs("default")
-@pytest.mark.parametrize("backend", [f"{DJANGO}.db.DatabaseCache", dotted("OwnDatabase")])
+@pytest.mark.parametrize("backend", [DATABASE, dotted("OwnDatabase")])
 def test_a_table_that_another_cache_uses_gives_a_warning(use, backend):
-    use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=configured(backend, "t"))
+    use(configured(DATABASE, "t"), pages=configured(backend, "other"))
+    assert checks.check_cache() == []
+    use(configured(DATABASE, "t"), pages=configured(backend, "t"))
     message = only(checks.check_cache(), "W005")
     assert message.msg.startswith("The locks in CACHES['locks'] are on table t of DATABASES")
     assert ", also used by CACHES['pages']: " in message.msg
@@ -353,20 +338,12 @@ def test_a_table_that_another_cache_uses_gives_a_warning(use, backend):
 @pytest.mark.needs("default")
 def test_the_table_of_the_default_cache_gives_a_warning(settings):
     settings.SINGLETASK_CACHE = "default"
-    settings.CACHES = {"default": configured(f"{DJANGO}.db.DatabaseCache", "t")}
-    message = only(checks.check_cache(), "W005")
-    assert ", also used by other code: " in message.msg
-
-
-@pytest.mark.needs("default")
-def test_another_table_of_another_cache_is_fine(use):
-    other = configured(f"{DJANGO}.db.DatabaseCache", "other")
-    use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=other)
-    assert checks.check_cache() == []
+    settings.CACHES = {"default": configured(DATABASE, "t")}
+    assert ", also used by other code: " in only(checks.check_cache(), "W005").msg
 
 
 def test_locks_in_the_sqlite_file_of_all_data_give_a_warning(use, monkeypatch):
-    use(configured(f"{DJANGO}.db.DatabaseCache", "t"))
+    use(configured(DATABASE, "t"))
     monkeypatch.setattr(checks, "connections", {"default": connections["sqlite"]})
     message = only(checks.check_cache(), "W006")
     assert "DATABASES['default'], an SQLite file" in message.msg
@@ -381,6 +358,7 @@ def test_locks_in_an_sqlite_file_of_their_own_are_fine(settings):
 
 # The database of the history
 
+SQLITE = "django.db.backends.sqlite3"
 SQLITE_OPTIONS = {
     "transaction_mode": "IMMEDIATE",
     "timeout": 20,
@@ -393,22 +371,21 @@ def history_in(monkeypatch):
     """Give the function that keeps the history in a database with these settings, not in a test."""
     monkeypatch.setattr(checks, "is_test", lambda: False)
 
-    def keep_in(**configuration: Any) -> None:
-        databases = ConnectionHandler({"default": configuration})
+    def keep_in(default: dict[str, Any], **others: dict[str, Any]) -> None:
+        databases = ConnectionHandler({"default": default, **others})
         monkeypatch.setattr(checks, "connections", databases)
 
     return keep_in
 
 
 def sqlite_file(path: Path, **options: Any) -> dict[str, Any]:
-    engine = "django.db.backends.sqlite3"
-    return {"ENGINE": engine, "NAME": path / "db.sqlite3", "OPTIONS": options}
+    return {"ENGINE": SQLITE, "NAME": path / "db.sqlite3", "OPTIONS": options}
 
 
 @pytest.mark.parametrize("missing", [*([name] for name in SQLITE_OPTIONS), [*SQLITE_OPTIONS]])
 def test_a_history_in_sqlite_names_the_options_that_are_missing(history_in, tmp_path, missing):
     options = {name: value for name, value in SQLITE_OPTIONS.items() if name not in missing}
-    history_in(**sqlite_file(tmp_path, **options))
+    history_in(sqlite_file(tmp_path, **options))
     message = only(checks.check_history(), "W008")
     assert "DATABASES['default'], an SQLite file" in message.msg
     for name, value in SQLITE_OPTIONS.items():
@@ -418,56 +395,47 @@ def test_a_history_in_sqlite_names_the_options_that_are_missing(history_in, tmp_
 
 
 @pytest.mark.parametrize(
-    "options", [{"transaction_mode": "DEFERRED"}, {"init_command": "PRAGMA synchronous=NORMAL"}]
+    ("options", "is_fine"),
+    [
+        ({"transaction_mode": "DEFERRED"}, False),
+        ({"init_command": "PRAGMA synchronous=NORMAL"}, False),
+        ({}, True),
+        ({"transaction_mode": "exclusive", "timeout": 5}, True),
+        ({"init_command": "PRAGMA synchronous=NORMAL; pragma journal_mode = 'wal';"}, True),
+    ],
 )
-def test_another_value_of_an_sqlite_option_is_not_enough(history_in, tmp_path, options):
-    history_in(**sqlite_file(tmp_path, **{**SQLITE_OPTIONS, **options}))
-    only(checks.check_history(), "W008")
+def test_other_values_of_the_sqlite_options_are_read(history_in, tmp_path, options, is_fine):
+    history_in(sqlite_file(tmp_path, **{**SQLITE_OPTIONS, **options}))
+    assert (checks.check_history() == []) is is_fine
 
 
 @pytest.mark.parametrize(
-    "options",
+    "database",
     [
-        {},
-        {"transaction_mode": "exclusive", "timeout": 5},
-        {"init_command": "PRAGMA synchronous=NORMAL; pragma journal_mode = 'wal';"},
+        {"ENGINE": SQLITE, "NAME": ":memory:"},
+        {"ENGINE": SQLITE, "NAME": "file:memorydb_default?mode=memory&cache=shared"},
+        {"ENGINE": "django.db.backends.postgresql", "NAME": "shop"},
     ],
 )
-def test_an_sqlite_file_with_all_options_is_fine(history_in, tmp_path, options):
-    history_in(**sqlite_file(tmp_path, **{**SQLITE_OPTIONS, **options}))
+def test_a_database_that_is_no_sqlite_file_is_fine(history_in, database):
+    history_in(database)
     assert checks.check_history() == []
 
 
-@pytest.mark.parametrize("name", [":memory:", "file:memorydb_default?mode=memory&cache=shared"])
-def test_an_sqlite_database_in_memory_is_fine(history_in, name):
-    history_in(ENGINE="django.db.backends.sqlite3", NAME=name)
-    assert checks.check_history() == []
-
-
-def test_an_sqlite_file_without_options_is_fine_in_tests(history_in, tmp_path, monkeypatch):
-    history_in(**sqlite_file(tmp_path))
-    monkeypatch.setattr(checks, "is_test", lambda: True)
-    assert checks.check_history() == []
-
-
-def test_an_sqlite_file_without_options_is_fine_if_the_history_is_off(
-    history_in, tmp_path, settings
+def test_an_sqlite_file_is_fine_in_tests_and_without_a_history(
+    history_in, tmp_path, settings, monkeypatch
 ):
-    history_in(**sqlite_file(tmp_path))
+    history_in(sqlite_file(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "is_test", lambda: True)
+        assert checks.check_history() == []
     settings.SINGLETASK_HISTORY = "off"
     assert checks.check_history() == []
 
 
-def test_another_database_of_the_history_is_fine(history_in):
-    history_in(ENGINE="django.db.backends.postgresql", NAME="shop")
-    assert checks.check_history() == []
-
-
 def test_the_database_is_that_of_the_router(history_in, tmp_path, settings):
-    history_in(**sqlite_file(tmp_path))
     settings.DATABASE_ROUTERS = [SimpleNamespace(db_for_write=lambda model, **hints: "other")]
-    databases = {"default": {}, "other": sqlite_file(tmp_path)}
-    checks.connections = ConnectionHandler(databases)
+    history_in({}, other=sqlite_file(tmp_path))
     assert "DATABASES['other']" in only(checks.check_history(), "W008").msg
 
 
@@ -480,7 +448,7 @@ def test_who_follows_a_page_gets_no_warning_about_sqlite(history_in, tmp_path, p
     [block] = re.findall(
         r"DATABASES\[\"default\"\]\[\"OPTIONS\"\] = (\{.*?\n *\})", text, re.DOTALL
     )
-    history_in(**sqlite_file(tmp_path, **ast.literal_eval(textwrap.dedent(block))))
+    history_in(sqlite_file(tmp_path, **ast.literal_eval(textwrap.dedent(block))))
     assert checks.check_history() == []
 
 
@@ -496,172 +464,55 @@ def test_the_demo_gets_no_warning():
     assert done.stdout == "System check identified no issues (0 silenced).\n"
 
 
-# The other settings
-
-
-@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), 2_592_001, "60", None, True])
-def test_a_lease_that_is_not_a_duration_is_refused(settings, value):
-    settings.SINGLETASK_LOCK_TIMEOUT = value
-    message = only(checks.check_settings(), "E007")
-    assert message.msg.startswith("SINGLETASK_LOCK_TIMEOUT must be ")
-    assert repr(value) in message.msg
-
-
-@pytest.mark.parametrize("value", [0.5, 60, 2_592_000])
-def test_a_lease_of_up_to_thirty_days_is_fine(settings, value):
-    settings.SINGLETASK_LOCK_TIMEOUT = value
-    assert checks.check_settings() == []
-
-
-@pytest.mark.parametrize("value", ["sometimes", True, None])
-def test_an_unknown_way_to_write_history_is_refused(settings, value):
-    settings.SINGLETASK_HISTORY = value
-    message = only(checks.check_settings(), "E013")
-    assert message.msg.startswith("SINGLETASK_HISTORY must be one of ")
-
-
-@pytest.mark.parametrize("value", ["False", 0, None])
-def test_a_setting_that_is_not_a_boolean_is_refused(settings, value):
-    settings.SINGLETASK_RECORD_ARGUMENTS = value
-    message = only(checks.check_settings(), "E014")
-    assert message.msg == f"SINGLETASK_RECORD_ARGUMENTS must be True or False, not {value!r}."
-
-
-@pytest.mark.parametrize("days", ["30", None, True, [], 0, -1, 36_501, float("nan")])
-def test_days_that_cannot_be_are_refused(settings, days):
-    settings.SINGLETASK_HISTORY_DAYS = days
-    message = only(checks.check_settings(), "E016")
-    assert "SINGLETASK_HISTORY_DAYS" in message.msg
-    assert repr(days) in message.msg
-
-
-GOOD_URLS = ["https://flower.example/task/{task_id}", "HTTP://f:5555/{task_id}#{task_id}", None, ""]
-
-
-@pytest.mark.parametrize("address", GOOD_URLS)
-def test_an_address_of_tasks_is_fine(settings, address):
-    settings.SINGLETASK_TASK_URL = address
-    assert not any(message.id.endswith("E017") for message in checks.check_settings())
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "https://flower.example/task/",
-        "https://flower.example/task/{id}",
-        "https://flower.example/{task_id}/{0}",
-        "https://flower.example/{task_id!r}",
-        "https://{task_id}/",
-        "javascript:alert('{task_id}')",
-        " javascript://x/{task_id}",
-        "//flower.example/{task_id}",
-        "https://flower.example/a b/{task_id}",
-        b"https://flower.example/{task_id}",
-        7,
-    ],
-)
-def test_an_address_of_tasks_that_cannot_be_is_refused(settings, address):
-    settings.SINGLETASK_TASK_URL = address
-    message = only(checks.check_settings(), "E017")
-    assert "SINGLETASK_TASK_URL must be an http or https address" in message.msg
-    assert message.msg.endswith(f", not {address!r}.")
-
-
 # The tasks
-
-
-def test_task_without_options_is_fine(check_task):
-    assert check_task() == []
 
 
 def test_good_options_are_fine(check_task):
     options = {"lock_timeout": 30, "lock_on": ["a"], "on_conflict": "wait", "lock_wait": 5}
     assert check_task(acks_late=True, reject_on_worker_lost=True, **options) == []
+    assert check_task() == []
 
 
 def test_other_tasks_are_not_checked(app):
-    app.task(nothing, name="other.task", shared=False, acks_late=True)
+    app.task(two, name="other.task", shared=False, acks_late=True)
     assert not any(message.obj == "other.task" for message in checks.check_tasks())
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kind", "text", "hint"),
     [
-        {"lock_timeout": 0},
-        {"lock_timeout": -5},
-        {"lock_timeout": 3e6},
-        {"lock_timeout": float("nan")},
-        {"lock_wait": -1},
-        {"unique_for": 0},
-        {"lock_timeout": float("inf")},
+        (
+            {"lock_renew": False},
+            Error,
+            "lock_renew=False of bad.task needs lock_timeout, a lease longer than any run.",
+            "Set lock_timeout, or remove lock_renew.",
+        ),
+        (
+            {"on_conflict": "wait", "lock_wait": 0},
+            Error,
+            'on_conflict="wait" of bad.task needs lock_wait, the longest wait in seconds.',
+            "Change lock_wait, or remove on_conflict.",
+        ),
+        (
+            {"lock_slots": 2, "unique_until": "finish"},
+            Error,
+            "lock_slots=2 and unique_until='finish' of bad.task cannot be combined. Change or "
+            "remove one of them; see https://",
+            "Change unique_until, or remove lock_slots.",
+        ),
+        (
+            {"on_skip": print, "on_conflict": "raise"},
+            Warning,
+            "on_skip=print of bad.task has no effect with on_conflict='raise'.",
+            "Change on_conflict, or remove on_skip.",
+        ),
     ],
-    ids=str,
 )
-def test_an_option_that_is_not_a_duration_is_refused(check_task, options):
-    message = only(check_task(**options), "E008")
-    [(name, value)] = options.items()
-    assert ("or math.inf" in message.msg) == (name == "lock_wait")
-    assert message.msg.startswith(f"{name} of bad.task must be ")
-    assert repr(value) in message.msg
-    assert name in message.hint
-
-
-def test_lock_on_with_an_unknown_argument_is_refused(check_task):
-    message = only(check_task(lock_on=["a", "feed"]), "E009")
-    assert message.msg == (
-        "lock_on=['a', 'feed'] of bad.task names 'feed', which is not an argument. "
-        "Its arguments are: a, b."
-    )
-    assert message.hint == "Change lock_on, or remove it."
-
-
-def test_lock_on_for_a_task_without_arguments_is_refused(check_task):
-    message = only(check_task(nothing, lock_on=["feed"]), "E009")
-    assert message.msg.endswith("Its arguments are: none.")
-
-
-def test_lock_on_for_a_task_that_takes_any_argument_is_fine(check_task):
-    assert check_task(anything, lock_on=["feed"]) == []
-
-
-def test_self_of_a_bound_task_is_not_an_argument(check_task):
-    message = only(check_task(bound, bind=True, lock_on=["self"]), "E009")
-    assert message.msg.endswith("Its arguments are: a.")
-
-
-@pytest.mark.parametrize("lock_name", ["", " ", "{a}", "{a} {b}"])
-def test_a_lock_name_without_text_is_refused(check_task, lock_name):
-    message = only(check_task(lock_name=lock_name), "E010")
-    assert message.msg.startswith(f"lock_name={lock_name!r} of bad.task has no fixed text")
-
-
-@pytest.mark.parametrize("lock_name", ["x{", "x}", "x{a"])
-def test_a_lock_name_that_is_not_a_format_string_is_refused(check_task, lock_name):
-    message = only(check_task(lock_name=lock_name), "E010")
-    assert message.msg.startswith(f"lock_name={lock_name!r} of bad.task is not a format string")
-
-
-@pytest.mark.parametrize("field", ["customer", "", "0", "customer.id", "customer[id]"])
-def test_a_lock_name_with_an_unknown_argument_is_refused(check_task, field):
-    message = only(check_task(lock_name=f"customer:{{{field}}}"), "E010")
-    name = re.split(r"[.\[]", field)[0]
-    assert f"of bad.task names {name!r}, which is not an argument" in message.msg
-    assert message.msg.endswith("Its arguments are: a, b.")
-
-
-@pytest.mark.parametrize("lock_name", ["x{a}", "x{a.pk}", "x{b[0]:>5}", "nightly", lambda a, b: ""])
-def test_a_good_lock_name_is_fine(check_task, lock_name):
-    assert check_task(lock_name=lock_name) == []
-
-
-def test_a_lock_name_may_use_any_argument_of_a_task_that_takes_any(check_task):
-    assert check_task(anything, lock_name="x{feed}") == []
-
-
-def test_a_fixed_lease_without_a_length_is_refused(check_task):
-    message = only(check_task(lock_renew=False), "E011")
-    assert message.msg.startswith("lock_renew=False of bad.task needs lock_timeout")
-    assert message.hint == "Set lock_timeout, or remove lock_renew."
+def test_options_that_do_not_work_together_are_reported(app, check_task, options, kind, text, hint):
+    app.conf.task_annotations = {"bad.task": options}  # its decorator would refuse some of them
+    message = only(check_task(), "E011", kind)
+    assert message.msg.startswith(text)
+    assert message.hint == hint
 
 
 def test_modules_that_celery_imports_by_its_settings_are_imported(app, monkeypatch, tmp_path):
@@ -685,89 +536,22 @@ def test_packages_that_only_autodiscover_tasks_names_are_imported(app, monkeypat
     assert sys.modules.pop("not_installed.tasks", None)
 
 
-def test_an_unknown_policy_is_refused(check_task):
-    message = only(check_task(on_conflict="explode"), "E012")
-    assert message.msg.startswith("on_conflict='explode' of bad.task is not one of skip, raise")
-
-
-@pytest.mark.parametrize(
-    ("option", "choices"),
-    [("unique_until", "None, start, finish, expiry"), ("on_duplicate", "return, raise, replace")],
-)
-def test_an_unknown_choice_is_refused(check_task, option, choices):
-    message = only(check_task(**{option: "never"}), "E012")
-    assert message.msg == f"{option}='never' of bad.task is not one of {choices}."
-    assert message.hint == f"Change {option}, or remove it."
-
-
-@pytest.mark.parametrize(("options", "verb"), [({}, "Set"), ({"lock_wait": 0}, "Change")])
-def test_waiting_for_no_time_is_refused(check_task, options, verb):
-    message = only(check_task(on_conflict="wait", **options), "E011")
-    assert message.msg.startswith('on_conflict="wait" of bad.task needs lock_wait, ')
-    assert message.hint == f"{verb} lock_wait, or remove on_conflict."
-
-
-@pytest.mark.parametrize("option", [{"unique_for": 60}, {"on_duplicate": "raise"}])
-def test_an_option_without_the_one_that_it_needs_gives_a_warning(check_task, option):
-    message = only(check_task(**option), "E011", Warning)
-    assert message.hint == f"Set unique_until, or remove {next(iter(option))}."
-
-
-@pytest.mark.parametrize("policy", ["skip", "raise", "rerun"])
-def test_a_wait_of_a_policy_that_does_not_wait_gives_a_warning(check_task, policy):
-    message = only(check_task(on_conflict=policy, lock_wait=5), "E011", Warning)
-    assert message.msg == f"lock_wait=5 of bad.task has no effect with on_conflict={policy!r}."
-    assert message.hint.startswith("Change on_conflict, or remove lock_wait.")
-
-
-def test_a_function_is_shown_by_its_name(check_task):
-    message = only(check_task(on_skip=print, on_conflict="raise"), "E011", Warning)
-    assert message.msg == "on_skip=print of bad.task has no effect with on_conflict='raise'."
-
-
-def test_options_that_exclude_each_other_are_refused(check_task):
-    class Annotated(SingletonTask):
-        abstract = True
-
-    Annotated.lock_slots, Annotated.unique_until = 2, "finish"  # as task_annotations set them
-    message = only(check_task(base=Annotated), "E011")
-    text = "lock_slots=2 and unique_until='finish' of bad.task cannot be combined."
-    assert message.msg.startswith(text)
-    assert message.hint == "Change unique_until, or remove lock_slots."
-
-
-@pytest.mark.parametrize("policy", ["wait", "requeue"])
-@pytest.mark.parametrize("seconds", [1, math.inf])
-def test_waiting_for_a_time_is_fine(check_task, policy, seconds):
-    assert check_task(on_conflict=policy, lock_wait=seconds) == []
-
-
 @pytest.mark.parametrize("limit", ["time_limit", "soft_time_limit"])
-def test_a_time_limit_above_a_fixed_lease_gives_a_warning(check_task, limit):
-    message = only(check_task(lock_renew=False, lock_timeout=30, **{limit: 31}), "W003")
+def test_a_time_limit_above_a_fixed_lease_gives_a_warning(app, check_task, limit):
+    fixed = {"lock_renew": False, "lock_timeout": 30}
+    for fine in ({}, {limit: 30}, {limit: 99, "lock_renew": True}):
+        assert check_task(**{**fixed, **fine}) == []
+    message = only(check_task(**fixed, **{limit: 31}), "W003")
     assert "lock_timeout=30 of bad.task is shorter than its time limit of 31 s" in message.msg
     assert message.hint.startswith("Set lock_timeout above 31")
-
-
-def test_the_time_limit_of_all_tasks_counts(app, check_task):
-    app.conf.task_time_limit = 31
-    assert only(check_task(lock_renew=False, lock_timeout=30), "W003")
-
-
-@pytest.mark.parametrize(
-    "options", [{"time_limit": 30}, {}, {"time_limit": 99, "lock_renew": True}]
-)
-def test_a_time_limit_within_the_lease_is_fine(check_task, options):
-    assert check_task(**{"lock_renew": False, "lock_timeout": 30, **options}) == []
+    app.conf[f"task_{limit}"] = 31  # for all tasks
+    only(check_task(**fixed), "W003")
 
 
 def test_very_many_slots_give_a_warning(check_task):
+    assert check_task(lock_slots=200) == []
     message = only(check_task(lock_slots=201), "W007")
     assert "each conflict reads all of them" in message.msg
-
-
-def test_many_slots_are_fine(check_task):
-    assert check_task(lock_slots=200) == []
 
 
 def test_a_run_that_is_lost_with_its_process_gives_a_warning(check_task):
@@ -819,62 +603,51 @@ def test_the_message_begins_with_the_name_of_the_task(check_task):
 
 # Deployment
 
+redis = partial(configured, REDIS)
+memcached = partial(configured, MEMCACHED)
+SOCKET = "unix:///run/redis.sock"
+ON_X = redis("redis://x/1")
+
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("locks", "pages"),
     [
-        ("redis://localhost:6379/1", "redis://127.0.0.1/1"),
-        ("redis://localhost", "redis://127.0.0.1:6379/0"),
-        ("redis://", "redis://LOCALHOST:6379"),
-        ("redis://[::1]/1", "redis://localhost/1"),
-        ("redis://user:secret@cache.example/1", "rediss://cache.example:6379/1"),
-        ("redis://x/1", "redis://x?db=1"),
-        ("redis://x/9?db=1", "redis://x/1"),
-        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock?db=1"),
-        (["redis://x/1", "redis://replica/1"], "redis://x/1"),
-        ("redis://x/1,redis://replica/1", "redis://x/1;redis://other/1"),
+        (redis("redis://localhost:6379/1"), redis("redis://127.0.0.1/1")),
+        (redis("redis://localhost"), redis("redis://127.0.0.1:6379/0")),
+        (redis("redis://"), redis("redis://LOCALHOST:6379")),
+        (redis("redis://[::1]/1"), redis("redis://localhost/1")),
+        (redis("redis://user:secret@cache.example/1"), redis("rediss://cache.example:6379/1")),
+        (redis(f"{SOCKET}?db=1"), redis(f"{SOCKET}?db=1")),
+        (redis(["redis://x/1", "redis://replica/1"]), ON_X),
+        (redis("redis://x/1,redis://replica/1"), redis("redis://x/1;redis://other/1")),
+        (configured(DJANGO_REDIS, "redis://x/1"), ON_X),
+        (configured(dotted("OwnRedis"), "redis://x/1"), ON_X),
+        # The number of the database is in the address, or in the options.
+        (redis("redis://x?db=1"), ON_X),
+        (redis("redis://x/9?db=1"), ON_X),
+        (redis("redis://x", db=1), ON_X),
+        (redis("redis://x/text", db="1"), ON_X),
+        (redis("redis://x/1", db=5), ON_X),
+        (redis("redis://x?db=1", db=5), ON_X),
+        (configured(DJANGO_REDIS, "redis://x", CONNECTION_POOL_KWARGS={"db": 1}), ON_X),
+        (redis(SOCKET, db=1), redis(f"{SOCKET}?db=1")),
+        (memcached("localhost:11211"), memcached("127.0.0.1")),
+        (memcached("x:11211"), memcached(["y:1", "x"])),
+        (memcached("unix:/run/memcached"), memcached("/run/memcached")),
+        pytest.param(
+            memcached("x:11211"),
+            configured(dotted("OwnPyLibMC"), "x"),
+            marks=pytest.mark.needs("pylibmc"),
+        ),
     ],
 )
-def test_one_redis_database_under_two_aliases_gives_a_warning(use, one, other):
-    use(configured(REDIS, one), pages=configured(REDIS, other))
+def test_one_place_under_two_aliases_gives_a_warning(use, locks, pages):
+    use(locks, pages=pages)
     message = only(checks.check_deployment(), "W002")
     assert message.msg.startswith("The locks in CACHES['locks'] are on ")
     assert ", also used by CACHES['pages']: " in message.msg
     assert "secret" not in message.msg
-    assert "dedicated Redis database" in message.hint
-
-
-@pytest.mark.parametrize("backend", [DJANGO_REDIS, dotted("OwnRedis")])
-def test_every_redis_backend_is_known(use, backend):
-    location = "redis://x/1"
-    use(configured(backend, location), pages=configured(REDIS, location))
-    assert only(checks.check_deployment(), "W002")
-
-
-@pytest.mark.parametrize(
-    ("location", "options"),
-    [
-        ("redis://x", {"db": 1}),
-        ("redis://x/text", {"db": "1"}),
-        ("redis://x/1", {"db": 5}),
-        ("redis://x?db=1", {"db": 5}),
-    ],
-)
-def test_a_redis_database_in_the_options_counts(use, location, options):
-    use(configured(REDIS, location, **options), pages=configured(REDIS, "redis://x/1"))
-    assert only(checks.check_deployment(), "W002")
-
-
-def test_a_redis_database_in_the_options_of_django_redis_counts(use):
-    locks = configured(DJANGO_REDIS, "redis://x", CONNECTION_POOL_KWARGS={"db": 1})
-    use(locks, pages=configured(REDIS, "redis://x/1"))
-    assert only(checks.check_deployment(), "W002")
-
-
-def test_a_redis_socket_takes_its_database_from_the_options(use):
-    socket = "unix:///run/redis.sock"
-    use(configured(REDIS, socket, db=1), pages=configured(REDIS, f"{socket}?db=1"))
-    assert only(checks.check_deployment(), "W002")
+    assert "dedicated Redis database, memcached server or DatabaseCache table" in message.hint
 
 
 @pytest.mark.parametrize(
@@ -892,7 +665,7 @@ def test_a_redis_socket_takes_its_database_from_the_options(use):
     ids=str,
 )
 def test_a_redis_database_for_the_locks_alone_is_fine(use, other):
-    use(configured(REDIS, "redis://x/1"), pages=configured(REDIS, other))
+    use(ON_X, pages=redis(other))
     assert checks.check_deployment() == []
 
 
@@ -907,36 +680,14 @@ def test_the_default_cache_as_lock_cache_gives_a_warning(settings):
     assert message.hint.endswith(", and set SINGLETASK_CACHE to its alias.")
 
 
-@pytest.mark.needs("pylibmc")
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("localhost:11211", "127.0.0.1"),
-        ("x:11211", ["y:1", "x"]),
-        ("unix:/run/memcached", "/run/memcached"),
-    ],
-)
-def test_one_memcached_under_two_aliases_gives_a_warning(use, one, other):
-    use(configured(MEMCACHED, one), pages=configured(dotted("OwnPyLibMC"), other))
-    message = only(checks.check_deployment(), "W002")
-    assert "dedicated Redis database, memcached server or DatabaseCache table" in message.hint
-
-
 def test_the_deployment_check_leaves_other_caches_alone(use):
-    use(configured(f"{DJANGO}.db.DatabaseCache", "t"), pages=configured("no.such.Cache"))
-    assert checks.check_deployment() == []
-
-
-@pytest.mark.parametrize("alias", ["nowhere", ["locks"], None])
-def test_the_deployment_check_leaves_an_unusable_alias_to_its_own_check(settings, alias):
-    settings.SINGLETASK_CACHE = alias
+    use(configured(DATABASE, "t"), pages=configured("no.such.Cache"))
     assert checks.check_deployment() == []
 
 
 # All of them
 
 
-@pytest.mark.only_all("it starts processes")
 def test_no_check_opens_a_connection(settings, monkeypatch):
     # Databases are closed to a test without the mark django_db.
     def refuse(*args: Any) -> None:
@@ -963,21 +714,17 @@ def test_those_of_the_cache_are_among_the_checks_of_caches(settings):
 
 
 def test_the_deployment_is_checked_on_request_only(use):
-    use(configured(MEMCACHED, "x:1"), pages=configured(MEMCACHED, "x:1"))
+    use(memcached("x:1"), pages=memcached("x:1"))
     tags = [django_checks.Tags.caches]
     plain = django_checks.run_checks(tags=tags)
     deployed = django_checks.run_checks(tags=tags, include_deployment_checks=True)
     assert {m.id for m in deployed} - {m.id for m in plain} == {"django_singletask.W002"}
 
 
-def test_an_error_fails_the_check_command(settings):
+def test_an_error_fails_the_check_command_unless_it_is_silenced(settings, capsys):
     settings.SINGLETASK_CACHE = "nowhere"
     with pytest.raises(SystemCheckError, match=r"django_singletask\.E001"):
         call_command("check", tags=["caches"])  # others ask the databases
-
-
-def test_a_silenced_error_does_not_fail_the_check_command(settings, capsys):
-    settings.SINGLETASK_CACHE = "nowhere"
     settings.SILENCED_SYSTEM_CHECKS = ["django_singletask.E001"]
     call_command("check", tags=["caches"])
     printed = capsys.readouterr()
@@ -1006,37 +753,19 @@ def test_check_deploy_end_to_end():
     assert "HINT: Give the locks a CACHES entry with a dedicated Redis database" in done.stdout
 
 
-def ids() -> list[str]:
-    """Return the ids in the modules that find something."""
-    source = Path(checks.__file__).read_text()
-    return re.findall(r"[.\"]([EW]\d{3})\"", source)
-
-
-def test_each_id_means_one_thing():
-    twice = {id for id, count in Counter(ids()).items() if count > 1}
-    assert twice == set()
-
-
-def test_a_wrong_type_beside_a_time_limit_is_an_error_and_no_crash(check_task):
-    class Annotated(SingletonTask):
-        abstract = True
-
-    Annotated.lock_timeout = "60"  # as task_annotations set it
-    only(check_task(base=Annotated, lock_renew=False, time_limit=100), "E008")
-
-
-@pytest.mark.parametrize("letter", ["E", "W"])
-def test_ids_are_without_gaps(letter):
-    numbers = sorted(int(id[1:]) for id in set(ids()) if id[0] == letter)
-    assert numbers == list(range(1, len(numbers) + 1))
-
-
-@pytest.mark.parametrize("id", sorted(set(ids())))
-def test_each_id_has_a_row_in_the_reference(id):
+def test_each_id_means_one_thing_and_has_a_row_in_the_reference_and_a_test():
+    numbers = inside.check_numbers()
+    assert len({*numbers}) == len(numbers)
     page = (ROOT / "docs/reference/checks.rst").read_text()
-    assert f".. _{id}:\n\n       ``django_singletask.{id}``" in page
+    rows = re.findall(r"\.\. _(\w+):\n\n       ``django_singletask\.\1``", page)
+    assert rows == sorted(numbers)
+    for letter in "EW":
+        counted = [int(id[1:]) for id in rows if id[0] == letter]
+        assert counted == [*range(1, len(counted) + 1)]
+    tests = "".join((ROOT / "tests" / name).read_text() for name in ("test_checks.py", "limits.py"))
+    assert [id for id in rows if f'"{id}"' not in tests] == []
 
 
-@pytest.mark.parametrize("id", sorted(set(ids())))
-def test_each_id_has_a_test(id):
-    assert f'"{id}")' in Path(__file__).read_text()
+def test_a_wrong_type_beside_a_time_limit_is_an_error_and_no_crash(app, check_task):
+    app.conf.task_annotations = {"bad.task": {"lock_timeout": "60"}}
+    only(check_task(lock_renew=False, time_limit=100), "E008")

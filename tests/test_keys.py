@@ -1,6 +1,7 @@
+"""The name and the key of a lock: the same for one call, wherever and however it is made."""
+
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import enum
 import hashlib
@@ -24,15 +25,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from django_singletask.locks.keys import (
-    LATEST,
-    MAX_NAME,
-    QUEUED,
-    LockKey,
-    call_key,
-    name_key,
-)
-from django_singletask.locks.parameters import AS_SHOWN, Parameters, formattable
+from django_singletask.locks import keys, parameters
 
 TASK = "feeds.tasks.import_feed"
 
@@ -74,20 +67,28 @@ def no_arguments() -> None: ...
 def positional_only(a: Any, /, **kwargs: Any) -> None: ...
 
 
-def parameters_of(function: Callable[..., Any]) -> Parameters:
-    return Parameters(inspect.signature(function))
+def made_of(
+    options: dict[str, Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> keys.LockKey:
+    """Return the lock of a call of a task with this body and these options."""
+    taken = parameters.Parameters(inspect.signature(function))
+    facts = {"task": TASK, "parameters": taken, **options}
+    return keys.call_key(args=args, kwargs=kwargs, **facts)
 
 
-def key_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    return call_key(TASK, parameters_of(function), args, kwargs).key
+call = partial(made_of, {})
 
 
-def name_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    return call_key(TASK, parameters_of(function), args, kwargs).name
+def key_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
+    return call(function, *args, **kwargs).key
 
 
-def named(lock_name: Any, *args: Any, shown: str | None = None, **kwargs: Any) -> LockKey:
-    return call_key(TASK, parameters_of(f), args, kwargs, lock_name=lock_name, shown=shown)
+def name_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str:
+    return call(function, *args, **kwargs).name
+
+
+def named(lock_name: Any, *args: Any, shown: str | None = None, **kwargs: Any) -> keys.LockKey:
+    return made_of({"lock_name": lock_name, "shown": shown}, f, *args, **kwargs)
 
 
 def sent(value: Any, serializer: str = "json") -> Any:
@@ -99,95 +100,63 @@ def sent(value: Any, serializer: str = "json") -> Any:
 # One call, one key
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        partial(key_of, f, 1),
-        partial(key_of, f, 1, b=2),
-        partial(key_of, f, 1, c=None),
-        partial(key_of, f, a=1),
-        partial(key_of, f, b=2, a=1),
-    ],
-)
-def test_positional_keyword_and_default_arguments_are_one_call(other):
-    assert other() == key_of(f, 1, 2)
+def test_positional_keyword_and_default_arguments_are_one_call():
+    whole = key_of(f, 1, 2, c=None)
+    assert whole == key_of(f, 1) == key_of(f, 1, b=2) == key_of(f, a=1) == key_of(f, b=2, a=1)
+    assert len({whole, key_of(f, 1, 3), key_of(f, 1, c=3), key_of(f, 1, c=4)}) == 4
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ((1, 2), [1, 2]),
-        ([(1,), ()], ([1], [])),
-        (Point(1, 2), [1, 2]),
-        ({"x": 1, "y": 2}, {"y": 2, "x": 1}),
-        ({"x": {"p": 1, "q": 2}}, OrderedDict(x=OrderedDict(q=2, p=1))),
-        ({2: "a", 10: "b"}, {10: "b", 2: "a"}),
-        ({1: "a"}, {"1": "a"}),
-        ({None: 1, True: 2, 1.5: 3}, {"null": 1, "true": 2, "1.5": 3}),
-        ({Level.HIGH: 1}, {"3": 1}),
-        ({Name.FIRST: 1}, {"first": 1}),
-        ({1, 2, 10}, {10, 2, 1}),
-        (frozenset("ab"), {"b", "a"}),
-        ({(1, 2), (1, 3)}, {(1, 3), (1, 2)}),
-        (Color.RED, "red"),
-        (Level.HIGH, 3),
-        (Name.FIRST, "first"),
-        (Number(3), 3),
-        (Feet(1.5), 1.5),
-        (b"\xff", bytearray(b"\xff")),
-        (b"\xff", memoryview(b"\xff")),
-        (lazystr("text"), "text"),
-        (mark_safe("text"), "text"),
-        (uuid.UUID(int=7), "00000000-0000-0000-0000-000000000007"),
-        (Decimal("1.10"), "1.10"),
-        (datetime.date(2026, 1, 2), "2026-01-02"),
-        (datetime.datetime(2026, 1, 2, 3, 4), "2026-01-02T03:04:00"),
-        (datetime.time(3, 4), "03:04:00"),
-    ],
-)
-def test_forms_of_one_value_are_one_call(one, other):
-    assert key_of(f, one) == key_of(f, other)
-
-
-VALUES = [
-    None,
-    True,
-    0.1,
-    10**30,
-    "Straße\N{SNOWMAN}",
-    uuid.UUID(int=1),
-    datetime.date(2026, 1, 2),
-    datetime.time(1, 2, 3),
-    datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
-    datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
-    datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=5))),
-    Decimal("1.10"),
-    b"text",
-    b"\xff\x00",
-    (1, [2, (3,)]),
-    {"z": 1, "a": {10: 1, 9: 2}},
-    lazystr("later"),
-    Level.HIGH,
-    Name.FIRST,
+FORMS: list[tuple[Any, list[Any], list[Any]]] = [
+    # A value, its other forms, and other values.
+    (0, [Zero.NONE], [False, None, 0.0, -0.0, "0", ""]),
+    (1, [], [True, 1.0, "1", Decimal(1), 2]),
+    (3, [Level.HIGH, Number(3)], [3.0]),
+    (1.5, [Feet(1.5)], ["1.5"]),
+    (0.0, [], [-0.0]),
+    (float("nan"), [float("nan")], [None]),
+    (None, [], [False, "", [], "None"]),
+    (10**300, [10**300], [10**300 + 1]),
+    ("red", [Color.RED, mark_safe("red"), lazystr("red")], [b"red"]),
+    ("Yes", [gettext_lazy("Yes")], []),  # in the current language
+    ("\ud800", [], ["\ud801"]),
+    ("a" * 10_000, [], ["a" * 9_999]),
+    (b"\xff", [bytearray(b"\xff"), memoryview(b"\xff")], ["\xff"]),
+    ((), [[]], [{}, set("a")]),
+    ([1, [0]], [(1, (0,))], [[[0], 1], [True, [0]], [1, [False]], [1.0, [0]], [[1], 0]]),
+    ([1, 2], [Point(1, 2)], [["1,2"]]),
+    (["a,b"], [], [["a", "b"]]),
+    ({"x": 1, "y": {"1": 2}}, [{"y": {1: 2}, "x": 1}], [{"x": True, "y": {1: 2}}, {"x": 1}]),
+    ({"x": {"p": 1, "q": 2}}, [OrderedDict(x=OrderedDict(q=2, p=1))], [[["x", {}]]]),
+    ({"null": 1, "true": 2, "1.5": 3}, [{None: 1, True: 2, 1.5: 3}], []),
+    ({"3": 1, "first": 2}, [{Name.FIRST: 2, Level.HIGH: 1}], []),
+    ({1, 2, 10}, [frozenset([10, 2, 1])], [{1, 2}]),
+    ({(1, 2), (1, 3)}, [{(1, 3), (1, 2)}], []),
+    (Decimal("1.10"), ["1.10"], [1.1, Decimal("1.1")]),
+    (datetime.date(2026, 1, 2), ["2026-01-02"], [datetime.datetime(2026, 1, 2)]),
+    (datetime.timedelta(seconds=1), [], [datetime.timedelta(microseconds=1)]),
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_json_message_keeps_the_key(value):
-    assert key_of(f, sent(value)) == key_of(f, value)
-
-
-@pytest.mark.parametrize(
-    "value", [*VALUES, Color.RED, {1, 2}, frozenset("ab"), datetime.timedelta(1, 2, 3)], ids=repr
+each_value = pytest.mark.parametrize(
+    ("value", "forms", "others"), FORMS, ids=lambda value: repr(value)[:30]
 )
-def test_pickled_message_keeps_the_key(value):
-    assert key_of(f, pickle.loads(pickle.dumps(value))) == key_of(f, value)
 
 
-def test_translated_text_has_the_key_of_its_current_translation():
-    assert key_of(f, gettext_lazy("Yes")) == key_of(f, "Yes")
+@each_value
+def test_forms_of_one_value_are_one_call(value, forms, others):
+    assert {key_of(f, form) for form in forms} <= {key_of(f, value)}
+    assert key_of(f, value) not in {key_of(f, other) for other in others}
 
 
+@each_value
+def test_only_a_form_of_the_default_equals_it(value, forms, others):
+    def body(b: Any = value) -> None: ...
+
+    assert {call(body, form) for form in [value, *forms]} == {call(body)}
+    assert call(body) not in {call(body, other) for other in others}
+
+
+zones = st.sampled_from([datetime.UTC, datetime.timezone(datetime.timedelta(hours=5))])
 plain = st.one_of(
     st.none(),
     st.booleans(),
@@ -197,9 +166,10 @@ plain = st.one_of(
     st.uuids(),
     st.dates(),
     st.times(),
-    st.datetimes(timezones=st.none() | st.just(datetime.UTC)),
+    st.datetimes(timezones=st.none() | zones),
     st.decimals(),
     st.binary(),
+    st.sampled_from([Level.HIGH, Name.FIRST, lazystr("later")]),
 )
 values = st.recursive(
     plain,
@@ -213,10 +183,15 @@ values = st.recursive(
 @settings(deadline=None)
 @given(values)
 def test_any_json_message_keeps_name_and_key(value):
-    parameters = parameters_of(f)
     assume(not has_equal_names(value))
-    before = call_key(TASK, parameters, [value], {})
-    assert call_key(TASK, parameters, sent([value]), {}) == before
+    for function in (f, lambda a=value: None):
+        assert call(function, *sent([value])) == call(function, value)
+
+
+@settings(deadline=None)
+@given(values | st.just(Color.RED) | st.timedeltas() | st.sets(st.text() | st.integers()))
+def test_any_pickled_message_keeps_the_key(value):
+    assert key_of(f, pickle.loads(pickle.dumps(value))) == key_of(f, value)
 
 
 def has_equal_names(value: Any) -> bool:
@@ -231,8 +206,7 @@ def has_equal_names(value: Any) -> bool:
 @settings(deadline=None)
 @given(st.lists(values, max_size=3), st.dictionaries(st.text(), values, max_size=3))
 def test_calls_of_any_signature_have_a_safe_key_and_name(args, kwargs):
-    lock = call_key(TASK, parameters_of(anything), args, kwargs)
-    assert_safe(lock)
+    assert_safe(call(anything, *args, **kwargs))
 
 
 # Arguments that equal their defaults
@@ -267,167 +241,75 @@ def test_added_variable_arguments_change_no_key(added):
     assert key_of(added, a=1) == key_of(first, 1)
 
 
-@pytest.mark.parametrize(
-    ("default", "equal", "others"),
-    [
-        (0, [Zero.NONE], [False, None, 0.0, -0.0, "0", ""]),
-        (False, [], [0, None, ""]),
-        (1, [], [True, 1.0, "1", Decimal(1)]),
-        (1.0, [], [1, True]),
-        (0.0, [], [-0.0, 0]),
-        (float("nan"), [float("nan")], [None]),
-        (None, [], [0, False, "", [], "None"]),
-        ("red", [Color.RED, mark_safe("red"), lazystr("red")], [b"red"]),
-        ((), [[], ()], [None, {}, set("a")]),
-        ([1, [0]], [(1, (0,))], [[True, [0]], [1, [False]], [1.0, [0]]]),
-        ({"x": 1, "y": {1: 2}}, [{"y": {"1": 2}, "x": 1}], [{"x": True, "y": {1: 2}}, {"x": 1}]),
-        (Decimal("1.10"), ["1.10"], [1.1, Decimal("1.1")]),
-        (datetime.date(2026, 1, 2), ["2026-01-02"], [datetime.datetime(2026, 1, 2)]),
-        (10**300, [10**300], [10**300 + 1]),
-    ],
-    ids=repr,
-)
-def test_only_the_canonical_form_of_the_default_equals_it(default, equal, others):
-    parameters = parameters_of(lambda b=default: None)
-    left_out = call_key(TASK, parameters, (), {})
-    assert {call_key(TASK, parameters, (value,), {}) for value in [default, *equal]} == {left_out}
-    assert left_out not in {call_key(TASK, parameters, (value,), {}) for value in others}
-
-
-@settings(deadline=None)
-@given(values)
-def test_any_json_message_of_a_default_equals_it(value):
-    assume(not has_equal_names(value))
-    parameters = parameters_of(lambda b=value: None)
-    assert call_key(TASK, parameters, sent([value]), {}) == call_key(TASK, parameters, (), {})
-
-
-@settings(deadline=None)
-@given(values, values)
-def test_argument_is_left_out_exactly_if_its_default_has_the_same_key(default, value):
-    parameters = parameters_of(lambda b=default: None)
-    left_out = call_key(TASK, parameters, (), {}) == call_key(TASK, parameters, (value,), {})
-    assert left_out == (key_of(f, default) == key_of(f, value))
-
-
 def test_default_that_the_body_changes_is_compared_as_it_was_before():
-    def body(a: Any, seen: list[Any] = []) -> None:  # noqa: B006 - the mistake that is tested
+    def append(a: Any, seen: list[Any] = []) -> None:  # noqa: B006 - the mistake that is tested
         seen.append(a)
 
-    parameters = parameters_of(body)
-    before = call_key(TASK, parameters, (1, []), {})
-    body(1)
-    assert call_key(TASK, parameters, (1,), {}) == call_key(TASK, parameters, (1, []), {}) == before
-    assert call_key(TASK, parameters, (1, [1]), {}) != before
+    body = parameters.Parameters(inspect.signature(append))
+    before = keys.call_key(TASK, body, (1, []), {})
+    append(1)
+    assert keys.call_key(TASK, body, (1,), {}) == before
+    assert keys.call_key(TASK, body, (1, []), {}) == before
+    assert keys.call_key(TASK, body, (1, [1]), {}) != before
+
+
+def unready() -> str:
+    raise AppRegistryNotReady("Apps aren't loaded yet.")
 
 
 @pytest.mark.parametrize(
     "default",
-    [object(), [object()], User(pk=1), 10**5000, [10**5000]],
-    ids=["object", "list", "model", "number", "numbers"],
+    [object(), [object()], User(pk=1), 10**5000, [10**5000], lazy(unready, str)()],
+    ids=["object", "list", "model", "number", "numbers", "not ready"],
 )
 def test_default_without_stable_form_equals_only_itself(default):
-    parameters = parameters_of(lambda a, b=default: None)
-    left_out = call_key(TASK, parameters, (1,), {})
-    assert left_out.name == f"{TASK}(a=1)"
-    assert call_key(TASK, parameters, (1, default), {}) == left_out
-    assert call_key(TASK, parameters, (1, [0]), {}) != left_out
+    def body(a: Any, b: Any = default) -> None: ...
+
+    assert name_of(body, 1) == f"{TASK}(a=1)"
+    assert call(body, 1, default) == call(body, 1)
+    assert call(body, 1, [0]) != call(body, 1)
     with pytest.raises(TypeError, match=f"argument 'b' of {TASK} contains a builtins.object"):
-        call_key(TASK, parameters, (1, object()), {})
-
-
-def test_default_that_cannot_be_read_yet_equals_only_itself():
-    def unready() -> str:
-        raise AppRegistryNotReady("Apps aren't loaded yet.")
-
-    default = lazy(unready, str)()
-    parameters = parameters_of(lambda b=default: None)
-    left_out = call_key(TASK, parameters, (), {})
-    assert call_key(TASK, parameters, (default,), {}) == left_out
-    assert call_key(TASK, parameters, ("x",), {}) != left_out
+        call(body, 1, object())
 
 
 def test_arguments_as_a_name_shows_them_give_the_key_of_the_call():
-    call = call_key(TASK, parameters_of(f), (1, 2), {"c": [3]})
-    assert call_key(TASK, AS_SHOWN, (), {"a": 1, "c": [3]}) == call
+    shown = {"parameters": parameters.AS_SHOWN}
+    assert made_of(shown, f, a=1, c=[3]) == call(f, 1, 2, c=[3])
 
 
 # Distinct calls, distinct keys
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (1, 2),
-        (1, "1"),
-        (1, True),
-        (1, 1.0),
-        (None, "None"),
-        ("", None),
-        ([], None),
-        ([1, 2], [2, 1]),
-        ([[1], 2], [1, [2]]),
-        (["a,b"], ["a", "b"]),
-        ({"x": 1}, {"x": 2}),
-        ({"x": 1}, [["x", 1]]),
-        (b"a", "a"),
-        (Decimal("1.1"), 1.1),
-        (datetime.timedelta(seconds=1), datetime.timedelta(microseconds=1)),
-        (datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2)),
-        ("a" * 10_000, "a" * 9_999),
-        ("\ud800", "\ud801"),
-    ],
-)
-def test_distinct_values_are_distinct_calls(one, other):
-    assert key_of(f, one) != key_of(f, other)
 
 
 def test_the_same_value_in_another_argument_is_another_call():
     assert len({key_of(f, 1, 1, c=2), key_of(f, 1, 2, c=1), key_of(f, 2, 1, c=1)}) == 3
 
 
-def test_tasks_do_not_share_keys():
-    parameters = parameters_of(no_arguments)
-    assert call_key("one", parameters, (), {}).key != call_key("two", parameters, (), {}).key
-
-
-def test_calls_and_names_do_not_share_keys():
-    lock = call_key(TASK, parameters_of(no_arguments), (), {})
-    assert name_key(lock.name).name == lock.name
-    assert name_key(lock.name).key != lock.key
-    assert name_key(TASK).key != lock.key
+def test_tasks_calls_and_names_do_not_share_keys():
+    lock = call(no_arguments)
+    assert made_of({"task": "another"}, no_arguments).key != lock.key
+    assert keys.name_key(lock.name).name == lock.name
+    assert lock.key not in {keys.name_key(lock.name).key, keys.name_key(TASK).key}
 
 
 @settings(deadline=None)
 @given(st.tuples(st.lists(st.integers()), st.dictionaries(st.text(), st.integers())))
 def test_each_extra_argument_counts(call):
     args, kwargs = call
-    keys = {key_of(anything, *args, **kwargs), key_of(anything, *args, 0, **kwargs)}
-    keys.add(key_of(anything, *args, **{**kwargs, "one more": 1}))
-    assert len(keys) == 3 - ("one more" in kwargs)
+    found = {key_of(anything, *args, **kwargs), key_of(anything, *args, 0, **kwargs)}
+    found.add(key_of(anything, *args, **{**kwargs, "one more": 1}))
+    assert len(found) == 3 - ("one more" in kwargs)
 
 
 def test_order_of_extra_keyword_arguments_does_not_matter():
-    parameters = parameters_of(anything)
-    one = call_key(TASK, parameters, (), {"x": 1, "y": 2})
-    assert call_key(TASK, parameters, (), {"y": 2, "x": 1}) == one
+    assert call(anything, x=1, y=2) == call(anything, y=2, x=1)
 
 
 @pytest.mark.parametrize("function", [anything, positional_only])
-@pytest.mark.parametrize("name", ["a", "args", "kwargs", "**a"])
-def test_keyword_argument_that_is_called_as_a_parameter_counts(function, name):
-    calls = [{}, {name: 1}, {name: 2}, {name: {"a": 1}}]
+def test_keyword_arguments_that_are_called_as_a_parameter_count(function):
+    names = ["a", "args", "kwargs", "**a", "****a"]
+    calls = [{}, {"a": 2, "**a": 2}, *({name: value} for name in names for value in (1, 2, {}))]
     assert len({key_of(function, 1, **kwargs) for kwargs in calls}) == len(calls)
-
-
-def test_keyword_arguments_with_asterisks_in_their_names_count():
-    calls: list[dict[str, Any]] = [{"a": 2}, {"**a": 2}, {"****a": 2}, {"a": 2, "**a": 2}]
-    assert len({key_of(positional_only, 1, **kwargs) for kwargs in calls}) == len(calls)
     assert name_of(positional_only, 1, a=2) == f"{TASK}(a=1, **a=2)"
-
-
-def test_keyword_only_arguments_count():
-    assert key_of(f, 1, c=3) != key_of(f, 1, c=4)
 
 
 def test_arguments_that_do_not_fit_name_the_task():
@@ -439,36 +321,27 @@ def test_arguments_that_do_not_fit_name_the_task():
 
 
 def test_lock_on_counts_only_its_arguments():
-    key = partial(call_key, TASK, parameters_of(f), lock_on=["a"])
-    assert key((1, 2), {"c": 3}) == key((1,), {"b": 9})
-    assert key((1,), {}).key != key((2,), {}).key
-    assert key((1, 2), {"c": 3}).name == f"{TASK}(a=1)"
+    key = partial(made_of, {"lock_on": ["a", "b"]}, f)
+    assert key(1) == key(1, 2, c=3) == key(1, b=2)
+    assert len({key(1).key, key(2).key, key(1, 3).key}) == 3
+    assert key(1).name == f"{TASK}(a=1)"
 
 
-def test_lock_on_leaves_out_what_equals_its_default():
-    key = partial(call_key, TASK, parameters_of(f), lock_on=["a", "b"])
-    assert key((1,), {}) == key((1, 2), {"c": 3}) == key((1,), {"b": 2})
-    assert key((1,), {}).name == f"{TASK}(a=1)"
-
-
-def test_lock_on_knows_defaults_and_extra_arguments():
-    lock = call_key(TASK, parameters_of(f), (1,), {}, lock_on=["b"])
-    assert lock == call_key(TASK, parameters_of(f), (5, 2), {}, lock_on=["b"])
-    lock = call_key(TASK, parameters_of(anything), (1,), {"x": 1}, lock_on=["x"])
-    assert lock.name == f"{TASK}(x=1)"
+def test_lock_on_knows_extra_arguments():
+    assert made_of({"lock_on": ["x"]}, anything, 1, x=1, y=2).name == f"{TASK}(x=1)"
 
 
 def test_empty_lock_on_is_one_lock_for_the_task():
-    key = partial(call_key, TASK, parameters_of(f), lock_on=[])
-    assert key((1,), {}) == key((2, 3), {"c": 4})
-    assert key((1,), {}).name == f"{TASK}()"
+    key = partial(made_of, {"lock_on": []}, f)
+    assert key(1) == key(2, 3, c=4) == key(object())
+    assert key(1).name == f"{TASK}()"
 
 
 def needed(a, /, b, *args, c, d=4, **kwargs): ...
 
 
 @pytest.mark.parametrize(
-    ("made_of", "args", "kwargs"),
+    ("options", "args", "kwargs"),
     [
         ({"lock_on": []}, (), {}),
         ({"lock_on": ["a"]}, (1,), {}),
@@ -482,15 +355,13 @@ def needed(a, /, b, *args, c, d=4, **kwargs): ...
     ],
     ids=str,
 )
-def test_to_ask_needs_only_the_arguments_that_make_the_lock(made_of, args, kwargs):
-    parameters = parameters_of(needed)
-    lock = call_key(TASK, parameters, args, kwargs, **made_of, partial=True)
-    whole = {**{"b": 0, "c": 0}, **kwargs}
-    assert call_key(TASK, parameters, args or (0,), whole, **made_of) == lock
+def test_to_ask_needs_only_the_arguments_that_make_the_lock(options, args, kwargs):
+    lock = made_of({**options, "partial": True}, needed, *args, **kwargs)
+    assert made_of(options, needed, *(args or (0,)), **{"b": 0, "c": 0, **kwargs}) == lock
 
 
 @pytest.mark.parametrize(
-    ("made_of", "args", "kwargs", "text"),
+    ("options", "args", "kwargs", "text"),
     [
         ({}, (1,), {"b": 2}, "missing a required argument: 'c'"),
         ({"lock_on": ["b"]}, (1,), {}, "missing a required argument: 'b'"),
@@ -500,58 +371,33 @@ def test_to_ask_needs_only_the_arguments_that_make_the_lock(made_of, args, kwarg
     ],
     ids=str,
 )
-def test_to_ask_needs_the_arguments_that_make_the_lock(made_of, args, kwargs, text):
+def test_to_ask_needs_the_arguments_that_make_the_lock(options, args, kwargs, text):
     with pytest.raises(TypeError, match=text):
-        call_key(TASK, parameters_of(needed), args, kwargs, **made_of, partial=True)
-
-
-@pytest.mark.parametrize(("args", "kwargs"), [((), {"q": 1}), ((1, 2, 3), {})])
-def test_to_ask_with_arguments_that_the_task_does_not_have_is_an_error(args, kwargs):
-    with pytest.raises(TypeError):
-        call_key(TASK, parameters_of(f), args, kwargs, lock_on=[], partial=True)
-
-
-def test_lock_on_may_leave_out_what_has_no_stable_form():
-    call_key(TASK, parameters_of(f), (1, object()), {}, lock_on=["a"])
-
-
-def test_lock_on_of_a_missing_argument_names_it():
-    with pytest.raises(TypeError, match=rf"lock_on of {TASK} names 'x'.*arguments are: a, b, c"):
-        call_key(TASK, parameters_of(f), (1,), {}, lock_on=["a", "x"])
+        made_of({**options, "partial": True}, needed, *args, **kwargs)
 
 
 @pytest.mark.parametrize("argument", ["x", "kwargs"])
 def test_lock_on_of_an_extra_argument_that_is_not_passed_names_it(argument):
     with pytest.raises(TypeError, match=rf"lock_on of {TASK} names '{argument}'.*are: args\."):
-        call_key(TASK, parameters_of(anything), (1,), {}, lock_on=[argument])
+        made_of({"lock_on": [argument]}, anything, 1)
 
 
 # lock_name
 
 
 def test_format_string_is_filled_from_the_bound_arguments():
-    assert named("customer:{a}:{b}", 7) == name_key("customer:7:2")
+    assert named("customer:{a}:{b}", 7) == keys.name_key("customer:7:2")
 
 
 def test_format_string_sees_a_default_without_stable_form():
     default = Plain()
-    parameters = parameters_of(lambda a, b=default: None)
-    lock = call_key(TASK, parameters, (7,), {}, lock_name="customer:{b.number}")
-    assert lock == name_key("customer:9")
+    options = {"lock_name": "customer:{b.number}"}
+    assert made_of(options, lambda a, b=default: None, 7) == keys.name_key("customer:9")
 
 
 def test_two_tasks_share_a_lock_by_its_name():
-    parameters = parameters_of(f)
-    one = call_key("one", parameters, (7,), {}, lock_name="customer:{a}")
-    assert call_key("two", parameters, (), {"a": 7}, lock_name="customer:{a}") == one
-
-
-def test_callable_takes_the_arguments_of_the_call():
-    def lock_name(a: int, b: int = 2) -> str:
-        return f"customer:{a + b}"
-
-    assert named(lock_name, 1) == name_key("customer:3")
-    assert named(lock_name, 1, b=4) == name_key("customer:5")
+    other = made_of({"task": "another", "lock_name": "customer:{a}"}, f, a=7)
+    assert other == named("customer:{a}", 7)
 
 
 @pytest.mark.parametrize(
@@ -563,17 +409,17 @@ def test_message_keeps_the_formatted_name(value):
     assert named("of {a}", sent(value)) == named("of {a}", value)
 
 
-def test_formatted_sets_and_enums_have_one_form():
-    assert named("of {a}", {Color.RED, "x"}).name == "of ['red', 'x']"
-
-
-def test_formatted_dates_keep_their_formats():
-    assert named("day {a:%d.%m.}", datetime.date(2026, 2, 1)).name == "day 01.02."
-
-
-def test_format_string_without_text_is_refused():
-    with pytest.raises(ValueError, match=r"lock_name='\{a\}' of .* has no fixed text"):
-        named("{a}", 1)
+@pytest.mark.parametrize(
+    ("template", "value", "name"),
+    [
+        ("of {a}", {Color.RED, "x"}, "of ['red', 'x']"),
+        ("of {a}", [datetime.date(2020, 1, 1)], "of [datetime.date(2020, 1, 1)]"),
+        ("day {a:%d.%m.}", datetime.date(2026, 2, 1), "day 01.02."),
+        ("x {a.x}", Point(1, 2), "x 1"),
+    ],
+)
+def test_format_string_sees_the_parts_of_a_value(template, value, name):
+    assert named(template, value).name == name
 
 
 @pytest.mark.parametrize("template", ["x{a.y}", "x{c[d]}", "x{a[9]}", "x{a:d}", "x{b:>9}"])
@@ -583,13 +429,6 @@ def test_format_string_that_cannot_be_filled_names_option_and_task(template):
         named(template, "text", [1], c={})
 
 
-@pytest.mark.parametrize(("template", "field"), [("x{}", ""), ("x{0}", "0"), ("x{d.pk}", "d")])
-def test_format_string_names_the_argument_that_it_misses(template, field):
-    expected = f"lock_name={template!r} of {TASK} names {field!r}, which is not an argument."
-    with pytest.raises(TypeError, match=f"^{re.escape(expected)}"):
-        named(template, "text")
-
-
 def test_name_of_a_self_referencing_argument_is_refused():
     loop: list[Any] = []
     loop.append(loop)
@@ -597,29 +436,19 @@ def test_name_of_a_self_referencing_argument_is_refused():
         named("of {a}", loop)
 
 
-def of_all(*args: Any, **kwargs: Any) -> str:
-    return f"of {args} {kwargs}"
-
-
-def of_values(*args: Any) -> str:
-    return f"of {args}"
-
-
 @pytest.mark.parametrize(
     "lock_name",
     [
-        of_all,
-        of_values,
+        lambda *args, **kwargs: f"of {args} {kwargs}",
+        lambda *args: f"of {args}",
         lambda a, b, **rest: f"of {a} {b} {rest}",
         lambda b, a: f"of {a} {b}",
     ],
 )
 def test_a_function_gets_the_same_however_the_call_is_written(lock_name: Any) -> None:
-    parameters = parameters_of(lambda a, b=2: None)
-    ways: list[Any] = [((1, 2), {}), ((1,), {"b": 2}), ((), {"b": 2, "a": 1}), ((1,), {})]
-    keys = {call_key(TASK, parameters, *way, lock_name=lock_name) for way in ways}
-    assert len(keys) == 1
-    assert call_key(TASK, parameters, (1, 3), {}, lock_name=lock_name) not in keys
+    lock = partial(made_of, {"lock_name": lock_name}, lambda a, b=2: None)
+    assert lock(1, 2) == lock(1, b=2) == lock(b=2, a=1) == lock(1)
+    assert lock(1, 3) != lock(1)
 
 
 @pytest.mark.parametrize(
@@ -632,15 +461,12 @@ def test_a_function_gets_the_same_however_the_call_is_written(lock_name: Any) ->
 )
 @pytest.mark.parametrize("body", [lambda a, b, c: None, lambda a, *rest: None])
 def test_a_function_that_takes_places_gets_the_values(lock_name: Any, body: Any) -> None:
-    assert call_key(TASK, parameters_of(body), (1, 2, 3), {}, lock_name=lock_name).name == (
-        "of (1, 2, 3)"
-    )
+    assert made_of({"lock_name": lock_name}, body, 1, 2, 3).name == "of (1, 2, 3)"
 
 
 def test_a_function_may_take_fewer_arguments_than_the_body() -> None:
-    parameters = parameters_of(lambda a, *rest, b=2, **more: None)
-    lock = call_key(TASK, parameters, (1, 5), {"c": 3}, lock_name=lambda c, a: f"of {a} {c}")
-    assert lock.name == "of 1 3"
+    options = {"lock_name": lambda c, a: f"of {a} {c}"}
+    assert made_of(options, lambda a, *rest, b=2, **more: None, 1, 5, c=3).name == "of 1 3"
 
 
 @pytest.mark.parametrize("lock_name", ["of {a}", lambda a: f"of {a}"])
@@ -649,22 +475,24 @@ def test_memory_address_in_a_name_is_refused(lock_name):
         named(lock_name, object())
 
 
-@pytest.mark.parametrize("result", [0, 7, b"x"])
-def test_callable_that_makes_no_string_is_refused(result):
-    with pytest.raises(TypeError, match=rf"the result of lock_name of {TASK} must be a string"):
+@pytest.mark.parametrize(
+    ("result", "error", "text"),
+    [
+        (0, TypeError, "must be a string, not 0"),
+        (b"x", TypeError, "must be a string, not b'x'"),
+        (" ", ValueError, "is empty"),
+    ],
+)
+def test_callable_that_makes_no_name_is_refused(result, error, text):
+    with pytest.raises(error, match=f"the result of lock_name of {TASK} {text}"):
         named(lambda a: result, 1)
-
-
-def test_empty_result_of_a_callable_is_refused():
-    with pytest.raises(ValueError, match=rf"the result of lock_name of {TASK} is empty"):
-        named(lambda a: " ", 1)
 
 
 def test_a_filled_name_that_is_too_long_is_shortened_and_still_tells_calls_apart():
     one, other = (named("x{a}", f"{'y' * 300}{number}") for number in (1, 2))
     assert one.key != other.key
     assert one.name != other.name
-    assert len(one.name) == MAX_NAME
+    assert len(one.name) == keys.MAX_NAME
 
 
 # Without a stable form
@@ -672,11 +500,6 @@ def test_a_filled_name_that_is_too_long_is_shortened_and_still_tells_calls_apart
 
 class Plain:
     number = 9
-
-
-@dataclasses.dataclass
-class Data:
-    x: int
 
 
 def self_referencing() -> list[Any]:
@@ -694,39 +517,26 @@ def nested(depth: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
+    ("value", "text"),
     [
-        (User(pk=1), "django.contrib.auth.models.User"),
-        (object(), "builtins.object"),
-        (Plain(), "tests.test_keys.Plain"),
-        (Data(1), "tests.test_keys.Data"),
-        ([{"x": object()}], "builtins.object"),
-        ({object(): 1}, "builtins.object"),
-        (range(3), "builtins.range"),
-        (iter([]), "builtins.list_iterator"),
-        (print, "builtins.builtin_function_or_method"),
-        (Plain, "builtins.type"),
-        (1j, "builtins.complex"),
+        (User(pk=1), "contains a django.contrib.auth.models.User, which has no stable form"),
+        (object(), "contains a builtins.object, which"),
+        (Plain(), "contains a tests.test_keys.Plain, which"),
+        (Plain, "contains a builtins.type, which"),
+        ([{"x": object()}], "contains a builtins.object, which"),
+        ({object(): 1}, "contains a builtins.object, which"),
+        (range(3), "contains a builtins.range, which"),
+        (1j, "contains a builtins.complex, which"),
+        (self_referencing()[0], "refers to itself or is nested"),
+        (self_referencing()[1], "refers to itself or is nested"),
+        (nested(100_000), "refers to itself or is nested"),
+        ([10**5000], "contains an integer with too many digits"),
     ],
-    ids=repr,
+    ids=range(12),
 )
-def test_value_without_stable_form_names_argument_task_and_type(value, kind):
-    expected = f"argument 'b' of {TASK} contains a {kind}, which has no stable form"
-    with pytest.raises(TypeError, match=re.escape(expected)):
+def test_value_without_stable_form_names_argument_task_and_type(value, text):
+    with pytest.raises(TypeError, match=re.escape(f"argument 'b' of {TASK} {text}")):
         key_of(f, 1, value)
-
-
-@pytest.mark.parametrize(
-    "value", [*self_referencing(), nested(100_000)], ids=["list", "dict", "deep"]
-)
-def test_endless_value_names_argument_and_task(value):
-    with pytest.raises(TypeError, match=f"argument 'a' of {TASK} refers to itself or is nested"):
-        key_of(f, value)
-
-
-def test_number_of_too_many_digits_names_argument_and_task():
-    with pytest.raises(TypeError, match=f"argument 'b' of {TASK} contains an integer with too"):
-        key_of(f, 1, [10**5000])
 
 
 def test_extra_argument_without_stable_form_is_named():
@@ -736,20 +546,17 @@ def test_extra_argument_without_stable_form_is_named():
         key_of(anything, object())
 
 
-def test_object_that_kombu_can_send_has_a_key():
-    class Sendable:
+def test_object_that_says_its_values_is_its_values():
+    class OfKombu:
         def __json__(self) -> Any:
             return {"x": (1, 2)}
 
-    assert key_of(f, Sendable()) == key_of(f, sent([Sendable()])[0]) == key_of(f, {"x": [1, 2]})
-
-
-def test_pydantic_like_model_is_its_values():
-    class Model:
+    class OfPydantic:
         def model_dump(self) -> Any:
-            return {"x": 1}
+            return {"x": (1, 2)}
 
-    assert key_of(f, Model()) == key_of(f, {"x": 1})
+    assert key_of(f, OfKombu()) == key_of(f, sent([OfKombu()])[0]) == key_of(f, {"x": [1, 2]})
+    assert key_of(f, OfPydantic()) == key_of(f, {"x": [1, 2]})
 
 
 # Names
@@ -761,15 +568,18 @@ def test_name_shows_the_arguments():
 
 def test_name_of_a_long_call_is_cut():
     name = name_of(f, ["x" * 100] * 9)
-    assert len(name) == MAX_NAME
+    assert len(name) == keys.MAX_NAME
     assert name.endswith("…)")
 
 
 def test_hidden_arguments_are_in_neither_name_nor_key(settings):
+    before = key_of(f, "secret")
     settings.SINGLETASK_RECORD_ARGUMENTS = False
-    lock = call_key(TASK, parameters_of(f), ("secret",), {})
+    lock = call(f, "secret")
     assert re.fullmatch(rf"{re.escape(TASK)}\(#[0-9a-f]{{8}}\)", lock.name)
     assert "secret" not in lock.key
+    assert lock.key == before
+    assert name_of(no_arguments) == f"{TASK}()"
 
 
 @pytest.mark.parametrize("lock_name", ["of {a}", lambda a: f"of {a}"])
@@ -787,22 +597,10 @@ def test_hidden_arguments_are_not_in_errors(settings):
     assert "secret" not in str(caught.value)
 
 
-def test_hiding_keeps_the_keys_of_calls(settings):
-    shown = key_of(f, "secret")
-    settings.SINGLETASK_RECORD_ARGUMENTS = False
-    assert key_of(f, "secret") == shown
-
-
-def test_representation_given_by_the_caller_replaces_the_arguments():
-    parameters = parameters_of(f)
-    lock = call_key(TASK, parameters, ("secret",), {}, shown="***")
-    assert lock == (f"{TASK}(***)", key_of(f, "secret"))
-
-
-def test_representation_given_by_the_caller_wins_over_hidden_arguments(settings):
-    settings.SINGLETASK_RECORD_ARGUMENTS = False
-    lock = call_key(TASK, parameters_of(f), ("secret",), {}, shown="***")
-    assert lock.name == f"{TASK}(***)"
+@pytest.mark.parametrize("recorded", [True, False])
+def test_representation_given_by_the_caller_replaces_the_arguments(settings, recorded):
+    settings.SINGLETASK_RECORD_ARGUMENTS = recorded
+    assert made_of({"shown": "***"}, f, "secret") == (f"{TASK}(***)", key_of(f, "secret"))
 
 
 def test_representation_given_by_the_caller_hides_a_formatted_name():
@@ -812,35 +610,30 @@ def test_representation_given_by_the_caller_hides_a_formatted_name():
 
 
 def test_representation_given_by_the_caller_may_hold_anything():
-    lock = call_key(TASK, parameters_of(f), (1,), {}, shown="x\n\x00\x1b[31m\ud800" + "y" * 300)
-    assert_safe(lock)
+    assert_safe(made_of({"shown": "x\n\x00\x1b[31m\ud800" + "y" * 300}, f, 1))
 
 
-def test_call_without_arguments_hides_nothing(settings):
-    settings.SINGLETASK_RECORD_ARGUMENTS = False
-    assert name_of(no_arguments) == f"{TASK}()"
-
-
-def assert_safe(lock: LockKey) -> None:
+def assert_safe(lock: keys.LockKey) -> None:
     """Check that the key fits memcached's 250 bytes with a prefix and a cleared lock's marker."""
     assert re.fullmatch(r"singletask:[!-~]*:[0-9a-f]{32}", lock.key)
     assert len(lock.key) <= 150
-    assert 0 < len(lock.name) <= MAX_NAME
+    assert 0 < len(lock.name) <= keys.MAX_NAME
     assert not re.search(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", lock.name)
 
 
 @settings(deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=MAX_NAME))
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1, max_size=keys.MAX_NAME))
 def test_any_name_without_control_characters_gives_a_safe_key(name):
     assume(name.strip())
-    assert name_key(name).name == name
-    assert_safe(name_key(name))
+    assert keys.name_key(name).name == name
+    assert keys.name_key(name).key != keys.name_key(f"{name}x").key
+    assert_safe(keys.name_key(name))
 
 
 @settings(deadline=None)
 @given(st.text(st.characters(), max_size=300))
 def test_any_task_name_gives_a_safe_key(task):
-    assert_safe(call_key(task, parameters_of(no_arguments), (), {}))
+    assert_safe(made_of({"task": task}, no_arguments))
 
 
 @pytest.mark.parametrize(
@@ -849,8 +642,6 @@ def test_any_task_name_gives_a_safe_key(task):
         ("", ValueError, "name is empty"),
         (" \u00a0", ValueError, "name is empty"),
         ("a\nb", ValueError, r"name contains control characters .*'a\\nb'"),
-        ("a\x00", ValueError, "name contains control characters"),
-        ("a\x1b[31m", ValueError, "name contains control characters"),
         ("a\x85", ValueError, "name contains control characters"),
         ("a\ud800", ValueError, "lone surrogates"),
         (None, TypeError, "name must be a string, not None"),
@@ -859,28 +650,23 @@ def test_any_task_name_gives_a_safe_key(task):
 )
 def test_unusable_name_says_why(name, error, message):
     with pytest.raises(error, match=message):
-        name_key(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["x" * 255, "x" * 9999, "ключ", "a b", "\N{SNOWMAN}" * 255, "{}%s"]
-)
-def test_different_usable_names_have_different_keys(name):
-    assert name_key(name).key not in {name_key(f"{name[:-1]}").key, name_key("_").key}
+        keys.name_key(name)
 
 
 def test_a_long_name_is_shown_shortened():
-    lock = name_key("x" * 256)
+    lock = keys.name_key("x" * 256)
     assert re.fullmatch(r"x{245}…#[0-9a-f]{8}", lock.name)
-    assert name_key("x" * 256) == lock
+    assert lock.key != keys.name_key("x" * 9999).key
 
 
 # Entries beside a lock
 
 
 def test_each_kind_and_task_has_an_entry_of_its_own_beside_a_lock():
-    lock = name_key("x" * 255)
-    entries = {lock.beside(kind, task) for kind in (QUEUED, LATEST) for task in ("a", "b")}
+    lock = keys.name_key("x" * 255)
+    entries = {
+        lock.beside(kind, task) for kind in (keys.QUEUED, keys.LATEST) for task in ("a", "b")
+    }
     assert len(entries) == 4
     for entry in entries:
         assert entry.name == lock.name
@@ -899,7 +685,7 @@ def test_keys_need_no_md5(monkeypatch):
     monkeypatch.setattr(hashlib, "new", refuse)
     monkeypatch.setattr(hashlib, "sha1", refuse)
     key_of(f, 1)
-    name_key("nightly")
+    keys.name_key("nightly")
 
 
 def test_keys_stay_the_same_from_release_to_release():
@@ -907,10 +693,6 @@ def test_keys_stay_the_same_from_release_to_release():
     assert key_of(f, 7, [b"x", {"y": Decimal("1.1")}]) == (
         "singletask:feeds.tasks.import_feed:2c2f991a7b7a34f3c5c090a1ec7fb765"
     )
-    assert name_key("customer:7").key == "singletask:customer:7:e38968b6c8064af128e98ea29efc197d"
-
-
-def test_a_template_sees_the_parts_of_named_tuples_and_dates():
-    point = namedtuple("point", "x")(1)
-    assert formattable(point).x == 1
-    assert formattable([datetime.date(2020, 1, 1)]) == [datetime.date(2020, 1, 1)]
+    assert (
+        keys.name_key("customer:7").key == "singletask:customer:7:e38968b6c8064af128e98ea29efc197d"
+    )

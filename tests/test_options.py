@@ -1,318 +1,307 @@
-"""Wrong lock options are refused alike in the body of a class, in one call and by the check."""
+"""Each option has the limits of the table tests/limits.py, wherever it is set.
+
+In the body of a class, in one call, in a run, on an attribute as ``task_annotations`` set it, and,
+where they have the option, in ``TaskLock`` and ``only_one``. The last part is about the header in
+which the options of a call travel.
+"""
 
 from __future__ import annotations
 
-import enum
+import inspect
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, current_app
 from django.core.checks import Error
 
-from django_singletask import SingletonTask, checks
-from django_singletask.conf import DOCS
-from django_singletask.task import base
-from django_singletask.task.header import HEADER, VERSION, WAITS, Header
-from django_singletask.task.options import NAMES, OF_RUN, LockOptions, check_value
+from django_singletask import SingletonTask, TaskLock, checks, only_one
+from django_singletask.task import header
+from django_singletask.testing import no_locks
+from tests import inside
+from tests.deliveries import collect_sent
+from tests.limits import OF_FUNCTIONS, OF_LOCKS, OPTIONS, SETTINGS
 
 NAME = "shop.buy"
-OF_TASK = f"of {NAME}"
-OF_CALL = f"in lock_options of {NAME}"
-
-
-class Wrong(NamedTuple):
-    """Wrong options, and what each of the three places says about them.
-
-    ``text`` is the message with ``{}`` for the place. ``in_class`` and ``in_call`` are the errors
-    that are raised; None: nothing is. ``check`` is the number of the system check.
-    """
-
-    options: dict[str, Any]
-    text: str
-    in_class: type[Exception] | None
-    in_call: type[Exception] | None
-    check: str
-
-
-NAN, MONTH = float("nan"), 30 * 24 * 60 * 60
-LEAST = {
-    "lock_timeout": f"above 0 and at most {MONTH} (30 days)",
-    "lock_wait": f"0 or more and at most {MONTH} (30 days), or math.inf",
-    "lock_at_least": f"0 or more and at most {MONTH} (30 days)",
-    "unique_for": f"above 0 and at most {MONTH} (30 days)",
+OF_TASK = f" of {NAME}"
+OF_CALL = f" in lock_options of {NAME}"
+BESIDE: dict[str, dict[str, Any]] = {
+    "lock_renew": {"lock_timeout": 60},
+    "lock_wait": {"on_conflict": "requeue"},
+    "on_conflict": {"lock_wait": 5},
 }
-TOO_SMALL = {"lock_timeout": 0, "lock_wait": -1, "lock_at_least": -1, "unique_for": 0}
-CHOICES = {
-    "on_conflict": "skip, raise, wait, requeue, rerun",
-    "unique_until": "None, start, finish, expiry",
-    "on_duplicate": "return, raise, replace",
-    "on_outage": "raise, run, skip",
-    "lock_renew": "True, False",
-    "lock_history": "True, False",
-}
-
-
-def wrong_seconds(option: str) -> list[Wrong]:
-    number = f"{option} {{}} must be a number of seconds, {LEAST[option]}, not"
-    small = TOO_SMALL[option]
-    return [
-        Wrong({option: "60"}, f"{number} '60'.", TypeError, TypeError, "E008"),
-        Wrong({option: True}, f"{number} True.", TypeError, TypeError, "E008"),
-        Wrong({option: small}, f"{number} {small}.", None, ValueError, "E008"),
-        Wrong({option: NAN}, f"{number} nan.", None, ValueError, "E008"),
-        Wrong({option: MONTH + 1}, f"{number} {MONTH + 1}.", None, ValueError, "E008"),
-    ]
-
-
-def wrong_choices(option: str) -> list[Wrong]:
-    text = f"{option}={{value!r}} {{{{}}}} is not one of {CHOICES[option]}."
-    wrong = [Wrong({option: 1}, text.format(value=1), TypeError, TypeError, "E012")]
-    never = text.format(value="never")
-    if "True" in CHOICES[option]:  # a string has the wrong type
-        wrong.append(Wrong({option: "never"}, never, TypeError, TypeError, "E012"))
-    else:
-        wrong.append(Wrong({option: "never"}, never, None, ValueError, "E012"))
-    return wrong
-
-
-SLOTS = "lock_slots {} must be a whole number from 1 to 1000, not"
-LIST = "lock_on {} must be a list of argument names, not"
-PROBLEMS = [
-    *(wrong for option in LEAST for wrong in wrong_seconds(option)),
-    *(wrong for option in CHOICES for wrong in wrong_choices(option)),
-    Wrong(
-        {"lock_on": "a"},
-        "lock_on='a' {} is a string; did you mean ['a']?",
-        TypeError,
-        TypeError,
-        "E009",
-    ),
-    Wrong({"lock_on": 3}, f"{LIST} 3.", TypeError, TypeError, "E009"),
-    Wrong({"lock_on": [3]}, f"{LIST} [3].", TypeError, TypeError, "E009"),
-    Wrong(
-        {"lock_name": 3},
-        "lock_name {} must be a format string or a callable, not 3.",
-        TypeError,
-        TypeError,
-        "E010",
-    ),
-    Wrong(
-        {"lock_on": ["a"], "lock_name": "x:{a}"},
-        "lock_on=['a'] and lock_name='x:{{a}}' {} cannot be combined. "
-        f"Change or remove one of them; see {DOCS}/reference/options.html#pairs",
-        TypeError,
-        TypeError,
-        "E011",
-    ),
-    Wrong(
-        {"lock_renew": False},
-        "lock_renew=False {} needs lock_timeout, a lease longer than any run.",
-        None,
-        TypeError,
-        "E011",
-    ),
-    Wrong(
-        {"on_conflict": "wait"},
-        'on_conflict="wait" {} needs lock_wait, the longest wait in seconds.',
-        None,
-        ValueError,
-        "E011",
-    ),
-    Wrong(
-        {"on_conflict": "rerun", "lock_wait": 5},
-        "lock_wait=5 {} has no effect with on_conflict='rerun'.",
-        None,
-        None,
-        "E011",
-    ),
-    *(
-        Wrong({"lock_slots": value}, f"{SLOTS} {value!r}.", TypeError, TypeError, "E008")
-        for value in ("2", 2.0, True)
-    ),
-    Wrong({"lock_slots": 0}, f"{SLOTS} 0.", None, ValueError, "E008"),
-    Wrong(
-        {"on_skip": "report"},
-        "on_skip {} must be a plain function, not 'report'.",
-        TypeError,
-        TypeError,
-        "E012",
-    ),
-    Wrong(
-        {"skip_result": dict},
-        "skip_result {} must be a value (for a function use on_skip), not dict.",
-        TypeError,
-        TypeError,
-        "E012",
-    ),
+"""What an option needs beside it to have an effect."""
+WRONG = [
+    (option, value, error)
+    for option, limit in OPTIONS.items()
+    for error, values in ((TypeError, limit.wrong_types), (ValueError, limit.wrong_values))
+    for value in values
 ]
-
-# What only the arguments of the task show: a call learns of it when its key is made, by a message
-# of its own that begins in the same way.
-WITH_ARGUMENTS = [
-    Wrong(
-        {"lock_on": ["a", "feed"]},
-        "lock_on=['a', 'feed'] {} names 'feed', which is not an argument. Its arguments are: a, b.",
-        None,
-        TypeError,
-        "E009",
-    ),
-    Wrong(
-        {"lock_name": "{a}"},
-        "lock_name='{{a}}' {} has no fixed text: two tasks could share a lock by accident.",
-        None,
-        ValueError,
-        "E010",
-    ),
-    Wrong(
-        {"lock_name": ""},
-        "lock_name='' {} has no fixed text: two tasks could share a lock by accident.",
-        None,
-        ValueError,
-        "E010",
-    ),
-    Wrong(
-        {"lock_name": "x:{feed}"},
-        "lock_name='x:{{feed}}' {} names 'feed', which is not an argument. "
-        "Its arguments are: a, b.",
-        None,
-        TypeError,
-        "E010",
-    ),
-    Wrong(
-        {"lock_name": "x:{"},
-        "lock_name='x:{{' {} is not a format string: Single '{{' encountered in format string.",
-        None,
-        ValueError,
-        "E010",
-    ),
-]
+each_wrong_value = pytest.mark.parametrize(("option", "value", "error"), WRONG)
 
 
-def body(a, b=2): ...
+def body(a: Any, b: Any = 2) -> None: ...
+
+
+def anything(**kwargs: Any) -> None: ...
+
+
+def bound(self: Any, a: Any, b: Any = 2) -> None: ...
+
+
+APP = Celery("checked", set_as_current=False, broker="memory://")
 
 
 @pytest.fixture
-def app(monkeypatch):
-    """Give a Celery application of the test's own, whose tasks alone are checked."""
-    app = Celery("checked", set_as_current=False, broker="memory://")
-    monkeypatch.setattr(checks, "current_app", app)
-    monkeypatch.setattr(base, "current_app", app)
-    monkeypatch.setattr(app, "send_task", lambda *args, **options: None)
-    return app
+def app() -> Iterator[Celery]:
+    """Give a Celery application of these tests, whose tasks alone are checked."""
+    before = current_app._get_current_object()
+    APP.set_current()
+    APP.tasks.pop(NAME, None)
+    yield APP
+    before.set_current()
 
 
 @pytest.fixture
-def define(app):
-    """Make the task, with options in its decorator."""
+def sent(app: Celery, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    return collect_sent(app, monkeypatch)
 
-    def define_task(**options):
-        return app.task(body, base=SingletonTask, name=NAME, lazy=False, shared=False, **options)
+
+@pytest.fixture
+def define(app: Celery, sent: Any) -> Any:
+    """Make the task, with options in its decorator; what is sent goes nowhere."""
+
+    def define_task(function: Any = body, **options: Any) -> Any:
+        app.tasks.pop(NAME, None)
+        options = {"base": SingletonTask, "name": NAME, "lazy": False, "shared": False, **options}
+        return app.task(function, **options)
 
     return define_task
 
 
-def identify(wrong: Wrong) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in wrong.options.items())
+def the_message_of_the_check(task: Any, **attributes: Any) -> Any:
+    """Return what the check says, without the beginning of its id."""
+    for option, value in attributes.items():
+        setattr(task, option, value)
+    [message] = checks.check_tasks()
+    assert isinstance(message, Error)
+    return message
 
 
-@pytest.mark.parametrize("wrong", PROBLEMS + WITH_ARGUMENTS, ids=identify)
-def test_what_the_body_of_a_class_says(define, wrong):
-    if wrong.in_class is None:
-        define(**wrong.options)
+def test_the_table_has_each_option_and_its_default():
+    defaults = {name: option.default for name, option in inside.task_options().items()}
+    assert {name: limit.usual[0] for name, limit in OPTIONS.items()} == defaults
+
+
+def test_lock_x_of_a_task_is_x_elsewhere():
+    """It has the same meaning. What only one of them has is in docs/reference/options.rst."""
+    of_lock = inspect.signature(TaskLock).parameters.keys()
+    of_function = inspect.signature(only_one).parameters.keys()
+    assert of_lock == {*OF_LOCKS.values(), "name", "cache"}
+    assert of_function == {*OF_FUNCTIONS.values(), "function", "key"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_fits_is_accepted_everywhere(define, option):
+    for value in [*OPTIONS[option].usual, *OPTIONS[option].extreme]:
+        options = {**BESIDE.get(option, {}), option: value}
+        task = define(**options)
+        assert [message for message in checks.check_tasks() if isinstance(message, Error)] == []
+        if option != "on_skip":  # a message cannot carry a function
+            task.apply_async((1,), lock_options=options)
+
+
+@pytest.mark.parametrize("option", OF_LOCKS)
+def test_what_fits_a_task_fits_a_lock_and_a_function(option):
+    name = OF_LOCKS[option]
+    beside = {"timeout": 60} if name == "renew" else {}
+    values = [*OPTIONS[option].usual, *OPTIONS[option].extreme]
+    if name == "on_conflict":
+        values = ["skip", "raise"]
+    if name == "wait":
+        values.remove(None)  # there it is 0
+    for value in values:
+        TaskLock("nightly", **beside, **{name: value})
+        only_one(**beside, **{name: value})
+
+
+@each_wrong_value
+def test_the_body_of_a_class_refuses_a_wrong_type(define, option, value, error):
+    """The check reports a wrong number, which a subclass may change."""
+    if error is ValueError:
+        define(**{option: value})
         return
-    with pytest.raises(wrong.in_class) as caught:
-        define(**wrong.options)
-    assert str(caught.value) == wrong.text.format(OF_TASK)
+    with pytest.raises(TypeError) as caught:
+        define(**{option: value})
+    assert str(caught.value) == OPTIONS[option].message(option, value, OF_TASK)
 
 
-@pytest.mark.parametrize("wrong", PROBLEMS, ids=identify)
-def test_what_the_options_of_a_call_say(define, wrong):
-    task = define()
-    if wrong.in_call is None:
-        task.apply_async((1,), lock_options=wrong.options)
-        return
-    with pytest.raises(wrong.in_call) as caught:
-        task.apply_async((1,), lock_options=wrong.options)
-    assert str(caught.value) == wrong.text.format(OF_CALL)
+@each_wrong_value
+def test_a_call_refuses_a_wrong_value(define, option, value, error):
+    with pytest.raises(error) as caught:
+        define().apply_async((1,), lock_options={option: value})
+    assert str(caught.value) == OPTIONS[option].message(option, value, OF_CALL)
+
+
+@each_wrong_value
+def test_the_system_check_reports_a_wrong_value(define, option, value, error):
+    message = the_message_of_the_check(define(), **{option: value})
+    assert message.id == f"django_singletask.{OPTIONS[option].check}"
+    assert message.msg == OPTIONS[option].message(option, value, OF_TASK)
+    assert f" {option}, or remove it. See https://" in message.hint
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [wrong for wrong in PROBLEMS if wrong.in_call and wrong.options.keys() <= {*OF_RUN}],
-    ids=identify,
+    ("option", "value", "error"), [each for each in WRONG if each[0] in OF_LOCKS]
 )
-def test_what_a_run_says_where_no_check_has_run(define, wrong):
+def test_a_run_refuses_a_wrong_value_where_no_check_has_run(define, option, value, error):
     task = define()
-    for option, value in wrong.options.items():
-        setattr(task, option, value)
+    setattr(task, option, value)
     for run in (task, lambda a: task.apply((a,), throw=True), task.lock):
-        with pytest.raises(wrong.in_call) as caught:
+        with pytest.raises(error) as caught:
             run(1)
-        assert str(caught.value) == wrong.text.format(OF_TASK)
+        assert str(caught.value) == OPTIONS[option].message(option, value, OF_TASK)
 
 
-@pytest.mark.parametrize("wrong", WITH_ARGUMENTS, ids=identify)
-def test_a_call_whose_options_do_not_fit_the_arguments_is_not_sent(define, wrong):
-    with pytest.raises(wrong.in_call):
-        define().apply_async((1,), lock_options=wrong.options)
+@pytest.mark.parametrize(
+    ("option", "value", "error"), [each for each in WRONG if each[0] in OF_FUNCTIONS]
+)
+def test_a_lock_and_a_function_refuse_a_wrong_value(option, value, error):
+    """The message begins with the name that the user wrote."""
+    name = OF_FUNCTIONS[option]
+    with pytest.raises(error, match=f"^{name}[ =]"):
+        only_one(**{name: value})
+    if option in OF_LOCKS:
+        with pytest.raises(error, match=f"^{name}[ =]"):
+            TaskLock("nightly", **{name: value})
 
 
-@pytest.mark.parametrize("wrong", PROBLEMS + WITH_ARGUMENTS, ids=identify)
-def test_what_the_system_check_says(define, wrong):
-    task = define()
-    for option, value in wrong.options.items():
-        setattr(task, option, value)
-    [message] = checks.check_tasks()
-    assert message.id == f"django_singletask.{wrong.check}"
-    assert isinstance(message, Error) == (wrong.in_call is not None)
-    assert message.msg == wrong.text.format(OF_TASK)
-    assert message.hint
+NO_TEXT = "has no fixed text: two tasks could share a lock by accident."
+NO_FORMAT = "is not a format string: "
+NO_ARGUMENT = "names {!r}, which is not an argument. Its arguments are: a, b."
 
 
-def test_every_number_of_the_system_check_is_seen_here():
-    numbers = {wrong.check for wrong in PROBLEMS + WITH_ARGUMENTS}
-    assert numbers == {"E008", "E009", "E010", "E011", "E012"}
+@pytest.mark.parametrize(
+    ("option", "value", "error", "text"),
+    [
+        ("lock_on", ["a", "feed"], TypeError, NO_ARGUMENT.format("feed")),
+        ("lock_on", ["self"], TypeError, NO_ARGUMENT.format("self")),
+        *(("lock_name", value, ValueError, NO_TEXT) for value in ("", " ", "{a}", "{a} {b}")),
+        ("lock_name", "x{", ValueError, f"{NO_FORMAT}Single '{{' encountered in format string."),
+        ("lock_name", "x{a", ValueError, f"{NO_FORMAT}expected '}}' before end of string."),
+        *(
+            ("lock_name", f"x:{{{field}}}", TypeError, NO_ARGUMENT.format(name))
+            for field, name in (
+                ("feed", "feed"),
+                ("", ""),
+                ("0", "0"),
+                ("c.id", "c"),
+                ("c[i]", "c"),
+            )
+        ),
+    ],
+)
+def test_what_does_not_fit_the_arguments_is_reported_and_not_sent(
+    define, sent, option, value, error, text
+):
+    with pytest.raises(error) as caught:
+        define(bound, bind=True).apply_async((1,), lock_options={option: value})
+    assert str(caught.value).endswith(f"{OF_TASK} {text}")
+    assert sent == []
+    message = the_message_of_the_check(define(bound, bind=True, **{option: value}))
+    assert message.id == f"django_singletask.{OPTIONS[option].check}"
+    assert message.msg == f"{option}={value!r}{OF_TASK} {text}"
 
 
-def test_good_options_are_accepted_everywhere(define):
-    """Negative control."""
-    options = {
-        "lock_timeout": 30,
-        "lock_renew": False,
-        "lock_on": ["a"],
-        "on_conflict": "wait",
-        "lock_wait": 0.5,
-        "lock_at_least": 0,
-        "lock_slots": 1,
-        "on_skip": None,
-        "on_outage": "raise",
-        "skip_result": None,
-        "unique_until": "start",
-        "unique_for": MONTH,
-        "on_duplicate": "raise",
-        "lock_history": False,
-    }
-    assert options.keys() == NAMES - {"lock_name"}
-    task = define(**options)
-    task.apply_async((1,), lock_options=options)
-    assert checks.check_tasks() == []
+def test_a_task_that_takes_any_argument_may_name_any(define):
+    for option in ({"lock_on": ["feed"]}, {"lock_name": "x{feed}"}):
+        define(anything, **option)
+        assert checks.check_tasks() == []
 
 
-def test_a_name_of_the_call_replaces_the_arguments_of_the_task(define):
+def test_a_string_is_no_list_of_arguments(define):
+    with pytest.raises(TypeError) as caught:
+        define(lock_on="a")
+    assert str(caught.value) == f"lock_on='a'{OF_TASK} is a string; did you mean ['a']?"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_has_its_limits(settings, name):
+    limit = SETTINGS[name]
+    for value in [*limit.usual, *limit.extreme]:
+        setattr(settings, name, value)
+        assert checks.check_settings() == []
+    for value in [*limit.wrong_types, *limit.wrong_values]:
+        setattr(settings, name, value)
+        [message] = checks.check_settings()
+        assert isinstance(message, Error)
+        assert message.id == f"django_singletask.{limit.check}"
+        assert message.msg == limit.message(name, value)
+        assert message.hint.startswith(f"Set {name} to ")
+
+
+def test_a_name_of_the_call_replaces_the_arguments_of_the_task(define, sent):
     task = define(lock_on=["a"])
-    assert LockOptions.of(task, {"lock_name": "x"}).lock_on is None
-    assert LockOptions.of(task, {"lock_wait": 5}).lock_on == ["a"]
+    task.apply_async((1,), lock_options={"lock_name": "x{a}"})
+    task.apply_async((1, 3), lock_options={"lock_wait": 5, "on_conflict": "wait"})
+    names = [message["headers"][header.HEADER]["name"] for message in sent]
+    assert names == ["x1", f"{NAME}(a=1)"]
 
 
-FULL = Header(
+def test_no_value_is_shown_before_it_is_wrong(define):
+    """To show a lazy translation at import raises, and to show a queryset asks the database."""
+
+    class Hidden:
+        def __repr__(self) -> str:
+            raise AssertionError
+
+    define(skip_result=Hidden())
+
+
+def test_a_mixin_may_give_an_option_as_a_property(app):
+    class Mixin:
+        @property
+        def lock_timeout(self) -> float:
+            return 7
+
+    class Task(Mixin, SingletonTask):
+        name = NAME
+
+        def run(self) -> None: ...
+
+    with no_locks(), app.register_task(Task()).lock() as lock:
+        assert 6 < lock.remaining() <= 7
+
+
+def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define):
+    task = define(unique_for=10**8)
+    task.apply_async((1,), lock_options={"on_conflict": "raise"})
+    with pytest.raises(ValueError, match="unique_for in lock_options"):
+        task.apply_async((1,), lock_options={"unique_for": 10**8})
+
+
+@pytest.mark.parametrize(
+    ("option", "help"),
+    [
+        ("lock_timout", "did you mean 'lock_timeout'?"),
+        ("speed", f"the options are {', '.join(sorted(OPTIONS))}."),
+    ],
+)
+def test_what_an_unknown_option_of_a_call_says(define, option, help):
+    with pytest.raises(TypeError) as caught:
+        define().apply_async((1,), lock_options={option: 3})
+    assert str(caught.value) == f"{option!r}{OF_CALL} is unknown; {help}"
+
+
+FULL = header.Header(
     "an id",
     NAME,
     name="name",
     key="singletask:key",
-    options={"lock_wait": 5},
+    options={"lock_wait": math.inf, "on_conflict": "wait"},
     queued="the entry",
     token="a token",
     due=1_700_000_000.5,
@@ -320,7 +309,7 @@ FULL = Header(
     met="a holder",
     outage_hops=2,
     requeued_at=1_700_000_001.5,
-    redelivered=WAITS,
+    redelivered=header.WAITS,
     delay=60.5,
     marked=True,
     received=1_700_000_002.5,
@@ -328,152 +317,72 @@ FULL = Header(
     never_gives_way=True,
     was="singletask:before",
 )
-"""A header with a value in each field."""
+"""A header with a value in each field, and an option that JSON has no number for."""
+
+
+def read(headers: Any, task_id: str | None = "an id", task: str = NAME) -> header.Header | None:
+    return header.Header.of(headers, task_id, task)
+
+
+def wire(**fields: Any) -> dict[str, Any]:
+    """Return the fields of the full header in a message, with others."""
+    return {**json.loads(json.dumps(FULL.into({}), allow_nan=False))[header.HEADER], **fields}
 
 
 class TestHeader:
     def test_the_full_header_leaves_no_field_empty(self):
         assert all(vars(FULL).values())
 
-    @pytest.mark.parametrize("header", [FULL, Header("an id", NAME)], ids=["full", "empty"])
-    def test_what_was_written_is_read_again(self, header):
-        headers = header.into({"trace": "7"})
+    @pytest.mark.parametrize("written", [FULL, header.Header("an id", NAME)], ids=["full", "empty"])
+    def test_what_was_written_is_read_again(self, written):
+        headers = json.loads(json.dumps(written.into({"trace": "7"}), allow_nan=False))
         assert headers["trace"] == "7"
-        assert Header.of(headers, "an id", NAME) == header
+        assert read(headers) == written
 
     @pytest.mark.parametrize(
         ("task_id", "task"), [("another", NAME), (None, NAME), ("an id", "shop.sell")]
     )
     def test_the_header_of_another_call_is_none(self, task_id, task):
-        assert Header.of(FULL.into({}), task_id, task) is None
+        assert read(FULL.into({}), task_id, task) is None
 
-    @pytest.mark.parametrize("headers", [None, {}, {HEADER: None}, {HEADER: "text"}], ids=str)
+    @pytest.mark.parametrize("headers", [None, {}, {"singletask": None}, {"singletask": "text"}])
     def test_headers_without_it_are_none(self, headers):
-        assert Header.of(headers, "an id", NAME) is None
+        assert read(headers) is None
 
     def test_what_has_no_value_is_not_sent(self):
-        wire = {"id": "an id", "task": NAME, "version": VERSION}
-        assert Header("an id", NAME).into(None) == {HEADER: wire}
+        fields = {"id": "an id", "task": NAME, "version": header.VERSION}
+        assert header.Header("an id", NAME).into(None) == {header.HEADER: fields}
 
     def test_the_next_message_drops_what_is_of_this_one(self):
-        header = replace(FULL)
-        header.forget_message()
-        assert (header.token, header.hops, header.redelivered) == (None, 0, 0)
-        assert header.due == header.requeued_at == header.outage_hops == 0
-        fields = {"token": FULL.token, "met": FULL.met, "hops": 3, "outage_hops": 2}
-        fields |= {"redelivered": WAITS, "marked": True, "received": FULL.received}
-        assert replace(header, due=FULL.due, requeued_at=FULL.requeued_at, **fields) == FULL
-
-    def test_a_wait_without_end_travels_as_json(self):
-        header = replace(FULL, options={"lock_wait": math.inf, "on_conflict": "wait"})
-        headers = json.loads(json.dumps(header.into({}), allow_nan=False))
-        assert Header.of(headers, "an id", NAME) == header
+        kept = replace(FULL)
+        kept.forget_message()
+        forgotten = {name for name, value in vars(FULL).items() if value != vars(kept)[name]}
+        of_message = {"token", "met", "redelivered", "marked", "hops", "outage_hops", "due"}
+        assert forgotten == {*of_message, "requeued_at"}
+        assert not any(vars(kept)[name] for name in forgotten)
 
 
 class TestMessageOfAnotherVersion:
     """While workers are replaced one by one, each reads the messages of the other version."""
 
-    BEFORE = {
-        "id": "an id",
-        "task": NAME,
-        "name": "name",
-        "key": "singletask:key",
-        "options": {"lock_wait": 5},
-        "queued": "the entry",
-        "token": "a token",
-        "due": 1_700_000_000.5,
-        "hops": 3,
-        "redelivered": WAITS,
-        "ticket": ["epoch", 7],
-        "was": "singletask:before",
-    }
-    """What the first version with this header wrote."""
+    BEFORE = {"id", "task", "name", "key", "options", "queued", "token", "due", "hops"}
+    BEFORE |= {"redelivered", "ticket", "was"}
+    """What the first version with this header wrote, and finds in the messages of this one."""
 
     NEW = {"met": None, "outage_hops": 0, "requeued_at": 0.0, "never_gives_way": False}
-    NEW |= {"version": VERSION, "delay": 0.0, "marked": False, "received": 0.0}
+    NEW |= {"version": header.VERSION, "delay": 0.0, "marked": False, "received": 0.0}
+    """What this version makes of its messages."""
 
     def test_one_of_the_version_before_is_read(self):
-        headers = {HEADER: self.BEFORE}
-        assert Header.of(headers, "an id", NAME) == replace(FULL, **self.NEW)
-
-    def test_the_version_before_finds_what_it_knows(self):
-        wire = json.loads(json.dumps(FULL.into({})))[HEADER]
-        assert {name: wire[name] for name in self.BEFORE} == self.BEFORE
-        assert wire.keys() - self.BEFORE.keys() == self.NEW.keys()
+        assert wire().keys() == self.BEFORE | self.NEW.keys()
+        before = {name: wire()[name] for name in self.BEFORE}
+        assert read({header.HEADER: before}) == replace(FULL, **self.NEW)
 
     def test_to_the_version_before_a_call_that_never_gives_way_has_no_ticket(self):
         """That version would let it give way, and its work would be lost."""
-        wire = replace(FULL, ticket=None).into({})[HEADER]
-        assert "ticket" not in wire
+        assert "ticket" not in replace(FULL, ticket=None).into({})[header.HEADER]
 
-    def test_fields_of_a_newer_version_are_ignored(self):
-        headers = {HEADER: {**FULL.into({})[HEADER], "field_from_2030": [1]}}
-        assert Header.of(headers, "an id", NAME) == FULL
-
-
-def test_options_of_a_newer_version_are_ignored_by_the_worker():
-    header = Header("id", NAME, options={"lock_wait": 3})
-    headers = header.into({})
-    headers[HEADER]["options"] = {**headers[HEADER]["options"], "lock_from_2030": 2}
-    assert Header.of(headers, "id", NAME) == header
-
-
-def test_no_value_is_shown_before_it_is_wrong(define):
-    """To show a lazy translation at import raises, and to show a queryset asks the database."""
-
-    class Hidden:
-        def __repr__(self):
-            raise AssertionError
-
-    define(skip_result=Hidden())
-
-
-def test_a_mixin_may_give_an_option_as_a_property():
-    class Mixin:
-        @property
-        def lock_timeout(self):
-            return 7
-
-    class Task(Mixin, SingletonTask):
-        pass
-
-    assert LockOptions.of(Task()).lock_timeout == 7
-
-
-def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define):
-    task = define(unique_for=10**8)
-    LockOptions.check_call(task, {"on_conflict": "raise"})
-    with pytest.raises(ValueError, match="unique_for"):
-        LockOptions.check_call(task, {"unique_for": 10**8})
-
-
-@pytest.mark.parametrize(
-    ("option", "help"),
-    [
-        ("lock_timout", "did you mean 'lock_timeout'?"),
-        ("speed", f"the options are {', '.join(sorted(NAMES))}."),
-    ],
-)
-def test_what_an_unknown_option_of_a_call_says(define, option, help):
-    with pytest.raises(TypeError) as caught:
-        define().apply_async((1,), lock_options={option: 3})
-    assert str(caught.value) == f"{option!r} {OF_CALL} is unknown; {help}"
-
-
-@pytest.mark.parametrize("use", [lambda task: task(), lambda task: task.lock()])
-def test_an_unknown_policy_is_refused_where_no_checks_run(use):
-    app = Celery("unchecked", set_as_current=False, broker="memory://")
-
-    @app.task(base=SingletonTask, name=NAME, shared=False, on_conflict="skpi")
-    def buy():
-        pass
-
-    with pytest.raises(ValueError, match=r"on_conflict='skpi' of shop\.buy is not one of skip"):
-        use(buy)
-
-
-def test_a_policy_can_be_a_member_of_an_enumeration():
-    class Policy(str, enum.Enum):  # noqa: UP042 - str() of it is not its value
-        WAIT = "wait"
-
-    check_value("on_conflict", "of a test", Policy.WAIT)
+    def test_fields_and_options_of_a_newer_version_are_ignored(self):
+        options = {**wire()["options"], "lock_from_2030": 2}
+        newer = wire(field_from_2030=[1], options=options)
+        assert read({header.HEADER: newer}) == FULL

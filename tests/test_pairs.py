@@ -12,40 +12,20 @@ import pytest
 from celery import Celery
 
 from django_singletask import LockConflict, SingletonTask
-from django_singletask.task.options import NAMES, LockOptions
 from django_singletask.testing import hold
+from tests import inside
+from tests.limits import OPTIONS, report
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/reference/options.rst").read_text()
 TEXT = PAGE.partition("Options that cannot be used together\n---")[2].partition("\n---")[0]
-
-
-def report(*args: Any, **kwargs: Any) -> str:
-    return "reported"
+VALUES = {name: limit.usual for name, limit in OPTIONS.items()}
+DEFAULTS = {name: values[0] for name, values in VALUES.items()}
+APP = Celery("paired", set_as_current=False, broker="memory://")
 
 
 def buy(a: int) -> str:
     return "ran"
-
-
-VALUES: dict[str, list[Any]] = {
-    "lock_timeout": [None, 30],
-    "lock_renew": [True, False],
-    "lock_on": [None, [], ["a"]],
-    "lock_name": [None, "x:{a}"],
-    "on_conflict": ["skip", "raise", "wait", "requeue", "rerun"],
-    "lock_wait": [None, 0, 0.5],
-    "lock_at_least": [0, 5],
-    "lock_slots": [1, 2],
-    "on_skip": [None, report],
-    "on_outage": ["raise", "run", "skip"],
-    "skip_result": [None, "busy"],
-    "unique_until": [None, "start", "finish", "expiry"],
-    "unique_for": [3600, 60],
-    "on_duplicate": ["return", "raise", "replace"],
-    "lock_history": [True, False],
-}
-"""The values of each option that are tried, its default first."""
 
 
 class Row(NamedTuple):
@@ -54,6 +34,10 @@ class Row(NamedTuple):
     error: str | None
     in_each_run: bool
     """Whether the class can be created, and only the check and each run refuse the pair."""
+
+    @property
+    def names(self) -> set[str]:
+        return {self.one[0][0], self.other[0][0]}
 
     def is_about(self, options: dict[str, Any]) -> bool:
         return all(
@@ -91,24 +75,15 @@ def test_every_value_of_the_table_is_tried():
     assert [(name, value) for name, value in sides if value not in VALUES[name]] == []
 
 
-def test_every_option_is_tried():
-    assert VALUES.keys() == NAMES
-    assert {name: values[0] for name, values in VALUES.items()} == {
-        name: getattr(LockOptions, name) for name in NAMES
-    }
-
-
 @pytest.fixture
 def define(monkeypatch):
     """Make a task with options in its decorator; what is sent goes nowhere."""
-    app = Celery("paired", set_as_current=False, broker="memory://")
-    monkeypatch.setattr(app, "send_task", lambda *args, **options: None)
+    monkeypatch.setattr(APP, "send_task", lambda *args, **options: None)
 
     def define_task(**options: Any) -> SingletonTask:
-        app.tasks.pop("shop.buy", None)
-        return app.task(
-            buy, base=SingletonTask, name="shop.buy", lazy=False, shared=False, **options
-        )
+        APP.tasks.pop("shop.buy", None)
+        facts = {"base": SingletonTask, "name": "shop.buy", "lazy": False, "shared": False}
+        return APP.task(buy, **facts, **options)
 
     return define_task
 
@@ -117,40 +92,39 @@ def define(monkeypatch):
 def test_a_pair_is_what_the_table_says(define, names):
     for values in itertools.product(*map(VALUES.get, names)):
         given = dict(zip(names, values, strict=True))
-        options = {**{name: values[0] for name, values in VALUES.items()}, **given}
-        expected = [row for row in TABLE if row.is_about(options)]
-        problems = list(LockOptions(**options).problems("of shop.buy"))
-        errors = [type(error).__name__ for _, error in problems]
-        assert errors == [row.error or "UserWarning" for row in expected], given
-        early = [row.error for row in expected if row.error and not row.in_each_run]
+        rows = [row for row in TABLE if row.is_about({**DEFAULTS, **given})]
+        problems = inside.problems_of("of shop.buy", **{**DEFAULTS, **given})
+        errors = [type(error).__name__ for error in problems]
+        assert errors == [row.error or "UserWarning" for row in rows], given
+
+        wrong = [(row, said(each)) for row, each in zip(rows, problems, strict=True) if row.error]
+        early = [text for row, text in wrong if not row.in_each_run]
         assert raised(define, **given) == early[:1], given
         if not early:
-            in_run = [row.error for row in expected if row.error]
-            with hold("another lock"):
-                assert raised(define(**given).apply_async, (1,)) == [], given
-                assert raised(define(**given), 1) == in_run[:1], given
-        late = [row.error for row in expected if row.error and names_of(row) & set(given)]
-        with hold("another lock"):
-            send = define().apply_async
-            assert raised(send, (1,), lock_options=travelling(given)) == late[:1], given
-        if not any(row.error for row in expected):
-            run_and_meet_a_conflict(define(**given))
+            task = define(**given)
+            assert raised(task.apply_async, (1,)) == [], given
+            assert raised(task, 1) == [text for _row, text in wrong][:1], given
+        if not wrong:
+            run_and_meet_a_conflict(task)
+
+        of_call = [text for row, text in wrong if row.names & given.keys()]
+        expected = [text.replace("of shop.buy", "in lock_options of shop.buy") for text in of_call]
+        travelling = {name: value for name, value in given.items() if not callable(value)}
+        send = define().apply_async
+        assert raised(send, (1,), lock_options=travelling) == expected[:1], given
 
 
-def names_of(row: Row) -> set[str]:
-    return {row.one[0][0], row.other[0][0]}
-
-
-def travelling(given: dict[str, Any]) -> dict[str, Any]:
-    """Leave out a function, which a message cannot carry."""
-    return {name: value for name, value in given.items() if not callable(value)}
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def raised(function: Any, *args: Any, **kwargs: Any) -> list[str]:
+    """Call a function with all locks free."""
     try:
-        function(*args, **kwargs)
+        with hold("another lock"):
+            function(*args, **kwargs)
     except (TypeError, ValueError) as error:
-        return [type(error).__name__]
+        return [said(error)]
     return []
 
 
@@ -165,5 +139,5 @@ def run_and_meet_a_conflict(task: SingletonTask) -> None:
 def test_skip_result_has_an_effect_beside_what_returns_it_too():
     for option in ({"on_outage": "skip"}, {"on_duplicate": "replace", "unique_until": "start"}):
         for unused in ({"on_conflict": "raise"}, {"on_skip": report}):
-            options = LockOptions(skip_result="busy", **option, **unused)
-            assert list(options.problems("of shop.buy")) == []
+            options = {**DEFAULTS, "skip_result": "busy", **option, **unused}
+            assert inside.problems_of("of shop.buy", **options) == []
