@@ -6,6 +6,16 @@ public names and these; only the tests of one module itself import that module, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from django_singletask import TaskLock, admin, holder, stores
+from django_singletask.history import queries
+from django_singletask.locks import keys, parameters
+from django_singletask.operators import charts, explain, held, names, starving
+
 # == Stores and the epoch
 
 # == Locks, leases, renewal
@@ -17,5 +27,83 @@ from __future__ import annotations
 # == The history
 
 # == Operators: held now, names, words, the command, the admin
+
+
+def this_process() -> dict[str, Any]:
+    """Return what the entry of a lock says of the process that holds it, if it is this one."""
+    return vars(holder.this_process())
+
+
+def start_of(pid: int) -> str:
+    """Return when a process of this host began, as the entry of a lock says it."""
+    return holder.start_time(pid)
+
+
+def call_lock(task: str, **arguments: Any) -> tuple[str, str]:
+    """Return the name and the key of the lock of a call, whose task no project need have."""
+    return keys.call_key(task, parameters.AS_SHOWN, (), arguments)
+
+
+def queued_key(key: str, task: str) -> str:
+    """Return the key of the entry that a queued call of a task has beside its lock."""
+    return keys.LockKey("", key).beside(keys.QUEUED, task).key
+
+
+def put_entry(key: str, value: bytes, seconds: float = 30, alias: str = "redis") -> None:
+    """Write an entry into a cache that holds locks, as another process would."""
+    assert stores.get_store(alias).add(key, value, seconds) is None
+
+
+def has_entry(key: str) -> bool:
+    """Say whether Redis has an entry of a lock, or of a queued call, under a key."""
+    return stores.get_store("redis").read(key) is not None
+
+
+def forget(lock: TaskLock) -> None:
+    """Let the cache forget a lock that is held, as by an eviction."""
+    store = stores.get_store(lock.cache)
+    store.release(lock.key, store.read(lock.key).value)
+
+
+def held_now(*typed: str) -> list[Any]:
+    """Return what the operators are shown: all that is held, or what some texts mean."""
+    return held.held([names.select(text) for text in typed])
+
+
+def before_each_clear(monkeypatch: pytest.MonkeyPatch, act: Callable[..., None]) -> None:
+    """Let something happen after an operator was shown a lock and before it is freed."""
+    really = held.clear
+
+    def clear(lock: Any, **by: Any) -> bool:
+        act(**by)
+        return really(lock, **by)
+
+    monkeypatch.setattr(held, "clear", clear)
+
+
+BOUNDS = {
+    "locks on a page": (admin, "SHOWN"),
+    "lanes of the timeline": (charts, "LANES"),
+    "marks of the timeline": (charts, "ROWS"),
+    "troubles of the timeline": (charts, "TROUBLES"),
+    "runs of a percentile": (charts, "NEWEST"),
+    "rows of a sum": (queries, "MOST"),
+    "rows of a window": (queries, "NEWEST"),
+    "names that a search begins": (queries, "FREQUENT"),
+    "tokens of a question": (queries, "BATCH"),
+    "rows of a search": (names, "SCANNED"),
+    "open rows": (names, "OPEN"),
+    "recorded tasks": (names, "RECORDED"),
+    "rows of a task": (explain, "NEWEST"),
+    "conflicts of what starves": (starving, "NEWEST"),
+    "usual holds": (held, "USUAL"),
+}
+"""How much the pages and the command read or show, at most."""
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, what: str, most: int) -> None:
+    """Let this be the most that is read or shown, which otherwise needs many rows."""
+    monkeypatch.setattr(*BOUNDS[what], most)
+
 
 # == Workers
