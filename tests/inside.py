@@ -14,7 +14,8 @@ import pytest
 from django_singletask import TaskLock, admin, holder, stores
 from django_singletask.history import queries
 from django_singletask.locks import keys, parameters
-from django_singletask.operators import charts, explain, held, names, starving
+from django_singletask.operators import charts, explain, held, names
+from django_singletask.operators import starving as starvation
 
 # == Stores and the epoch
 
@@ -70,6 +71,11 @@ def held_now(*typed: str) -> list[Any]:
     return held.held([names.select(text) for text in typed])
 
 
+def starving(longer_than: float, *typed: str) -> list[Any]:
+    """Return what has starved for so many seconds: all of it, or what some texts mean."""
+    return starvation.starving(longer_than, [names.select(text) for text in typed])
+
+
 def before_each_clear(monkeypatch: pytest.MonkeyPatch, act: Callable[..., None]) -> None:
     """Let something happen after an operator was shown a lock and before it is freed."""
     really = held.clear
@@ -79,6 +85,11 @@ def before_each_clear(monkeypatch: pytest.MonkeyPatch, act: Callable[..., None])
         return really(lock, **by)
 
     monkeypatch.setattr(held, "clear", clear)
+
+
+def forget_tasks_of_the_history() -> None:
+    """Let the history's page ask for the tasks of the history, as it does each minute."""
+    admin.tasks_of_history.cache_clear()
 
 
 BOUNDS = {
@@ -95,7 +106,7 @@ BOUNDS = {
     "open rows": (names, "OPEN"),
     "recorded tasks": (names, "RECORDED"),
     "rows of a task": (explain, "NEWEST"),
-    "conflicts of what starves": (starving, "NEWEST"),
+    "conflicts of what starves": (starvation, "NEWEST"),
     "usual holds": (held, "USUAL"),
 }
 """How much the pages and the command read or show, at most."""

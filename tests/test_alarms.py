@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests import inside
+from tests.admin_pages import drop_table
 from tests.command_line import alarm, hold, locks
 from tests.entries import key_of
 from tests.past_rows import ran, row, skipped
@@ -84,6 +85,9 @@ def test_alarm_comes_after_the_json():
 
 
 def test_starving_without_history_is_an_error(settings):
+    drop_table()
+    message = alarm("--fail-if-starving", "1h")[1]
+    assert re.match(r"The history cannot be read: .*Run 'manage\.py migrate'\.", message)
     settings.SINGLETASK_HISTORY = "off"
     message = alarm("--fail-if-starving", "1h")[1]
     assert message.startswith("SINGLETASK_HISTORY = 'off'")

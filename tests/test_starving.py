@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connection
 
-from django_singletask.history.queries import NoHistory
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.names import select
-from django_singletask.operators.starving import starving
+from tests import inside
+from tests.inside import starving
 from tests.past_rows import keep_history_in, ran, row, skipped
 from tests.plans import plans
 
@@ -17,7 +15,7 @@ pytestmark = [
 
 
 def names(*wanted):
-    return [state.name for state in starving(3600, [select(name) for name in wanted])]
+    return [state.name for state in starving(3600, *wanted)]
 
 
 # The rule
@@ -145,7 +143,7 @@ def test_name_that_was_met_within_an_hour_and_the_limit_is_looked_at(last):
 
 
 def test_hold_of_days_is_found_below_newer_conflicts(monkeypatch):
-    monkeypatch.setattr("django_singletask.operators.starving.NEWEST", 5)
+    inside.bound(monkeypatch, "conflicts of what starves", 5)
     row("run", 300_000, token="old")
     skipped(299_000, 30, 500, blocked_by="old")
     for number in range(10):
@@ -171,14 +169,14 @@ def test_names_whose_holders_completed_cost_no_query_each(django_assert_num_quer
 
 
 def test_names_that_are_asked_for_are_always_looked_at(monkeypatch):
-    monkeypatch.setattr("django_singletask.operators.starving.NEWEST", 1)
+    inside.bound(monkeypatch, "conflicts of what starves", 1)
     skipped(8000, 60)
     skipped(20, name="other")
     assert names("nightly", "other", "none") == ["nightly"]
 
 
 def test_names_of_a_task_are_found_below_those_of_others(monkeypatch):
-    monkeypatch.setattr("django_singletask.operators.starving.NEWEST", 2)
+    inside.bound(monkeypatch, "conflicts of what starves", 2)
     skipped(8000, 60, task="t")
     for number in range(9):
         skipped(20, name=f"other {number}", task="u")
@@ -195,20 +193,3 @@ def test_conflicts_with_open_holds_are_read_by_the_index_of_their_holders(settin
     statements = plans("sqlite", lambda: starving(3600))
     [statement] = [each for each in statements if '"blocked_by" IN' in each.sql]
     assert "singletask_blocked_by" in statement.text
-
-
-# Without a history
-
-
-def test_starving_without_history_says_so(settings):
-    settings.SINGLETASK_HISTORY = "off"
-    with pytest.raises(NoHistory, match="SINGLETASK_HISTORY = 'off'"):
-        starving(3600)
-
-
-def test_starving_without_its_table_says_so():
-    table = TaskLockEvent._meta.db_table
-    with connection.cursor() as cursor:
-        cursor.execute(f"ALTER TABLE {table} RENAME TO {table}_gone")
-    with pytest.raises(NoHistory, match=r"cannot be read: .*Run 'manage\.py migrate'\."):
-        starving(3600)
