@@ -391,12 +391,6 @@ def test_reason_of_a_clearing_is_in_the_history(take):
     assert re.search(r"  \S+: hangs since t…at 02:10, see #1234$", locks("history"), re.MULTILINE)
 
 
-def test_reason_that_is_too_long_for_the_history_is_cut(take):
-    take("nightly")
-    locks("clear", "nightly", "--yes", "--reason", "x" * 256)
-    assert cleared()[0].reason == "x" * 255
-
-
 def test_clear_works_for_a_user_without_a_name(take, monkeypatch):
     def unknown():
         raise KeyError("getpwuid(): uid not found: 1234")
