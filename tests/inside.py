@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from django.conf import settings
 
 from django_singletask import TaskLock, admin, holder, stores
 from django_singletask.history import queries
@@ -50,7 +51,7 @@ def queued_key(key: str, task: str) -> str:
     return keys.LockKey("", key).beside(keys.QUEUED, task).key
 
 
-def put_entry(key: str, value: bytes, seconds: float = 30, alias: str = "redis") -> None:
+def put_entry(key: str, value: bytes, seconds: float = 60, alias: str = "redis") -> None:
     """Write an entry into a cache that holds locks, as another process would."""
     assert stores.get_store(alias).add(key, value, seconds) is None
 
@@ -62,7 +63,7 @@ def has_entry(key: str) -> bool:
 
 def forget(lock: TaskLock) -> None:
     """Let the cache forget a lock that is held, as by an eviction."""
-    store = stores.get_store(lock.cache)
+    store = stores.get_store(lock.cache or settings.SINGLETASK_CACHE)
     store.release(lock.key, store.read(lock.key).value)
 
 
