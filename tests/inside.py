@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from django.conf import settings
 
-from django_singletask import TaskLock, admin, holder, stores
-from django_singletask.history import queries
+from django_singletask import TaskLock, admin, conf, holder, stores
+from django_singletask.history import queries, writing
 from django_singletask.locks import keys, parameters
 from django_singletask.operators import charts, explain, held, names
 from django_singletask.operators import starving as starvation
@@ -27,6 +27,18 @@ from django_singletask.operators import starving as starvation
 # == Options, settings, checks, keys
 
 # == The history
+
+
+def history_mode() -> str:
+    """Return how the history is written, by the settings of now."""
+    conf.conf.forget()
+    return conf.conf.history
+
+
+def write_in_the_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a batch lock its rows in the order of its events, instead of one order for all."""
+    monkeypatch.setattr(writing, "_order", lambda row: 0)
+
 
 # == Operators: held now, names, words, the command, the admin
 
