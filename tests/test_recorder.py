@@ -21,12 +21,10 @@ import pytest
 from django.db import InternalError, OperationalError, connection, connections, transaction
 
 from django_singletask import TaskLock
-from django_singletask.conf import conf
 from django_singletask.history import recorder, writing
-from django_singletask.history.writing import write
 from django_singletask.models import TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
-from tests import servers
+from tests import inside, servers
 from tests.deadline import wait_for
 from tests.past_rows import keep_history_in
 from tests.processes import running
@@ -99,7 +97,7 @@ def test_run_that_ends_soon_is_written_once(background, monkeypatch):
 
     def note(events):
         writes.append(len(events))
-        write(events)
+        writing.write(events)
 
     monkeypatch.setattr(recorder, "write", note)
     monkeypatch.setattr(recorder, "GATHER", 20)
@@ -121,15 +119,6 @@ def test_rows_are_written_beside_the_transaction_of_the_task():
     assert len(rows()) == 1
 
 
-def test_control_inline_rows_are_part_of_the_transaction(settings):
-    settings.SINGLETASK_HISTORY = "inline"
-    with transaction.atomic():
-        with TaskLock("nightly"):
-            pass
-        transaction.set_rollback(True)
-    assert rows() == []
-
-
 def test_10000_skips_against_one_holder_are_one_row():
     put(skips(10_000))
     assert recorder.flush(30)
@@ -148,7 +137,7 @@ def test_skips_that_many_threads_write_at_once_are_all_counted(settings, alias, 
         with django_db_blocker.unblock():
             barrier.wait()
             for _ in range(5):
-                write(list(skips(2)))
+                writing.write(list(skips(2)))
             connections.close_all()
 
     threads = [threading.Thread(target=skip) for _ in range(8)]
@@ -181,7 +170,7 @@ def slow_rows():
 @pytest.mark.parametrize("orders", ["one order", "control: the order of the events"])
 def test_processes_that_count_the_same_rows_do_not_deadlock(orders, django_db_blocker, monkeypatch):
     if orders != "one order":
-        monkeypatch.setattr(writing, "_order", lambda row: 0)
+        inside.write_in_the_order_of_events(monkeypatch)
     holders = [f"holder {number}" for number in range(30)]
     barrier, errors = threading.Barrier(2), []
 
@@ -191,7 +180,7 @@ def test_processes_that_count_the_same_rows_do_not_deadlock(orders, django_db_bl
                 for _ in range(5):
                     barrier.wait()  # both write at the same time
                     try:
-                        write([event for holder in order for event in skips(1, holder)])
+                        writing.write([event for holder in order for event in skips(1, holder)])
                     except OperationalError as error:
                         errors.append(error)
                         barrier.abort()
@@ -224,7 +213,7 @@ def test_outage_amid_single_writes_doubles_nothing(background, monkeypatch):
         calls.append(len(events))
         if len(events) == 1 and calls.count(1) == 4:
             raise InternalError("cannot execute INSERT in a read-only transaction")
-        write(events)
+        writing.write(events)
 
     monkeypatch.setattr(recorder, "write", fail)
     monkeypatch.setattr(recorder, "RETRY", 0.01)
@@ -240,7 +229,7 @@ def test_write_whose_reply_is_lost_makes_no_second_row(monkeypatch):
     replies = [OperationalError("the connection was closed before the reply")]
 
     def lose_reply(events):
-        write(events)
+        writing.write(events)
         if replies:
             raise replies.pop()
 
@@ -261,7 +250,7 @@ def test_text_that_mysql_refuses_is_left_out(background, monkeypatch, caplog):
     def fail(events):
         if any(each.actor == "snowman" for each in events):
             raise OperationalError(1366, "Incorrect string value")
-        write(events)
+        writing.write(events)
 
     monkeypatch.setattr(recorder, "write", fail)
     put([*runs(1), event("cleared", actor="snowman"), *runs(1)])
@@ -317,7 +306,7 @@ def test_stop_in_an_outage_keeps_the_events_and_ends_the_thread(background, monk
     put(runs(3))
     recorder.stop()
     wait_for(lambda: background.thread is None, "the thread has ended")
-    monkeypatch.setattr(recorder, "write", write)
+    monkeypatch.setattr(recorder, "write", writing.write)
     put(runs(1))
     assert recorder.flush(10)
     assert len(rows()) == 4
@@ -379,7 +368,7 @@ def away(monkeypatch):
     def fail(events):
         if away.is_set():
             raise OperationalError("the server is away")
-        write(events)
+        writing.write(events)
 
     monkeypatch.setattr(recorder, "write", fail)
     monkeypatch.setattr(recorder, "RETRY", 0.01)
@@ -425,7 +414,7 @@ def test_connection_that_an_outage_has_closed_is_not_noted(background, monkeypat
 
     def fail(events):
         noted.append(background.open_connections)
-        write(events)
+        writing.write(events)
         raise OperationalError("the reply is lost")
 
     monkeypatch.setattr(recorder, "RETRY", 0.01)
@@ -458,7 +447,7 @@ import django
 django.setup()
 from django.conf import settings
 from django_singletask import TaskLock
-from django_singletask.history import recorder, writing
+from django_singletask.history import recorder
 
 router = {"db_for_write": lambda *args, **hints: sys.argv[2]}
 settings.DATABASE_ROUTERS = [type("Router", (), router)()]
@@ -564,27 +553,26 @@ class TestMode:
     def unset(self, settings):
         settings.SINGLETASK_HISTORY = "off"  # its end sends setting_changed
         del settings.SINGLETASK_HISTORY
-        conf.forget()
 
     def test_in_tests_the_default_is_inline(self):
-        assert conf.history == "inline"
+        assert inside.history_mode() == "inline"
 
     @pytest.mark.only_all("it starts processes")
     def test_in_tests_the_default_is_inline_though_the_app_has_read_it_before(self):
         program = (
             "import django; django.setup(); from django.test.utils import setup_test_environment; "
-            "from django_singletask.conf import conf; setup_test_environment(); print(conf.history)"
+            "from tests.inside import history_mode; setup_test_environment(); print(history_mode())"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert (done.stdout, done.stderr) == ("inline\n", "")
 
     def test_in_tests_of_a_host_the_default_is_inline(self, settings):
         settings.ALLOWED_HOSTS = ["shop.example"]
-        assert conf.history == "inline"
+        assert inside.history_mode() == "inline"
 
     def test_elsewhere_the_default_is_the_background(self, monkeypatch):
         monkeypatch.delattr("django.core.mail.outbox")
-        assert conf.history == "background"
+        assert inside.history_mode() == "background"
 
     def test_no_event_is_made_when_the_history_is_off(self, settings):
         settings.SINGLETASK_HISTORY = "background"
@@ -609,7 +597,7 @@ django.setup()
 from django.core.management import call_command
 from django.db import connection
 from django_singletask import TaskLock
-from django_singletask.history import recorder, writing
+from django_singletask.history import recorder
 from django_singletask.models import TaskLockEvent
 
 call_command("migrate", verbosity=0)
@@ -654,19 +642,3 @@ def test_a_server_that_stops_and_comes_back_loses_nothing():
     print(f"{calls} runs while the database was away, the slowest took {slowest} s")
     assert calls == written
     assert errors.count("cannot be written") == errors.count("can be written again") == 1
-
-
-@pytest.mark.only_all("it measures")
-def test_rates(capsys):
-    """Print what one process writes in a second; slow machines fail no build."""
-    together = list(runs(5000))
-    apart = list(runs(2500))
-    for what, parts in (("short runs", [together]), ("long runs", [apart[::2], apart[1::2]])):
-        began = time.perf_counter()
-        for part in parts:
-            put(part)
-            assert recorder.flush(60)
-        took = time.perf_counter() - began
-        with capsys.disabled():
-            print(f"\n{what}: {sum(map(len, parts)) / took:.0f} events/s")
-    assert len(rows(outcome="released")) == 7500
