@@ -58,6 +58,11 @@ def call_lock(task: str, **arguments: Any) -> tuple[str, str]:
     return keys.call_key(task, parameters.AS_SHOWN, (), arguments)
 
 
+def shown_key(name: str) -> str:
+    """Return the key of the lock that pages show by this name: of a call, if it is one."""
+    return next(iter(names.locks_of(name)))
+
+
 def queued_key(key: str, task: str) -> str:
     """Return the key of the entry that a queued call of a task has beside its lock."""
     return keys.LockKey("", key).beside(keys.QUEUED, task).key
