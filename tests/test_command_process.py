@@ -48,7 +48,7 @@ def test_list_has_colour_on_a_terminal(take):
 
 
 def test_alarm_exits_with_two():
-    hold(since=time.time() - 3700)
+    hold(since=time.time() - 3665)
     done = run("list", "--fail-if-held-over", "1h")
     assert done.returncode == 2
     assert done.stdout.startswith("LOCK ")

@@ -100,12 +100,12 @@ def test_run_that_ends_soon_is_written_once(background, monkeypatch):
         writing.write(events)
 
     monkeypatch.setattr(recorder, "write", note)
-    monkeypatch.setattr(recorder, "GATHER", 20)
+    monkeypatch.setattr(recorder, "GATHER", 60)
     begun, ended = runs(1)
     put([begun])
     wait_for(lambda: background.thread, "the thread collects events")
     put([ended])
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     assert writes == [2]
     assert len(rows(outcome="released")) == 1
 
@@ -114,7 +114,7 @@ def test_rows_are_written_beside_the_transaction_of_the_task():
     with transaction.atomic():
         with TaskLock("nightly"):
             pass
-        assert recorder.flush()
+        assert recorder.flush(30)
         transaction.set_rollback(True)
     assert len(rows()) == 1
 
@@ -202,7 +202,7 @@ def test_flush_waits_for_no_more_events_of_a_later_batch(background, monkeypatch
     monkeypatch.setattr(recorder, "AT_ONCE", 4)
     monkeypatch.setattr(recorder, "GATHER", 60)
     put(runs(5))
-    assert recorder.flush(10)
+    assert recorder.flush(30)
 
 
 def test_outage_amid_single_writes_doubles_nothing(background, monkeypatch):
@@ -219,7 +219,7 @@ def test_outage_amid_single_writes_doubles_nothing(background, monkeypatch):
     monkeypatch.setattr(recorder, "RETRY", 0.01)
     background.events.extend([*skips(2, "x"), *skips(2, "y"), event(pid="no number"), *runs(1)])
     put(runs(1))
-    assert recorder.flush(20)
+    assert recorder.flush(30)
     assert sorted(row.count for row in rows(kind="conflict")) == [2, 2]
     assert len(rows(outcome="released")) == 2
 
@@ -236,7 +236,7 @@ def test_write_whose_reply_is_lost_makes_no_second_row(monkeypatch):
     monkeypatch.setattr(recorder, "write", lose_reply)
     monkeypatch.setattr(recorder, "RETRY", 0.01)
     put([*runs(2), *skips(3)])
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     assert replies == []
     assert sorted((row.kind, row.outcome) for row in rows()) == [
         ("conflict", ""),
@@ -254,7 +254,7 @@ def test_text_that_mysql_refuses_is_left_out(background, monkeypatch, caplog):
 
     monkeypatch.setattr(recorder, "write", fail)
     put([*runs(1), event("cleared", actor="snowman"), *runs(1)])
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     assert len(rows()) == 2
     assert "not recorded" in caplog.text
 
@@ -308,14 +308,14 @@ def test_stop_in_an_outage_keeps_the_events_and_ends_the_thread(background, monk
     wait_for(lambda: background.thread is None, "the thread has ended")
     monkeypatch.setattr(recorder, "write", writing.write)
     put(runs(1))
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     assert len(rows()) == 4
 
 
 def test_event_that_cannot_be_written_costs_no_other(caplog):
     bad = event(pid="no number")
     put([*runs(2), bad, *runs(2)])
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     assert len(rows()) == 4
     line, end = caplog.messages
     assert "an event is not recorded" in line
@@ -333,7 +333,7 @@ def busy_file(settings, monkeypatch):
     other.execute("BEGIN IMMEDIATE")
     yield other
     other.close()
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     TaskLockEvent.objects.all().delete()
 
 
@@ -341,7 +341,7 @@ def test_busy_sqlite_file_is_tried_again_quietly(background, busy_file, caplog):
     put(runs(1))
     assert not recorder.flush(0.3)
     busy_file.rollback()
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     assert len(rows(outcome="released")) == 1
     assert caplog.messages == []
 
@@ -393,7 +393,7 @@ def test_of_too_many_events_the_oldest_are_dropped(background, monkeypatch, capl
         patch.setattr(background, "begin", lambda: None)  # no thread takes some meanwhile
         put([event()])
         put(runs(100))
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     assert len(rows(outcome="released")) == len(rows()) == 50
     assert "events not recorded: 101" in caplog.text
 
@@ -401,10 +401,10 @@ def test_of_too_many_events_the_oldest_are_dropped(background, monkeypatch, capl
 def test_connection_is_closed_when_nothing_happens(background, monkeypatch):
     monkeypatch.setattr(recorder, "IDLE", 0.1)
     put(runs(1))
-    assert recorder.flush()
+    assert recorder.flush(30)
     wait_for(lambda: not background.open_connections, "the connection is closed")
     put(runs(1))
-    assert recorder.flush()
+    assert recorder.flush(30)
     assert len(rows()) == 2
 
 
@@ -419,7 +419,7 @@ def test_connection_that_an_outage_has_closed_is_not_noted(background, monkeypat
 
     monkeypatch.setattr(recorder, "RETRY", 0.01)
     put(runs(1))
-    assert recorder.flush(10)
+    assert recorder.flush(30)
     wait_for(lambda: background.open_connections, "the connection is noted")
     with monkeypatch.context() as patch:
         patch.setattr(recorder, "write", fail)
@@ -428,7 +428,7 @@ def test_connection_that_an_outage_has_closed_is_not_noted(background, monkeypat
         wait_for(lambda: len(noted) > 3, "attempts")
     assert len(noted[0]) == 1
     assert noted[1:4] == [[], [], []]
-    assert recorder.flush(10)
+    assert recorder.flush(30)
 
 
 def test_stop_writes_all_events_and_ends_the_thread(background):
@@ -437,7 +437,7 @@ def test_stop_writes_all_events_and_ends_the_thread(background):
     assert len(rows()) == 10
     assert background.thread is None
     put(runs(1))
-    assert recorder.flush()
+    assert recorder.flush(30)
     assert len(rows()) == 11
 
 
@@ -453,7 +453,7 @@ router = {"db_for_write": lambda *args, **hints: sys.argv[2]}
 settings.DATABASE_ROUTERS = [type("Router", (), router)()]
 with TaskLock("before"):
     pass
-assert recorder.flush()
+assert recorder.flush(30)
 
 def server_process():
     # Without a reference to the connection: the child must not keep it for the test's sake.
@@ -467,7 +467,7 @@ pid = os.fork()
 if pid == 0:
     with TaskLock("in the child"):
         pass
-    assert recorder.flush()
+    assert recorder.flush(30)
     sys.exit()  # all that the parent's thread had is deleted, connections too
 _, status = os.waitpid(pid, 0)
 assert status == 0, status
@@ -475,7 +475,7 @@ with TaskLock("after"):
     pass
 if sys.argv[1] == "exit":
     sys.exit()  # the last events are written at exit
-assert recorder.flush()
+assert recorder.flush(30)
 assert server_process() == first  # else the child has closed the connection
 print("written", flush=True)
 sys.stdin.read()
@@ -501,7 +501,7 @@ def start(program, *arguments, **env):
 def test_forked_child_leaves_the_connection_of_its_parent(settings, alias):
     keep_history_in(settings, alias)
     with start(CHILD, "wait", alias) as process:
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=60)
     TaskLockEvent.objects.all().delete()
     assert (process.returncode, output, errors) == (0, "written\n", "")
 
@@ -509,7 +509,7 @@ def test_forked_child_leaves_the_connection_of_its_parent(settings, alias):
 @pytest.mark.needs("redis")
 def test_forked_child_has_a_thread_of_its_own():
     with start(CHILD, "exit", "default") as process:
-        _out, errors = process.communicate(timeout=30)
+        _out, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert {row.name for row in rows(outcome="released")} == {"before", "in the child", "after"}
     assert len(rows()) == 3
@@ -521,7 +521,7 @@ def test_a_script_that_ends_at_once_loses_no_row():
     program = CHILD.partition('with TaskLock("before")')[0] + "TaskLock(str(os.getpid())).acquire()"
     for _ in range(3):
         with start(program, "exit", "default") as process:
-            _out, errors = process.communicate(timeout=30)
+            _out, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
     assert len(rows()) == 3
 
