@@ -407,13 +407,9 @@ def test_page_asks_again_by_itself_without_a_script(operator):
     content = response.content.decode()
     assert "This page asks again every 10 s." in content
     assert f'<a href="{BASE}?q=a">Stop refreshing' in content
-    assert not operator.get(BASE).has_header("Refresh")
+    for odd in ("", "1", "-5", "0x10", "١٠", "9" * 5000):
+        assert not operator.get(BASE, {"refresh": odd}).has_header("Refresh")
     assert f'<a href="{BASE}?refresh=10">Refresh every 10 s' in content_of(operator)
-
-
-@pytest.mark.parametrize("seconds", ["1", "-5", "0x10", "١٠", "9" * 5000])
-def test_odd_refresh_is_left_alone(operator, seconds):
-    assert not operator.get(BASE, {"refresh": seconds}).has_header("Refresh")
 
 
 @pytest.mark.usefixtures("whole_second")
@@ -674,6 +670,7 @@ def test_clear_without_a_lock_says_what_to_do(operator, method):
     assert "choose here which one to clear" in response.content.decode()
 
 
+@pytest.mark.usefixtures("whole_second")
 def test_page_of_a_queued_call_says_what_it_stops(operator):
     sent = time.time() - 95
     holder = put(key=QUEUED_KEY, pid=0, task="t", task_id="5d1c", since=sent)
@@ -829,18 +826,18 @@ def test_page_of_a_lock_with_an_odd_event_is_shown(operator, odd):
 # The timeline
 
 
-@pytest.mark.parametrize("span", ["15m", "1h", "24h", "7d"])
-def test_time_spans_of_the_timeline(operator, span):
-    content = content_of(operator, TIMELINE, {"range": span})
+@pytest.mark.parametrize(
+    ("typed", "span"),
+    [
+        *[(span, span) for span in ("15m", "1h", "24h", "7d")],
+        *[(odd, "1h") for odd in ("2h", "-1", "7d'", "15M", "99999999999999999d")],
+    ],
+)
+def test_time_spans_of_the_timeline(operator, typed, span):
+    content = content_of(operator, TIMELINE, {"range": typed})
     assert content.count('aria-current="true"') == 1
     assert f'range={span}" aria-current="true"' in content
     assert "Nothing happened" in content
-
-
-@pytest.mark.parametrize("span", ["2h", "-1", "7d'", "15M", "99999999999999999d"])
-def test_odd_time_span_is_an_hour(operator, span):
-    content = content_of(operator, TIMELINE, {"range": span})
-    assert 'range=1h" aria-current="true"' in content
 
 
 @pytest.mark.parametrize(
@@ -875,7 +872,7 @@ def test_places_of_marks_are_written_for_the_browser_in_every_language(operator,
     settings.LANGUAGE_CODE = "de"
     content = content_of(operator, TIMELINE)
     assert 'lang="de"' in content
-    assert re.search(r'x="(50\.00|49\.99)%" y="9\.00%" width="25\.0.%"', content)
+    assert re.search(r'x="(50|49)\.\d\d%" y="9\.00%" width="2[45]\.\d\d%"', content)
 
 
 def test_timeline_that_leaves_out_locks_leads_to_the_tasks(operator, monkeypatch):

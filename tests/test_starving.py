@@ -30,10 +30,18 @@ def test_lock_whose_calls_meet_it_for_long_starves():
     assert (state.since_completed, state.unmet, state.last_conflict) == (9000, 8000, 40)
 
 
-def test_lock_that_completed_since_does_not_starve():
+@pytest.mark.parametrize(
+    ("result", "starves"),
+    [
+        *[("returned", False), ("raised", False)],
+        # It is to come again.
+        *[("retried", True), ("postponed", True), ("ignored", True)],
+    ],
+)
+def test_lock_starves_until_a_run_completes(result, starves):
     skipped(8000, 100, 30)
-    ran(90)
-    assert starving(3600) == []
+    ran(90, result=result)
+    assert names() == ["nightly"] * starves
 
 
 def test_lock_that_met_itself_once_does_not_starve_since_yesterday():
@@ -79,19 +87,6 @@ def test_duplicates_of_a_call_that_does_not_come_count():
 def test_message_that_meets_its_own_run_is_no_other_call():
     skipped(8000, 60, reason="redelivery")
     assert starving(3600) == []
-
-
-def test_run_that_raised_has_completed():
-    skipped(8000, 60)
-    ran(30, result="raised")
-    assert starving(3600) == []
-
-
-@pytest.mark.parametrize("result", ["retried", "postponed", "ignored"])
-def test_run_that_is_to_come_again_has_not_completed(result):
-    skipped(8000, 60)
-    ran(30, result=result)
-    assert names() == ["nightly"]
 
 
 @pytest.mark.parametrize("kind", ["conflict", "duplicate"])

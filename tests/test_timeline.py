@@ -68,9 +68,24 @@ def marks(span="1h", **only):
 # What is drawn, and where
 
 
-def test_hold_is_a_bar():
-    hold(30, 15)
-    assert marks() == [("bar", "returned", "50.00%", "25.00%")]
+@pytest.mark.parametrize(
+    ("begin", "end", "place"),
+    [
+        (30, 15, "50.00% 25.00%"),
+        # It began before the time span: it begins at its edge.
+        (90, 45, "0.00% 25.00%"),
+        # It is wide enough to be seen, but does not reach beyond the edge.
+        (30, 30, "50.00% 0.30%"),
+        (4 / 60, 4 / 60, "99.70% 0.30%"),
+        (0, 0, "99.70% 0.30%"),
+        # Another clock wrote its end: before it began, or in the future.
+        (30, 31, "50.00% 0.30%"),
+        (30, -5, "50.00% 50.00%"),
+    ],
+)
+def test_hold_is_a_bar(begin, end, place):
+    hold(begin, end)
+    assert marks() == [("bar", "returned", *place.split())]
 
 
 def test_open_hold_reaches_to_now():
@@ -78,37 +93,10 @@ def test_open_hold_reaches_to_now():
     assert marks() == [("bar", "held", "90.00%", "10.00%")]
 
 
-def test_hold_that_began_before_the_time_span_begins_at_its_edge():
-    hold(90, 45)
-    assert marks() == [("bar", "returned", "0.00%", "25.00%")]
-
-
 @pytest.mark.parametrize(("begin", "end"), [(90, 61), (200, 100)])
 def test_hold_that_ended_before_the_time_span_is_left_out(begin, end):
     hold(begin, end)
     assert marks() == []
-
-
-def test_short_hold_is_wide_enough_to_be_seen():
-    hold(30, 30)
-    hold(0, 0, name="just now")
-    assert marks() == [
-        ("bar", "returned", "99.70%", "0.30%"),
-        ("bar", "returned", "50.00%", "0.30%"),
-    ]
-
-
-def test_no_mark_lies_beyond_the_edge():
-    hold(4 / 60, 4 / 60)
-    assert marks() == [("bar", "returned", "99.70%", "0.30%")]
-
-
-@pytest.mark.parametrize(
-    ("begin", "end", "x", "width"), [(30, 31, "50.00%", "0.30%"), (30, -5, "50.00%", "50.00%")]
-)
-def test_hold_whose_end_another_clock_wrote_is_drawn(begin, end, x, width):
-    hold(begin, end)
-    assert marks() == [("bar", "returned", x, width)]
 
 
 @pytest.mark.parametrize("outcome", ["dead", "expired", "lost", "cleared"])

@@ -249,13 +249,15 @@ def in_any_order(events, chance):
     return batches
 
 
-on_each_database = pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+@pytest.fixture(params=["default", "mariadb", "sqlite"])
+def alias(request, settings):
+    """Keep the history in each kind of database; give its alias."""
+    keep_history_in(settings, request.param)
+    return request.param
 
 
 @pytest.mark.only_all("shown on SQLite", "default", "mariadb")
-@on_each_database
-def test_events_in_any_order_and_twice_make_the_same_row(settings, alias):
-    keep_history_in(settings, alias)
+def test_events_in_any_order_and_twice_make_the_same_row(alias):
     chance = random.Random(alias)
     for _ in range(10):
         events = chance.sample(EVENTS, chance.randint(1, len(EVENTS)))
@@ -273,30 +275,23 @@ def test_events_in_any_order_and_twice_make_the_same_row(settings, alias):
             (LATER[7], "raised") if "released" in kinds else (None, "")
         )
         assert (row["at"], row["count"]) == (NOW, 1)
-    TaskLockEvent.objects.all().delete()
 
 
-@on_each_database
-def test_the_end_of_a_lost_run_that_comes_first_leaves_room_for_the_reason(settings, alias):
-    keep_history_in(settings, alias)
+def test_the_end_of_a_lost_run_that_comes_first_leaves_room_for_the_reason(alias):
     ended = event("released", at=LATER[7], outcome="lost", result="returned")
     lost = event("lost", at=LATER[5], reason="taken by another", blocked_by="b")
     assert written([[ended], [lost]]) == written([[lost], [ended]])
     assert TaskLockEvent.objects.get().reason == "taken by another"
-    TaskLockEvent.objects.all().delete()
 
 
-@on_each_database
-def test_of_two_ends_the_earlier_one_is_that_of_the_run(settings, alias):
+def test_of_two_ends_the_earlier_one_is_that_of_the_run(alias):
     """A sweep has found the entry that a run keeps, whose own end is written later."""
-    keep_history_in(settings, alias)
     facts = {"outcome": "released", "result": "returned"}
     by_run = event("released", at=LATER[1], reason="kept for 5 s", **facts)
     by_sweep = event("released", at=LATER[8], pid=0, **facts)
     assert written([[by_run], [by_sweep]]) == written([[by_sweep], [by_run]])
     row = TaskLockEvent.objects.get()
     assert (row.ended_at, row.reason) == (LATER[1], "kept for 5 s")
-    TaskLockEvent.objects.all().delete()
 
 
 def test_a_run_whose_kept_lock_is_cleared_stays_completed():
@@ -311,28 +306,18 @@ def test_a_run_whose_kept_lock_is_cleared_stays_completed():
     assert row.hold_ended_at == LATER[1]
 
 
-@on_each_database
-def test_rows_have_the_order_in_which_the_runs_began(settings, alias):
-    keep_history_in(settings, alias)
+def test_rows_have_the_order_in_which_the_runs_began(alias):
     begun = [event(token=f"{9 - second}", since=LATER[second]) for second in range(9)]
     writing.write(begun[::-1])
     assert [row.at for row in rows()] == LATER
-    TaskLockEvent.objects.all().delete()
 
 
-@on_each_database
-def test_control_an_outcome_that_any_event_overwrites_depends_on_the_order(
-    settings, alias, monkeypatch
-):
+def test_control_an_outcome_that_any_event_overwrites_depends_on_the_order(alias, monkeypatch):
     monkeypatch.setitem(writing.RULES, "outcome", "excluded.{0}")
-    keep_history_in(settings, alias)
     assert written([[EVENTS[4]], [EVENTS[7]]]) != written([[EVENTS[7]], [EVENTS[4]]])
-    TaskLockEvent.objects.all().delete()
 
 
-@on_each_database
-def test_calls_in_any_order_are_counted_in_one_row(settings, alias):
-    keep_history_in(settings, alias)
+def test_calls_in_any_order_are_counted_in_one_row(alias):
     calls = list(conflicts(6))
     for batch in in_any_order(calls, random.Random(alias)):
         writing.write(batch)
@@ -340,7 +325,6 @@ def test_calls_in_any_order_are_counted_in_one_row(settings, alias):
     assert (row.count, row.at, row.last_at) == (6, calls[0].at, calls[5].at)
     writing.write(calls[:2])  # its commit was not lost: the documented price
     assert TaskLockEvent.objects.get().count == 8
-    TaskLockEvent.objects.all().delete()
 
 
 # Less of it
@@ -410,12 +394,8 @@ def test_missing_table_is_one_log_line(work, logged):
     assert "\n" not in line
 
 
-@on_each_database
-def test_table_of_an_earlier_version_is_met_by_the_page_with_both_steps(
-    settings, alias, monkeypatch, logged
-):
+def test_table_of_an_earlier_version_is_met_by_the_page_with_both_steps(alias, monkeypatch, logged):
     """The columns are those of the first development version."""
-    keep_history_in(settings, alias)
     with connections[alias].cursor() as cursor:
         cursor.execute("CREATE TABLE singletask_old (id integer, kind varchar(10), token text)")
         try:
@@ -477,9 +457,7 @@ def test_soft_time_limit_is_not_taken_for_a_failure(monkeypatch, logged):
 # What others wrote
 
 
-@on_each_database
-def test_texts_longer_than_the_columns_are_cut(settings, alias):
-    keep_history_in(settings, alias)
+def test_texts_longer_than_the_columns_are_cut(alias):
     texts = [f.name for f in TaskLockEvent._meta.fields if isinstance(f, models.CharField)]
     texts = [name for name in texts if name not in ("kind", "ref")]
     facts = {**dict.fromkeys(texts, "\N{SNOWMAN}" * 300), "outcome": "released", "token": "t" * 99}
@@ -488,9 +466,7 @@ def test_texts_longer_than_the_columns_are_cut(settings, alias):
     assert (len(row.name), len(row.reason), len(row.host), len(row.token)) == (255, 255, 255, 64)
 
 
-@on_each_database
-def test_characters_that_no_text_column_holds_are_escaped(settings, alias):
-    keep_history_in(settings, alias)
+def test_characters_that_no_text_column_holds_are_escaped(alias):
     facts = {"outcome": "released", "task_id": "a\x00b\ud800c", "reason": "\x00"}
     writing.write([event("released", **facts)])
     [row] = TaskLockEvent.objects.all()
@@ -503,11 +479,9 @@ def test_cut_tokens_are_found_again():
     assert [row.count for row in rows()] == [2]
 
 
-@on_each_database
-def test_local_times_are_stored_where_the_project_has_no_time_zones(settings, alias):
+def test_local_times_are_stored_where_the_project_has_no_time_zones(alias, settings):
     settings.USE_TZ = False
     settings.TIME_ZONE = "Asia/Tokyo"
-    keep_history_in(settings, alias)
     writing.write([event()])
     writing.write([event("released", outcome="released")])
     [row] = TaskLockEvent.objects.all()
@@ -541,9 +515,7 @@ def conflicts(count):
         yield event("conflict", reason="skip", result="skipped", blocked_by="b", token="", at=at)
 
 
-@on_each_database
-def test_a_batch_says_what_single_events_say(settings, alias):
-    keep_history_in(settings, alias)
+def test_a_batch_says_what_single_events_say(alias):
     raised, dead, cleared = (event(token=token) for token in ("raised", "dead", "cleared"))
     ending = {"outcome": "released", "result": "raised", "longest_renewal_gap": 2.5}
     events = [
@@ -570,7 +542,6 @@ def test_a_batch_says_what_single_events_say(settings, alias):
     TaskLockEvent.objects.all().delete()
     writing.write(events)
     assert contents() == single
-    TaskLockEvent.objects.all().delete()
 
 
 def test_many_runs_end_in_one_statement(django_assert_num_queries):
@@ -602,7 +573,7 @@ def test_a_row_in_a_transaction_that_has_not_ended_is_not_waited_for(work):
 
     thread = threading.Thread(target=release)
     thread.start()
-    thread.join(20)
+    thread.join(30)
     assert not thread.is_alive()
     assert [row.outcome for row in rows(ref=token)] == [""]
     TaskLockEvent.objects.filter(ref=taken[0]).delete()
