@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import subprocess
 from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
 
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import name_key
-from django_singletask.stores import get_store
+from tests import inside
+from tests.entries import key_of
 
-__all__ = ["alarm", "hold", "locks", "locks_as_json"]
+__all__ = ["alarm", "ended_process", "hold", "locks", "locks_as_json"]
 
 
-def hold(*, key: str | None = None, **facts: Any) -> None:
-    """Put an entry into the store as another process would."""
+def hold(*, key: str | None = None, left: float = 30, alias: str = "redis", **facts: Any) -> Holder:
+    """Put an entry into the store as another process would; return its holder."""
     facts = {"token": "t", "name": "nightly", "host": "web-3", "pid": 8121, **facts}
-    key = key or name_key(f"held {facts['token']}").key
-    assert get_store("redis").add(key, Holder.from_dict(facts).encode(), 30) is None
+    holder = dataclasses.replace(Holder.from_dict({}), **facts)
+    inside.put_entry(key or key_of(f"held {holder.token}"), holder.encode(), left, alias)
+    return holder
+
+
+def ended_process() -> dict[str, Any]:
+    """Return what an entry says of a process of this host that has ended."""
+    with subprocess.Popen(["true"]) as child:
+        child.wait()
+    return {**inside.this_process(), "pid": child.pid, "start": "1"}
 
 
 def locks(*arguments: str) -> str:

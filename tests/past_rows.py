@@ -10,9 +10,8 @@ from typing import Any
 from django.conf import settings
 from django.utils.timezone import get_default_timezone, make_naive
 
-from django_singletask.conf import conf
-from django_singletask.locks.keys import name_key
-from django_singletask.models import TROUBLE, TaskLockEvent
+from django_singletask.models import HoldOutcome, TaskLockEvent
+from tests.entries import key_of
 
 __all__ = ["before_now", "keep_history_in", "ran", "row", "skipped"]
 
@@ -21,6 +20,7 @@ RESULTS = {
     **dict.fromkeys(["raise", "wait"], "failed"),
 }
 """What became of calls with another reason than to be skipped."""
+TROUBLE = {*HoldOutcome.values} - {"released"}
 
 
 def keep_history_in(settings: Any, alias: str) -> None:
@@ -42,9 +42,10 @@ def row(kind: str, ago: float = 0, *, name: str = "nightly", **facts: Any) -> Ta
     ``token`` is that of a run; a run without one gets any.
     """
     at = before_now(ago)
-    key = facts.pop("key", None) or name_key(name).key
+    key = facts.pop("key", None) or key_of(name)
     token = facts.pop("token", "") or uuid.uuid4().hex
-    facts = {"kind": kind, "name": name, "key": key, "at": at, "cache": conf.cache, **facts}
+    facts = {"kind": kind, "name": name, "key": key, "at": at, **facts}
+    facts.setdefault("cache", settings.SINGLETASK_CACHE)
     if facts.get("outcome") in TROUBLE:
         facts.setdefault("noticed_at", at)
     if facts.get("blocked_by"):

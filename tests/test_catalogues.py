@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+import time
 from html import unescape
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -19,13 +19,12 @@ from django.http import HttpResponse
 from django.utils import timezone
 from django.utils.translation import override, trans_real
 
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import QUEUED, name_key
 from django_singletask.models import HoldOutcome
-from django_singletask.stores import get_store
-from tests import catalogues
+from tests import catalogues, inside
 from tests.admin_pages import BASE, event, log_in
 from tests.catalogues import by_id
+from tests.command_line import hold
+from tests.entries import key_of
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -133,12 +132,11 @@ def test_the_pages_show_no_text_that_is_not_marked(monkeypatch: pytest.MonkeyPat
     marked = Marked("de")
     monkeypatch.setattr(trans_real, "translation", lambda language: marked)
     browser = log_in("view_tasklockevent", "clear_lock", name="οδ")
-    store = get_store("redis")
-    holder = Run("δύο", "τρία").holder("ένα", 60)
-    holder = dataclasses.replace(holder, host="ξ", token="1" * 32)
-    keys = [name_key("ένα").key, name_key("ένα").beside(QUEUED, "δύο").key]
+    run = {**inside.this_process(), "host": "ξ", "since": time.time(), "timeout": 60}
+    run |= {"name": "ένα", "task": "δύο", "task_id": "τρία", "token": "1" * 32}
+    keys = [key_of("ένα"), inside.queued_key(key_of("ένα"), "δύο")]
     for key, pid in zip(keys, [1, 0], strict=True):
-        store.add(key, dataclasses.replace(holder, pid=pid).encode(), 60)
+        holder = hold(key=key, **{**run, "pid": pid})
     facts = {"name": "ένα", "task": "δύο", "host": "ξ", "pid": 1, "key": "3"}
     rows = [event(ref=holder.token, **facts)]
     rows += [

@@ -19,11 +19,11 @@ from unittest.mock import MagicMock
 import celery
 import pytest
 from django.apps import AppConfig
+from django.core.cache import caches
 from django.core.management import BaseCommand
 
 import django_singletask
 from django_singletask.signals import lock_event
-from django_singletask.stores import open_cache
 from django_singletask.testing import no_locks
 from tests import test_file_locks
 from tests.file_locks import FileStore
@@ -100,8 +100,8 @@ def test_a_store_that_forgets_keeps_its_promises(names):
     [block] = [each for each in blocks(ROOT / "docs/guides/add-a-store.rst") if "forgets" in each]
     exec(block, names)
     store = type("ForgetfulFileStore", (names["ForgetfulStore"], FileStore), {})
-    contract = test_file_locks.TestFileStore()
-    contract.forgets, contract.open_store = True, lambda: store(open_cache("files"), "files")
+    contract, files = test_file_locks.TestFileStore(), caches.create_connection("files")
+    contract.forgets, contract.open_store = True, lambda: store(files, "files")
     for test in (
         contract.test_no_lock_is_taken_at_once_in_a_cache_that_has_forgotten_its_locks,
         contract.test_all_that_look_agree_on_the_epoch,

@@ -2,39 +2,37 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
+import os
+import re
 import time
 import tracemalloc
+from contextlib import contextmanager
 
 import pytest
-from celery import Celery
 from django.core.cache import caches
-from django.db import InterfaceError, connection
+from django.core.management import CommandError, call_command
+from django.db import connection
 
-from django_singletask import LockUnavailable, SingletonTask, TaskLock
-from django_singletask.conf import conf
-from django_singletask.holder import Holder, this_process
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import QUEUED, name_key
-from django_singletask.locks.lock import lock_of
-from django_singletask.management.output import lock_table
+from django_singletask import LockUnavailable, TaskLock
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import held as registry
-from django_singletask.operators.held import clear, held, with_history
-from django_singletask.operators.names import select
-from django_singletask.stores import get_store
-from django_singletask.stores.base import CannotList
-from tests.entries import private_store
+from django_singletask.operators import held
+from tests import inside
+from tests.admin_pages import drop_table, gone
+from tests.command_line import ended_process, hold, locks
+from tests.entries import key_of, private_store
+from tests.inside import held_now
 from tests.past_rows import row
 from tests.servers import Redis
+from tests.testapp import tasks
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
     pytest.mark.usefixtures("empty_history"),
 ]
 
-TABLE = TaskLockEvent._meta.db_table
-FOREIGN = name_key("foreign").key
+FOREIGN = key_of("foreign")
+KEY = key_of("nightly")
+BESIDE = inside.queued_key(KEY, "t")
 FAMILIES = ["redis", "pymemcache", "db_postgres", "locmem"]
 
 on_each_family = pytest.mark.parametrize("cache_alias", FAMILIES, indirect=True)
@@ -46,19 +44,12 @@ def memcached(settings, empty_cache):
     empty_cache("pymemcache")
 
 
-def names(typed=()):
-    return [lock.name for lock in held([*map(select, typed)])]
+def names(*typed):
+    return [lock.name for lock in held_now(*typed)]
 
 
-def lose(lock):
-    """Let the cache forget the lock, as by an eviction."""
-    store = get_store(conf.cache)
-    store.release(lock.key, store.read(lock.key).value)
-
-
-def drop_table():
-    with connection.cursor() as cursor:
-        cursor.execute(f"ALTER TABLE {TABLE} RENAME TO {TABLE}_gone")
+def states(*typed):
+    return {lock.name: lock.state for lock in held_now(*typed)}
 
 
 # In every store
@@ -67,28 +58,18 @@ def drop_table():
 @on_each_family
 def test_held_locks_are_listed(cache_alias, take):
     first, second = take("first", timeout=30), take("second")
-    locks = {lock.name: lock for lock in held()}
+    locks = {lock.name: lock for lock in held_now()}
     assert set(locks) == {"first", "second"}
     assert locks["first"].key == first.key
     assert locks["first"].token == first.token
     assert locks["second"].token == second.token
     assert 0 <= locks["first"].held_for < 20
-
-
-@on_each_family
-def test_released_locks_are_not_listed(cache_alias, take):
-    take("nightly").release()
-    assert held() == []
-
-
-@on_each_family
-def test_remaining_lease_is_known_except_on_memcached(cache_alias, take):
-    take("nightly", timeout=30)
-    [lock] = held()
     if cache_alias == "pymemcache":
-        assert lock.remaining is None
+        assert locks["first"].remaining is None
     else:
-        assert 10 < lock.remaining <= 30
+        assert 10 < locks["first"].remaining <= 30
+    first.release()
+    assert names() == ["second"]
 
 
 def test_locks_of_any_name_are_listed(cache_alias, take):
@@ -101,84 +82,60 @@ def test_locks_of_any_name_are_listed(cache_alias, take):
 @on_each_family
 def test_shown_lock_is_freed(cache_alias, take):
     lock = take("nightly")
-    [shown] = held()
-    assert clear(shown, actor="ada")
+    [shown] = held_now()
+    assert held.clear(shown, actor="ada")
     assert not lock.locked()
-
-
-@on_each_family
-def test_cleared_lock_leaves_nothing_in_the_list(cache_alias, take):
-    take("nightly")
-    clear(held()[0], actor="ada")
-    assert held() == []
+    assert held_now() == []
 
 
 def test_clear_of_a_direct_call_leaves_the_entry_of_an_unknown_holder(on_redis):
     """A later version may have written it: then its task id is not known."""
-    key, store = name_key("nightly"), get_store("redis")
-    store.add(key.key, Run(task="t").holder("nightly", 30).encode(), 30)
-    beside = key.beside(QUEUED, "t").key
-    store.add(beside, b'{"version": 99, "task_id": "x"}', 30)
-    [lock] = [lock for lock in held() if not lock.queued]
+    hold(key=KEY, task="t")
+    inside.put_entry(BESIDE, b'{"version": 99, "task_id": "x"}')
+    [lock] = [lock for lock in held_now() if not lock.queued]
     assert (lock.task, lock.task_id) == ("t", None)
-    assert clear(lock, actor="ada")
-    assert store.read(beside) is not None
+    assert held.clear(lock, actor="ada")
+    assert inside.has_entry(BESIDE)
 
 
 @on_each_family
 def test_lock_that_changed_hands_since_it_was_shown_stays(cache_alias, take):
     lock = take("nightly")
-    [shown] = held()
+    [shown] = held_now()
     lock.release()
+    assert not held.clear(shown, actor="ada")
     other = take("nightly")
-    assert not clear(shown, actor="ada")
+    assert not held.clear(shown, actor="ada")
     assert other.owned()
     assert not TaskLockEvent.objects.filter(outcome="cleared").exists()
 
 
-@on_each_family
-def test_lock_that_is_gone_since_it_was_shown_is_not_freed(cache_alias, take):
-    lock = take("nightly")
-    [shown] = held()
-    lock.release()
-    assert not clear(shown, actor="ada")
-
-
 def test_lock_is_freed_although_the_entry_of_its_call_cannot_be(settings, caplog):
     settings.SINGLETASK_CACHE = "redis"
-    holder = Holder.from_dict({"token": "t", "name": "nightly", "task": "t", "task_id": "x"})
-    key = name_key("nightly").key
     with Redis() as server, private_store(settings, "redis", server.url) as store:
-        store.add(key, holder.encode(), 30)
-        [shown] = held([select(key)])
+        hold(key=KEY, task="t", task_id="x")
+        [shown] = held_now(KEY)
         # The server refuses requests about other entries.
-        allowed = f"~{store.make_key(key)}*"
+        allowed = f"~{store.make_key(KEY)}*"
         store.client.execute_command("ACL", "SETUSER", "default", "resetkeys", allowed)
-        assert clear(shown, actor="ada")
-        assert store.read(key) is None
+        assert held.clear(shown, actor="ada")
+        assert not inside.has_entry(KEY)
     assert "was freed, but not the entry of its call: The cache" in caplog.text
-
-
-def put(key, **facts):
-    """Put an entry into Redis as a task would."""
-    holder = Holder.from_dict({"token": "t", "name": "nightly", "task": "t", **facts})
-    get_store("redis").add(key, holder.encode(), 30)
 
 
 @pytest.mark.parametrize(("pid", "state"), [(0, ["queued"]), (7, [])])
 def test_entry_of_a_call_that_runs_is_not_listed(on_redis, pid, state):
-    put(name_key("nightly").beside(QUEUED, "t").key, pid=pid)
-    assert [lock.state for lock in held()] == state
-    assert [lock.state for lock in held([select("nightly")])] == state
+    hold(key=BESIDE, task="t", pid=pid)
+    assert [lock.state for lock in held_now()] == state
+    assert [lock.state for lock in held_now("nightly")] == state
 
 
 @pytest.mark.parametrize(("task_id", "stays"), [("x", False), ("y", True)])
 def test_entry_of_its_call_is_freed_with_a_lock_but_not_that_of_another(on_redis, task_id, stays):
-    key, beside = name_key("nightly"), name_key("nightly").beside(QUEUED, "t").key
-    put(key.key, task_id="x")
-    put(beside, task_id=task_id)
-    assert clear(held([select(key.key)])[0], actor="ada")
-    assert (get_store("redis").read(beside) is not None) == stays
+    hold(key=KEY, task="t", task_id="x")
+    hold(key=BESIDE, task="t", task_id=task_id)
+    assert held.clear(held_now(KEY)[0], actor="ada")
+    assert inside.has_entry(BESIDE) == stays
 
 
 # What is asked for
@@ -193,32 +150,12 @@ def test_lock_that_is_held_for_longest_is_first(on_redis, take, monkeypatch):
     assert names() == ["old", "middle", "young"]
 
 
-def test_names_and_keys_narrow_the_list(on_redis, take):
-    take("one")
-    key = take("two").key
-    take("three")
-    assert sorted(names(["one", key])) == ["one", "two"]
-    assert names(["four"]) == []
-
-
-def test_task_narrows_the_list(on_redis, take):
-    take("by hand")
-    with Celery("listed", set_as_current=False, broker="memory://") as app:
-
-        @app.task(base=SingletonTask, name="listed", shared=False)
-        def listed():
-            return [lock.task for lock in held([select("listed")])]
-
-        assert listed.apply().get() == ["listed"]
-        assert held([select("other")]) == []
-
-
 def test_conflicts_are_counted_by_holder(on_redis, take):
     take("nightly")
     take("other")
     for _ in range(3):
         TaskLock("nightly").acquire()
-    locks = with_history(held())
+    locks = held.with_history(held_now())
     assert {lock.name: lock.conflicts for lock in locks} == {"nightly": 3, "other": 0}
 
 
@@ -227,18 +164,18 @@ def test_conflicts_with_an_earlier_holder_do_not_count(on_redis, take):
     TaskLock("nightly").acquire()
     first.release()
     take("nightly")
-    assert with_history(held())[0].conflicts == 0
+    assert held.with_history(held_now())[0].conflicts == 0
 
 
 def test_usual_holds_of_many_names_are_bounded(
     on_redis, take, monkeypatch, django_assert_num_queries
 ):
-    monkeypatch.setattr(registry, "USUAL", 2)
+    inside.bound(monkeypatch, "usual holds", 2)
     for name in "abcd":
         take(name)
-    locks = held()
+    locks = held_now()
     with django_assert_num_queries(3 * 3):  # two of them and the conflicts, each in a savepoint
-        with_history(locks)
+        held.with_history(locks)
 
 
 # Many
@@ -247,39 +184,37 @@ def test_usual_holds_of_many_names_are_bounded(
 @pytest.fixture
 def many(on_redis):
     """Put 3,000 locks into Redis, and return its client."""
-    store = get_store("redis")
-    with store.client.pipeline(transaction=False) as pipeline:
-        for number in range(3000):
-            facts = {**vars(this_process()), "name": f"feeds.tasks.import_feed(feed_id={number})"}
-            facts |= {"token": f"{number:032}", "task": "feeds.tasks.import_feed", "since": 1e9}
-            key = store.make_key(name_key(facts["name"]).key)
-            pipeline.set(key, Holder.from_dict(facts).encode(), px=60_000)
-        pipeline.execute()
-    return store.client
+    process = inside.this_process()
+    for number in range(3000):
+        task = "feeds.tasks.import_feed"
+        name = f"{task}(feed_id={number})"
+        facts = {"name": name, "token": f"{number:032}", "task": task, "since": 1e9}
+        hold(key=key_of(name), left=60, **process, **facts)
+    return caches["redis"]._cache.get_client()
 
 
 def test_trips_and_statements_of_a_long_list_are_few(many, django_assert_num_queries):
     def trips():
         return many.info("commandstats")["cmdstat_evalsha"]["calls"]
 
-    held([select("feeds")])  # the script is loaded
+    held_now("feeds")  # the script is loaded
     before = trips()
     # A savepoint around each question: what is expired, what is usual, six batches of conflicts.
     with django_assert_num_queries(3 + 3 + (2 + 6)):
-        assert len(with_history(held())) == 3000
+        assert len(held.with_history(held_now())) == 3000
     assert trips() - before <= 5
 
 
 @pytest.mark.only_all("it takes many locks")
 def test_memory_of_a_long_list_is_what_it_shows(many):
-    list(lock_table(with_history(held())))  # what is kept for good is kept by now
-    tracemalloc.start()
-    try:
-        lines = sum(1 for _line in lock_table(with_history(held())))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert lines == 3001
+    assert locks().count("\n") == 3001  # what is kept for good is kept by now
+    with open(os.devnull, "w") as nowhere:
+        tracemalloc.start()
+        try:
+            call_command("locks", stdout=nowhere, no_color=True)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
     assert peak / 3000 < 1500
 
 
@@ -289,79 +224,69 @@ def test_memory_of_a_long_list_is_what_it_shows(many):
 def test_locks_are_listed_without_counts_if_the_history_is_off(settings, on_redis, take):
     settings.SINGLETASK_HISTORY = "off"
     take("nightly")
-    [lock] = with_history(held())
+    [lock] = held.with_history(held_now())
     assert lock.conflicts is None
 
 
-def test_locks_are_listed_without_counts_if_the_table_is_missing(on_redis, take, caplog):
+OUTAGES = {
+    "no table": r"cannot be read.*Run 'manage.py migrate'",
+    "no connection": "cannot be read: InterfaceError: connection already closed",
+}
+
+
+@contextmanager
+def away(outage):
+    """Let the history be away."""
+    if outage == "no table":
+        drop_table()
+        yield
+        return
+    with connection.execute_wrapper(gone):
+        yield
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_locks_are_listed_without_counts_if_the_history_is_away(on_redis, take, outage, caplog):
     take("nightly")
-    drop_table()
-    [lock] = with_history(held())
+    with away(outage):
+        [lock] = held.with_history(held_now())
     assert lock.conflicts is None
     assert "conflicts cannot be counted" in caplog.text
+    assert re.search(OUTAGES[outage], caplog.text)
 
 
-def away(*args):
-    raise InterfaceError("connection already closed")
-
-
-def test_locks_are_listed_without_counts_if_the_history_is_away(on_redis, take, caplog):
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_memcached_with_a_history_that_is_away_says_so(memcached, take, outage):
     take("nightly")
-    with connection.execute_wrapper(away):
-        [lock] = with_history(held())
-    assert lock.conflicts is None
-    assert "conflicts cannot be counted" in caplog.text
-    assert "cannot be read: InterfaceError: connection already closed" in caplog.text
-
-
-def test_memcached_with_a_history_that_is_away_says_so(memcached, take):
-    take("nightly")
-    with connection.execute_wrapper(away):
-        with pytest.raises(CannotList, match="read: InterfaceError: connection already closed"):
-            held()
-
-
-def test_memcached_with_the_history_off_says_so(settings, memcached, take):
-    settings.SINGLETASK_HISTORY = "off"
-    take("nightly")
-    message = r"cache 'pymemcache' cannot list its entries: .* SINGLETASK_HISTORY = 'off'"
-    with pytest.raises(CannotList, match=message):
-        held()
+    with away(outage), pytest.raises(CommandError, match=OUTAGES[outage]):
+        locks()
 
 
 def test_history_off_on_memcached_finds_locks_by_name_and_key(settings, memcached, take):
     settings.SINGLETASK_HISTORY = "off"
     key = take("nightly").key
-    assert names(["nightly"]) == names([key]) == ["nightly"]
+    assert names("nightly") == names(key) == ["nightly"]
 
 
-def test_memcached_without_the_table_of_the_history_says_so(memcached, take):
-    take("nightly")
-    drop_table()
-    with pytest.raises(CannotList, match=r"history.* cannot be read.*Run 'manage.py migrate'"):
-        held()
-
-
-def test_quiet_lock_on_memcached_is_found_by_its_key(memcached, take):
-    lock = lock_of(TaskLock, "quiet", Run(quiet=True))
-    lock.acquire()
-    assert names() == []
-    assert names([lock.key]) == ["quiet"]
-    lock.release()
+def test_quiet_lock_on_memcached_is_found_by_its_key(memcached, monkeypatch):
+    monkeypatch.setattr(tasks.hold, "lock_history", False)
+    with tasks.hold.lock("x") as lock:
+        assert names() == []
+        assert names(lock.key) == [lock.name]
 
 
 @pytest.mark.usefixtures("no_renewal_thread")
 def test_open_row_without_a_lock_is_not_listed(memcached, take):
     lock = take("nightly")
-    lose(lock)
+    inside.forget(lock)
     assert TaskLockEvent.objects.filter(outcome="").exists()
-    assert held() == []
+    assert held_now() == []
 
 
 @pytest.mark.usefixtures("no_renewal_thread")
 def test_lock_with_two_open_rows_is_listed_once(memcached, take):
     lock = take("nightly")
-    lose(lock)
+    inside.forget(lock)
     take("nightly")
     assert names() == ["nightly"]
 
@@ -386,37 +311,37 @@ def hide(key, prefix, version):
     "value", [b"", b"text", b"[]", b"\xff", b'{"token": 7, "since": "x"}', b"[" * 100_000]
 )
 def test_foreign_entry_is_listed_under_its_key(on_redis, value):
-    get_store("redis").add(FOREIGN, value, 30)
-    [lock] = held()
+    inside.put_entry(FOREIGN, value)
+    [lock] = held_now()
     assert (lock.name, lock.held_for) == (FOREIGN, 0)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "-5", "1e300"])
 def test_numbers_of_a_foreign_entry_are_finite(on_redis, number):
     value = f'{{"token": "t", "since": {number}, "timeout": {number}}}'
-    get_store("redis").add(FOREIGN, value.encode(), 30)
-    [lock] = held()
+    inside.put_entry(FOREIGN, value.encode())
+    [lock] = held_now()
     assert math.isfinite(lock.held_for)
     assert json.dumps([lock.since, lock.timeout], allow_nan=False)
 
 
 def test_foreign_entry_can_be_cleared(on_redis):
-    get_store("redis").add(FOREIGN, b"text", 30)
-    assert clear(held()[0], actor="ada")
-    assert held() == []
+    inside.put_entry(FOREIGN, b"text")
+    assert held.clear(held_now()[0], actor="ada")
+    assert held_now() == []
 
 
 @pytest.mark.parametrize("bad", ["\ud800", "\0"])
 def test_characters_of_a_foreign_entry_that_no_database_takes_are_escaped(on_redis, bad):
     texts = ("name", "task", "task_id", "host", "boot_id", "pid_ns", "start")
     value = json.dumps({text: f"{text}{bad}" for text in texts})
-    get_store("redis").add(FOREIGN, value.encode(), 30)
-    [lock] = held()
+    inside.put_entry(FOREIGN, value.encode())
+    [lock] = held_now()
     escaped = bad.encode("unicode_escape").decode()
     assert lock.name == f"name{escaped}"
     for text in texts:
         assert getattr(lock, text) == f"{text}{escaped}"
-    assert with_history([lock])[0].conflicts == 0
+    assert held.with_history([lock])[0].conflicts == 0
 
 
 def test_other_entries_of_the_cache_are_not_listed(on_redis, take):
@@ -429,49 +354,30 @@ def test_other_entries_of_the_cache_are_not_listed(on_redis, take):
 def test_store_that_is_down_is_an_error(settings, dead_redis):
     settings.SINGLETASK_CACHE = dead_redis
     with pytest.raises(LockUnavailable, match="refused"):
-        held()
+        held_now()
 
 
 def test_lock_of_a_clock_that_is_ahead_is_held_for_no_time(on_redis):
-    blank = Holder.from_dict({"name": "nightly", "since": time.time() + 1000})
-    get_store("redis").add("singletask:nightly:1", blank.encode(), 30)
-    assert held()[0].held_for == 0
+    hold(since=time.time() + 1000)
+    assert held_now()[0].held_for == 0
 
 
 # States
 
 
-def states(*args, **kwargs):
-    return {lock.name: lock.state for lock in held(*args, **kwargs)}
-
-
-@pytest.fixture
-def ended_process():
-    """Describe a process of this host that has ended."""
-    child = subprocess.Popen(["true"])
-    child.wait()
-    return {**vars(this_process()), "pid": child.pid, "start": "1"}
-
-
-def test_lock_of_a_dead_process_is_marked(on_redis, take, ended_process):
+def test_lock_of_a_dead_process_is_marked_but_not_that_of_another_host(on_redis, take):
     take("alive")
-    holder = Holder.from_dict({"token": "t", "name": "gone", **ended_process})
-    get_store("redis").add(name_key("gone").key, holder.encode(), 30)
-    assert states() == {"alive": "held", "gone": "dead"}
-
-
-def test_process_of_another_host_is_not_taken_for_dead(on_redis, ended_process):
-    facts = {**ended_process, "boot_id": "another"}
-    holder = Holder.from_dict({"token": "t", "name": "far", **facts})
-    get_store("redis").add(name_key("far").key, holder.encode(), 30)
-    assert states() == {"far": "held"}
+    gone = {**ended_process(), "name": "gone", "token": "t1"}
+    hold(**gone)
+    hold(**{**gone, "name": "far", "token": "t2", "boot_id": "another"})
+    assert states() == {"alive": "held", "gone": "dead", "far": "held"}
 
 
 @on_each_family
 def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
     take("held")
     row("run", 100, name="nightly", token="t", task="a", host="web-1", pid=7, timeout=60)
-    [lock] = held([select("a")])
+    [lock] = held_now("a")
     assert (lock.name, lock.state, lock.queued) == ("nightly", "expired", False)
     assert lock.remaining is None
     assert 100 <= lock.held_for < 120
@@ -482,10 +388,10 @@ def test_open_row_beyond_its_lease_is_listed_as_expired(cache_alias, take):
 @on_each_family
 def test_clear_of_an_expired_lock_frees_and_closes_nothing(cache_alias, take):
     open_row = row("run", 100, name="nightly", token="t", timeout=60)
-    [lock] = held([select("nightly")])
+    [lock] = held_now("nightly")
     take("nightly")
-    assert not clear(lock, actor="ada")
-    assert sorted(lock.state for lock in held()) == ["expired", "held"]
+    assert not held.clear(lock, actor="ada")
+    assert sorted(lock.state for lock in held_now()) == ["expired", "held"]
     open_row.refresh_from_db()
     assert open_row.outcome == ""
     assert not TaskLockEvent.objects.filter(outcome="cleared").exists()
@@ -493,7 +399,7 @@ def test_clear_of_an_expired_lock_frees_and_closes_nothing(cache_alias, take):
 
 def test_open_row_within_its_lease_is_not_listed(on_redis):
     row("run", 30, timeout=60)
-    assert held() == []
+    assert held_now() == []
 
 
 def test_renewed_lock_is_not_expired(on_redis, take):
@@ -505,35 +411,19 @@ def test_renewed_lock_is_not_expired(on_redis, take):
 
 def test_open_row_of_another_cache_is_not_listed(on_redis):
     row("run", 100, timeout=60, cache="pymemcache")
-    assert held() == []
+    assert held_now() == []
 
 
 def test_without_history_nothing_is_expired(on_redis, settings):
     row("run", 100, timeout=60)
     settings.SINGLETASK_HISTORY = "off"
-    assert held() == []
+    assert held_now() == []
 
 
 # By name
 
 
-def test_look_needs_no_list_for_what_is_named(memcached, settings, take):
-    settings.SINGLETASK_HISTORY = "off"
-    key = take("nightly").key
-    for name in ("nightly", key):
-        assert [lock.name for lock in held([select(name)])] == ["nightly"]
-    with pytest.raises(CannotList):
-        held([select("other")])
-
-
 def test_look_finds_a_name_that_hides_its_arguments(on_redis):
-    holder = Holder.from_dict({"token": "t", "name": "feeds.import_feed(#1a2b3c4d)"})
-    get_store("redis").add(name_key("x").key, holder.encode(), 30)
-    [lock] = held([select("feeds.import_feed(#1a2b3c4d)")])
-    assert lock.token == "t"
-
-
-def test_listing_finds_the_expired_hold_beside_the_held_lock(on_redis, take):
-    take("nightly")
-    row("run", 100, timeout=60, token="t")
-    assert {lock.state for lock in held([select("nightly")])} == {"held", "expired"}
+    name = "feeds.import_feed(#1a2b3c4d)"
+    hold(name=name)
+    assert names(name) == [name]

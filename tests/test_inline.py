@@ -195,7 +195,7 @@ def test_after_a_rollback_the_end_of_the_request_writes_all():
 
 def test_after_a_rollback_flush_writes_all():
     roll_back()
-    assert recorder.flush(20)
+    assert recorder.flush(30)
     assert counted() == [1]
 
 
@@ -297,7 +297,7 @@ def test_threads_that_write_each_others_events_count_each_once():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert recorder.flush(20)
+    assert recorder.flush(30)
     assert counted() == [6 * 5 * 20]
 
 

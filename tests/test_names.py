@@ -4,21 +4,13 @@ import subprocess
 import sys
 
 import pytest
+from django.core.management import CommandError
 
-from django_singletask.locks.keys import name_key
-from django_singletask.management.output import cut
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.explain import why
-from django_singletask.operators.held import held, must_be_known
-from django_singletask.operators.names import (
-    Selector,
-    UnknownName,
-    locks_of,
-    nearest,
-    select,
-)
-from django_singletask.stores import get_store
-from tests.command_line import hold
+from django_singletask.operators import names
+from tests import inside
+from tests.command_line import hold, locks, locks_as_json
+from tests.entries import key_of
 from tests.past_rows import keep_history_in, ran
 from tests.testapp import tasks
 
@@ -46,30 +38,30 @@ UNIQUE = "tests.testapp.tasks.unique"
     ],
 )
 def test_number_of_keys_that_a_name_can_mean(name, count):
-    assert len(locks_of(name)) == count
+    assert len(names.locks_of(name)) == count
 
 
 @pytest.mark.parametrize("name", [f"{UNIQUE}(key='a')", f"{UNIQUE}( key='a' )"])
 def test_call_is_found_by_its_arguments(name):
-    assert tasks.unique.lock("a").key in select(name).locks
+    assert tasks.unique.lock("a").key in names.select(name).locks
 
 
 def test_name_of_a_lock_is_one_of_its_names():
-    assert name_key("nightly").key in select("nightly").locks
+    assert key_of("nightly") in names.select("nightly").locks
 
 
 @pytest.mark.parametrize("name", [UNIQUE, "unique", f"{UNIQUE}(key='a')", "tests.*", "*.unique(*"])
 def test_task_of_the_project_is_known_and_so_are_its_calls(name):
-    assert select(name).is_known()
+    assert names.select(name).is_known()
 
 
 @pytest.mark.parametrize("name", ["nightly", "nique", "unknown.task(a=1)", "unknown.*", ""])
 def test_other_names_are_unknown(name):
-    assert not select(name).is_known()
+    assert not names.select(name).is_known()
 
 
 def meant(typed):
-    return list(select(typed).tasks)
+    return list(names.select(typed).tasks)
 
 
 def test_last_parts_of_the_name_of_a_task_are_enough():
@@ -89,30 +81,31 @@ def test_lock_is_selected_by_what_is_listed(text):
     hold(name="nightly")
     facts = {"host": "web-9", "task_id": "5d1c", "token": "t9"}
     hold(name="other.project.sync(feed=1)", task="other.project.sync", **facts)
-    assert [lock.task for lock in held([select(text)])] == ["other.project.sync"]
+    assert [lock.task for lock in inside.held_now(text)] == ["other.project.sync"]
 
 
-@pytest.mark.parametrize("width", [24, 28, 31])
-def test_name_that_a_table_has_cut_selects_its_lock(width):
+@pytest.mark.parametrize(
+    "shown",
+    ["…import_fee…(feed_id=32)", "…ks.import_feeds(feed_id=32)", "…tasks.import_feeds(feed_id=32)"],
+)
+def test_name_that_a_table_has_cut_selects_its_lock(shown):
     for number in (32, 33):
         name = f"proj.feeds.tasks.import_feeds(feed_id={number})"
         hold(name=name, task="proj.feeds.tasks.import_feeds", token=f"t{number}")
-    shown = cut("proj.feeds.tasks.import_feeds(feed_id=32)", width)
-    assert shown.count("…") == (2 if width == 24 else 1)
-    assert [lock.token for lock in held([select(shown)])] == ["t32"]
-    assert [lock.token for lock in why(shown).held] == ["t32"]
+    assert [lock.token for lock in inside.held_now(shown)] == ["t32"]
+    assert [lock["token"] for lock in locks_as_json("why", shown)["held"]] == ["t32"]
 
 
 def test_cut_name_whose_lock_is_free_is_unknown():
     ran(60, name="feeds.import_feed(feed_id=32)")
-    with pytest.raises(UnknownName):
-        why("….import_fe…(feed_id=32)")
+    with pytest.raises(CommandError, match="No lock or task is known as"):
+        locks("why", "….import_fe…(feed_id=32)")
 
 
 def test_lock_that_has_the_name_is_selected_rather_than_those_of_a_task_or_a_host():
     hold(name="sync")
     hold(name="a(1)", task="project.sync", host="sync", token="t2")
-    assert [lock.name for lock in held([select("sync")])] == ["sync"]
+    assert [lock.name for lock in inside.held_now("sync")] == ["sync"]
 
 
 def test_key_or_name_whose_lock_is_free_selects_nothing_else():
@@ -123,8 +116,8 @@ def test_key_or_name_whose_lock_is_free_selects_nothing_else():
     ran(60, name="alike", key="singletask:alike:0")
     ran(60, name="nightly")
     for text in ("singletask:pool:0#3", "singletask:alike:0", "nightly"):
-        assert held([select(text)]) == []
-    assert [lock.name for lock in held([select("singletask:pool:0")])] == ["pool"]
+        assert inside.held_now(text) == []
+    assert [lock.name for lock in inside.held_now("singletask:pool:0")] == ["pool"]
 
 
 def test_id_is_meant_rather_than_a_task_and_a_task_rather_than_a_host():
@@ -133,7 +126,7 @@ def test_id_is_meant_rather_than_a_task_and_a_task_rather_than_a_host():
     hold(name="a.y()", task="a.y", token="t3", host="x")
     hold(name="three", token="t4", host="y")
     for text, name in (("x", "one"), ("y", "a.y()"), ("web", "one")):
-        assert [lock.name for lock in held([select(text)])] == [name]
+        assert [lock.name for lock in inside.held_now(text)] == [name]
 
 
 @pytest.fixture
@@ -142,14 +135,14 @@ def of_nobody():
     hold(name="nightly", token="t1")
     hold(name="report of None", token="t2", task="")
     hold(name="weekly", token="t3", host="", pid=0)
-    assert get_store("redis").add(name_key("foreign").key, b"None", 30) is None
+    inside.put_entry(key_of("foreign"), b"None")
 
 
 @pytest.mark.parametrize(
     "text", ["None", "none", "null", "False", "", " ", ".", "-", "unknown", "…", "0", "web-3:None"]
 )
 def test_text_that_stands_for_nothing_selects_nothing(of_nobody, text):
-    assert held([select(text)]) == []
+    assert inside.held_now(text) == []
 
 
 def test_control_selects_a_lock_without_a_task(of_nobody, monkeypatch):
@@ -158,8 +151,8 @@ def test_control_selects_a_lock_without_a_task(of_nobody, monkeypatch):
     def compare_texts(self, name, task):
         return f".{task}".endswith(f".{self.text}")
 
-    monkeypatch.setattr(Selector, "covers", compare_texts)
-    assert [lock.name for lock in held([select("None")])] != []
+    monkeypatch.setattr(names.Selector, "covers", compare_texts)
+    assert [lock.name for lock in inside.held_now("None")] != []
 
 
 @pytest.mark.needs("mariadb")
@@ -167,16 +160,16 @@ def test_lock_is_not_selected_by_a_name_that_only_a_database_takes_for_its_own(s
     """MariaDB compares texts without their case, and without spaces at their ends."""
     keep_history_in(settings, "mariadb")
     for name in ("Nightly", "nightly ", "nightlý"):
-        hold(name=name, key=name_key(name).key)
+        hold(name=name, key=key_of(name))
         ran(60, name=name)
     assert TaskLockEvent.objects.filter(name="nightly").count() == 3
-    assert held([select("nightly")]) == []
-    assert [lock.name for lock in held([select("Nightly")])] == ["Nightly"]
+    assert inside.held_now("nightly") == []
+    assert [lock.name for lock in inside.held_now("Nightly")] == ["Nightly"]
 
 
 def test_error_does_not_repeat_a_huge_name():
-    with pytest.raises(UnknownName) as caught:
-        must_be_known([select("x" * 100_000)])
+    with pytest.raises(CommandError) as caught:
+        locks("why", "x" * 100_000)
     assert len(str(caught.value)) < 600
 
 
@@ -194,30 +187,3 @@ def test_tasks_are_imported_where_no_worker_has_done_so():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"['{UNIQUE}']\n"
-
-
-KNOWN = ["reports.nightly()", "feeds.tasks.import_feed(feed_id=7)", "customer:12"]
-
-
-@pytest.mark.parametrize(
-    ("name", "likely"),
-    [
-        ("import_fed", KNOWN[1]),
-        ("import_fed(feed_id=7)", KNOWN[1]),
-        ("feed.tasks.import_feed(1)", KNOWN[1]),
-        ("nightly", KNOWN[0]),
-        ("costumer:12", KNOWN[2]),
-    ],
-)
-def test_names_like_an_unknown_one_are_found(name, likely):
-    assert nearest(name, KNOWN) == [likely]
-
-
-@pytest.mark.parametrize("name", ["", " ", "something else"])
-def test_no_name_is_suggested_for_a_strange_one(name):
-    assert nearest(name, KNOWN) == []
-
-
-def test_at_most_three_names_are_suggested():
-    calls = [f"feeds.import_feed{end}(feed_id=7)" for end in ("", "s", "_2", "_3")]
-    assert len(nearest("feeds.import_fed(feed_id=400)", calls)) == 3

@@ -8,15 +8,12 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
-from django.db import connection
-from django.test.utils import CaptureQueriesContext
 from django.utils.timezone import override
 
-from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.charts import per_task
-from django_singletask.operators.windows import Window
-from tests.admin_pages import BASE, drop_table, log_in, rows_of
+from django_singletask.operators import charts, windows
+from tests import inside
+from tests.admin_pages import BASE, log_in, rows_of
 from tests.past_rows import keep_history_in, ran, row, skipped
 from tests.plans import plans
 from tests.test_queries import fill
@@ -32,8 +29,8 @@ HOUR = 3600
 
 def facts(span="24h"):
     """Return the facts of each task by its name."""
-    window = Window.past(span, datetime.fromtimestamp(time.time(), UTC))
-    tasks = per_task(TaskLockEvent.objects.all(), window)["rows"]
+    window = windows.Window.past(span, datetime.fromtimestamp(time.time(), UTC))
+    tasks = charts.per_task(TaskLockEvent.objects.all(), window)["rows"]
     return {each["task"]: SimpleNamespace(**each, charted=[*each["bars"]]) for each in tasks}
 
 
@@ -83,25 +80,11 @@ def test_every_database_gives_the_same_sums(settings, monkeypatch, alias):
 
 
 def test_percentiles_are_those_of_the_newest_runs(monkeypatch):
-    monkeypatch.setattr("django_singletask.operators.charts.NEWEST", 3)
+    inside.bound(monkeypatch, "runs of a percentile", 3)
     for lasted in (90, 1, 2, 3):
         ran(60, lasted, task="a")
     a = facts()["a"]
     assert (a.p50, a.p95, a.longest) == (2, 3, 3)
-
-
-def test_number_of_queries_does_not_grow_with_the_rows():
-    def queries():
-        with CaptureQueriesContext(connection) as captured:
-            facts()
-        return len(captured)
-
-    ran(60, task="a")
-    before = queries()
-    for _ in range(9):
-        ran(60, task="a")
-        skipped(60, task="a")
-    assert queries() == before
 
 
 def test_week_has_bars_of_four_hours():
@@ -118,7 +101,7 @@ def test_bars_of_the_day_on_which_the_clock_is_set_back_are_at_their_times():
     facts = {"name": "a()", "key": "k", "task": "a", "outcome": "released", "ended_at": now}
     TaskLockEvent.objects.create(kind="run", ref="t", timeout=60, at=now, **facts)
     with override("Europe/Berlin"):
-        [a] = per_task(TaskLockEvent.objects.all(), Window.past("24h", now))["rows"]
+        [a] = charts.per_task(TaskLockEvent.objects.all(), windows.Window.past("24h", now))["rows"]
         [bar] = a["bars"]
     assert (bar["when"], bar["x"]) == ("2025-10-26 12:00:00", pytest.approx(100 * 23.5 / 24))
 
@@ -128,7 +111,7 @@ def test_bars_of_the_day_on_which_the_clock_is_set_back_are_at_their_times():
 def test_no_more_rows_are_read_than_can_be_summed_up(settings, monkeypatch, alias):
     keep_history_in(settings, alias)
     fill(alias)
-    monkeypatch.setattr(queries, "MOST", 100)
+    inside.bound(monkeypatch, "rows of a sum", 100)
     asked = plans(alias, facts)
     number = sum(each.runs + each.conflicts for each in facts().values())
     TaskLockEvent.objects.all().delete()
@@ -197,10 +180,10 @@ def test_odd_address_shows_the_day_by_runs(viewer, query):
 def test_cut_sums_say_since_when(viewer, monkeypatch):
     for seconds in (120, 60, 30):
         ran(seconds, task="a")
-    monkeypatch.setattr(queries, "MOST", 2)
+    inside.bound(monkeypatch, "rows of a sum", 2)
     assert "these are the newest, since " in viewer.get(PAGE).content.decode()
     assert len(shown(viewer)) == 1
-    monkeypatch.setattr(queries, "MOST", 4)
+    inside.bound(monkeypatch, "rows of a sum", 4)
     assert "these are the newest" not in viewer.get(PAGE).content.decode()
 
 
@@ -208,14 +191,3 @@ def test_empty_history_has_no_table(viewer):
     content = viewer.get(PAGE).content.decode()
     assert "Nothing happened in this time span." in content
     assert '<table class="singletask' not in content
-
-
-def test_history_that_cannot_be_read_is_said(viewer):
-    drop_table()
-    assert "The history cannot be read: " in viewer.get(PAGE).content.decode()
-
-
-def test_project_without_time_zones_has_the_page(viewer, settings):
-    settings.USE_TZ = False
-    ran(60, task="a")
-    assert len(shown(viewer)) == 1

@@ -8,12 +8,22 @@ import sys
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask.operators.probe import Finding, look_at, look_from_another_process, probe
-from django_singletask.stores import get_store
-from tests import servers
+from django_singletask.operators import probe
+from tests import inside, servers
 from tests.entries import private_store
 
 pytestmark = pytest.mark.django_db(databases="__all__")
+
+
+@pytest.fixture
+def looks(settings):
+    """Give the function that looks at the server of a cache."""
+
+    def look_at(alias, *location):
+        with private_store(settings, alias, *location) as store:
+            return [*probe.look_at(store)]
+
+    return look_at
 
 
 def texts(findings, level):
@@ -28,7 +38,7 @@ SHARED = ["redis", "pylibmc", "pymemcache", "db_postgres", "db_mariadb", "db_sql
 @pytest.mark.only_all("shown on another cache", "pylibmc", "db_sqlite", "db_mariadb")
 @pytest.mark.parametrize("cache_alias", SHARED, indirect=True)
 def test_cache_that_can_hold_locks_is_fit(cache_alias):
-    result = probe(cache_alias)
+    result = probe.probe(cache_alias)
     assert result.fit
     first, second, *_rest = texts(result.findings, "ok").splitlines()
     assert first == "another process sees the lock that this process holds"
@@ -37,14 +47,15 @@ def test_cache_that_can_hold_locks_is_fit(cache_alias):
 
 
 def test_memory_of_one_process_is_unfit():
-    result = probe("locmem")
+    result = probe.probe("locmem")
     assert not result.fit
     assert texts(result.findings, "unfit").startswith("another process does not see the lock")
 
 
 @pytest.mark.only_all("it starts processes")
-def test_process_that_uses_other_keys_is_unfit():
-    finding = look_from_another_process("django_redis", get_store("redis"))
+def test_process_that_uses_other_keys_is_unfit(settings):
+    with private_store(settings, "redis") as store:
+        finding = probe.look_from_another_process("django_redis", store)
     assert finding.level == "unfit"
     assert "use different keys (KEY_PREFIX, KEY_FUNCTION)" in finding.text
 
@@ -52,9 +63,9 @@ def test_process_that_uses_other_keys_is_unfit():
 @pytest.mark.only_all("it starts processes")
 def test_probe_disturbs_no_lock_and_leaves_none(on_redis, take):
     lock = take("nightly")
-    probe("redis")
+    probe.probe("redis")
     assert lock.owned()
-    assert [key for key, _entry in get_store("redis").entries()] == [lock.key]
+    assert [held.key for held in inside.held_now()] == [lock.key]
 
 
 # Failures
@@ -62,26 +73,26 @@ def test_probe_disturbs_no_lock_and_leaves_none(on_redis, take):
 
 def test_refused_cache_is_an_error():
     with pytest.raises(ImproperlyConfigured, match="'dummy' cannot hold locks"):
-        probe("dummy")
+        probe.probe("dummy")
 
 
 def test_without_a_settings_module_it_says_what_to_set(on_redis, monkeypatch):
     monkeypatch.delenv("DJANGO_SETTINGS_MODULE")
     with pytest.raises(RuntimeError, match="define the environment variable DJANGO_SETTINGS_MOD"):
-        probe("redis")
+        probe.probe("redis")
 
 
 @pytest.mark.only_all("it starts processes")
 def test_failure_of_the_other_process_says_why(on_redis, settings):
     settings.CACHES = {**settings.CACHES, "only here": settings.CACHES["redis"]}
     with pytest.raises(RuntimeError, match=r"The other process failed: .*'only here' is not in"):
-        look_from_another_process("only here", get_store("redis"))
-    assert [key for key, _ in get_store("redis").entries() if "probe" in key] == []
+        probe.probe("only here")
+    assert [held for held in inside.held_now() if "probe" in held.key] == []
 
 
 def test_server_that_is_down_is_an_error(dead_redis):
     with pytest.raises(Exception, match="refused"):
-        probe(dead_redis)
+        probe.probe(dead_redis)
 
 
 # What the server says
@@ -101,15 +112,15 @@ def own_store(settings, own_redis):
         yield store
 
 
-def test_replicas_are_a_warning():
+def test_replicas_are_a_warning(looks):
     # The server of the tests has one, and a Sentinel beside.
-    findings = [*look_at(get_store("redis"))]
+    findings = looks("redis")
     assert "1 replica: a failover can lose the newest locks" in texts(findings, "warning")
 
 
 def test_redis_without_fault_has_no_warning(own_store):
     own_store.client.config_set("appendonly", "yes")
-    findings = [*look_at(own_store)]
+    findings = [*probe.look_at(own_store)]
     assert {finding.level for finding in findings} == {"ok", "note"}
     assert "locks survive a restart: AOF is on" in texts(findings, "ok")
     assert "the server evicts nothing: maxmemory-policy is noeviction" in texts(findings, "ok")
@@ -120,10 +131,12 @@ def test_redis_without_fault_has_no_warning(own_store):
 def test_policy_that_evicts_locks_is_a_warning(own_store, policy):
     own_store.client.config_set("maxmemory-policy", policy)
     assert f"it would evict locks too (maxmemory-policy is {policy})" in texts(
-        look_at(own_store), "note"
+        probe.look_at(own_store), "note"
     )
     own_store.client.config_set("maxmemory", 10**9)
-    assert f"maxmemory-policy {policy} evicts locks too" in texts(look_at(own_store), "warning")
+    assert f"maxmemory-policy {policy} evicts locks too" in texts(
+        probe.look_at(own_store), "warning"
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,38 +145,37 @@ def test_policy_that_evicts_locks_is_a_warning(own_store, policy):
 )
 def test_persistence_is_reported(own_store, save, text):
     own_store.client.config_set("save", save)
-    assert text in texts(look_at(own_store), "note")
+    assert text in texts(probe.look_at(own_store), "note")
 
 
-def test_replica_is_unfit(settings):
-    with private_store(settings, "redis", os.environ["SINGLETASK_TEST_REDIS_REPLICA_URL"]) as store:
-        assert "the server is a slave: locks need the primary" in texts(look_at(store), "unfit")
+def test_replica_is_unfit(looks):
+    findings = looks("redis", os.environ["SINGLETASK_TEST_REDIS_REPLICA_URL"])
+    assert "the server is a slave: locks need the primary" in texts(findings, "unfit")
 
 
 def test_server_that_refuses_to_answer_is_a_note(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-info")
-    assert [*look_at(own_store)] == [
-        Finding("note", "the server refused to say more: NoPermissionError")
+    assert [*probe.look_at(own_store)] == [
+        probe.Finding("note", "the server refused to say more: NoPermissionError")
     ]
 
 
 def test_server_that_forbids_config_still_answers_the_rest(own_store):
     own_store.client.execute_command("ACL", "SETUSER", "default", "-config")
-    *rest, last = look_at(own_store)
+    *rest, last = probe.look_at(own_store)
     assert "the server evicts nothing" in texts(rest, "ok")
-    assert last == Finding("note", "the server refused to say more: NoPermissionError")
+    assert last == probe.Finding("note", "the server refused to say more: NoPermissionError")
 
 
-def test_memcached_forgets_and_evicts():
-    findings = [*look_at(get_store("pymemcache"))]
+def test_memcached_forgets_and_evicts(looks):
+    findings = looks("pymemcache")
     assert {finding.level for finding in findings} == {"note"}
     assert "a restart loses all locks" in texts(findings, "note")
     assert "evicts locks too when its memory is full" in texts(findings, "note")
 
 
-def test_more_than_one_memcached_server_is_a_warning(settings):
-    with private_store(settings, "pymemcache", ["127.0.0.1:1", "127.0.0.1:2"]) as store:
-        warning = texts(look_at(store), "warning")
+def test_more_than_one_memcached_server_is_a_warning(looks):
+    warning = texts(looks("pymemcache", ["127.0.0.1:1", "127.0.0.1:2"]), "warning")
     assert "2 servers: if one fails, its locks are lost" in warning
 
 
@@ -175,9 +187,8 @@ def test_more_than_one_memcached_server_is_a_warning(settings):
         ("db_sqlite", "only processes on one host can share"),
     ],
 )
-def test_database_tells_what_it_is(django_db_setup, alias, text):
-    findings = [*look_at(get_store(alias))]
-    assert text in texts(findings, "note")
+def test_database_tells_what_it_is(django_db_setup, looks, alias, text):
+    assert text in texts(looks(alias), "note")
 
 
 # As a process

@@ -6,7 +6,7 @@ from django.test.utils import CaptureQueriesContext
 
 from django_singletask.history.sweep import prune
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.starving import starving
+from tests.inside import starving
 from tests.past_rows import ran, row, skipped
 
 pytestmark = [

@@ -4,13 +4,13 @@ import datetime
 import time
 
 import pytest
-from django.db import InterfaceError, connection, connections
+from django.db import connections
 
 from django_singletask.history import queries
-from django_singletask.history.queries import NoHistory, UsualHold, reading, sums
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import names
-from django_singletask.operators.names import find
+from tests import inside
+from tests.admin_pages import drop_table
 from tests.past_rows import before_now, keep_history_in, ran, row, skipped
 from tests.plans import plans
 
@@ -21,13 +21,6 @@ pytestmark = [
 
 TABLE = TaskLockEvent._meta.db_table
 history = TaskLockEvent.objects
-
-
-@pytest.fixture
-def no_table(empty_history):
-    """Take the table away until the transaction of the test is rolled back."""
-    with connection.cursor() as cursor:
-        cursor.execute(f"ALTER TABLE {TABLE} RENAME TO {TABLE}_gone")
 
 
 # What is read
@@ -82,11 +75,11 @@ def questions():
             lambda: list(history.open()[:100]),
             lambda: list(history.of_state("duplicate").newest()[:1000]),
             lambda: list(history.of_trouble("lost")[:1000]),
-            lambda: find(what="cleared"),
+            lambda: names.find(what="cleared"),
         ],
         "singletask_retaken": [
             lambda: list(history.of_trouble("retaken")[:1000]),
-            lambda: find(what="retaken"),
+            lambda: names.find(what="retaken"),
         ],
         "singletask_task": [
             lambda: list(history.of_task("t5")[:1000]),
@@ -98,11 +91,11 @@ def questions():
             lambda: list(history.named("t5(2)")[:1000]),
             lambda: list(history.newest().named_like("t5(")[:1000]),
             lambda: history.usual_hold("t5(5)"),
-            lambda: find([{"name": "t5(5)"}]),
+            lambda: names.find([{"name": "t5(5)"}]),
         ],
         "singletask_at": [lambda: list(history.older_than(5500).order_by("at")[:100])],
-        "singletask_task_id": [lambda: find([{"task_id": "id 7"}])],
-        "ref": [lambda: history.runs(tokens), lambda: find([{"ref": "t5"}])],
+        "singletask_task_id": [lambda: names.find([{"task_id": "id 7"}])],
+        "ref": [lambda: history.runs(tokens), lambda: names.find([{"ref": "t5"}])],
         "singletask_blocked_by": [
             lambda: history.blocked_by(tokens),
             lambda: history.values_list("result", "count").blocked_by(tokens),
@@ -113,12 +106,12 @@ def questions():
             lambda: list(history.newest().since(before_now(60))[:1000]),
             lambda: list(history.newest().search(["t5(", "t6(1)"])[:50]),
             lambda: history.name_of_key("singletask:t5:305"),
-            lambda: find([{"task": "t5"}], what="conflict"),
-            lambda: find([{"task": "t5"}], what="raised"),
-            lambda: find([{"like": "t5(*"}]),
-            lambda: find(what="dead", since=before_now(60)),
-            lambda: find(what="held"),
-            lambda: find(what="expired"),
+            lambda: names.find([{"task": "t5"}], what="conflict"),
+            lambda: names.find([{"task": "t5"}], what="raised"),
+            lambda: names.find([{"like": "t5(*"}]),
+            lambda: names.find(what="dead", since=before_now(60)),
+            lambda: names.find(what="held"),
+            lambda: names.find(what="expired"),
             lambda: sums_of_a_window(history.newest(), "task"),
             lambda: sums_of_a_window(history.of_task("t5")),
             lambda: sums_of_a_window(history.named("t5(2)")),
@@ -132,7 +125,9 @@ def sums_of_a_window(rows, field="name"):
     start, end = before_now(120), before_now(60)
     if field == "name":
         rows = rows.filter(name__in=["t5(2)"])
-    return list(sums(rows.since(start, end), start, datetime.timedelta(minutes=1), field)[0])
+    return list(
+        queries.sums(rows.since(start, end), start, datetime.timedelta(minutes=1), field)[0]
+    )
 
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
@@ -140,7 +135,7 @@ def test_each_question_is_answered_by_an_index(settings, monkeypatch, alias):
     # An hour is more than half of the rows here: to read all of them would be right.
     monkeypatch.setattr(queries, "LATE", datetime.timedelta(minutes=1))
     # As many open rows as PostgreSQL expects are no small part of the rows here.
-    monkeypatch.setattr(names, "OPEN", 100)
+    inside.bound(monkeypatch, "open rows", 100)
     keep_history_in(settings, alias)
     fill(alias)
     row("run", 90, timeout=1)  # open, and shown as expired
@@ -191,7 +186,7 @@ def test_sqlite_reads_open_rows_by_their_own_index_without_statistics(settings):
 def test_rows_of_a_task_are_read_in_the_order_of_their_index():
     ran(60, task="a", name="one", key="singletask:a:1")
     statements = plans("default", lambda: history.name_of_key("singletask:a:1"))
-    statements += plans("default", lambda: find([{"task": "a"}]))
+    statements += plans("default", lambda: names.find([{"task": "a"}]))
     assert len(statements) == 2
     for statement in statements:
         assert '."task" ASC' in statement.sql
@@ -199,7 +194,7 @@ def test_rows_of_a_task_are_read_in_the_order_of_their_index():
 
 
 def test_many_tokens_are_looked_up_in_batches(monkeypatch, django_assert_num_queries):
-    monkeypatch.setattr(queries, "BATCH", 10)
+    inside.bound(monkeypatch, "tokens of a question", 10)
     for number in range(25):
         ran(60, name=f"lock {number}", token=f"t{number}")
     with django_assert_num_queries(3):
@@ -210,23 +205,15 @@ def test_many_tokens_are_looked_up_in_batches(monkeypatch, django_assert_num_que
 
 @pytest.mark.parametrize("first", [1, 1000])
 def test_time_window_has_what_was_written_late(monkeypatch, first):
-    monkeypatch.setattr(queries, "NEWEST", first)
+    inside.bound(monkeypatch, "rows of a window", first)
     for minutes in (90, 70, 5, 80, 10):
         row("run", minutes * 60, name=str(minutes))
     assert {row.name for row in history.since(before_now(900))} == {"5", "10"}
 
 
-def test_search_for_what_many_names_begin_with_finds_all(monkeypatch):
-    monkeypatch.setattr(queries, "FREQUENT", 2)
-    for name in ("feeds(1)", "feeds(2)", "feeds(3)", "nightly"):
-        ran(60, name=name)
-    assert history.search(["feeds("]).count() == 3
-    assert history.search(["night"]).count() == 1
-
-
 @pytest.mark.parametrize("frequent", [5000, 1])
 def test_search_finds_a_task_id_also_beside_many_names_that_begin_with_it(monkeypatch, frequent):
-    monkeypatch.setattr(queries, "FREQUENT", frequent)
+    inside.bound(monkeypatch, "names that a search begins", frequent)
     for name in ("5d1c", "5d1c-2", "nightly"):
         ran(60, name=name)
     ran(60, name="feeds(1)", task_id="5d1c")
@@ -246,7 +233,7 @@ def test_usual_hold_is_that_of_the_task():
     for lasted in (1, 2, 9):
         ran(60, lasted, task="a", name=f"a({lasted})")
     ran(60, 100, task="b")
-    assert history.usual_hold("a(1)", "a") == UsualHold(2, 9, 3)
+    assert history.usual_hold("a(1)", "a") == queries.UsualHold(2, 9, 3)
 
 
 def test_usual_hold_of_a_lock_without_a_task_is_that_of_its_name():
@@ -267,14 +254,14 @@ def test_run_that_did_not_return_is_not_usual(result):
     """A run that hung until it was stopped would hide the next run that hangs."""
     ran(60, 5000, result=result)
     ran(60, 5)
-    assert history.usual_hold("nightly") == UsualHold(5, 5, 1)
+    assert history.usual_hold("nightly") == queries.UsualHold(5, 5, 1)
 
 
 def test_only_the_last_hundred_runs_are_usual():
     ran(5000, 1000)
     for _ in range(100):
         ran(60, 1)
-    assert history.usual_hold("nightly") == UsualHold(1, 1, 100)
+    assert history.usual_hold("nightly") == queries.UsualHold(1, 1, 100)
 
 
 # Without a history
@@ -286,78 +273,33 @@ def test_without_history_nothing_is_usual(settings):
     assert history.usual_hold("nightly") is None
 
 
-def test_without_its_table_nothing_is_usual(no_table):
+def test_without_its_table_nothing_is_usual():
+    drop_table()
     assert history.usual_hold("nightly") is None
-
-
-def test_history_that_is_off_is_not_read(settings):
-    settings.SINGLETASK_HISTORY = "off"
-    with pytest.raises(NoHistory, match="SINGLETASK_HISTORY = 'off'"), reading():
-        pytest.fail("not reached")
-
-
-def test_old_rows_are_found_with_the_history_off(settings):
-    ran(60)
-    settings.SINGLETASK_HISTORY = "off"
-    assert len(find()[0]) == 1
-
-
-def test_missing_table_is_an_error_that_says_what_to_do(no_table):
-    with pytest.raises(NoHistory, match=r"cannot be read: .*Run 'manage\.py migrate'\."):
-        find()
-
-
-def test_database_that_is_away_is_an_error_that_says_so():
-    def away(*args):
-        raise InterfaceError("connection already closed")
-
-    with connection.execute_wrapper(away):
-        with pytest.raises(NoHistory, match="read: InterfaceError: connection already closed"):
-            find()
-        assert history.usual_hold("nightly") is None
 
 
 # What is asked for
 
 
-def test_rows_are_found_by_every_filter():
-    ran(7000, task="a", name="one", task_id="5d1c")
-    ran(60, task="b", name="two")
-    skipped(50, task="b", name="two")
-
-    def kinds(*conditions, **facts):
-        return [row.kind for row in find(*conditions, **facts)[0]]
-
-    assert kinds() == ["conflict", "run", "run"]
-    assert kinds(limit=1) == ["conflict"]
-    assert kinds([{"name": "one"}]) == ["run"]
-    assert kinds([{"task_id": "5d1c"}]) == ["run"]
-    assert kinds([{"task": "b"}]) == ["conflict", "run"]
-    assert kinds(what="conflict") == ["conflict"]
-    assert kinds(what="skipped") == ["conflict"]
-    assert kinds(what="returned", since=before_now(3600)) == ["run"]
-    assert kinds(until=before_now(3600)) == ["run"]
-
-
 def test_a_result_is_looked_for_among_the_newest_rows(monkeypatch):
     for seconds in (50, 40, 30, 20, 10):
         ran(seconds, name="a", result="raised" if seconds == 40 else "returned")
-    assert find(what="raised")[1]
-    monkeypatch.setattr(names, "SCANNED", 2)
-    assert find(what="raised") == ([], False)
-    statements = plans("default", lambda: find(what="raised"))
+    assert names.find(what="raised")[1]
+    inside.bound(monkeypatch, "rows of a search", 2)
+    assert names.find(what="raised") == ([], False)
+    statements = plans("default", lambda: names.find(what="raised"))
     assert '"id" > %s' in statements[1].sql
 
 
 def test_no_condition_has_no_rows():
     ran(60)
-    assert find([])[0] == []
+    assert names.find([])[0] == []
 
 
 def test_times_without_time_zones_are_times_of_the_project(settings):
     settings.USE_TZ = False
     settings.TIME_ZONE = "Asia/Kathmandu"
     ran(9000, 5)
-    [[run], _complete] = find()
+    [[run], _complete] = names.find()
     assert run.at == datetime.datetime.fromtimestamp(time.time() - 9005)
     assert queries.ago(run.ended_at) == 9000

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connection
 
-from django_singletask.history.queries import NoHistory
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.names import select
-from django_singletask.operators.starving import starving
+from tests import inside
+from tests.inside import starving
 from tests.past_rows import keep_history_in, ran, row, skipped
 from tests.plans import plans
 
@@ -17,7 +15,7 @@ pytestmark = [
 
 
 def names(*wanted):
-    return [state.name for state in starving(3600, [select(name) for name in wanted])]
+    return [state.name for state in starving(3600, *wanted)]
 
 
 # The rule
@@ -32,10 +30,18 @@ def test_lock_whose_calls_meet_it_for_long_starves():
     assert (state.since_completed, state.unmet, state.last_conflict) == (9000, 8000, 40)
 
 
-def test_lock_that_completed_since_does_not_starve():
+@pytest.mark.parametrize(
+    ("result", "starves"),
+    [
+        *[("returned", False), ("raised", False)],
+        # It is to come again.
+        *[("retried", True), ("postponed", True), ("ignored", True)],
+    ],
+)
+def test_lock_starves_until_a_run_completes(result, starves):
     skipped(8000, 100, 30)
-    ran(90)
-    assert starving(3600) == []
+    ran(90, result=result)
+    assert names() == ["nightly"] * starves
 
 
 def test_lock_that_met_itself_once_does_not_starve_since_yesterday():
@@ -81,19 +87,6 @@ def test_duplicates_of_a_call_that_does_not_come_count():
 def test_message_that_meets_its_own_run_is_no_other_call():
     skipped(8000, 60, reason="redelivery")
     assert starving(3600) == []
-
-
-def test_run_that_raised_has_completed():
-    skipped(8000, 60)
-    ran(30, result="raised")
-    assert starving(3600) == []
-
-
-@pytest.mark.parametrize("result", ["retried", "postponed", "ignored"])
-def test_run_that_is_to_come_again_has_not_completed(result):
-    skipped(8000, 60)
-    ran(30, result=result)
-    assert names() == ["nightly"]
 
 
 @pytest.mark.parametrize("kind", ["conflict", "duplicate"])
@@ -145,7 +138,7 @@ def test_name_that_was_met_within_an_hour_and_the_limit_is_looked_at(last):
 
 
 def test_hold_of_days_is_found_below_newer_conflicts(monkeypatch):
-    monkeypatch.setattr("django_singletask.operators.starving.NEWEST", 5)
+    inside.bound(monkeypatch, "conflicts of what starves", 5)
     row("run", 300_000, token="old")
     skipped(299_000, 30, 500, blocked_by="old")
     for number in range(10):
@@ -171,14 +164,14 @@ def test_names_whose_holders_completed_cost_no_query_each(django_assert_num_quer
 
 
 def test_names_that_are_asked_for_are_always_looked_at(monkeypatch):
-    monkeypatch.setattr("django_singletask.operators.starving.NEWEST", 1)
+    inside.bound(monkeypatch, "conflicts of what starves", 1)
     skipped(8000, 60)
     skipped(20, name="other")
     assert names("nightly", "other", "none") == ["nightly"]
 
 
 def test_names_of_a_task_are_found_below_those_of_others(monkeypatch):
-    monkeypatch.setattr("django_singletask.operators.starving.NEWEST", 2)
+    inside.bound(monkeypatch, "conflicts of what starves", 2)
     skipped(8000, 60, task="t")
     for number in range(9):
         skipped(20, name=f"other {number}", task="u")
@@ -195,20 +188,3 @@ def test_conflicts_with_open_holds_are_read_by_the_index_of_their_holders(settin
     statements = plans("sqlite", lambda: starving(3600))
     [statement] = [each for each in statements if '"blocked_by" IN' in each.sql]
     assert "singletask_blocked_by" in statement.text
-
-
-# Without a history
-
-
-def test_starving_without_history_says_so(settings):
-    settings.SINGLETASK_HISTORY = "off"
-    with pytest.raises(NoHistory, match="SINGLETASK_HISTORY = 'off'"):
-        starving(3600)
-
-
-def test_starving_without_its_table_says_so():
-    table = TaskLockEvent._meta.db_table
-    with connection.cursor() as cursor:
-        cursor.execute(f"ALTER TABLE {table} RENAME TO {table}_gone")
-    with pytest.raises(NoHistory, match=r"cannot be read: .*Run 'manage\.py migrate'\."):
-        starving(3600)

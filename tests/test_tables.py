@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from django_singletask.management.output import cut
+from django_singletask.management import output
 from tests.command_line import hold, locks
 from tests.past_rows import ran, row, skipped
 
@@ -19,7 +19,7 @@ pytestmark = [
     [("abc", 3, "abc"), ("abcdefgh", 5, "ab…gh"), ("abcdefgh", 6, "ab…fgh"), ("", 5, "")],
 )
 def test_long_text_is_cut_in_the_middle(text, width, expected):
-    assert cut(text, width) == expected
+    assert output.cut(text, width) == expected
 
 
 @pytest.mark.parametrize("char", ["x", "ж", "\x1b", "\u202e"])
@@ -68,7 +68,9 @@ def test_modules_of_a_long_name_are_cut_first():
 
 
 @pytest.mark.parametrize("place", ["name", "host"])
-@pytest.mark.parametrize("evil", ["\x1b[2J", "\r", "\n", "\x9b31m", "\u202e"], ids=ascii)
+@pytest.mark.parametrize(
+    "evil", ["\x00", "\ud800", "\x1b[2J", "\r", "\n", "\x9b31m", "\u202e"], ids=ascii
+)
 def test_control_characters_are_escaped(place, evil):
     hold(**{place: f"a{evil}b"})
     escaped = evil.encode("unicode_escape").decode()

@@ -8,13 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from django.db import connections
-from django.utils import timezone
 
-from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import charts
-from django_singletask.operators.charts import draw
-from django_singletask.operators.windows import Window
+from django_singletask.operators import charts, windows
+from tests import inside
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -55,7 +52,7 @@ def event(minutes, kind="conflict", **facts):
 
 def drawn(span="1h", *, rows=None, now=NOW, **only):
     rows = TaskLockEvent.objects.all() if rows is None else rows
-    return SimpleNamespace(**draw(rows, Window.past(span, now), now=now, **only))
+    return SimpleNamespace(**charts.draw(rows, windows.Window.past(span, now), now=now, **only))
 
 
 def lanes(**only):
@@ -71,9 +68,24 @@ def marks(span="1h", **only):
 # What is drawn, and where
 
 
-def test_hold_is_a_bar():
-    hold(30, 15)
-    assert marks() == [("bar", "returned", "50.00%", "25.00%")]
+@pytest.mark.parametrize(
+    ("begin", "end", "place"),
+    [
+        (30, 15, "50.00% 25.00%"),
+        # It began before the time span: it begins at its edge.
+        (90, 45, "0.00% 25.00%"),
+        # It is wide enough to be seen, but does not reach beyond the edge.
+        (30, 30, "50.00% 0.30%"),
+        (4 / 60, 4 / 60, "99.70% 0.30%"),
+        (0, 0, "99.70% 0.30%"),
+        # Another clock wrote its end: before it began, or in the future.
+        (30, 31, "50.00% 0.30%"),
+        (30, -5, "50.00% 50.00%"),
+    ],
+)
+def test_hold_is_a_bar(begin, end, place):
+    hold(begin, end)
+    assert marks() == [("bar", "returned", *place.split())]
 
 
 def test_open_hold_reaches_to_now():
@@ -81,37 +93,10 @@ def test_open_hold_reaches_to_now():
     assert marks() == [("bar", "held", "90.00%", "10.00%")]
 
 
-def test_hold_that_began_before_the_time_span_begins_at_its_edge():
-    hold(90, 45)
-    assert marks() == [("bar", "returned", "0.00%", "25.00%")]
-
-
 @pytest.mark.parametrize(("begin", "end"), [(90, 61), (200, 100)])
 def test_hold_that_ended_before_the_time_span_is_left_out(begin, end):
     hold(begin, end)
     assert marks() == []
-
-
-def test_short_hold_is_wide_enough_to_be_seen():
-    hold(30, 30)
-    hold(0, 0, name="just now")
-    assert marks() == [
-        ("bar", "returned", "99.70%", "0.30%"),
-        ("bar", "returned", "50.00%", "0.30%"),
-    ]
-
-
-def test_no_mark_lies_beyond_the_edge():
-    hold(4 / 60, 4 / 60)
-    assert marks() == [("bar", "returned", "99.70%", "0.30%")]
-
-
-@pytest.mark.parametrize(
-    ("begin", "end", "x", "width"), [(30, 31, "50.00%", "0.30%"), (30, -5, "50.00%", "50.00%")]
-)
-def test_hold_whose_end_another_clock_wrote_is_drawn(begin, end, x, width):
-    hold(begin, end)
-    assert marks() == [("bar", "returned", x, width)]
 
 
 @pytest.mark.parametrize("outcome", ["dead", "expired", "lost", "cleared"])
@@ -187,21 +172,11 @@ def test_every_database_finds_the_open_holds(alias):
     assert [mark["state"] for mark in drawn("15m", rows=rows).marks] == ["held"]
 
 
-def test_project_without_time_zones_has_a_timeline(settings):
-    settings.USE_TZ = False
-    now = timezone.now()
-    facts = {"name": "nightly", "key": "k", "kind": "conflict"}
-    TaskLockEvent.objects.using("sqlite").create(at=now, **facts)
-    drawing = drawn("7d", rows=TaskLockEvent.objects.using("sqlite").all(), now=now)
-    assert len(drawing.marks) == 1
-    assert len(drawing.labels) == 7
-
-
 # Limits
 
 
 def test_only_the_most_important_locks_are_drawn(monkeypatch):
-    monkeypatch.setattr(charts, "LANES", 3)
+    inside.bound(monkeypatch, "lanes of the timeline", 3)
     hold(50, 49, name="trouble", retaken=1)
     hold(50, name="open")
     for number in range(5):
@@ -216,7 +191,7 @@ def test_only_the_most_important_locks_are_drawn(monkeypatch):
 
 @pytest.fixture
 def summed(monkeypatch):
-    monkeypatch.setattr(charts, "ROWS", 1)
+    inside.bound(monkeypatch, "marks of the timeline", 1)
 
 
 def sums_in(lane):
@@ -230,7 +205,7 @@ def sums(span="1h", **only):
 
 
 def test_as_many_events_as_can_be_drawn_are_not_summed_up(monkeypatch):
-    monkeypatch.setattr(charts, "ROWS", 2)
+    inside.bound(monkeypatch, "marks of the timeline", 2)
     hold(90, 80)
     hold(30, 29)
     hold(20, 19)
@@ -280,12 +255,10 @@ def test_parts_of_a_bar_stand_on_each_other_and_the_highest_bar_fills_its_lane(s
 
 
 def test_only_the_locks_of_a_task_that_are_drawn_are_summed_up(summed, monkeypatch):
-    monkeypatch.setattr(charts, "LANES", 3)
-    monkeypatch.setattr(charts, "ROWS", 9)
-    asked = []
-    monkeypatch.setattr(
-        charts, "sums", lambda rows, *of: asked.append(rows) or queries.sums(rows, *of)
-    )
+    inside.bound(monkeypatch, "lanes of the timeline", 3)
+    inside.bound(monkeypatch, "marks of the timeline", 9)
+    asked, sums = [], charts.sums
+    monkeypatch.setattr(charts, "sums", lambda rows, *of: asked.append(rows) or sums(rows, *of))
     trouble(49, name="trouble", task="t")
     for number in range(10):
         hold(40 - number, 40 - number, name=f"old-{number}", task="t")
@@ -298,8 +271,10 @@ def test_only_the_locks_of_a_task_that_are_drawn_are_summed_up(summed, monkeypat
 def test_sums_end_with_their_window(summed):
     hold(30, 5)
     hold(30.5, 30.25)
-    window = Window(ago(60), ago(29.75))
-    lane = draw(TaskLockEvent.objects.all(), window, now=NOW, name="nightly")["lanes"]["nightly"]
+    window = windows.Window(ago(60), ago(29.75))
+    lane = charts.draw(TaskLockEvent.objects.all(), window, now=NOW, name="nightly")["lanes"][
+        "nightly"
+    ]
     assert [bar["rank"][-1] for bar in lane] == [ago(30), ago(29.75)]
 
 
@@ -335,7 +310,7 @@ def test_trouble_and_open_holds_are_drawn_one_by_one_together_with_sums(summed):
 
 
 def test_drawing_says_how_far_back_its_sums_go(summed, monkeypatch):
-    monkeypatch.setattr(queries, "MOST", 3)
+    inside.bound(monkeypatch, "rows of a sum", 3)
     for minute in (50, 40, 30, 20, 15):
         hold(minute, minute - 1)
     drawing = drawn()
@@ -345,7 +320,7 @@ def test_drawing_says_how_far_back_its_sums_go(summed, monkeypatch):
 
 @pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
 def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch, only):
-    monkeypatch.setattr(charts, "ROWS", 2)
+    inside.bound(monkeypatch, "marks of the timeline", 2)
     hold(500, name="old", task="t", key="z")
     for number in range(5):
         hold(400, name=f"open {number}", key=f"a{number}")
@@ -356,8 +331,8 @@ def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch
 
 @pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
 def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only):
-    monkeypatch.setattr(charts, "ROWS", 2)
-    monkeypatch.setattr(charts, "TROUBLES", 2)
+    inside.bound(monkeypatch, "marks of the timeline", 2)
+    inside.bound(monkeypatch, "troubles of the timeline", 2)
     for minutes in (40, 39, 38):
         trouble(minutes, name="old", task="t")
     for minutes in (30, 29, 28):

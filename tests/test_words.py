@@ -6,14 +6,7 @@ from datetime import UTC, datetime
 import pytest
 from django.utils.timezone import override
 
-from django_singletask.operators.words import (
-    clock_time,
-    duration,
-    hold_time,
-    parse_duration,
-    plural,
-    process,
-)
+from django_singletask.operators import words
 
 
 @pytest.mark.parametrize(
@@ -21,7 +14,7 @@ from django_singletask.operators.words import (
     [("90s", 90), ("15m", 900), ("2h", 7200), ("7d", 604_800), ("1h30m", 5400), ("0h5m", 300)],
 )
 def test_duration_is_read(text, seconds):
-    assert parse_duration(text) == seconds
+    assert words.parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -34,7 +27,7 @@ def test_duration_is_read(text, seconds):
 def test_refused_duration_says_how_to_write_one(text):
     message = r"is not a duration: write it as 90s, 15m, 2h or 7d, up to 36500d\."
     with pytest.raises(ArgumentTypeError, match=message):
-        parse_duration(text)
+        words.parse_duration(text)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +47,14 @@ def test_refused_duration_says_how_to_write_one(text):
     ],
 )
 def test_duration_is_written_in_its_two_largest_units(seconds, text):
-    assert duration(seconds) == text
+    assert words.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0.00s"), (0.123, "0.12s"), (9.99, "9.99s"), (10, "10s")]
 )
 def test_short_holds_have_hundredths(seconds, text):
-    assert hold_time(seconds) == text
+    assert words.hold_time(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -74,8 +67,8 @@ def test_short_holds_have_hundredths(seconds, text):
 )
 def test_time_is_written_in_the_time_zone_of_the_user(at, text):
     with override("Europe/Berlin"):
-        assert clock_time(at) == text
-        assert clock_time(at, dated=True) == f"2026-01-02 {text}"
+        assert words.clock_time(at) == text
+        assert words.clock_time(at, dated=True) == f"2026-01-02 {text}"
 
 
 @pytest.mark.parametrize(
@@ -84,15 +77,15 @@ def test_time_is_written_in_the_time_zone_of_the_user(at, text):
 )
 def test_time_can_carry_its_zone(zone, text):
     with override(zone):
-        assert clock_time(1767323045.9, zone=True) == text
+        assert words.clock_time(1767323045.9, zone=True) == text
 
 
 @pytest.mark.parametrize(
     ("host", "pid", "text"), [("web-1", 7, "web-1:7"), ("web-1", 0, ""), ("", 7, "")]
 )
 def test_process_is_named_if_it_is_known(host, pid, text):
-    assert process(host, pid) == text
+    assert words.process(host, pid) == text
 
 
 def test_plural():
-    assert [plural(count, "lock") for count in (0, 1, 2)] == ["0 locks", "1 lock", "2 locks"]
+    assert [words.plural(count, "lock") for count in (0, 1, 2)] == ["0 locks", "1 lock", "2 locks"]

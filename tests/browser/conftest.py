@@ -213,12 +213,12 @@ class Locks:
 
     def skip(self, task: Any, *args: Any) -> None:
         """Send a call that finds the lock held."""
-        task.apply_async(args, queue=self.queue).get(timeout=20)
+        task.apply_async(args, queue=self.queue).get(timeout=30)
 
     def end(self) -> None:
         caches["redis"].set(tasks.STOP, "1", 60)
         for _token, result in self.held:
-            result.get(timeout=20)
+            result.get(timeout=30)
         caches["redis"].delete(tasks.STOP)
         # The worker writes a moment later: no row of this test may come into the next one.
         ended = TaskLockEvent.objects.filter(ref__in=dict(self.held), ended_at__isnull=False)

@@ -8,11 +8,10 @@ from uuid import UUID
 
 from django.utils import timezone
 
-from django_singletask.holder import Holder
-from django_singletask.locks.keys import name_key
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.names import locks_of
-from django_singletask.stores import get_store
+from tests import inside
+from tests.command_line import hold as put
+from tests.entries import key_of
 
 FEED = "news.tasks.fetch_feed(feed_url='https://example.org/{}.xml')"
 MONTHLY = "reports.tasks.monthly()"
@@ -38,7 +37,7 @@ def fill() -> None:
         usual = {
             "kind": "run",
             "name": name,
-            "key": next(iter(locks_of(name))),
+            "key": inside.shown_key(name),
             "task": task,
             "at": at,
         }
@@ -97,7 +96,7 @@ def fill_held() -> None:
     rows: list[TaskLockEvent] = []
 
     def add(name: str, minutes: float, **facts: Any) -> None:
-        common = {"name": name, "key": name_key(name).key, "task": name.partition("(")[0]}
+        common = {"name": name, "key": key_of(name), "task": name.partition("(")[0]}
         common |= {"ref": f"{len(rows):032x}", "kind": "run", "host": "web-1", "pid": 40}
         rows.append(TaskLockEvent(at=now - timedelta(minutes=minutes), **{**common, **facts}))
 
@@ -105,9 +104,9 @@ def fill_held() -> None:
         token = f"{pid:032x}"
         task_id = str(UUID(int=pid * 0x1F3C_0000_0000_0000_7777_0000_0001))
         since = now.timestamp() - 60 * minutes
-        facts = {"token": token, "name": name, "task": name.partition("(")[0], "task_id": task_id}
+        facts = {"token": token, "task": name.partition("(")[0], "task_id": task_id}
         facts |= {"host": host, "pid": pid, "since": since, "timeout": 60.0}
-        get_store("redis").add(name_key(name).key, Holder.from_dict(facts).encode(), 48)
+        put(name=name, key=key_of(name), left=48, **facts)
         add(name, minutes, ref=token, task_id=task_id, host=host, pid=pid)
         if conflicts:
             by = {"blocked_by": token, "kind": "conflict", "reason": "skip", "result": "skipped"}

@@ -37,18 +37,6 @@ def die_holding(name):
     assert done.returncode == -9
 
 
-def test_index_leads_to_what_is_held(browser, operator, locks):
-    operator(VIEW)
-    holder = locks.hold(monthly)
-    browser.open("../..")
-    browser.click("Lock events")
-    assert browser.texts("h1")[-1] == "Held now"
-    [row] = browser.texts(".singletask-held tbody tr")
-    assert row.split()[:2] == ["reports.tasks.monthly()", "held"]
-    assert f"{holder.host}:{holder.pid}" in row
-    assert holder.task_id in row
-
-
 def test_what_is_slow_dead_or_starves_is_seen_at_once(browser, operator, locks):
     past.fill_held()
     die_holding("billing.tasks.bill(customer=4711)")
@@ -109,30 +97,6 @@ def test_page_of_a_lock_says_why_it_is_held(browser, operator, locks):
     browser.picture("lock")
     browser.click("Clear…")
     assert holder.task_id in browser.one("#content").text
-
-
-def test_viewer_can_neither_see_nor_use_the_button_to_clear(browser, operator, locks):
-    operator(VIEW)
-    holder = locks.hold(monthly)
-    browser.open()
-    assert browser.texts(".singletask-held tbody th") == ["reports.tasks.monthly()"]
-    assert browser.all(".singletask-do") == []
-    key = monthly.lock().key
-    browser.open(f"clear/?lock={key}+{holder.token}")
-    assert "403" in browser.one("body").text
-    assert monthly.lock().locked()
-    # The browser itself complains about the status 403.
-    assert all("403" in complaint for complaint in browser.complaints())
-
-
-def test_of_two_users_who_clear_a_lock_the_second_is_told(browser, operator, locks):
-    operator(VIEW, CLEAR)
-    locks.hold(monthly)
-    browser.open()
-    browser.click("Clear…")
-    assert monthly.lock().clear(actor="grace")
-    browser.click("Clear")
-    assert "Not freed: " in browser.one(".messagelist .warning").text
 
 
 def test_history_is_filtered_searched_and_linked(browser, operator, locks):
