@@ -1,8 +1,8 @@
 """The catalogues of the package's texts: ``python -m tests.catalogues`` brings them up to date.
 
 New texts are added without a translation, and texts that are no longer used are removed. It lists
-what is left to translate, and ``tests/test_catalogues.py`` fails until that is done. After an edit
-of a ``.po``, run this again: it compiles the ``.mo``.
+what is left to translate, and ``tests/operators/test_catalogues.py`` fails until that is done.
+After an edit of a ``.po``, run this again: it compiles the ``.mo``.
 """
 
 from __future__ import annotations

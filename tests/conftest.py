@@ -238,7 +238,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cache_alias" in metafunc.fixturenames and not any(
         "cache_alias" in mark.args[0] for mark in marks
     ):
-        is_about_stores = metafunc.module.__name__.startswith("tests.test_stores")
+        is_about_stores = metafunc.module.__name__.startswith("tests.stores.test_stores")
         caches = LOCK_CACHES if is_about_stores else FAMILIES
         metafunc.parametrize("cache_alias", caches, indirect=True)
 

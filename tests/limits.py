@@ -1,7 +1,8 @@
 """The limits of options and settings: what fits, and what is said of what does not.
 
-tests/test_options.py tries each value wherever an option can be set, tests/test_checks.py those of
-the settings, and tests/test_pairs.py combines the usual values of the options.
+tests/task/test_options.py tries each value wherever an option can be set,
+tests/project/test_checks.py those of the settings, and tests/task/test_pairs.py combines the usual
+values of the options.
 """
 
 from __future__ import annotations

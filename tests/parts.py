@@ -18,94 +18,18 @@ from pathlib import Path
 from tests.report import VARIABLE, Reader
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = 4
-"""Some tests compute and some wait, so there are more parts than a small machine has cores."""
 EVERY = 30  # seconds between two lines of the progress, where it is no terminal
 
-# Seconds that files take in the default run, and in the rest, if they take more than others.
-OTHERS = 1
-DEFAULT = {
-    "tests/test_admin.py": 5,
-    "tests/test_bases.py": 5,
-    "tests/test_checks.py": 10,
-    "tests/test_cluster.py": 8,
-    "tests/test_command.py": 9,
-    "tests/test_command_process.py": 6,
-    "tests/test_epoch.py": 7,
-    "tests/test_example.py": 10,
-    "tests/test_explain.py": 4,
-    "tests/test_file_locks.py": 4,
-    "tests/test_interrupted.py": 7,
-    "tests/test_locks.py": 13,
-    "tests/test_pages.py": 13,
-    "tests/test_pairs.py": 5,
-    "tests/test_probe.py": 9,
-    "tests/test_protocol.py": 4,
-    "tests/test_recorder.py": 14,
-    "tests/test_stores.py": 33,
-    "tests/test_stores_outages.py": 11,
-    "tests/test_stores_races.py": 8,
-    "tests/worker/test_cluster.py": 5,
-    "tests/worker/test_killed.py": 19,
-    "tests/worker/test_policies.py": 5,
-    "tests/worker/test_pools.py": 5,
-    "tests/worker/test_workflows.py": 35,
+PARTS = {
+    "workers": ["tests/worker"],
+    "stores": ["tests/stores"],
+    "locks and tasks": ["tests/locks", "tests/task"],
+    "the others": ["tests/history", "tests/operators", "tests/project", "tests/browser"],
 }
-REST = {
-    "tests/browser/test_admin_pages.py": 18,
-    "tests/test_absent.py": 5,
-    "tests/test_cluster.py": 23,
-    "tests/test_command_process.py": 10,
-    "tests/test_epoch.py": 18,
-    "tests/test_example.py": 27,
-    "tests/test_file_locks.py": 6,
-    "tests/test_interrupted.py": 8,
-    "tests/test_locks.py": 10,
-    "tests/test_per_task.py": 5,
-    "tests/test_probe.py": 6,
-    "tests/test_protocol.py": 6,
-    "tests/test_recorder.py": 12,
-    "tests/test_redis_servers.py": 12,
-    "tests/test_servers.py": 4,
-    "tests/test_signals_and_threads.py": 22,
-    "tests/test_stores.py": 40,
-    "tests/test_stores_broken.py": 5,
-    "tests/test_stores_races.py": 8,
-    "tests/test_two_caches.py": 12,
-    "tests/test_web_servers.py": 6,
-    "tests/worker/test_bases.py": 7,
-    "tests/worker/test_cluster.py": 12,
-    "tests/worker/test_ends.py": 12,
-    "tests/worker/test_handover.py": 10,
-    "tests/worker/test_killed.py": 20,
-    "tests/worker/test_main_job.py": 11,
-    "tests/worker/test_not_again.py": 19,
-    "tests/worker/test_policies.py": 27,
-    "tests/worker/test_rabbitmq.py": 25,
-    "tests/worker/test_rate_limits.py": 20,
-    "tests/worker/test_soak.py": 28,
-    "tests/worker/test_store_trouble.py": 10,
-    "tests/worker/test_unique.py": 27,
-    "tests/worker/test_workflows.py": 4,
-}
+"""The folders of each part; the parts take about the same time.
 
-
-def seconds(file: str, which: str) -> int:
-    """Say about how long the tests of a file take."""
-    default, rest = DEFAULT.get(file, OTHERS), REST.get(file, 0)
-    return {"default": default, "rest": rest, "all": default + rest}[which]
-
-
-def deal(which: str) -> list[list[str]]:
-    """Deal the files of tests to parts that take about the same time."""
-    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    parts: list[list[str]] = [[] for _ in range(PARTS)]
-    taken = [0] * PARTS
-    for file in sorted(files, key=lambda file: (-seconds(file, which), file)):
-        shortest = taken.index(min(taken))
-        parts[shortest].append(file)
-        taken[shortest] += seconds(file, which)
-    return parts
+Some tests compute and some wait, so there are more parts than a small machine has cores.
+"""
 
 
 @dataclass
@@ -157,12 +81,9 @@ def run(which: str, arguments: list[str], notice: str) -> int:
         if argument.startswith("--randomly-seed="):
             seed = argument
     options = [f"--run={which}", "-q", *arguments, seed]
-    with tempfile.TemporaryDirectory(prefix="singletask-") as name:
-        folder = Path(name)
-        parts = [
-            start(folder, f"part {number}", [*files, *options])
-            for number, files in enumerate(deal(which), start=1)
-        ]
+    with tempfile.TemporaryDirectory(prefix="singletask-") as path:
+        folder = Path(path)
+        parts = [start(folder, name, [*folders, *options]) for name, folders in PARTS.items()]
 
         def terminate(*signal_and_frame: object) -> None:
             for part in parts:

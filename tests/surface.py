@@ -1,7 +1,7 @@
 """The public surface: everything that a project, a script or a dashboard can depend on.
 
-tests/test_surface.py compares it with tests/surface.txt. So no name, default, key or code changes
-without a line in the diff of that file, and in CHANGELOG.rst.
+tests/project/test_surface.py compares it with tests/surface.txt. So no name, default, key or code
+changes without a line in the diff of that file, and in CHANGELOG.rst.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from tests.deadline import wait_for
 from tests.servers import Cluster, Valkey
-from tests.test_cluster import node_of, restart
+from tests.stores.test_cluster import node_of, restart
 from tests.testapp import log, tasks
 from tests.worker.test_killed import (
     ELSEWHERE,

@@ -517,7 +517,7 @@ def test_a_task_replaces_itself_by_what_wants_the_same_lock(flow, flavour):
 # Calls from inside a body
 
 
-# Direct calls and apply() are in tests/test_workflows_eager.py.
+# Direct calls and apply() are in tests/task/test_workflows_eager.py.
 @pytest.mark.parametrize("flavour", LOCKED)
 def test_a_call_of_itself_from_its_body(flow, flavour):
     result = flow.send(tasks.call_itself[flavour].s(flow.key(), "delay"))

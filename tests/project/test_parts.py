@@ -1,0 +1,102 @@
+"""The parts of a run of the tests end in one summary, whatever happens to a part."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests import parts
+from tests.conftest import is_for
+from tests.report import VARIABLE, Reader
+
+ROOT = Path(__file__).parents[2]
+CONFTEST = f"""
+import os
+from tests.report import Writer
+
+def pytest_configure(config):
+    config.pluginmanager.register(Writer(os.environ["{VARIABLE}"]))
+"""
+TESTS = """
+import os
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError
+
+def test_passes(): pass
+@pytest.mark.parametrize("word", ["it's"])
+def test_fails(word): assert False
+def test_ends_badly(broken): pass
+@pytest.mark.skip(reason="no server")
+def test_is_skipped(): pass
+"""
+SEED = "--randomly-seed=7"
+DIES = "def test_dies(): os._exit(3)\ndef test_never_runs(): pass\n"
+
+
+def part_of(folder: Path, text: str) -> parts.Part:
+    """Run a file of tests; return it as a part that has ended."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_some.py").write_text(text)
+    reader = Reader(folder / "report")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:django", "."],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(folder / "report")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    process.wait()
+    reader.read()
+    return parts.Part("part 1", process, folder / "output", reader)
+
+
+def test_a_summary_names_what_failed_and_counts_all(tmp_path, capsys) -> None:
+    part = part_of(tmp_path, TESTS)
+    assert part.is_complete()
+    assert parts.summary([part], 1, SEED, "") == 1
+    printed = capsys.readouterr().out
+    for test in ("test_some.py::test_fails[it's]", "test_some.py::test_ends_badly"):
+        assert f"    python runtests.py {SEED} {shlex.quote(test)}\n" in printed
+    assert "Skipped: 1, because: no server\n" in printed
+    assert printed.endswith("\n1 passed, 2 failed, 1 skipped\n")
+
+
+def test_a_part_that_dies_has_failed(tmp_path, capsys) -> None:
+    part = part_of(tmp_path, TESTS.replace("assert False", "pass") + DIES)
+    assert not part.is_complete()
+    assert parts.summary([part], 1, SEED, "") == 1
+    printed = capsys.readouterr().out
+    assert "Failed: part 1 ended with 3; 2 did not run.\n" in printed
+    assert printed.endswith("\n2 passed, 2 failed, 1 skipped\n")
+
+
+def test_a_part_whose_servers_did_not_start_has_failed(tmp_path, capsys) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "exit(1)"])
+    process.wait()
+    part = parts.Part("part 1", process, tmp_path / "output", Reader(tmp_path / "report"))
+    assert parts.summary([part], 1, SEED, "") == 1
+    assert capsys.readouterr().out.endswith("\n0 passed, 1 failed, 0 skipped\n")
+
+
+def test_a_mark_is_for_a_whole_test_or_for_the_parameters_that_it_names() -> None:
+    item: Any = SimpleNamespace(callspec=SimpleNamespace(id="late-redis-elsewhere"))
+    assert is_for(item, "a reason")
+    assert is_for(item, "a reason", "redis", "cluster")
+    assert is_for(item, "a reason", "late-redis-elsewhere")
+    assert not is_for(item, "a reason", "cluster")
+    assert not is_for(SimpleNamespace(), "a reason", "redis")
+
+
+def test_each_file_is_in_one_part() -> None:
+    folders = [folder for part in parts.PARTS.values() for folder in part]
+    in_folders = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
+    assert sorted(in_folders) == sorted((ROOT / "tests").rglob("test_*.py"))

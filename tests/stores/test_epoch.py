@@ -1,0 +1,233 @@
+"""A cache that was restarted empty, or flushed, is noticed before its locks are taken by others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from django.core.cache import caches
+
+from django_singletask import LockUnavailable, TaskLock
+from django_singletask.stores import base, get_store
+from django_singletask.stores.base import EPOCH, TRIES, Forgotten
+from tests.entries import eventually, holder, key_of
+from tests.servers import Memcached, Redis, Valkey, ask
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 2.0  # shorter than a third of the lease, so that no renewal is due
+
+
+def beside(alias, way, fault="", seconds=SECONDS):
+    """Let a cache forget a lock that is held, and return what tests/beside.py saw."""
+    kind, variable = Memcached, "SINGLETASK_TEST_MEMCACHED"
+    if "redis" in alias:
+        kind, variable = Redis, "SINGLETASK_TEST_REDIS_URL"
+    elif "valkey" in alias:
+        kind, variable = Valkey, "SINGLETASK_TEST_VALKEY_URL"
+    with kind() as server:
+        address = server.address if kind is Memcached else server.url
+        environment = {
+            **os.environ,
+            variable: address,
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+        }
+        command = [sys.executable, "-m", "tests.beside", alias, str(seconds)]
+        if way == "restart with an old snapshot":
+            key = caches[alias].make_key(EPOCH)
+            ask(server.port, f"SET {key} old\r\n".encode())
+            ask(server.port, b"SAVE\r\n")
+        process = subprocess.Popen(
+            [*command, *([fault] if fault else [])],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        with process:
+            assert process.stdout.readline() == "held\n"
+            if way == "restart":
+                server.restart_empty()
+            elif way == "restart with an old snapshot":
+                server.kill()
+                server.start()
+            else:
+                ask(server.port, b"flush_all\r\n" if kind is Memcached else b"FLUSHALL\r\n")
+            return json.loads(process.stdout.read())
+
+
+@pytest.mark.only_all("another case shows it", "flush", "pylibmc")
+@pytest.mark.race
+@pytest.mark.parametrize("way", ["restart", "flush"])
+@pytest.mark.parametrize("alias", ["redis", "pylibmc", "pymemcache"])
+def test_a_live_holder_has_its_lock_back_before_others_take_it(alias, way):
+    result = beside(alias, way)
+    assert result == {"beside": 0, "retaken": 1, "lost": False}
+
+
+@pytest.mark.only_all("shown on another cache", "valkey")
+@pytest.mark.race
+@pytest.mark.parametrize("alias", ["redis", "valkey"])
+def test_a_server_that_comes_back_with_an_old_snapshot_is_noticed(alias):
+    """It has the epoch of before, but not the locks that were taken since."""
+    result = beside(alias, "restart with an old snapshot")
+    assert result == {"beside": 0, "retaken": 1, "lost": False}
+
+
+@pytest.mark.only_all("it repeats until it goes wrong")
+@pytest.mark.race
+@pytest.mark.parametrize("fault", ["nobody is held back", "nobody looks"])
+def test_control_without_it_others_run_beside_the_holder(fault):
+    # It goes wrong by chance, on a busy machine not each time.
+    assert any(beside("redis", "restart", fault, seconds=4)["beside"] for _attempt in range(4))
+
+
+@pytest.mark.only_all("it repeats until it goes wrong")
+@pytest.mark.race
+def test_control_if_nobody_asks_which_server_answers_others_run_beside_the_holder():
+    fault = "nobody asks which server answers"
+    assert beside("redis", "restart with an old snapshot", fault)["beside"] > 0
+
+
+@pytest.fixture
+def outside_of_tests(monkeypatch, cache_alias):
+    store = get_store(cache_alias)
+    store.look()  # an earlier test has left another epoch
+    store.epoch.changed_at = store.epoch.told_at = -math.inf
+    monkeypatch.setattr(base, "is_test", lambda: False)
+
+
+on_each_client = pytest.mark.parametrize(
+    "cache_alias",
+    ["redis", "django_redis", "valkey", "django_valkey", "pylibmc", "pymemcache"],
+    indirect=True,
+)
+
+
+def forget(alias):
+    """Empty a cache, when the last look of this process was long ago."""
+    caches[alias].clear()
+    get_store(alias).epoch.seen_at = -math.inf
+
+
+def take(name):
+    with TaskLock(name, wait=30) as lock:
+        assert lock.owned()
+
+
+@pytest.mark.parametrize("cache_alias", ["redis", "pylibmc", "pymemcache"], indirect=True)
+@pytest.mark.usefixtures("outside_of_tests", "db")
+def test_a_process_that_knew_another_epoch_takes_nothing_for_a_second(cache_alias, caplog, pauses):
+    take("first")
+    assert not pauses
+    forget(cache_alias)
+    began = time.monotonic()
+    take("second")
+    assert time.monotonic() - began > 0.9
+    assert len(pauses) == 1
+    assert caplog.text.count("may have forgotten its locks") == 1
+    take("third")
+    assert len(pauses) == 1
+
+
+@pytest.mark.parametrize("cache_alias", ["pylibmc", "pymemcache"], indirect=True)
+@pytest.mark.usefixtures("outside_of_tests", "db")
+def test_a_holder_that_meets_takers_one_after_another_has_its_lock_back(cache_alias, monkeypatch):
+    """In memcached a taker adds its entry, sees the change, and gives the entry back."""
+    monkeypatch.setattr(base, "HOLD_BACK", 60)
+    assert not meets_takers(cache_alias, monkeypatch)
+
+
+@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+@pytest.mark.usefixtures("outside_of_tests", "db")
+def test_control_a_holder_that_looks_once_loses_its_lock(cache_alias, monkeypatch):
+    monkeypatch.setattr(base, "HOLD_BACK", 0)
+    assert meets_takers(cache_alias, monkeypatch)
+
+
+def meets_takers(cache_alias, monkeypatch):
+    """Return whether a holder loses its lock that meets the entries of three takers."""
+    store = get_store(cache_alias)
+    looks, renew_many = [], type(store).renew_many
+
+    def count(store, requests):
+        outcomes = renew_many(store, requests)
+        looks.append(outcomes)
+        return outcomes
+
+    key, takers = key_of("nightly"), [holder("a"), holder("b"), holder("c")]
+    with TaskLock("nightly", timeout=60) as lock:
+        monkeypatch.setattr(type(store), "renew_many", count)
+        caches[cache_alias].clear()
+        assert store.add(key, takers[0], 60) is None
+        for taker, next_taker in itertools.pairwise(takers):
+            before = len(looks)
+            eventually(lambda before=before: len(looks) > before)
+            assert store.replace(key, taker, next_taker, 60)
+            if lock.lost:
+                return True
+        store.release(key, takers[-1])
+        eventually(lambda: lock.owned() or lock.lost)
+        return lock.lost
+
+
+@on_each_client
+@pytest.mark.usefixtures("outside_of_tests")
+def test_the_entry_of_a_queued_call_is_not_held_back(cache_alias, pauses):
+    forget(cache_alias)
+    assert get_store(cache_alias).add(key_of("queued"), holder("a"), 60) is None
+    assert not pauses
+
+
+@on_each_client
+@pytest.mark.django_db
+def test_tests_that_empty_their_cache_are_not_held_back(cache_alias, caplog, pauses):
+    for name in ("first", "second"):
+        take(name)
+        forget(cache_alias)
+    assert not pauses
+    assert "have forgotten" not in caplog.text
+
+
+@pytest.mark.django_db
+def test_a_cache_that_is_emptied_all_the_time_lets_a_take_wait_three_times(on_redis, monkeypatch):
+    store, waits = get_store("redis"), []
+    take = store.take
+
+    def forget(*arguments, heeds_epoch):
+        if not heeds_epoch:
+            return take(*arguments, heeds_epoch=False)
+        waits.append(arguments)
+        raise Forgotten(0)
+
+    monkeypatch.setattr(store, "take", forget)
+    with TaskLock("nightly") as lock:
+        assert lock.owned()
+    assert len(waits) == 3
+
+
+def test_a_cache_that_does_not_keep_the_epoch_is_an_error(on_redis, monkeypatch):
+    """It is full and evicts nothing, for example: nobody asks it for ever."""
+    store, added = get_store("redis"), []
+    store.cache.clear()
+    monkeypatch.setattr(store, "insert", lambda key, value, lease: added.append(key))
+    with pytest.raises(
+        LockUnavailable, match="'redis' does not keep new entries: it lost redis:1:singletask:@"
+    ):
+        store.look()
+    assert added == [EPOCH] * TRIES
+
+
+@on_each_client
+def test_the_epoch_is_no_lock(cache_alias):
+    store = get_store(cache_alias)
+    store.look()
+    assert store.epoch.value
+    if store.family == "redis":
+        assert EPOCH not in dict(store.entries())
