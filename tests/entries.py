@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,6 +13,7 @@ from django.core.cache import caches
 
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import name_key
+from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.base import Store
 
@@ -36,6 +39,36 @@ def eventually(condition: Callable[[], T], *, within: float = 15) -> T:
         assert time.monotonic() < deadline, f"not within {within} s"
         time.sleep(0.01)
     return result
+
+
+@contextmanager
+def listening(receive: Callable[[LockEvent], object] | None = None) -> Iterator[list[LockEvent]]:
+    """Collect the events of locks during a block, or call ``receive`` for each."""
+    seen: list[LockEvent] = []
+
+    def hear(event: LockEvent, **kwargs: Any) -> None:
+        (receive or seen.append)(event)
+
+    lock_event.connect(hear)
+    try:
+        yield seen
+    finally:
+        lock_event.disconnect(hear)
+
+
+def in_child(work: Callable[[], object], meanwhile: Callable[[], object] = bool) -> bool:
+    """Say whether ``work()`` was true in a forked child; do something ``meanwhile`` in this one."""
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if work() else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    meanwhile()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @contextmanager
