@@ -6,7 +6,7 @@ public names and these; only the tests of one module itself import that module, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 
 from django_singletask import LockUnavailable, TaskLock, clock, stores
-from django_singletask.locks import renewal
+from django_singletask.locks import address, renewal
+from django_singletask.locks import lock as locking
 from tests.deadline import wait_for
 
 # == Stores and the epoch
@@ -72,6 +73,22 @@ def failing(
 
     with handled(request, fail, **where):
         yield
+
+
+def put(key: str, value: bytes, *, seconds: float = 60, cache: str = "redis") -> None:
+    """Put an entry into a cache, as another process does; it must not be there."""
+    assert stores.get_store(cache).add(key, value, seconds) is None
+
+
+def slot_keys(lock: TaskLock) -> Sequence[str]:
+    """Return the keys of all slots that the lock of this name can have."""
+    return lock._lock_key.slots()
+
+
+def lock_of_run(lock: TaskLock, *, token: str = "5a3e", **options: Any) -> TaskLock:
+    """Return the lock that a run of a task takes, whose token the worker's main process chose."""
+    run = address.Run(token=token)
+    return locking.lock_of(TaskLock, lock._lock_key, run, **options)
 
 
 def renewed_at(lock: TaskLock) -> float:
