@@ -14,9 +14,10 @@ from unittest import mock
 
 import pytest
 
-from django_singletask import LockUnavailable, TaskLock, clock, stores
-from django_singletask.locks import address, renewal
+from django_singletask import Holder, LockUnavailable, TaskLock, clock, stores
+from django_singletask.locks import address, lease, liveness, renewal
 from django_singletask.locks import lock as locking
+from django_singletask.task import delivery, header
 from tests.deadline import wait_for
 
 # == Stores and the epoch
@@ -75,14 +76,25 @@ def failing(
         yield
 
 
-def put(key: str, value: bytes, *, seconds: float = 60, cache: str = "redis") -> None:
+def put_entry(key: str, value: bytes, seconds: float = 60, alias: str = "redis") -> None:
     """Put an entry into a cache, as another process does; it must not be there."""
-    assert stores.get_store(cache).add(key, value, seconds) is None
+    assert stores.get_store(alias).add(key, value, seconds) is None
 
 
 def slot_keys(lock: TaskLock) -> Sequence[str]:
     """Return the keys of all slots that the lock of this name can have."""
     return lock._lock_key.slots()
+
+
+def holder_of(lock: Any, task: Any = None, task_id: str | None = None, retries: int = 0) -> Holder:
+    """Return the record with which a run in this process has this lock for a minute."""
+    run = address.Run(task and task.name, task_id, retries)
+    return run.holder(lock.name, 60)
+
+
+def call_dead(patch: pytest.MonkeyPatch, is_dead: Callable[[Holder], object]) -> None:
+    """Let the process of each holder for which this is true be proven dead, and no other."""
+    patch.setattr(liveness, "proof_of_death", lambda holder: "gone" if is_dead(holder) else None)
 
 
 def lock_of_run(lock: TaskLock, *, token: str = "5a3e", **options: Any) -> TaskLock:
@@ -119,6 +131,28 @@ def stop_renewal(lock: TaskLock) -> None:
 
 
 # == Tasks, messages, headers
+
+WAITS = {"redelivered": header.WAITS}
+"""What the header says of a message that waits for the end of its first run."""
+READS = {"redelivered": header.READS}
+"""What the header says of a message that looks for the result of its first run the last time."""
+
+
+def header_of(headers: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a message's headers that the package has written."""
+    part: dict[str, Any] = headers[header.HEADER]
+    return part
+
+
+def postponed() -> Any:
+    """Expect that the message was published again."""
+    return pytest.raises(lease.Postponed)
+
+
+def dropped() -> Any:
+    """Expect that the delivery ends because another one does the work or has done it."""
+    return pytest.raises(delivery.Dropped)
+
 
 # == Options, settings, checks, keys
 

@@ -460,8 +460,8 @@ def test_a_take_of_many_slots_owes_one_release(no_thread):
     with inside.failing("take"), pytest.raises(LockUnavailable):
         lock.acquire()
     [(_keys, value, *_rest)] = no_thread.owed
-    inside.put(slots[0], b"another")
-    inside.put(slots[700], value)
+    inside.put_entry(slots[0], b"another")
+    inside.put_entry(slots[700], value)
     no_thread.tick_at = math.inf
     with inside.handled("release", lambda _release, key, *_rest: sent.append(key)):
         no_thread.release_some()
@@ -482,7 +482,7 @@ def test_a_process_that_ends_waits_for_owed_releases(renewer, monkeypatch):
     # Other tests owe releases to caches that are down: they would be waited for.
     monkeypatch.setattr(renewal, "renewers", {"redis": renewer})
     lock = TaskLock("owed")
-    inside.put(lock.key, b"x")
+    inside.put_entry(lock.key, b"x")
     renewer.owe([lock.key], b"x", 60)
     renewal.release_owed(60)
     assert not lock.locked()
