@@ -13,11 +13,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from celery.app.task import Context
 
 from django_singletask import Holder, LockUnavailable, TaskLock, clock, stores
-from django_singletask.locks import address, lease, liveness, renewal
+from django_singletask.locks import address, keys, lease, liveness, renewal
 from django_singletask.locks import lock as locking
+from django_singletask.stores import base
 from django_singletask.task import delivery, header
+from django_singletask.worker import startup
 from tests.deadline import wait_for
 
 # == Stores and the epoch
@@ -103,6 +106,25 @@ def lock_of_run(lock: TaskLock, *, token: str = "5a3e", **options: Any) -> TaskL
     return locking.lock_of(TaskLock, lock._lock_key, run, **options)
 
 
+@contextmanager
+def signal_before_release(error: BaseException) -> Iterator[None]:
+    """Let a signal raise an error where the first release of a lock begins."""
+    signals, leave = [error], lease.Lease.leave
+
+    def strike(held: lease.Lease, *arguments: Any, **options: Any) -> bool:
+        if signals:
+            raise signals.pop()
+        return leave(held, *arguments, **options)
+
+    with mock.patch.object(lease.Lease, "leave", strike):
+        yield
+
+
+def free_killed(lock: TaskLock, token: str) -> bool:
+    """Free a lock for a process that was killed, as the worker's main process does."""
+    return lock._address.free_killed(token, "its process was killed")
+
+
 def renewed_at(lock: TaskLock) -> float:
     """Return when the last renewal of a held lock was sent, by the clock of its process."""
     return lock._lease.renewed_at
@@ -142,6 +164,34 @@ def header_of(headers: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a message's headers that the package has written."""
     part: dict[str, Any] = headers[header.HEADER]
     return part
+
+
+def read(lock: Any) -> base.Entry | None:
+    """Return value and rest of an entry in Redis."""
+    return stores.get_store("redis").read(lock.key)
+
+
+def write(lock: Any, value: bytes, seconds: float = 60) -> None:
+    """Write the value of an entry in Redis, whoever has it."""
+    store, entry = stores.get_store("redis"), read(lock)
+    if entry is None:
+        assert store.add(lock.key, value, seconds) is None
+    else:
+        assert store.replace(lock.key, entry.value, value, seconds)
+
+
+def beside(lock: Any, kind: str, whose: str) -> TaskLock:
+    return TaskLock(keys.LockKey(lock.name, lock.key).beside(kind, whose), cache=lock.cache)
+
+
+def queued_entry(task: Any, *args: Any) -> TaskLock:
+    """Return a lock that reads and clears the entry of a queued call."""
+    return beside(task.lock(*args), keys.QUEUED, task.name)
+
+
+def discard(task: Any, fields: dict[str, Any], task_id: str = "mine") -> None:
+    """Discard a message of a revoked call, as the main process does."""
+    startup.free_revoked(task, Context(fields, id=task_id), terminated=False)
 
 
 def postponed() -> Any:

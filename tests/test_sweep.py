@@ -10,6 +10,7 @@ from django.db.migrations.recorder import MigrationRecorder
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from django_singletask import TaskLock
 from django_singletask.conf import conf
 from django_singletask.history import sweep as history
 from django_singletask.history.sweep import prune, sweep, takes_turn
@@ -102,6 +103,17 @@ def test_row_whose_token_is_found_again_must_be_missed_twice_anew(take):
     advance(11)
     sweep()
     assert outcome(token) == ""
+
+
+def test_row_of_a_run_that_was_killed_after_it_had_kept_its_lock_is_closed():
+    with TaskLock("nightly", at_least=60) as lock:
+        pass
+    TaskLockEvent.objects.update(outcome="", result="", ended_at=None)
+    advance(3600)
+    sweep()
+    row = TaskLockEvent.objects.get()
+    assert (row.outcome, row.result) == ("released", "returned")
+    assert lock.holder().kept
 
 
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
