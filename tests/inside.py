@@ -106,6 +106,16 @@ def lock_of_run(lock: TaskLock, *, token: str = "5a3e", **options: Any) -> TaskL
     return locking.lock_of(TaskLock, lock._lock_key, run, **options)
 
 
+def held_back(seconds: float) -> Exception:
+    """Return the error of a take that must wait, since the cache has forgotten its locks."""
+    return base.Forgotten(seconds)
+
+
+def hurry_cancelled_calls(patch: pytest.MonkeyPatch) -> None:
+    """Let a cancelled call of asyncio code hardly wait for the reply to its request."""
+    patch.setattr(locking, "GRACE", 0.05)
+
+
 @contextmanager
 def signal_before_release(error: BaseException) -> Iterator[None]:
     """Let a signal raise an error where the first release of a lock begins."""

@@ -167,20 +167,6 @@ def test_hold_refuses_a_lock_of_which_the_test_has_a_slot():
         assert all(TaskLock("api", slots=3).acquire() for _ in range(2))
 
 
-def test_asyncio_code_shares_the_slots():
-    async def count(inside):
-        async with TaskLock("api", slots=2, wait=10):
-            inside.append(1)
-            await asyncio.sleep(0.05)
-            return len(inside), inside.pop()
-
-    async def run():
-        inside = []
-        return await asyncio.gather(*(count(inside) for _ in range(6)))
-
-    assert max(number for number, _ in asyncio.run(run())) == 2
-
-
 @pytest.mark.parametrize("slots", [0, 1001, True, "3", 2.0])
 def test_a_wrong_number_of_slots_is_refused(slots):
     with pytest.raises(
