@@ -11,18 +11,17 @@ from typing import Any, TypeVar
 
 from django.core.cache import caches
 
+from django_singletask import TaskLock
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import name_key
 from django_singletask.signals import LockEvent, lock_event
-from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import Store
+from tests import inside
 
 T = TypeVar("T")
 
 
 def key_of(name: str) -> str:
     """Return the key of the lock with this name, before a store prefixes it."""
-    return name_key(name).key
+    return TaskLock(name).key
 
 
 def holder(who: str, *, lease: float = 60) -> bytes:
@@ -74,7 +73,7 @@ def in_child(work: Callable[[], object], meanwhile: Callable[[], object] = bool)
 @contextmanager
 def private_store(
     settings: Any, alias: str, location: object = None, *, options: object = None, **changes: object
-) -> Iterator[Store]:
+) -> Iterator[Any]:
     """Open the store of a cache alias with a changed configuration."""
     configuration = dict(settings.CACHES[alias]) | changes
     if location is not None:
@@ -83,7 +82,7 @@ def private_store(
         configuration["OPTIONS"] = configuration["OPTIONS"] | options
     settings.CACHES = settings.CACHES | {alias: configuration}
     try:
-        yield get_store(alias)
+        yield inside.store_of(alias)
     finally:
-        close_stores()
+        inside.close_connections()
         caches[alias].close()

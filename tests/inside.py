@@ -6,6 +6,7 @@ public names and these; only the tests of one module itself import that module, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ from celery.app.task import Context
 from django_singletask import Holder, LockUnavailable, TaskLock, clock, stores
 from django_singletask.locks import address, keys, lease, liveness, renewal
 from django_singletask.locks import lock as locking
+from django_singletask.operators import held
 from django_singletask.stores import base
 from django_singletask.task import delivery, header
-from django_singletask.worker import startup
+from django_singletask.worker import startup, watcher
 from tests.deadline import wait_for
 
 # == Stores and the epoch
@@ -116,6 +118,56 @@ def hurry_cancelled_calls(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(locking, "GRACE", 0.05)
 
 
+def store_of(cache: str) -> Any:
+    """Return the store with which this thread keeps its locks in a cache."""
+    return stores.get_store(cache)
+
+
+def close_connections() -> None:
+    """Close the connections to the lock caches that this thread has opened."""
+    stores.close_stores()
+
+
+def emptied_long_ago(cache: str) -> None:
+    """Let no take wait because the cache was emptied: that seems to be long ago."""
+    base.epoch_of(cache).changed_at = -math.inf
+
+
+@contextmanager
+def signal_while_opening(handle: Callable[[], object]) -> Iterator[None]:
+    """Let a signal handler run where the next store is opened."""
+    signals = [handle]
+
+    def open_store(cache: str) -> Any:
+        while signals:
+            signals.pop()()
+        return stores.open_store(cache)
+
+    stores.open_with(open_store)
+    try:
+        yield
+    finally:
+        stores.open_with(None)
+
+
+def share_connections(patch: pytest.MonkeyPatch, cache: str) -> None:
+    """Let a signal handler use the connection of the request that it interrupts: a broken lock."""
+    never = property(lambda store: False, lambda store, value: None)
+    patch.setattr(type(stores.get_store(cache)), "is_asking", never)
+
+
+def in_words(error: Exception) -> str:
+    """Return what the command and the admin print of an error of a cache's client."""
+    return held.cannot_ask(error)
+
+
+def accepted(task: Any, headers: dict[str, Any], *args: Any) -> Any:
+    """Return what the main process notes of a message that a process of the pool runs."""
+    request = SimpleNamespace(task=task, _payload=(args, {}, {}))
+    task_id = header_of(headers)["id"]
+    return watcher.Accepted(request, header.Header.of(headers, task_id, task.name))
+
+
 @contextmanager
 def signal_before_release(error: BaseException) -> Iterator[None]:
     """Let a signal raise an error where the first release of a lock begins."""
@@ -202,6 +254,11 @@ def queued_entry(task: Any, *args: Any) -> TaskLock:
 def discard(task: Any, fields: dict[str, Any], task_id: str = "mine") -> None:
     """Discard a message of a revoked call, as the main process does."""
     startup.free_revoked(task, Context(fields, id=task_id), terminated=False)
+
+
+def headers_for(task: Any, task_id: str = "mine", /, **fields: Any) -> dict[str, Any]:
+    """Return the headers of a message of this call; ``fields`` are those of the package's part."""
+    return {header.HEADER: {"id": task_id, "task": task.name, **fields}}
 
 
 def postponed() -> Any:
