@@ -17,6 +17,7 @@ import pytest
 from celery.app.task import Context
 
 from django_singletask import Holder, LockUnavailable, TaskLock, clock, stores
+from django_singletask.history import recorder
 from django_singletask.locks import address, keys, lease, liveness, renewal
 from django_singletask.locks import lock as locking
 from django_singletask.operators import held
@@ -166,6 +167,14 @@ def accepted(task: Any, headers: dict[str, Any], *args: Any) -> Any:
     request = SimpleNamespace(task=task, _payload=(args, {}, {}))
     task_id = header_of(headers)["id"]
     return watcher.Accepted(request, header.Header.of(headers, task_id, task.name))
+
+
+@contextmanager
+def new_history() -> Iterator[None]:
+    """Let a new thread of this process write the history; it ends when all is written."""
+    with mock.patch.object(recorder, "writer", recorder.Writer()):
+        yield
+        recorder.stop()
 
 
 @contextmanager
