@@ -102,6 +102,13 @@ class TestWith:
             assert lock
 
 
+@pytest.fixture
+def no_history(settings):
+    """It would be written on connections of other threads."""
+    settings.SINGLETASK_HISTORY = "off"
+
+
+@pytest.mark.usefixtures("no_history")
 class TestAcquireAndRelease:
     def test_acquire_and_release_return_whether_they_did(self, cache_alias):
         lock, other = TaskLock("nightly"), TaskLock("nightly")
@@ -164,8 +171,7 @@ class TestAcquireAndRelease:
                 pytest.fail("entered")
         assert time.monotonic() - began < 15
 
-    def test_a_thread_of_a_pool_waits_for_what_its_earlier_job_acquired(self, settings):
-        settings.SINGLETASK_HISTORY = "off"
+    def test_a_thread_of_a_pool_waits_for_what_its_earlier_job_acquired(self):
         first, second = TaskLock("nightly"), TaskLock("nightly")
         release = threading.Timer(0.2, first.release)
         with ThreadPoolExecutor(1) as pool:
@@ -175,9 +181,8 @@ class TestAcquireAndRelease:
             assert pool.submit(second.release).result()
         release.join()
 
-    def test_coroutines_that_share_threads_wait_for_each_other(self, settings):
+    def test_coroutines_that_share_threads_wait_for_each_other(self):
         """Five of twelve were refused at once when the number of the thread decided."""
-        settings.SINGLETASK_HISTORY = "off"
 
         async def work():
             for _ in range(2):
@@ -193,9 +198,8 @@ class TestAcquireAndRelease:
 
         asyncio.run(work_at_once())
 
-    def test_a_job_in_another_thread_waits_for_the_block_around_it(self, settings):
+    def test_a_job_in_another_thread_waits_for_the_block_around_it(self):
         """It has the context of the block, which another thread can end."""
-        settings.SINGLETASK_HISTORY = "off"
         opened, ended = threading.Event(), []
 
         def wait():
@@ -747,25 +751,14 @@ class TestCurrentLock:
             assert current_lock() is outer
 
 
-def test_a_wait_without_end_gets_the_lock(settings):
-    settings.SINGLETASK_HISTORY = "off"  # it would be written on a connection of the other thread
-    held = TaskLock("nightly")
-    held.acquire()
-    timer = threading.Timer(0.2, held.release)
-    timer.start()
-    with TaskLock("nightly", wait=math.inf) as lock:
-        assert lock
-    timer.join()
-
-
+@pytest.mark.usefixtures("no_history")
 class TestCodeThatWaitsForItself:
     """A lock that is not in a block may be released by another thread, so a wait goes on."""
 
     ITSELF = "the same code already holds it, and a lock is not re-entrant"
 
     @pytest.mark.parametrize("enter", [TaskLock.acquire, TaskLock.__enter__])
-    def test_a_wait_without_end_is_logged_once(self, settings, caplog, enter):
-        settings.SINGLETASK_HISTORY = "off"
+    def test_a_wait_without_end_is_logged_once(self, caplog, enter):
         held, waiting = TaskLock("nightly"), TaskLock("nightly", wait=math.inf)
         held.acquire()
         timer = threading.Timer(0.3, held.release)
@@ -778,8 +771,7 @@ class TestCodeThatWaitsForItself:
         expected = f": {self.ITSELF}. Only another thread can release it."
         assert warning.getMessage().endswith(expected)
 
-    def test_a_wait_for_another_thread_is_not_logged(self, settings, caplog):
-        settings.SINGLETASK_HISTORY = "off"
+    def test_a_wait_for_another_thread_is_not_logged(self, caplog):
         held = TaskLock("nightly")
         thread = threading.Thread(target=held.acquire)
         thread.start()
@@ -788,7 +780,7 @@ class TestCodeThatWaitsForItself:
         timer.start()
         with TaskLock("nightly", wait=math.inf):
             timer.join()
-        assert "without end" not in caplog.text
+        assert "Endless wait" not in caplog.text
 
     @pytest.mark.parametrize("wait", [0, 5, math.inf])
     def test_the_error_of_a_nested_block_says_so(self, caplog, wait):
@@ -850,15 +842,17 @@ class TestOnlyOne:
         assert work(1, b=2) == "ran"
 
     @pytest.mark.parametrize(
-        ("options", "text"),
+        ("options", "error", "text"),
         [
-            ({"skip_result": dict}, "use on_skip"),
-            ({"on_skip": "report"}, "must be a function"),
-            ({"on_skip": print, "on_conflict": "raise"}, 'on_conflict "skip"'),
+            ({"skip_result": dict}, TypeError, "use on_skip"),
+            ({"on_skip": "report"}, TypeError, "must be a function"),
+            ({"on_skip": print, "on_conflict": "raise"}, TypeError, 'on_conflict "skip"'),
+            ({"timeout": -1}, ValueError, "timeout"),
+            ({"at_least": -1}, ValueError, "at_least"),
         ],
     )
-    def test_options_of_a_skip_that_cannot_work_are_refused(self, options, text):
-        with pytest.raises(TypeError, match=text):
+    def test_options_that_cannot_work_are_refused_at_decoration(self, options, error, text):
+        with pytest.raises(error, match=text):
             only_one(**options)(print)
 
     def test_is_named_after_the_function(self):
@@ -977,10 +971,6 @@ class TestOnlyOne:
         with pytest.raises(TypeError, match="below @shared_task"):
             only_one(plain)
 
-    def test_wrong_options_are_refused_at_decoration(self):
-        with pytest.raises(ValueError, match="timeout"):
-            only_one(timeout=-1)(lambda: None)
-
     def test_on_a_django_task(self):
         tasks = pytest.importorskip("django.tasks", reason="django.tasks came with Django 6.0")
 
@@ -1031,9 +1021,13 @@ class TestEvents:
 
 
 class TestErrors:
-    def test_errors_survive_pickle(self):
+    @pytest.fixture
+    def caught(self):
         with TaskLock("nightly"), pytest.raises(LockConflict) as caught, TaskLock("nightly"):
             pass
+        return caught
+
+    def test_errors_survive_pickle(self, caught):
         assert caught.value.lock is not None
         conflict = pickle.loads(pickle.dumps(caught.value))
         assert conflict.lock is None
@@ -1042,10 +1036,8 @@ class TestErrors:
         for error in (LockError("a"), LockLost("b"), LockUnavailable("c"), DuplicateTask("d", "e")):
             assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
-    def test_the_repr_of_a_conflict_is_its_text_alone(self):
+    def test_the_repr_of_a_conflict_is_its_text_alone(self, caught):
         """Celery logs it."""
-        with TaskLock("nightly"), pytest.raises(LockConflict) as caught, TaskLock("nightly"):
-            pass
         assert repr(caught.value) == f"LockConflict({str(caught.value)!r})"
         assert caught.value.holder.token not in repr(caught.value)
 
