@@ -252,11 +252,6 @@ def test_only_one():
     assert TaskLock("guarded").holder().kept
 
 
-def test_only_one_refuses_what_is_no_number_of_seconds():
-    with pytest.raises(ValueError, match="at_least"):
-        only_one(key="guarded", at_least=-1)(print)
-
-
 def test_the_entry_of_the_queued_call_is_kept_as_long(sent):
     task = tasks.unique_to_the_end
     task.apply_async(("a",), lock_options=KEEP)
@@ -293,15 +288,11 @@ def test_the_watch_over_killed_processes_leaves_what_their_runs_have_kept():
 class TestOperators:
     pytestmark = pytest.mark.usefixtures("eighty_columns")
 
-    def test_list(self):
-        run(options={"lock_at_least": 60})
-        assert re.search(r"  kept +\d+s  +59s ", locks())
-
-    def test_list_where_the_cache_cannot_list_its_entries(self, settings, empty_cache):
-        settings.SINGLETASK_CACHE = "pymemcache"
-        empty_cache("pymemcache")
+    @pytest.mark.parametrize("cache_alias", ["redis", "pymemcache"], indirect=True)
+    def test_list(self, cache_alias):
+        """Also where the cache cannot list its entries."""
         run()
-        assert "  kept " in locks()
+        assert re.search(r"  kept +\d+s ", locks())
 
     def test_why(self):
         run()

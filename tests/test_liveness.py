@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -118,30 +119,17 @@ def test_a_process_that_was_just_seen_alive_is_found_dead_however_often_it_is_as
     wait_for(lambda: liveness.proof_of_death(holder), "it is a zombie")
 
 
-def test_a_process_of_another_user_is_not_dead(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("kill", PermissionError), ("open", FileNotFoundError)],
+    ids=["a process of another user", "hidden by the mount option hidepid"],
+)
+def test_what_cannot_be_seen_is_no_proof(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, function: str, error: Any
 ) -> None:
-    def deny(pid: int, number: int) -> None:
-        raise PermissionError
-
     start = holders.start_time(child.pid)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "kill", deny)
-        assert liveness.is_gone(child.pid, start) is None
-
-
-def test_an_unreadable_proc_file_is_no_proof(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mount option hidepid hides the processes of other users."""
-
-    def hide(path: str, flags: int) -> int:
-        raise FileNotFoundError
-
-    start = holders.start_time(child.pid)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", hide)
-        assert holders.start_time(child.pid) == ""
+        patch.setattr(os, function, mock.Mock(side_effect=error))
         assert liveness.is_gone(child.pid, start) is None
 
 

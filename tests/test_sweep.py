@@ -226,7 +226,8 @@ def test_prune_deletes_conflicts_before_the_runs_that_they_met():
 # The worker
 
 
-def test_of_two_workers_one_takes_each_turn(monkeypatch):
+@pytest.mark.parametrize("cache_alias", ["db_sqlite", "redis"], indirect=True)
+def test_of_two_workers_one_takes_each_turn(cache_alias, monkeypatch):
     assert history.TURN < watcher.SWEEP
     monkeypatch.setattr(history, "TURN", 1)
     assert history.takes_turn()
@@ -284,9 +285,3 @@ def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, sweeps, capl
         failed = watcher.try_to_sweep(failed)
     assert caplog.text.count("cannot be cleaned up (OperationalError: the server is away);") == 2
     assert "Traceback" not in caplog.text
-
-
-@pytest.mark.parametrize("cache_alias", ["db_sqlite", "redis"], indirect=True)
-def test_one_worker_a_minute_has_the_turn_whatever_the_cache(cache_alias):
-    assert history.takes_turn()
-    assert not history.takes_turn()
