@@ -171,8 +171,11 @@ def accepted(task: Any, headers: dict[str, Any], *args: Any) -> Any:
 
 @contextmanager
 def new_history() -> Iterator[None]:
-    """Let a new thread of this process write the history; it ends when all is written."""
-    with mock.patch.object(recorder, "writer", recorder.Writer()):
+    """Let a new thread of this process write the history, and try again soon after a failure."""
+    with (
+        mock.patch.object(recorder, "writer", recorder.Writer()),
+        mock.patch.object(recorder, "RETRY", 0.01),
+    ):
         yield
         recorder.stop()
 
@@ -251,13 +254,16 @@ def write(lock: Any, value: bytes, seconds: float = 60) -> None:
         assert store.replace(lock.key, entry.value, value, seconds)
 
 
-def beside(lock: Any, kind: str, whose: str) -> TaskLock:
-    return TaskLock(keys.LockKey(lock.name, lock.key).beside(kind, whose), cache=lock.cache)
+def beside(lock: TaskLock, kind: str, whose: str) -> address.Address:
+    """Return the place of another entry next to that of a lock."""
+    place = lock._address
+    return address.Address(place.cache, place.lock_key.beside(kind, whose))
 
 
 def queued_entry(task: Any, *args: Any) -> TaskLock:
     """Return a lock that reads and clears the entry of a queued call."""
-    return beside(task.lock(*args), keys.QUEUED, task.name)
+    place = beside(task.lock(*args), keys.QUEUED, task.name)
+    return TaskLock(place.lock_key, cache=place.cache)
 
 
 def discard(task: Any, fields: dict[str, Any], task_id: str = "mine") -> None:

@@ -333,7 +333,7 @@ class Gate:
     def __call__(self, point):
         if point == self.closed:
             self.reached.set()
-            assert self.open.wait(20)
+            assert self.open.wait(30)
 
 
 @pytest.fixture
@@ -382,7 +382,7 @@ class TestCancelled:
 
         async def main():
             task = asyncio.create_task(take())
-            await asyncio.to_thread(gate.reached.wait, 20)
+            await asyncio.to_thread(gate.reached.wait, 30)
             await cancelled(task)
 
         run(main)
@@ -397,7 +397,7 @@ class TestCancelled:
 
         async def main():
             task = asyncio.create_task(lock.aacquire())
-            await asyncio.to_thread(gate.reached.wait, 20)
+            await asyncio.to_thread(gate.reached.wait, 30)
             asyncio.get_running_loop().call_later(0.1, gate.open.set)
             await cancelled(task)
             assert await lock.aacquire()
@@ -411,7 +411,7 @@ class TestCancelled:
             await lock.aacquire()
             gate.close("before the release")
             task = asyncio.create_task(lock.arelease())
-            await asyncio.to_thread(gate.reached.wait, 20)
+            await asyncio.to_thread(gate.reached.wait, 30)
             asyncio.get_running_loop().call_later(0.1, gate.open.set)
             await cancelled(task)
             assert not await TaskLock(NAME).alocked()
@@ -514,7 +514,7 @@ class TestCancelled:
 
         async def main():
             lock.pending = asyncio.create_task(lock.aacquire())  # asyncio.run() cancels it
-            await asyncio.to_thread(gate.reached.wait, 20)
+            await asyncio.to_thread(gate.reached.wait, 30)
 
         run(main)
         gate.open.set()
@@ -529,7 +529,7 @@ class TestCancelled:
             coroutine.send(None)
 
         loop.run_until_complete(begin())
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(30)
         loop.close()
         coroutine.close()
         gate.open.set()

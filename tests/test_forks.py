@@ -26,6 +26,12 @@ from tests.test_recorder import event
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd lists the open files")
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a fork wait for so long that a busy machine is no reason to give up."""
+    monkeypatch.setattr(forks, "PATIENCE", 30)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "history.sqlite3"
@@ -35,21 +41,29 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def child_can_write(file: Path, block: Any) -> bool:
-    """Fork while another thread writes in a block; say whether the child can write afterwards."""
-    began, forking = threading.Event(), threading.Event()
+def child_can_write(file: Path, block: Any, *, seconds: float) -> bool:
+    """Fork while another thread writes in a block; say whether the child can write afterwards.
+
+    The thread writes until the fork is over, but no longer than so many seconds.
+    """
+    began, forked = threading.Event(), threading.Event()
 
     def write() -> None:
         with block, closing(sqlite3.connect(file, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             began.set()
-            forking.wait(0.3)  # the fork waits, or is over by then
+            forked.wait(seconds)
             connection.execute("COMMIT")
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert began.wait(10)
-    return in_child(lambda: can_write(file), meanwhile=thread.join)
+    assert began.wait(30)
+
+    def let_it_end() -> None:
+        forked.set()
+        thread.join()
+
+    return in_child(lambda: can_write(file), meanwhile=let_it_end)
 
 
 def can_write(file: Path) -> bool:
@@ -63,11 +77,11 @@ def can_write(file: Path) -> bool:
 
 
 def test_a_fork_waits_for_a_thread_that_writes(file: Path) -> None:
-    assert child_can_write(file, forks.undivided(connections["sqlite"]))
+    assert child_can_write(file, forks.undivided(connections["sqlite"]), seconds=0.3)
 
 
 def test_control_a_fork_in_the_middle_of_a_write_shuts_the_child_out(file: Path) -> None:
-    assert not child_can_write(file, nullcontext())
+    assert not child_can_write(file, nullcontext(), seconds=30)
 
 
 def child_has_open(file: str) -> bool:
@@ -115,7 +129,7 @@ def test_a_fork_waits_for_no_server() -> None:
     with forks.undivided(connections["default"]):
         thread = threading.Thread(target=fork_and_wait)
         thread.start()
-        thread.join(0.5)  # half the time for which a fork waits
+        thread.join(15)  # half the time for which a fork waits
         assert not thread.is_alive()
 
 

@@ -153,7 +153,7 @@ class TestAcquireAndRelease:
 
         thread = threading.Thread(target=hold)
         thread.start()
-        assert taken.wait(5)
+        assert taken.wait(30)
         assert first.acquire(wait=5)
         first.release()
         thread.join()
@@ -210,7 +210,7 @@ class TestAcquireAndRelease:
             context = contextvars.copy_context()
             thread = threading.Thread(target=context.run, args=(wait,))
             thread.start()
-            assert opened.wait(5)
+            assert opened.wait(30)
         thread.join()
         assert ended == [True]
         TaskLock("nightly").clear()
@@ -1105,7 +1105,7 @@ class held_elsewhere:
 
     def __enter__(self):
         self.thread.start()
-        assert self.taken.wait(5)
+        assert self.taken.wait(30)
 
     def __exit__(self, *exc):
         self.done.set()

@@ -255,11 +255,11 @@ def test_a_thread_that_hangs_is_reported_once(renewer, monkeypatch, wait_for, ca
 
     def hang():
         hangs.set()
-        go_on.wait(20)
+        go_on.wait(30)
 
     monkeypatch.setattr(renewer, "tick", hang)
     with TaskLock("first"):
-        assert hangs.wait(10)
+        assert hangs.wait(30)
     with monkeypatch.context() as patch:
         time = inside.stop_clock(patch)
         time.now += 3
@@ -313,7 +313,7 @@ def test_an_extension_that_hangs_does_not_end_other_leases(renewer):
     ):
         thread = threading.Thread(target=lock.extend)
         thread.start()
-        assert hangs.wait(10)
+        assert hangs.wait(30)
         inside.wait_for_renewals(other, 0.9)
         go_on.set()
         thread.join()
@@ -529,7 +529,7 @@ def test_a_stopped_process_knows_when_it_wakes(wait_for):
             process.send_signal(signal.SIGCONT)
             assert process.stdout.readline() == "True\n"
             assert second.owned()
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0
     finally:
         process.kill()
         process.stdout.close()
