@@ -113,10 +113,9 @@ class TestReceiving:
         assert not lock.locked()
 
     def test_it_is_renewed_from_then_on(self):
-        handle = handed_over(for_=0.5)
-        first_lease = handed_over("not received", for_=0.5)
-        with TaskLock.receive(handle, timeout=0.9) as lock:
-            inside.wait_for_renewals(lock, 0.9)
+        first_lease = handed_over("not received", for_=2)
+        with TaskLock.receive(handed_over(for_=2), timeout=1.5) as lock:
+            wait_for(lambda: not TaskLock("not received").locked(), "the first lease is over")
             assert lock.owned()
         with pytest.raises(LockLost):
             TaskLock.receive(first_lease)
