@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from django.core.cache import caches
 
+from django_singletask import TaskLock
 from django_singletask.holder import Holder
-from django_singletask.locks.keys import name_key
-from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import Store
+from django_singletask.signals import LockEvent, lock_event
+from tests import inside
 
 T = TypeVar("T")
 
 
 def key_of(name: str) -> str:
     """Return the key of the lock with this name, before a store prefixes it."""
-    return name_key(name).key
+    return TaskLock(name).key
 
 
 def holder(who: str, *, lease: float = 60) -> bytes:
@@ -39,9 +41,39 @@ def eventually(condition: Callable[[], T], *, within: float = 15) -> T:
 
 
 @contextmanager
+def listening(receive: Callable[[LockEvent], object] | None = None) -> Iterator[list[LockEvent]]:
+    """Collect the events of locks during a block, or call ``receive`` for each."""
+    seen: list[LockEvent] = []
+
+    def hear(event: LockEvent, **kwargs: Any) -> None:
+        (receive or seen.append)(event)
+
+    lock_event.connect(hear)
+    try:
+        yield seen
+    finally:
+        lock_event.disconnect(hear)
+
+
+def in_child(work: Callable[[], object], meanwhile: Callable[[], object] = bool) -> bool:
+    """Say whether ``work()`` was true in a forked child; do something ``meanwhile`` in this one."""
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if work() else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    meanwhile()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@contextmanager
 def private_store(
     settings: Any, alias: str, location: object = None, *, options: object = None, **changes: object
-) -> Iterator[Store]:
+) -> Iterator[Any]:
     """Open the store of a cache alias with a changed configuration."""
     configuration = dict(settings.CACHES[alias]) | changes
     if location is not None:
@@ -50,7 +82,7 @@ def private_store(
         configuration["OPTIONS"] = configuration["OPTIONS"] | options
     settings.CACHES = settings.CACHES | {alias: configuration}
     try:
-        yield get_store(alias)
+        yield inside.store_of(alias)
     finally:
-        close_stores()
+        inside.close_connections()
         caches[alias].close()

@@ -34,9 +34,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from django_singletask import LockLost, clock
-from django_singletask.locks.lease import Lease
-from django_singletask.locks.lock import TaskLock
+from django_singletask import LockLost, TaskLock, clock
+
+# Not by tests/inside.py: a process begins its recording before it can import models.
+from django_singletask.locks import lease as leases
 from django_singletask.signals import LockEvent, lock_event
 
 FOLDER = "SINGLETASK_TEST_INTERVALS"
@@ -95,12 +96,12 @@ def note(event: str, **facts: Any) -> None:
 
 def record() -> None:
     """Note from now on what happens to the leases of this process and of its forks."""
-    Lease.__setattr__ = set_and_note  # type: ignore[assignment, method-assign]
-    Lease.lose = note_and_lose  # type: ignore[assignment, method-assign]
+    leases.Lease.__setattr__ = set_and_note  # type: ignore[assignment, method-assign]
+    leases.Lease.lose = note_and_lose  # type: ignore[assignment, method-assign]
     lock_event.connect(note_event)
 
 
-def set_and_note(lease: Lease, name: str, value: Any) -> None:
+def set_and_note(lease: leases.Lease, name: str, value: Any) -> None:
     """Set an attribute of a lease; note it if the holder trusts the lease for another time now.
 
     Do not read ``lost``, which itself can change the lease. The time is taken before the attribute
@@ -117,17 +118,17 @@ def set_and_note(lease: Lease, name: str, value: Any) -> None:
             note_lease(lease, "released" if after is None else "trusted" if before else "taken", at)
 
 
-def note_and_lose(lease: Lease, *args: Any, **kwargs: Any) -> None:
+def note_and_lose(lease: leases.Lease, *args: Any, **kwargs: Any) -> None:
     with SHIELD:
         if lease.held:
             note_lease(lease, "lost", clock.now())
     lose(lease, *args, **kwargs)
 
 
-lose = Lease.lose
+lose = leases.Lease.lose
 
 
-def note_lease(lease: Lease, event: str, at: float) -> None:
+def note_lease(lease: leases.Lease, event: str, at: float) -> None:
     if not lease.silent and lease.holder.pid == os.getpid():
         name, token, until = lease.name, lease.token, lease.deadline
         note(event, lock=name, token=token, sent=lease.renewed_at, until=until, **{"at": at})

@@ -5,19 +5,18 @@ import socket
 from datetime import timedelta
 
 import pytest
+from django.core.cache import caches
 from django.db import OperationalError, connection, connections
 from django.db.migrations.recorder import MigrationRecorder
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from django_singletask.conf import conf
+from django_singletask import TaskLock
 from django_singletask.history import sweep as history
-from django_singletask.history.sweep import prune, sweep, takes_turn
-from django_singletask.locks.renewal import renewers
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.held import held
-from django_singletask.stores import get_store
 from django_singletask.worker import watcher
+from tests import inside
+from tests.command_line import locks_as_json
 from tests.deadline import wait_for
 from tests.past_rows import before_now, keep_history_in, ran, row, skipped
 
@@ -37,10 +36,9 @@ def advance(seconds):
 
 def lose_host(lock):
     """Let the entry end as if the holder's host was lost; return its token and its bytes."""
-    store = get_store("redis")
-    value = store.read(lock.key).value
-    renewers["redis"].drop(lock._lease)  # a renewal would take the lock again
-    store.release(lock.key, value)
+    value = lock.holder().encode()
+    inside.stop_renewal(lock)  # it would take the lock again
+    caches["redis"].delete(lock.key)
     return lock.token, value
 
 
@@ -58,11 +56,11 @@ def outcome(token):
 def test_row_whose_token_is_gone_at_two_looks_is_expired(take):
     token, _value = lose_host(take("nightly", timeout=10))
     advance(11)
-    sweep()
+    history.sweep()
     noticed = row_of(token)
     assert (noticed.outcome, noticed.noticed_at is not None) == ("", True)
     advance(11)
-    sweep()
+    history.sweep()
     expired = row_of(token)
     assert (expired.outcome, expired.result, expired.ended_at) == ("expired", "", None)
     assert expired.reason == "its lease ended without a release"
@@ -73,20 +71,20 @@ def test_row_whose_token_is_gone_at_two_looks_is_expired(take):
 def test_looks_that_are_less_than_a_lease_apart_are_not_enough(take):
     token, _value = lose_host(take("nightly", timeout=10))
     advance(11)
-    sweep()
+    history.sweep()
     advance(9)
-    sweep()
+    history.sweep()
     assert outcome(token) == ""
 
 
 def test_row_within_its_lease_is_not_looked_at(take):
     token, _value = lose_host(take("nightly", timeout=1000))
     advance(900)
-    sweep()
+    history.sweep()
     advance(150)
-    sweep()  # the first look
+    history.sweep()  # the first look
     advance(900)
-    sweep()
+    history.sweep()
     assert outcome(token) == ""
 
 
@@ -94,14 +92,25 @@ def test_row_whose_token_is_found_again_must_be_missed_twice_anew(take):
     lock = take("nightly", timeout=10)
     token, value = lose_host(lock)
     advance(11)
-    sweep()
-    get_store("redis").add(lock.key, value, 60)
+    history.sweep()
+    inside.put_entry(lock.key, value)
     advance(11)
-    sweep()
+    history.sweep()
     lose_host(lock)
     advance(11)
-    sweep()
+    history.sweep()
     assert outcome(token) == ""
+
+
+def test_row_of_a_run_that_was_killed_after_it_had_kept_its_lock_is_closed():
+    with TaskLock("nightly", at_least=60) as lock:
+        pass
+    TaskLockEvent.objects.update(outcome="", result="", ended_at=None)
+    advance(3600)
+    history.sweep()
+    row = TaskLockEvent.objects.get()
+    assert (row.outcome, row.result) == ("released", "returned")
+    assert lock.holder().kept
 
 
 @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
@@ -110,7 +119,7 @@ def test_held_lock_is_left_alone_however_old(take, empty_cache, alias):
     lock = take("nightly", timeout=10, cache=alias)
     for _ in range(3):
         advance(100)
-        sweep()
+        history.sweep()
     assert outcome(lock.token) == ""
 
 
@@ -119,8 +128,8 @@ def test_run_has_the_last_word_about_its_row(take):
     token, value = lose_host(lock)
     for _ in range(2):
         advance(11)
-        sweep()
-    get_store("redis").add(lock.key, value, 10)
+        history.sweep()
+    inside.put_entry(lock.key, value)
     lock.release()
     assert outcome(token) == "released"
     assert row_of(token).reason == ""
@@ -130,7 +139,7 @@ def test_lock_of_a_dead_process_is_freed(take, monkeypatch):
     lock = take("nightly", timeout=10)
     monkeypatch.setattr(history, "proof_of_death", lambda holder: "the test killed it")
     advance(11)
-    sweep()
+    history.sweep()
     assert not lock.locked()
     dead = row_of(lock.token)
     assert (dead.outcome, dead.reason) == ("dead", "the test killed it")
@@ -144,7 +153,7 @@ def test_cache_that_is_down_does_not_keep_the_rows_of_others_from_being_swept(
     token, _value = lose_host(take("nightly", timeout=10))
     for _ in range(2):
         advance(11)
-        sweep()
+        history.sweep()
     assert outcome(token) == "expired"
     assert outcome("d0") == outcome("d1") == ""
     assert caplog.text.count("Open history rows of the cache 'dead' cannot be checked") == 2
@@ -154,25 +163,27 @@ def test_cache_that_is_no_longer_in_the_settings_is_not_asked(caplog):
     row("run", 100, cache="removed", timeout=10, token="t")
     for _ in range(2):
         advance(11)
-        sweep()
+        history.sweep()
     assert (outcome("t"), caplog.text) == ("", "")
 
 
-def test_entries_are_read_in_batches(monkeypatch):
-    store, batches = get_store("redis"), []
-    read_many = store.read_many
+def test_entries_are_read_in_batches():
+    batches = []
 
-    def note(keys):
+    def note(read_many, keys):
         batches.append(len(keys))
         return read_many(keys)
 
-    monkeypatch.setattr(store, "read_many", note)
-    monkeypatch.setattr(store, "read", None)  # one by one
     facts = {"kind": "run", "at": before_now(100), "cache": "redis", "timeout": 10}
     runs = [TaskLockEvent(ref=f"t{n}", name="n", key=f"k{n}", **facts) for n in range(1000)]
     TaskLockEvent.objects.bulk_create(runs)
-    with CaptureQueriesContext(connection) as queries:
-        sweep()
+    one_by_one = inside.failing("read", AssertionError())
+    with (
+        inside.handled("read_many", note),
+        one_by_one,
+        CaptureQueriesContext(connection) as queries,
+    ):
+        history.sweep()
     assert batches == [500, 500]
     assert len(queries) < 10
     assert TaskLockEvent.objects.filter(noticed_at=None).count() == 0
@@ -183,7 +194,7 @@ def test_entries_are_read_in_batches(monkeypatch):
 
 def test_sweep_prunes():
     ran(31 * 86_400)
-    sweep()
+    history.sweep()
     assert not TaskLockEvent.objects.exists()
 
 
@@ -195,39 +206,40 @@ def test_prune_deletes_what_is_too_old_in_batches(settings):
     TaskLockEvent.objects.bulk_create(rows)
     TaskLockEvent.objects.create(kind="conflict", ref="new", **{**event, "at": timezone.now()})
     TaskLockEvent.objects.create(kind="run", ref="t", **event)
-    assert [*prune(batch=10)] == [10, 10, 5]
+    assert [*history.prune(batch=10)] == [10, 10, 5]
     assert TaskLockEvent.objects.count() == 2
 
 
 def test_prune_keeps_what_went_on_until_lately():
     ran(60, lasted=1000)
     skipped(1000, last=60)
-    assert sum(prune(older_than=500)) == 0
+    assert sum(history.prune(older_than=500)) == 0
 
 
 def test_prune_deletes_conflicts_before_the_runs_that_they_met():
     ran(9000, lasted=60, token="t")
     skipped(9050, 9040, 3, blocked_by="t")
-    assert sum(prune(older_than=600, limit=1)) == 1
+    assert sum(history.prune(older_than=600, limit=1)) == 1
     assert [row.kind for row in TaskLockEvent.objects.all()] == ["run"]
 
 
 # The worker
 
 
-def test_of_two_workers_one_takes_each_turn(monkeypatch):
+@pytest.mark.parametrize("cache_alias", ["db_sqlite", "redis"], indirect=True)
+def test_of_two_workers_one_takes_each_turn(cache_alias, monkeypatch):
     assert history.TURN < watcher.SWEEP
     monkeypatch.setattr(history, "TURN", 1)
-    assert takes_turn()
-    assert not takes_turn()
-    wait_for(takes_turn, "the turn is over")
+    assert history.takes_turn()
+    assert not history.takes_turn()
+    wait_for(history.takes_turn, "the turn is over")
 
 
 @pytest.fixture
 def sweeps(monkeypatch):
     """Give the list of the sweeps, which do nothing else."""
     sweeps = []
-    monkeypatch.setattr(history, "sweep", lambda: sweeps.append(conf.history))
+    monkeypatch.setattr(history, "sweep", lambda: sweeps.append(1))
     monkeypatch.setattr(connections, "close_all", lambda: None)
     return sweeps
 
@@ -236,21 +248,21 @@ def test_one_worker_sweeps(sweeps):
     for _ in range(3):
         assert not watcher.try_to_sweep()
     assert len(sweeps) == 1
-    assert held() == []
+    assert locks_as_json("list")["locks"] == []
     assert not TaskLockEvent.objects.exists()
 
 
 @pytest.mark.parametrize("difference", ["alias", "migration", "history"])
 def test_two_projects_on_one_cache_both_sweep(settings, difference):
     """They have histories of their own; the second one may be at the same address elsewhere."""
-    assert takes_turn()
+    assert history.takes_turn()
     if difference == "alias":
         keep_history_in(settings, "sqlite")
     elif difference == "migration":
         MigrationRecorder.Migration.objects.update(applied=timezone.now())
     else:
         settings.SINGLETASK_HISTORY = "off"
-    assert takes_turn()
+    assert history.takes_turn()
 
 
 def test_without_a_history_only_the_lock_table_is_cleaned(settings, sweeps):
@@ -273,9 +285,3 @@ def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, sweeps, capl
         failed = watcher.try_to_sweep(failed)
     assert caplog.text.count("cannot be cleaned up (OperationalError: the server is away);") == 2
     assert "Traceback" not in caplog.text
-
-
-@pytest.mark.parametrize("cache_alias", ["db_sqlite", "redis"], indirect=True)
-def test_one_worker_a_minute_has_the_turn_whatever_the_cache(cache_alias):
-    assert takes_turn()
-    assert not takes_turn()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from django.core.cache import caches
 
 from django_singletask import TaskLock
-from django_singletask.locks.address import Address
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import get_store
+from tests import inside
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -15,59 +15,33 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def taken_over(monkeypatch):
-    """Let another holder take the lock as soon as its entry was read."""
-    locks = []
-
-    def take_over(lock):
-        read = Address.read
-
-        def read_and_lose(address):
-            monkeypatch.setattr(Address, "read", read)
-            entry = address.read()
-            get_store("redis").release(address.key, entry.value)
-            locks.append(TaskLock(lock.name))
-            assert locks[0].acquire()
-            return entry
-
-        monkeypatch.setattr(Address, "read", read_and_lose)
-        return locks
-
-    yield take_over
-    for lock in locks:
-        lock.release()
+def test_of_a_killed_process_the_lock_with_its_token_is_freed(take):
+    lock = take()
+    assert not inside.free_killed(lock, "another")
+    assert lock.owned()
+    assert inside.free_killed(lock, lock.token)
+    assert not lock.locked()
+    assert not inside.free_killed(lock, lock.token)
+    row = TaskLockEvent.objects.get(outcome="dead")
+    assert (row.token, row.reason) == (lock.token, "its process was killed")
 
 
-class TestBury:
-    def test_the_lock_of_that_token_is_freed(self, take):
-        lock = take()
-        assert lock._address.free_killed(lock.token, "its process was killed")
-        assert not lock.locked()
-        row = TaskLockEvent.objects.get(outcome="dead")
-        assert (row.token, row.reason) == (lock.token, "its process was killed")
+@pytest.mark.parametrize(
+    "free",
+    [lambda lock: inside.free_killed(lock, lock.token), TaskLock.clear],
+    ids=["killed", "cleared"],
+)
+def test_a_lock_that_somebody_takes_meanwhile_stays(take, free):
+    lock, others = take(), []
 
-    def test_the_lock_of_another_token_stays(self, take):
-        lock = take()
-        assert not lock._address.free_killed("another", "its process was killed")
-        assert lock.owned()
+    def take_over(read, key):
+        entry = read(key)
+        if key == lock.key and not others:
+            caches["redis"].delete(key)
+            others.append(take())
+        return entry
 
-    def test_a_free_lock_stays_free(self):
-        assert not TaskLock("nightly")._address.free_killed("a token", "its process was killed")
-        assert not TaskLockEvent.objects.exists()
-
-    def test_a_lock_that_somebody_takes_meanwhile_stays(self, take, taken_over):
-        lock = take()
-        locks = taken_over(lock)
-        assert not lock._address.free_killed(lock.token, "its process was killed")
-        assert locks[0].owned()
-        assert not TaskLockEvent.objects.filter(outcome="dead").exists()
-
-
-class TestClear:
-    def test_a_lock_that_somebody_takes_meanwhile_stays(self, take, taken_over):
-        lock = take()
-        locks = taken_over(lock)
-        assert not TaskLock("nightly").clear()
-        assert locks[0].owned()
-        assert not TaskLockEvent.objects.filter(outcome="cleared").exists()
+    with inside.handled("read", take_over):
+        assert not free(lock)
+    assert others[0].owned()
+    assert not TaskLockEvent.objects.filter(outcome__in=["dead", "cleared"]).exists()

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -28,14 +28,9 @@ from django_singletask import (
     only_one,
 )
 from django_singletask.locks import aio
-from django_singletask.locks import lock as locking
 from django_singletask.models import TaskLockEvent
-from django_singletask.signals import lock_event
-from django_singletask.stores import get_store, open_cache, open_with
-from django_singletask.stores.base import Forgotten
-from django_singletask.stores.redis import RedisStore
-from tests import servers
-from tests.entries import eventually, key_of, private_store
+from tests import inside, servers
+from tests.entries import eventually, in_child, listening, private_store
 
 NAME = "nightly"
 
@@ -55,26 +50,34 @@ def pool_threads():
 
 
 class TestExclusion:
-    @pytest.mark.parametrize(
-        "cache_alias", ["redis", "pymemcache", "db_postgres", "db_sqlite", "locmem"], indirect=True
-    )
-    def test_tasks_of_a_loop_run_one_at_a_time(self, cache_alias):
+    def most_at_once(self, number, **options):
+        """Let tasks of a loop take a lock; return how many were in its block at once."""
         inside = most = ran = 0
 
         async def one():
             nonlocal inside, most, ran
-            async with TaskLock(NAME, wait=20):
+            async with TaskLock(NAME, wait=20, **options):
                 inside += 1
                 most = max(most, inside)
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.02)
                 ran += 1
                 inside -= 1
 
         async def main():
-            await asyncio.gather(*(one() for _ in range(10)))
+            await asyncio.gather(*(one() for _ in range(number)))
 
         run(main)
-        assert (most, ran) == (1, 10)
+        assert ran == number
+        return most
+
+    @pytest.mark.parametrize(
+        "cache_alias", ["redis", "pymemcache", "db_postgres", "db_sqlite", "locmem"], indirect=True
+    )
+    def test_tasks_of_a_loop_run_one_at_a_time(self, cache_alias):
+        assert self.most_at_once(10) == 1
+
+    def test_as_many_tasks_run_as_there_are_slots(self, on_redis):
+        assert self.most_at_once(9, slots=3) == 3
 
     def test_threads_and_tasks_exclude_each_other(self, on_redis):
         async def main():
@@ -87,18 +90,16 @@ class TestExclusion:
 
         run(main)
 
-    def test_a_take_that_was_held_back_uses_the_store_of_its_thread(self, on_redis, monkeypatch):
+    def test_a_take_that_was_held_back_uses_the_store_of_its_thread(self, on_redis):
         """Its next step may be done in another thread; a client of a cache serves one."""
-        users, attempts, method = {}, {}, RedisStore.take
+        users, attempts = {}, {}
 
-        def take(store, slots, value, *args, **options):
-            users.setdefault(store, set()).add(threading.get_ident())
+        def hold_back_once(take, slots, value, *args, **options):
+            users.setdefault(take.__self__, set()).add(threading.get_ident())
             attempts[value] = attempts.get(value, 0) + 1
             if attempts[value] == 1:
-                raise Forgotten(random.uniform(0, 0.05))
-            return method(store, slots, value, *args, **options)
-
-        monkeypatch.setattr(RedisStore, "take", take)
+                raise inside.held_back(random.uniform(0, 0.05))
+            return take(slots, value, *args, **options)
 
         async def one(number):
             async with TaskLock(f"{NAME}-{number}"):
@@ -107,7 +108,8 @@ class TestExclusion:
         async def main():
             await asyncio.gather(*(one(number) for number in range(20)))
 
-        run(main)
+        with inside.handled("take", hold_back_once, of_all_threads=True):
+            run(main)
         assert [*attempts.values()] == [2] * 20
         assert [len(threads) for threads in users.values()] == [1] * len(users)
 
@@ -137,37 +139,18 @@ class TestExclusion:
         """It has a copy of the context, with the block of the other task."""
 
         async def main():
-            lock = TaskLock(NAME)
             waiting = TaskLock(NAME)
-            if outer == "with":
-                with lock:
-                    task = asyncio.create_task(waiting.aacquire(wait=20))
-                    await asyncio.sleep(0.1)
-            else:
-                async with lock:
-                    task = asyncio.create_task(waiting.aacquire(wait=20))
-                    await asyncio.sleep(0.1)
+            async with AsyncExitStack() as block:
+                if outer == "with":
+                    block.enter_context(TaskLock(NAME))
+                else:
+                    await block.enter_async_context(TaskLock(NAME))
+                task = asyncio.create_task(waiting.aacquire(wait=20))
+                await asyncio.sleep(0.1)
             assert await task
             assert await waiting.arelease()
 
         run(main)
-
-    def test_as_many_tasks_run_as_there_are_slots(self, on_redis):
-        inside = most = 0
-
-        async def one():
-            nonlocal inside, most
-            async with TaskLock(NAME, wait=20, slots=3):
-                inside += 1
-                most = max(most, inside)
-                await asyncio.sleep(0.05)
-                inside -= 1
-
-        async def main():
-            await asyncio.gather(*(one() for _ in range(9)))
-
-        run(main)
-        assert most == 3
 
     def test_two_tasks_cannot_use_one_object(self, on_redis):
         async def main():
@@ -289,76 +272,49 @@ class TestOnlyOne:
             @only_one(on_skip=report)
             def work(): ...
 
-    def test_an_asynchronous_generator_is_refused(self):
-        with pytest.raises(TypeError, match="a generator function"):
-
-            @only_one
-            async def work():
-                yield
-
 
 class TestTheLoopGoesOn:
+    """Only the loop lets the server go on: if it stood still, no reply would come."""
+
     @pytest.fixture
-    def paused_server(self, settings):
+    def pause(self, request, settings):
+        """Give the function that stops the server until a timer of the loop is due.
+
+        A parameter is how many seconds a request waits for its reply.
+        """
         server = servers.Redis()
-        with servers.running([server]), private_store(settings, "redis", server.url):
-            yield server
+        options = {"socket_timeout": getattr(request, "param", 10)}
 
-    async def longest_gap(self, *coroutines):
-        """Return for how long the loop stood still while the coroutines ran."""
-        gaps, ends = [], time.monotonic()
+        def pause_until_the_loop_goes_on():
+            server.pause()
+            asyncio.get_running_loop().call_later(0.2, server.resume)
 
-        async def tick():
-            nonlocal ends
-            while True:
-                await asyncio.sleep(0.01)
-                gaps.append(time.monotonic() - ends)
-                ends = time.monotonic()
+        with servers.running([server]):
+            with private_store(settings, "redis", server.url, options=options):
+                yield pause_until_the_loop_goes_on
+                server.resume()
 
-        ticking = asyncio.create_task(tick())
-        await asyncio.sleep(0.05)
-        await asyncio.gather(*coroutines)
-        await asyncio.sleep(0.05)
-        ticking.cancel()
-        return max(gaps)
+    def test_while_20_wait_for_a_server_that_stands_still(self, pause):
+        async def wait():
+            async with TaskLock(NAME, cache="redis", wait=20, timeout=60):
+                pass
 
-    def resume_soon(self, server):
-        timer = threading.Timer(1.0, server.resume)
-        timer.start()
-
-    def test_while_20_wait_for_a_server_that_stands_still(self, paused_server):
         async def main():
             holder = TaskLock(NAME, cache="redis")
             await holder.aacquire()
-            paused_server.pause()
-            self.resume_soon(paused_server)
+            pause()
+            await asyncio.gather(*(wait() for _ in range(20)), holder.arelease())
 
-            async def wait():
-                async with TaskLock(NAME, cache="redis", wait=20, timeout=60):
-                    pass
+        run(main)
 
-            async def release():
-                await holder.arelease()
-
-            return await self.longest_gap(*(wait() for _ in range(20)), release())
-
-        assert run(main) < 0.5
-
-    def test_control_a_plain_acquire_stops_the_loop(self, paused_server):
+    @pytest.mark.parametrize("pause", [0.5], indirect=True)
+    def test_control_a_plain_acquire_stops_the_loop(self, pause):
         async def main():
-            lock = TaskLock(NAME, cache="redis")
-            lock.acquire()
-            lock.release()
-            paused_server.pause()
-            self.resume_soon(paused_server)
+            pause()
+            with pytest.raises(LockUnavailable):
+                TaskLock(NAME, cache="redis").acquire()
 
-            async def take():
-                with lock:
-                    pass
-
-            return await self.longest_gap(take())
-
-        assert run(main) > 0.5
+        run(main)
 
 
 class Gate:
@@ -377,30 +333,25 @@ class Gate:
     def __call__(self, point):
         if point == self.closed:
             self.reached.set()
-            assert self.open.wait(20)
+            assert self.open.wait(30)
 
 
 @pytest.fixture
 def gate(on_redis):
     gate = Gate()
 
-    class GatedStore(RedisStore):
-        def take(self, *args, **options):
-            gate("before the take")
-            taken = super().take(*args, **options)
-            gate("after the take")
-            return taken
+    def wait_at_the_gate(request, send, *args, **options):
+        gate(f"before the {request}")
+        reply = send(*args, **options)
+        gate(f"after the {request}")
+        return reply
 
-        def release(self, *args):
-            gate("before the release")
-            outcome = super().release(*args)
-            gate("after the release")
-            return outcome
-
-    open_with(lambda alias: GatedStore(open_cache("redis"), alias))
-    yield gate
-    gate.open.set()
-    open_with(None)
+    with ExitStack() as requests:
+        for request in ("take", "release"):
+            handle = functools.partial(wait_at_the_gate, request)
+            requests.enter_context(inside.handled(request, handle, of_all_threads=True))
+        yield gate
+        gate.open.set()
 
 
 async def cancelled(task):
@@ -418,7 +369,7 @@ class TestCancelled:
     @pytest.mark.parametrize("point", ["before the take", "after the take"])
     @pytest.mark.parametrize("way", ["aacquire", "async with"])
     def test_a_take_that_is_cancelled_is_given_back(self, gate, monkeypatch, point, way):
-        monkeypatch.setattr(locking, "GRACE", 0.05)
+        inside.hurry_cancelled_calls(monkeypatch)
         gate.close(point)
         lock = TaskLock(NAME)
 
@@ -431,7 +382,7 @@ class TestCancelled:
 
         async def main():
             task = asyncio.create_task(take())
-            await asyncio.to_thread(gate.reached.wait, 20)
+            await asyncio.to_thread(gate.reached.wait, 30)
             await cancelled(task)
 
         run(main)
@@ -446,7 +397,7 @@ class TestCancelled:
 
         async def main():
             task = asyncio.create_task(lock.aacquire())
-            await asyncio.to_thread(gate.reached.wait, 20)
+            await asyncio.to_thread(gate.reached.wait, 30)
             asyncio.get_running_loop().call_later(0.1, gate.open.set)
             await cancelled(task)
             assert await lock.aacquire()
@@ -460,7 +411,7 @@ class TestCancelled:
             await lock.aacquire()
             gate.close("before the release")
             task = asyncio.create_task(lock.arelease())
-            await asyncio.to_thread(gate.reached.wait, 20)
+            await asyncio.to_thread(gate.reached.wait, 30)
             asyncio.get_running_loop().call_later(0.1, gate.open.set)
             await cancelled(task)
             assert not await TaskLock(NAME).alocked()
@@ -502,7 +453,7 @@ class TestCancelled:
         empty_cache(alias)
         taken, given_back, inside = set(), set(), 0
 
-        def receive(event, **kwargs):
+        def receive(event):
             {"acquired": taken, "released": given_back}.get(event.kind, set()).add(event.token)
 
         async def one():
@@ -527,11 +478,8 @@ class TestCancelled:
                 await asyncio.gather(*(cancel_soon(turns % 20) for _ in range(5)))
                 assert not await TaskLock(NAME, cache=alias).alocked()
 
-        lock_event.connect(receive)
-        try:
+        with listening(receive):
             run(main)
-        finally:
-            lock_event.disconnect(receive)
         assert taken
         assert given_back == taken
 
@@ -560,17 +508,17 @@ class TestCancelled:
         run(main)
 
     def test_a_loop_that_ends_meanwhile_leaves_nothing(self, gate, monkeypatch):
-        monkeypatch.setattr(locking, "GRACE", 0.05)
+        inside.hurry_cancelled_calls(monkeypatch)
         gate.close("after the take")
         lock = TaskLock(NAME)
 
         async def main():
             lock.pending = asyncio.create_task(lock.aacquire())  # asyncio.run() cancels it
-            await asyncio.to_thread(gate.reached.wait, 20)
+            await asyncio.to_thread(gate.reached.wait, 30)
 
         run(main)
         gate.open.set()
-        eventually(lambda: not lock and get_store("redis").read(lock.key) is None)
+        eventually(lambda: not lock and not TaskLock(NAME).locked())
 
     def test_a_loop_that_is_closed_under_it_leaves_nothing(self, gate):
         gate.close("after the take")
@@ -581,11 +529,11 @@ class TestCancelled:
             coroutine.send(None)
 
         loop.run_until_complete(begin())
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(30)
         loop.close()
         coroutine.close()
         gate.open.set()
-        eventually(lambda: get_store("redis").read(key_of(NAME)) is None)
+        eventually(lambda: not TaskLock(NAME).locked())
 
     @pytest.mark.parametrize("point", ["before the take", "after the take"])
     def test_an_interrupt_leaves_nothing(self, gate, point):
@@ -601,7 +549,7 @@ class TestCancelled:
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(main())
         gate.open.set()
-        eventually(lambda: get_store("redis").read(key_of(NAME)) is None)
+        eventually(lambda: not TaskLock(NAME).locked())
 
 
 class TestThreads:
@@ -660,13 +608,7 @@ class TestThreads:
             assert not await TaskLock(NAME).alocked()
 
         run(main)
-        pid = os.fork()
-        if not pid:
-            try:
-                run(main)
-            finally:
-                os._exit(0 if pool_threads() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert in_child(lambda: run(main) or pool_threads())
 
 
 @pytest.mark.django_db

@@ -5,7 +5,6 @@ Each layer more costs every run some time.
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from django.utils.module_loading import import_string
 import django_singletask
 from django_singletask import TaskLock
 from django_singletask.signals import lock_event
-from django_singletask.stores import get_store
+from tests import inside
 from tests.deliveries import collect_sent, receive
 from tests.testapp import tasks
 
@@ -44,7 +43,7 @@ def no_history(settings: Any, monkeypatch: pytest.MonkeyPatch, on_redis: None) -
     settings.SINGLETASK_HISTORY = "off"
     monkeypatch.setattr(lock_event, "receivers", [])  # the tests' application has one
     take_and_give_back()
-    get_store("redis").epoch.changed_at = -math.inf  # as if the cache was emptied long ago
+    inside.emptied_long_ago("redis")
 
 
 def calls(work: Callable[[], object], folder: str) -> int:

@@ -6,7 +6,7 @@ import pytest
 from django.conf import settings as configured
 from django.db.utils import ConnectionHandler, OperationalError
 
-from django_singletask.operators.held import cannot_ask
+from tests import inside
 from tests.entries import private_store
 
 SECRET = "s3cret"
@@ -46,7 +46,7 @@ def check_cache(settings, alias, location=None, **options):
         private_store(settings, alias, location, **options) as store,
     ):
         store.read("singletask:x:0")
-    assert SECRET not in cannot_ask(caught.value)
+    assert SECRET not in inside.in_words(caught.value)
 
 
 @pytest.mark.django_db(databases="__all__")
@@ -57,4 +57,4 @@ def test_password_of_a_database(alias, port):
     facts["PORT"] = port or facts["PORT"]
     with pytest.raises(OperationalError) as caught:
         ConnectionHandler({"default": facts})["default"].ensure_connection()
-    assert SECRET not in cannot_ask(caught.value)
+    assert SECRET not in inside.in_words(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,17 +12,8 @@ import pytest
 from celery.exceptions import Reject, Retry
 from django.db.models import F
 
-from django_singletask import TaskLock
-from django_singletask.exceptions import LockUnavailable
-from django_singletask.holder import Holder
-from django_singletask.locks.address import Address
-from django_singletask.locks.keys import QUEUED
-from django_singletask.locks.lease import Postponed
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.starving import starvation
-from django_singletask.stores import get_store
-from django_singletask.task.header import HEADER
-from django_singletask.task.unique import LATE, discard
+from tests import inside
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import locks
 from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
@@ -53,22 +45,19 @@ def send(**options):
 
 
 def deliver(message, **request):
-    header = message.headers[HEADER]
+    header = inside.header_of(message.headers)
     return receive(task, *message.args, task_id=message.task_id, header=header, **request)
 
 
 def entry():
-    return TaskLock(task.lock("a")._lock_key.beside(QUEUED, task.name))
+    return inside.queued_entry(task, "a")
 
 
-def age(seconds):
-    """Let the entry be one that was sent so many seconds ago."""
-    store, lock = get_store("redis"), entry()
-    value = store.read(lock.key).value
-    holder = Holder.decode(value)
-    aged = Holder.from_dict({**vars(holder), "since": holder.since - seconds}).encode()
-    assert store.replace(lock.key, value, aged, 1000 - seconds)
-    return aged
+def end_in(seconds, **changes):
+    """Let the entry end in so many seconds; ``changes`` are those of its record."""
+    holder = replace(entry().holder(), **changes)
+    inside.write(entry(), holder.encode(), seconds)
+    return holder
 
 
 def test_the_entry_stays_after_the_run_and_its_end_does_not_move(cache_alias, sent):
@@ -86,11 +75,9 @@ def test_the_entry_stays_after_the_run_and_its_end_does_not_move(cache_alias, se
 
 def test_the_store_says_when_it_ends_and_not_the_clock_of_the_sender(sent):
     send()
-    store, lock = get_store("redis"), entry()
-    value = store.read(lock.key).value
-    assert store.replace(lock.key, value, value, 400)
+    end_in(400)
     deliver(sent[0])
-    assert 390 < lock.remaining() <= 400
+    assert 390 < entry().remaining() <= 400
 
 
 def test_memcached_is_asked_for_the_rest(settings, empty_cache, sent, monkeypatch):
@@ -98,11 +85,14 @@ def test_memcached_is_asked_for_the_rest(settings, empty_cache, sent, monkeypatc
     empty_cache("pymemcache")
     send()
     now, leases = time.time(), []
-    store = get_store("pymemcache")  # which cannot tell the rest: the clocks do
-    replace = store.replace
-    monkeypatch.setattr(store, "replace", lambda *args: leases.append(args[3]) or replace(*args))
-    monkeypatch.setattr(time, "time", lambda: now + 600)
-    deliver(sent[0])
+
+    def note(replace, key, old, new, seconds):
+        leases.append(seconds)
+        return replace(key, old, new, seconds)
+
+    monkeypatch.setattr(time, "time", lambda: now + 600)  # the cache cannot tell the rest
+    with inside.handled("replace", note, cache="pymemcache"):
+        deliver(sent[0])
     assert leases == [pytest.approx(400, abs=1)]
 
 
@@ -134,11 +124,11 @@ def test_a_countdown_does_not_move_its_end(sent):
 def test_a_retry_does_not_move_its_end_and_a_revoked_one_does_not_free_it(sent):
     first = send()
     deliver(sent[0])
-    begun = age(600)
-    receive(task, "a", task_id=first.id, header=sent[0].headers[HEADER], retries=1)
-    discard(sent[0].headers, first.id, task.name)
+    begun = end_in(400, since=entry().holder().since - 600)
+    deliver(sent[0], retries=1)
+    inside.discard(task, sent[0].headers, first.id)
     wait_for_debts()
-    assert get_store("redis").read(entry().key).value == begun
+    assert entry().holder() == begun
     assert entry().remaining() <= 400
 
 
@@ -156,7 +146,7 @@ def test_a_retry_does_not_bring_back_what_an_operator_has_cleared(sent):
     first = send()
     deliver(sent[0])
     assert entry().clear()
-    receive(task, "a", task_id=first.id, header=sent[0].headers[HEADER], retries=1)
+    deliver(sent[0], retries=1)
     assert send().id != first.id
 
 
@@ -165,7 +155,7 @@ class TestExpires:
 
     def test_a_queued_call_blocks_until_it_expires(self, sent):
         send(expires=100)
-        assert 40 < entry().remaining() <= 100 + LATE
+        assert 40 < entry().remaining() <= 105
 
     def test_a_call_that_has_begun_blocks_for_unique_for(self, cache_alias, sent):
         first = send(expires=100)
@@ -177,22 +167,12 @@ class TestExpires:
         assert send().id == first.id
 
     def test_a_later_delivery_or_retry_does_not_move_its_end(self, sent):
-        first = send(expires=100)
+        send(expires=100)
         deliver(sent[0])
-        store, lock = get_store("redis"), entry()
-        value = store.read(lock.key).value
-        assert store.replace(lock.key, value, value, 400)
+        end_in(400)
         for retries in (0, 1):
-            receive(task, "a", task_id=first.id, header=sent[0].headers[HEADER], retries=retries)
-        assert lock.remaining() <= 400
-
-    def test_a_call_that_begins_after_its_entry_has_ended_adds_it_again(self, sent):
-        """As in a pool of threads, where a call can wait for a thread."""
-        first = send(expires=100)
-        entry().clear()
-        deliver(sent[0])
-        assert 900 < entry().remaining() <= 1000
-        assert send().id == first.id
+            deliver(sent[0], retries=retries)
+        assert entry().remaining() <= 400
 
     def test_a_retry_of_a_call_that_has_not_begun_does_not_move_its_end(self, sent, monkeypatch):
         def try_again(conflict, *args):
@@ -203,7 +183,7 @@ class TestExpires:
         with held_by("another"), pytest.raises(Retry):
             deliver(sent[0], expires=sent[0].expires)
         assert task.queued("a")
-        assert entry().remaining() <= 100 + LATE
+        assert entry().remaining() <= 105
 
 
 class TestNeverBegun:
@@ -218,7 +198,7 @@ class TestNeverBegun:
 
     def test_revoked_or_expired(self, sent):
         first = send()
-        discard(sent[0].headers, first.id, task.name)
+        inside.discard(task, sent[0].headers, first.id)
         eventually(lambda: entry().holder() is None)
 
     def test_skipped(self, sent):
@@ -229,7 +209,7 @@ class TestNeverBegun:
 
     def test_control_postponed_it_may_still_begin(self, sent):
         first = send(lock_options={"on_conflict": "requeue"})
-        with held_by("another"), pytest.raises(Postponed):
+        with held_by("another"), inside.postponed():
             deliver(sent[0])
         assert task.queued("a").id == first.id
 
@@ -237,8 +217,10 @@ class TestNeverBegun:
 class TestEntryIsGone:
     """It was killed before it began, and its message is delivered again; or the cache forgot."""
 
-    def test_it_is_added_for_the_rest_when_the_call_begins(self, sent):
-        first = send()
+    @pytest.mark.parametrize("expires", [None, 100])
+    def test_it_is_added_for_the_rest_when_the_call_begins(self, sent, expires):
+        """With ``expires`` it may have ended: a call can wait for a thread of a pool."""
+        first = send(expires=expires)
         entry().clear()
         deliver(sent[0])
         assert 900 < entry().remaining() <= 1000
@@ -260,14 +242,10 @@ class TestEntryIsGone:
         assert task.queued("a").id == second.id
 
 
-def test_an_error_of_the_cache_costs_no_run(sent, monkeypatch, caplog):
+def test_an_error_of_the_cache_costs_no_run(sent, caplog):
     send()
-
-    def fail(*args):
-        raise LockUnavailable("down")
-
-    monkeypatch.setattr(Address, "read", fail)
-    assert deliver(sent[0]) == "ran"
+    with inside.failing("read"):
+        assert deliver(sent[0]) == "ran"
     assert "duplicates of this call are not stopped" in caplog.text
 
 
@@ -279,7 +257,7 @@ def test_duplicates_of_a_call_that_has_run_starve_nobody(sent):
     TaskLockEvent.objects.update(at=F("at") - timedelta(hours=2))
     duplicate = TaskLockEvent.objects.get(kind="duplicate")
     assert duplicate.reason == "kept"
-    assert starvation(duplicate.name, [duplicate]) is None
+    assert duplicate.name in locks("list", "--fail-if-starving", "1h")
 
 
 class TestOperators:

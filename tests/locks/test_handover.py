@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 
 from django_singletask import LockError, LockLost, TaskLock, current_lock
-from django_singletask.locks.address import NO_RUN
-from django_singletask.locks.keys import LockKey
-from django_singletask.locks.lease import Lease
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import get_store
-from django_singletask.stores.base import MAX_SLOTS, Outcome
 from django_singletask.testing import no_locks
-from tests.command_line import alarm, hold, locks
+from tests import inside
+from tests.command_line import alarm, hold, locks, locks_as_json
 from tests.deadline import wait_for
+from tests.entries import in_child
 from tests.testapp import tasks
 
 pytestmark = [
@@ -36,7 +32,8 @@ def handed_over(name: str = "nightly", *, for_: float = 60, **options: Any) -> s
 class TestHandingOver:
     def test_the_lock_stays_held_after_the_block(self, cache_alias):
         with TaskLock("nightly") as lock:
-            lock.hand_over(for_=60)
+            handle = lock.hand_over(for_=60)
+            assert json.loads(json.dumps(handle)) == handle
             assert not lock
             assert lock.token is None
         assert lock.locked()
@@ -53,11 +50,6 @@ class TestHandingOver:
     def test_it_ends_after_its_seconds(self):
         handed_over(for_=0.2)
         wait_for(lambda: not TaskLock("nightly").locked(), "it ends, since nobody renews it")
-
-    def test_the_handle_is_a_string(self, cache_alias):
-        handle = handed_over()
-        assert isinstance(handle, str)
-        assert json.loads(json.dumps(handle)) == handle
 
     def test_a_lock_that_is_not_held_cannot_be_handed_over(self):
         with pytest.raises(LockError, match="acquire"):
@@ -87,15 +79,13 @@ class TestHandingOver:
         assert not tasks.hold.lock("a").locked()
 
     def test_a_fork_does_not_hand_over_the_lock_of_its_parent(self):
+        def hand_over():
+            with pytest.raises(LockLost):
+                lock.hand_over(for_=60)
+            return True
+
         with TaskLock("nightly") as lock:
-            pid = os.fork()
-            if not pid:
-                try:
-                    lock.hand_over(for_=60)
-                except LockLost:
-                    os._exit(7)
-                os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            assert in_child(hand_over)
             assert lock.owned()
 
     def test_the_object_can_be_used_again(self):
@@ -105,21 +95,12 @@ class TestHandingOver:
         assert lock.acquire()
         assert lock.release()
 
-    @pytest.mark.parametrize("carried_out", [True, False])
-    def test_a_lost_reply_raises_and_frees_the_lock(self, carried_out, monkeypatch):
+    @pytest.mark.parametrize("sent", [True, False])
+    def test_a_lost_reply_raises_and_frees_the_lock(self, sent):
         """Nobody has the handle, so nobody could receive the lock."""
-        change = get_store("redis").change
-
-        def lose_reply(*arguments: Any) -> Outcome:
-            if carried_out:
-                change(*arguments)
-            raise ConnectionError
-
-        with TaskLock("nightly") as lock:
-            with monkeypatch.context() as patch:
-                patch.setattr(get_store("redis"), "change", lose_reply)
-                with pytest.raises(ConnectionError):
-                    lock.hand_over(for_=60)
+        with TaskLock("nightly") as lock, inside.failing("change", ConnectionError(), sent=sent):
+            with pytest.raises(ConnectionError):
+                lock.hand_over(for_=60)
         wait_for(lambda: not lock.locked(), "both values are released")
 
 
@@ -132,20 +113,12 @@ class TestReceiving:
         assert not lock.locked()
 
     def test_it_is_renewed_from_then_on(self):
-        handle = handed_over(for_=0.5)
-        first_lease = handed_over("not received", for_=0.5)
-        with TaskLock.receive(handle, timeout=0.3) as lock:
+        first_lease = handed_over("not received", for_=2)
+        with TaskLock.receive(handed_over(for_=2), timeout=1.5) as lock:
             wait_for(lambda: not TaskLock("not received").locked(), "the first lease is over")
-            renewed_at = lock._lease.renewed_at
-            wait_for(lambda: lock._lease.renewed_at > renewed_at, "it is renewed")
             assert lock.owned()
         with pytest.raises(LockLost):
             TaskLock.receive(first_lease)
-
-    def test_it_can_be_released_without_a_block(self):
-        lock = TaskLock.receive(handed_over())
-        assert lock.release()
-        assert not lock.locked()
 
     def test_it_cannot_be_acquired_again(self):
         lock = TaskLock.receive(handed_over())
@@ -178,22 +151,20 @@ class TestReceiving:
         with pytest.raises(LockLost, match="can no longer be received"):
             TaskLock.receive(handle)
 
-    def test_of_two_receivers_at_once_one_holds_it(self, monkeypatch):
-        handle, receivers = handed_over(), []
-        read = get_store("redis").read
+    def test_of_two_receivers_at_once_one_holds_it(self):
+        handle, others = handed_over(), [TaskLock.receive]
+        received = []
 
-        def let_another_receive(key: str) -> Any:
+        def let_another_receive(read: Any, key: str) -> Any:
             entry = read(key)
-            if not receivers:
-                monkeypatch.undo()
-                receivers.append(TaskLock.receive(handle))
+            while others:
+                received.append(others.pop()(handle))
             return entry
 
-        monkeypatch.setattr(get_store("redis"), "read", let_another_receive)
-        with pytest.raises(LockLost):
+        with inside.handled("read", let_another_receive), pytest.raises(LockLost):
             TaskLock.receive(handle)
-        assert receivers[0].owned()
-        receivers[0].release()
+        assert received[0].owned()
+        received[0].release()
 
     def test_a_cleared_lock_cannot_be_received(self):
         handle = handed_over()
@@ -209,16 +180,9 @@ class TestReceiving:
             TaskLock.receive(handle)
         assert newer.owned()
 
-    def test_a_lost_reply_raises_and_frees_the_lock(self, monkeypatch):
+    def test_a_lost_reply_raises_and_frees_the_lock(self):
         handle = handed_over()
-        change = get_store("redis").change
-
-        def lose_reply(*arguments: Any) -> Outcome:
-            change(*arguments)
-            raise ConnectionError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(get_store("redis"), "change", lose_reply)
+        with inside.failing("change", ConnectionError(), sent=True):
             with pytest.raises(ConnectionError):
                 TaskLock.receive(handle)
         wait_for(lambda: not TaskLock("nightly").locked(), "it is released")
@@ -291,12 +255,8 @@ class TestHistory:
             ]
         assert self.rows()[2] == ("run", "released", "returned", "")
 
-    def test_a_row_is_closed_although_the_cache_did_not_answer(self, monkeypatch):
-        def fail(*arguments: Any) -> Outcome:
-            raise ConnectionError("down")
-
-        with TaskLock("nightly") as lock, monkeypatch.context() as patch:
-            patch.setattr(get_store("redis"), "change", fail)
+    def test_a_row_is_closed_although_the_cache_did_not_answer(self):
+        with TaskLock("nightly") as lock, inside.failing("change", ConnectionError("down")):
             with pytest.raises(ConnectionError):
                 lock.hand_over(for_=60)
         why = "not released at once: ConnectionError: down"
@@ -307,7 +267,7 @@ class TestOperators:
     def test_list_says_that_it_is_handed_over(self):
         handed_over()
         assert "handed over" in locks("list")
-        (lock,) = json.loads(locks("list", "--json"))["locks"]
+        (lock,) = locks_as_json("list")["locks"]
         assert (lock["state"], lock["pid"]) == ("handed_over", 0)
 
     def test_why_says_who_handed_it_over_and_for_how_long_it_waits(self):
@@ -341,11 +301,11 @@ def test_a_conflict_names_who_handed_it_over(take: Callable[..., TaskLock]):
     assert "process" not in str(lock.blocker)
 
 
-def test_the_last_of_all_slots_can_be_handed_over(on_redis):
-    lock = TaskLock("many", slots=MAX_SLOTS)
-    lock._lease = Lease(
-        "redis", LockKey("many", LockKey("", lock.key).slots()[-1]), NO_RUN.holder("many", 60)
-    )
-    assert lock._lease.take() is None
+def test_the_last_of_all_slots_can_be_handed_over():
+    lock = TaskLock("many", slots=1000)
+    slots = inside.slot_keys(lock)
+    for key in slots[:-1]:
+        inside.put_entry(key, b"another")
+    assert lock.acquire()
     with TaskLock.receive(lock.hand_over(for_=60)) as received:
-        assert received.key.endswith(f"#{MAX_SLOTS}")
+        assert received.key == slots[-1]

@@ -7,13 +7,11 @@ import json
 import pytest
 
 from django_singletask import TaskLock
-from django_singletask.holder import UNKNOWN, Holder
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import name_key
-from django_singletask.operators import held
-from django_singletask.stores import get_store
+from django_singletask.holder import Holder
+from tests import inside
 from tests.admin_pages import BASE, CLEAR, log_in
-from tests.command_line import locks
+from tests.command_line import locks, locks_as_json
+from tests.testapp import tasks
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -40,20 +38,17 @@ FOREIGN = {kind: text.encode() if isinstance(text, str) else text for kind, text
 TEXTS = {"token": "t"} | dict.fromkeys(("name", "host", "task", "task_id"), HARMFUL)
 SHOWN = [FOREIGN["no text"], json.dumps(TEXTS).encode()]
 NAME = "nightly"
-KEY = name_key(NAME).key
-
-
-def write(alias: str, value: bytes) -> None:
-    assert get_store(alias).add(KEY, value, 60) is None
+KEY = TaskLock(NAME).key
+UNKNOWN = Holder.from_dict({})
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_its_holder_is_unknown(kind):
-    assert Holder.decode(FOREIGN[kind]) is UNKNOWN
+    assert Holder.decode(FOREIGN[kind]) == UNKNOWN
 
 
 def test_a_lock_clears_what_something_else_wrote(cache_alias):
-    write(cache_alias, FOREIGN["no JSON"])
+    inside.put_entry(KEY, FOREIGN["no JSON"], alias=cache_alias)
     assert TaskLock(NAME).locked()
     assert TaskLock(NAME).clear()
     assert TaskLock(NAME).acquire()
@@ -61,25 +56,26 @@ def test_a_lock_clears_what_something_else_wrote(cache_alias):
 
 @pytest.mark.parametrize("value", SHOWN, ids=["foreign", "harmful"])
 def test_the_command_clears_what_something_else_wrote(on_redis, value):
-    write("redis", value)
+    inside.put_entry(KEY, value)
     listed = locks()
     assert max(map(len, listed.splitlines())) <= 80
     assert "Freed 1 lock." in locks("clear", NAME, "--yes")
-    assert get_store("redis").read(KEY) is None
+    assert not TaskLock(NAME).locked()
     assert max(map(len, locks("history").splitlines())) <= 80
 
 
 @pytest.mark.parametrize("value", SHOWN, ids=["foreign", "harmful"])
 def test_the_admin_clears_what_something_else_wrote(on_redis, value):
-    write("redis", value)
+    inside.put_entry(KEY, value)
     client = log_in("view_tasklockevent", "clear_lock")
     page = client.get(BASE).content.decode()
     assert len(page) < 20_000
     assert not set(page).intersection("\x1b\x07\u202e\ud800\0")
-    [lock] = held.held()
-    answer = client.post(CLEAR, {"lock": f"{lock.key} {lock.token}", "reason": ""}, follow=True)
+    [lock] = locks_as_json("list")["locks"]
+    form = {"lock": f"{lock['key']} {lock['token']}", "reason": ""}
+    answer = client.post(CLEAR, form, follow=True)
     assert "Freed: " in answer.content.decode()
-    assert get_store("redis").read(KEY) is None
+    assert not TaskLock(NAME).locked()
 
 
 def test_what_is_harmful_is_shown_escaped():
@@ -91,12 +87,12 @@ def test_what_is_harmful_is_shown_escaped():
 
 
 def test_a_record_of_this_package_is_read_as_it_was_written():
-    holder = Run("feeds.tasks.a", "3f0c", retries=2).holder(NAME, 60)
+    holder = inside.holder_of(TaskLock(NAME), tasks.hold, "3f0c", retries=2)
     assert Holder.decode(holder.encode()) == holder
 
 
 def test_of_a_record_in_which_fields_mean_something_else_nothing_is_read():
-    holder = Run("feeds.tasks.a", "3f0c").holder(NAME, 60)
+    holder = inside.holder_of(TaskLock(NAME), tasks.hold, "3f0c")
     assert Holder.from_dict(vars(holder)) == holder
     assert Holder.from_dict({**vars(holder), "version": holder.version + 1}) == UNKNOWN
 

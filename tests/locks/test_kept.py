@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import threading
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -12,19 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from django.core.cache import caches
 from django.db.models import F
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock, only_one
-from django_singletask.history.sweep import sweep
 from django_singletask.holder import Holder
-from django_singletask.locks.lease import Lease, Postponed
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.starving import starvation
-from django_singletask.stores import get_store
-from django_singletask.task.delivery import Dropped
-from django_singletask.task.header import HEADER, READS
+from tests import inside
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
-from tests.command_line import locks
+from tests.command_line import alarm, locks
 from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
 from tests.entries import eventually
 from tests.testapp import tasks
@@ -83,7 +78,7 @@ def test_a_run_that_took_longer_frees_its_lock():
     assert not tasks.hold.lock("a").locked()
 
 
-@pytest.mark.parametrize("error", [ValueError(), Retry(), Ignore(), Reject(), Postponed()])
+@pytest.mark.parametrize("error", [ValueError(), Retry(), Ignore(), Reject()])
 def test_a_run_that_did_not_return_frees_its_lock(monkeypatch, error):
     def body(*args, **facts):
         raise error
@@ -106,65 +101,47 @@ def test_each_of_several_slots_is_kept(sent, result):
     ends = [run(task_id, options=options) for task_id in ("1", "2", "3")]
     assert ends == ["ran", "ran", "skipped"]
     result.state = "SUCCESS"
-    with pytest.raises(Dropped):
+    with inside.dropped():
         run("2", options=options)
 
 
-def test_to_keep_costs_no_further_trip(monkeypatch):
-    store, trips = get_store("redis"), []
-    change = store.change
-    monkeypatch.setattr(store, "change", lambda *args: trips.append(args) or change(*args))
-    run()
+def test_to_keep_costs_no_further_trip():
+    trips = []
+    with inside.handled("change", lambda change, *args: trips.append(args) or change(*args)):
+        run()
     assert len(trips) == 1
 
 
-def test_a_signal_before_the_release_begins_keeps_it_all_the_same(monkeypatch):
-    def strike(lease):
-        if threading.current_thread() is not threading.main_thread():
-            return False  # the thread that renews locks asks, too
-        monkeypatch.undo()
-        raise SoftTimeLimitExceeded
-
-    monkeypatch.setattr(Lease, "is_inherited", strike)
+def test_a_signal_before_the_release_begins_keeps_it_all_the_same():
     lock = TaskLock("nightly", at_least=60)
-    with pytest.raises(SoftTimeLimitExceeded), lock:
-        pass
-    wait_for_debts()
+    with pytest.raises(SoftTimeLimitExceeded):
+        with inside.signal_before_release(SoftTimeLimitExceeded()), lock:
+            pass
     assert lock.holder().kept
 
 
-def test_a_lost_reply_to_the_keeping_keeps_it_all_the_same(monkeypatch):
-    store, replies = get_store("redis"), [ConnectionError("before"), ConnectionError("after")]
-    change = store.change
+def test_a_lost_reply_to_the_keeping_keeps_it_all_the_same():
+    outcomes = ["handled", "not sent"]
 
-    def lose(*args):
-        if not replies:
+    def lose(change, *args):
+        if not outcomes:
             return change(*args)
-        error = replies.pop()
-        if str(error) == "after":
+        if outcomes.pop(0) == "handled":
             change(*args)
-        raise error
+        raise ConnectionError
 
-    monkeypatch.setattr(type(store), "change", lambda store, *args: lose(*args))
-    assert run() == "ran"
-    assert kept_holder()
-    eventually(lambda: not replies)
+    with inside.handled("change", lose, of_all_threads=True):
+        assert run() == "ran"
+        assert kept_holder()
+        eventually(lambda: not outcomes)
+        wait_for_debts()
     assert 50 < tasks.hold.lock("a").remaining() < 61
 
 
-def test_a_lock_that_could_not_be_kept_at_once_is_kept_when_the_cache_answers(monkeypatch):
-    store, down = get_store("redis"), [True]
-    change = store.change
-
-    def answer(store, *args):
-        if down:
-            raise ConnectionError("down")
-        return change(*args)
-
-    monkeypatch.setattr(type(store), "change", answer)
-    run()
-    assert kept_holder() is None
-    down.clear()
+def test_a_lock_that_could_not_be_kept_at_once_is_kept_when_the_cache_answers():
+    with inside.failing("change", ConnectionError(), of_all_threads=True):
+        run()
+        assert kept_holder() is None
     eventually(kept_holder)
 
 
@@ -180,7 +157,7 @@ def test_the_row_of_the_run_is_closed_and_conflicts_count_against_it():
 def test_the_row_says_too_that_the_cache_had_forgotten_the_lock(monkeypatch):
     def forget(*args, **facts):
         lock = current_lock()
-        get_store("redis").release(lock.key, lock._lease.value)
+        caches["redis"].delete(lock.key)
         lock.extend()
 
     monkeypatch.setattr(tasks, "body", forget)
@@ -205,20 +182,20 @@ class TestItsOwnMessageAgain:
     def test_is_dropped_if_its_result_is_there(self, sent, result):
         run("mine")
         result.state = "SUCCESS"
-        with pytest.raises(Dropped):
+        with inside.dropped():
             run("mine")
         assert not sent
 
     def test_waits_for_one_hop_if_its_result_may_be_on_its_way(self, sent, result):
         run("mine")
-        with pytest.raises(Postponed):
+        with inside.postponed():
             run("mine")
-        assert sent[0]["headers"][HEADER]["redelivered"] == READS
+        assert inside.READS.items() <= inside.header_of(sent[0]["headers"]).items()
 
     def test_leaves_it_to_the_policy_if_no_result_comes(self, sent, result):
         """The body has returned, so it does not run again; the links after it go on."""
         run("mine")
-        header = {"options": KEEP, "redelivered": READS}
+        header = {"options": KEEP, **inside.READS}
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
     @pytest.mark.parametrize("policy", ["raise", "wait", "requeue", "rerun"])
@@ -231,15 +208,15 @@ class TestItsOwnMessageAgain:
         options = {**KEEP, "on_conflict": policy, "lock_wait": 5}
         due = time.time()
         run("mine", options=options)
-        header = {"options": options, "redelivered": READS, "due": due}
-        with pytest.raises(Dropped):
+        header = {"options": options, **inside.READS, "due": due}
+        with inside.dropped():
             receive(tasks.hold, "a", task_id="mine", header=header)
         assert not sent
 
     def test_raises_if_it_is_another_call_with_the_same_id(self, sent, result):
         run("mine")
         options = {**KEEP, "on_conflict": "raise"}
-        header = {"options": options, "redelivered": READS, "due": time.time() + 2}
+        header = {"options": options, **inside.READS, "due": time.time() + 2}
         with pytest.raises(LockConflict):
             receive(tasks.hold, "a", task_id="mine", header=header)
 
@@ -248,16 +225,16 @@ class TestItsOwnMessageAgain:
         result.state = "SUCCESS"
         result.date_done = datetime.fromtimestamp(1000, UTC)
         header = {"options": KEEP, "due": 2000.0}
-        with pytest.raises(Postponed):
+        with inside.postponed():
             receive(tasks.hold, "a", task_id="mine", header=header)
-        header["redelivered"] = READS
+        header |= inside.READS
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
     def test_waits_if_it_is_the_next_try(self, sent, result):
         """``self.retry(throw=False)`` lets the body return."""
         run("mine")
         result.state = "SUCCESS"
-        with pytest.raises(Postponed):
+        with inside.postponed():
             run("mine", retries=1)
         assert sent[0]["countdown"] <= 0.05
 
@@ -275,16 +252,11 @@ def test_only_one():
     assert TaskLock("guarded").holder().kept
 
 
-def test_only_one_refuses_what_is_no_number_of_seconds():
-    with pytest.raises(ValueError, match="at_least"):
-        only_one(key="guarded", at_least=-1)(print)
-
-
 def test_the_entry_of_the_queued_call_is_kept_as_long(sent):
     task = tasks.unique_to_the_end
     task.apply_async(("a",), lock_options=KEEP)
     message = sent[0]
-    receive(task, "a", task_id=message["task_id"], header=message["headers"][HEADER])
+    receive(task, "a", task_id=message["task_id"], header=inside.header_of(message["headers"]))
     assert task.lock("a").holder().kept
     assert task.queued("a") is None
     assert task.apply_async(("a",)).id == message["task_id"]
@@ -297,7 +269,7 @@ def test_the_entry_of_the_queued_call_is_freed_if_the_lock_was_lost(sent, monkey
     task.apply_async(("a",), lock_options=KEEP)
     monkeypatch.setattr(tasks, "body", lambda *args, **facts: current_lock().clear())
     message = sent[0]
-    receive(task, "a", task_id=message["task_id"], header=message["headers"][HEADER])
+    receive(task, "a", task_id=message["task_id"], header=inside.header_of(message["headers"]))
     task.apply_async(("a",))
     assert len(sent) == 2
 
@@ -309,34 +281,18 @@ def test_control_without_the_option_nothing_is_kept(cache_alias):
 
 def test_the_watch_over_killed_processes_leaves_what_their_runs_have_kept():
     run()
-    address = tasks.hold.lock("a")._address
-    assert not address.free_killed(kept_holder().token, "process 1 is gone")
-    assert kept_holder()
-
-
-def test_the_sweep_closes_the_row_of_a_run_that_was_killed_before_it_reported_its_end():
-    run()
-    hour = timedelta(hours=1)
-    row = TaskLockEvent.objects.get()
-    TaskLockEvent.objects.update(outcome="", result="", ended_at=None, at=row.at - hour)
-    sweep()
-    row = TaskLockEvent.objects.get()
-    assert (row.outcome, row.result) == ("released", "returned")
+    assert not inside.free_killed(tasks.hold.lock("a"), kept_holder().token)
     assert kept_holder()
 
 
 class TestOperators:
     pytestmark = pytest.mark.usefixtures("eighty_columns")
 
-    def test_list(self):
-        run(options={"lock_at_least": 60})
-        assert re.search(r"  kept +\d+s  +59s ", locks())
-
-    def test_list_where_the_cache_cannot_list_its_entries(self, settings, empty_cache):
-        settings.SINGLETASK_CACHE = "pymemcache"
-        empty_cache("pymemcache")
+    @pytest.mark.parametrize("cache_alias", ["redis", "pymemcache"], indirect=True)
+    def test_list(self, cache_alias):
+        """Also where the cache cannot list its entries."""
         run()
-        assert "  kept " in locks()
+        assert re.search(r"  kept +\d+s ", locks())
 
     def test_why(self):
         run()
@@ -348,9 +304,7 @@ class TestOperators:
     def test_a_kept_lock_is_not_held_for_too_long(self):
         run(options={"lock_at_least": 86_400})
         lock = tasks.hold.lock("a")
-        holder = replace(lock.holder(), since=time.time() - 7200)
-        entry = get_store("redis").read(lock.key)
-        assert get_store("redis").replace(lock.key, entry.value, holder.encode(), 60)
+        inside.write(lock, replace(lock.holder(), since=time.time() - 7200).encode())
         assert "  kept " in locks("list", "--fail-if-held-over", "1h")
 
     def test_its_conflicts_starve_nobody(self):
@@ -358,22 +312,21 @@ class TestOperators:
         for _ in range(3):
             run("second")
         TaskLockEvent.objects.exclude(kind="run").update(at=F("at") - timedelta(hours=2))
-        rows = TaskLockEvent.objects.order_by("-at")
-        assert starvation(rows[0].name, rows) is None
+        assert "  kept " in locks("list", "--fail-if-starving", "1h")
 
     def test_control_the_conflicts_of_a_lock_that_is_held_do(self):
         with held_by("first"):
             for _ in range(3):
                 run("second")
-        rows = TaskLockEvent.objects.filter(kind="conflict")
-        rows.update(at=F("at") - timedelta(hours=2))
-        assert starvation(rows[0].name, rows) is not None
+            rows = TaskLockEvent.objects.filter(kind="conflict")
+            rows.update(at=F("at") - timedelta(hours=2))
+            assert "(3 conflicts in 2h)" in alarm("--fail-if-starving", "1h")[1]
 
     def test_clear_frees_the_lock_and_the_entry_of_its_call(self, sent):
         task = tasks.unique_to_the_end
         task.apply_async(("a",), lock_options=KEEP)
         message = sent[0]
-        receive(task, "a", task_id=message["task_id"], header=message["headers"][HEADER])
+        receive(task, "a", task_id=message["task_id"], header=inside.header_of(message["headers"]))
         locks("clear", task.lock("a").name, "--yes")
         assert not task.lock("a").locked()
         task.delay("a")

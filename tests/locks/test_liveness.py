@@ -11,14 +11,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from django_singletask import TaskLock
-from django_singletask.holder import Holder, read_stat, start_time, this_process
+from django_singletask import holder as holders
+from django_singletask.holder import Holder
 from django_singletask.locks import liveness
-from django_singletask.locks.address import Run
-from django_singletask.locks.liveness import is_alive, is_gone, is_stopped, proof_of_death
+from tests import inside
+from tests.entries import in_child
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads /proc, which only Linux has"
@@ -44,40 +46,37 @@ def dead_child(child: subprocess.Popen[bytes]) -> Holder:
 
 
 def held_by(pid: int, **changes: Any) -> Holder:
-    holder = Run().holder("nightly", 60)
-    return dataclasses.replace(holder, **{"pid": pid, "start": start_time(pid), **changes})
+    holder = inside.holder_of(TaskLock("nightly"))
+    facts = {"pid": pid, "start": holders.start_time(pid), **changes}
+    return dataclasses.replace(holder, **facts)
 
 
 def test_a_living_process_is_not_dead(child: subprocess.Popen[bytes]) -> None:
-    assert proof_of_death(held_by(child.pid)) is None
-
-
-def test_this_process_is_not_dead() -> None:
-    assert proof_of_death(held_by(os.getpid())) is None
+    assert liveness.proof_of_death(held_by(child.pid)) is None
 
 
 def test_a_process_that_is_gone_is_dead(dead_child: Holder) -> None:
-    assert proof_of_death(dead_child) == f"process {dead_child.pid} is gone"
+    assert liveness.proof_of_death(dead_child) == f"process {dead_child.pid} is gone"
 
 
 def test_a_process_that_stands_still_is_stopped_and_not_dead(
     child: subprocess.Popen[bytes], wait_for: Any
 ) -> None:
     holder = held_by(child.pid)
-    assert not is_stopped(holder)
+    assert not liveness.is_stopped(holder)
     child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: is_stopped(holder), "it is stopped")
-    assert proof_of_death(holder) is None
-    assert not is_stopped(dataclasses.replace(holder, pid_ns="another container"))
+    wait_for(lambda: liveness.is_stopped(holder), "it is stopped")
+    assert liveness.proof_of_death(holder) is None
+    assert not liveness.is_stopped(dataclasses.replace(holder, pid_ns="another container"))
     child.send_signal(signal.SIGCONT)
-    wait_for(lambda: not is_stopped(holder), "it runs again")
+    wait_for(lambda: not liveness.is_stopped(holder), "it runs again")
 
 
 def test_a_zombie_is_dead(child: subprocess.Popen[bytes], wait_for: Any) -> None:
     holder = held_by(child.pid)
     child.kill()
-    wait_for(lambda: proof_of_death(holder), "it is a zombie")
-    assert proof_of_death(holder) == f"process {child.pid} has ended"
+    wait_for(lambda: liveness.proof_of_death(holder), "it is a zombie")
+    assert liveness.proof_of_death(holder) == f"process {child.pid} has ended"
 
 
 LOSE_MAIN_THREAD = """
@@ -93,24 +92,21 @@ def test_a_process_whose_main_thread_has_ended_is_alive_while_it_has_other_threa
     command = [sys.executable, "-c", LOSE_MAIN_THREAD]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         holder = held_by(process.pid)
-        wait_for(lambda: read_stat(process.pid)[0] == "Z", "its main thread has ended")
-        assert proof_of_death(holder) is None
-        assert is_alive(holder)
+        wait_for(lambda: holders.read_stat(process.pid)[0] == "Z", "its main thread has ended")
+        assert liveness.proof_of_death(holder) is None
+        assert liveness.is_alive(holder)
         process.kill()
-        wait_for(lambda: proof_of_death(holder), "it is a zombie")
-        assert proof_of_death(holder) == f"process {process.pid} has ended"
+        wait_for(lambda: liveness.proof_of_death(holder), "it is a zombie")
+        assert liveness.proof_of_death(holder) == f"process {process.pid} has ended"
 
 
 def test_a_process_whose_pid_another_has_now_is_dead(child: subprocess.Popen[bytes]) -> None:
+    """Also if that one was just seen alive."""
+    assert liveness.proof_of_death(held_by(child.pid)) is None
     holder = held_by(child.pid, start="1")
-    assert proof_of_death(holder) == f"process id {child.pid} now belongs to another process"
-
-
-def test_what_was_just_seen_alive_says_nothing_of_another_process_with_the_same_pid(
-    child: subprocess.Popen[bytes],
-) -> None:
-    assert proof_of_death(held_by(child.pid)) is None
-    assert proof_of_death(held_by(child.pid, start="1")) is not None
+    assert (
+        liveness.proof_of_death(holder) == f"process id {child.pid} now belongs to another process"
+    )
 
 
 def test_a_process_that_was_just_seen_alive_is_found_dead_however_often_it_is_asked_for(
@@ -118,36 +114,23 @@ def test_a_process_that_was_just_seen_alive_is_found_dead_however_often_it_is_as
 ) -> None:
     monkeypatch.setattr(liveness, "ALIVE_FOR", 0.1)
     holder = held_by(child.pid)
-    assert proof_of_death(holder) is None
+    assert liveness.proof_of_death(holder) is None
     child.kill()
-    wait_for(lambda: proof_of_death(holder), "it is a zombie", 2)
+    wait_for(lambda: liveness.proof_of_death(holder), "it is a zombie")
 
 
-def test_a_process_of_another_user_is_not_dead(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("kill", PermissionError), ("open", FileNotFoundError)],
+    ids=["a process of another user", "hidden by the mount option hidepid"],
+)
+def test_what_cannot_be_seen_is_no_proof(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, function: str, error: Any
 ) -> None:
-    def deny(pid: int, number: int) -> None:
-        raise PermissionError
-
-    start = start_time(child.pid)
+    start = holders.start_time(child.pid)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "kill", deny)
-        assert is_gone(child.pid, start) is None
-
-
-def test_an_unreadable_proc_file_is_no_proof(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mount option hidepid hides the processes of other users."""
-
-    def hide(path: str, flags: int) -> int:
-        raise FileNotFoundError
-
-    start = start_time(child.pid)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", hide)
-        assert start_time(child.pid) == ""
-        assert is_gone(child.pid, start) is None
+        patch.setattr(os, function, mock.Mock(side_effect=error))
+        assert liveness.is_gone(child.pid, start) is None
 
 
 @pytest.mark.parametrize(
@@ -159,24 +142,24 @@ def test_there_is_no_proof_about_a_process_elsewhere(
     dead_child: Holder, changes: dict[str, str]
 ) -> None:
     elsewhere = dataclasses.replace(dead_child, **changes)
-    assert proof_of_death(elsewhere) is None
-    assert is_alive(elsewhere) is None
+    assert liveness.proof_of_death(elsewhere) is None
+    assert liveness.is_alive(elsewhere) is None
 
 
 def test_a_record_without_a_time_namespace_is_judged(dead_child: Holder) -> None:
     """Older versions wrote such records."""
     record = json.loads(dead_child.encode())
     del record["time_ns"]
-    assert proof_of_death(Holder.from_dict(record)) == f"process {dead_child.pid} is gone"
+    assert liveness.proof_of_death(Holder.from_dict(record)) == f"process {dead_child.pid} is gone"
 
 
 IN_ANOTHER_TIME = ["unshare", "--map-root-user", "--time", "--boottime", "1000", "--fork"]
 JUDGE = """
 import sys
-from django_singletask.holder import Holder, start_time
-from django_singletask.locks.liveness import proof_of_death
-holder = Holder.decode(sys.argv[1].encode())
-print(holder.start != start_time(holder.pid), proof_of_death(holder))
+from django_singletask import holder as holders
+from django_singletask.locks import liveness
+holder = holders.Holder.decode(sys.argv[1].encode())
+print(holder.start != holders.start_time(holder.pid), liveness.proof_of_death(holder))
 """
 
 
@@ -194,13 +177,13 @@ def test_another_time_namespace_proves_nothing(child: subprocess.Popen[bytes]) -
 
 @pytest.mark.parametrize("pid", [0, -1])
 def test_a_process_group_is_never_asked(pid: int) -> None:
-    assert proof_of_death(dataclasses.replace(held_by(os.getpid()), pid=pid)) is None
+    assert liveness.proof_of_death(dataclasses.replace(held_by(os.getpid()), pid=pid)) is None
 
 
 def test_there_is_no_proof_on_windows(dead_child: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    this_process()
+    holders.this_process()
     monkeypatch.setattr(os, "name", "nt")
-    assert is_gone(dead_child.pid, dead_child.start) is None
+    assert liveness.is_gone(dead_child.pid, dead_child.start) is None
 
 
 def test_a_program_name_may_have_parentheses_and_spaces(tmp_path: Path) -> None:
@@ -208,18 +191,16 @@ def test_a_program_name_may_have_parentheses_and_spaces(tmp_path: Path) -> None:
     program.symlink_to(sys.executable)
     command = [str(program), *WAIT_FOR_INPUT[1:]]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        start = start_time(process.pid)
-        gone = is_gone(process.pid, start)
+        start = holders.start_time(process.pid)
+        gone = liveness.is_gone(process.pid, start)
         process.kill()
     assert start.isdigit()
     assert gone is None
 
 
 def test_a_fork_is_another_process() -> None:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(this_process().pid == os.getpid())
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    holders.this_process()
+    assert in_child(lambda: holders.this_process().pid == os.getpid())
 
 
 TAKE = """
@@ -268,8 +249,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(holder: subprocess.Popen[str
     lock.release()
 
 
-@pytest.mark.only_all("shown on another cache", "redis")
-@on_each_family
+@pytest.mark.parametrize("cache_alias", ["redis"], indirect=True)
 @pytest.mark.django_db
 def test_control_without_proof_the_lock_is_not_taken_over(
     holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
@@ -277,11 +257,11 @@ def test_control_without_proof_the_lock_is_not_taken_over(
     """The same death, on what looks like another host."""
     assert holder.stdout is not None
     assert holder.stdout.readline()
-    monkeypatch.setattr("django_singletask.holder.boot_id", lambda: "another machine")
-    this_process.cache_clear()
+    monkeypatch.setattr(holders, "boot_id", lambda: "another machine")
+    holders.this_process.cache_clear()
     try:
         holder.kill()
         holder.wait()
         assert not TaskLock("nightly").acquire()
     finally:
-        this_process.cache_clear()
+        holders.this_process.cache_clear()

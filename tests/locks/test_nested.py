@@ -19,8 +19,7 @@ from django.db import connections
 
 import django_singletask
 from django_singletask import TaskLock
-from django_singletask.stores import close_stores, get_store, open_store, open_with
-from django_singletask.stores.base import Store
+from tests import inside
 from tests.interruptions import Interruption, in_locks
 
 HUNG = 30
@@ -70,11 +69,11 @@ def held_by_another(cache_alias, settings) -> Iterator[None]:
 
     def hold() -> None:
         assert locks[0].acquire()
-        close_stores()
+        inside.close_connections()
 
     def release() -> None:
         locks[0].release()
-        close_stores()
+        inside.close_connections()
 
     in_thread(hold)
     yield
@@ -131,8 +130,7 @@ def test_a_signal_handler_can_use_a_lock_inside_any_request(cache_alias):
 @pytest.mark.usefixtures("held_by_another", "alarm")
 @pytest.mark.parametrize("cache_alias", ["db_mariadb"], indirect=True)
 def test_control_on_the_same_connection_a_lock_of_another_is_taken(cache_alias, monkeypatch):
-    never = property(lambda store: False, lambda store, value: None)
-    monkeypatch.setattr(type(get_store(cache_alias)), "is_asking", never)
+    inside.share_connections(monkeypatch, cache_alias)
     with pytest.raises(AssertionError, match="assert not True"):
         interrupt_each_place()
 
@@ -156,7 +154,7 @@ def test_a_real_signal_inside_a_request_does_not_hang(cache_alias, settings):
     other.set_autocommit(False)
     try:
         table = caches.settings[cache_alias]["LOCATION"]
-        row = [get_store(cache_alias).make_key(lock.key), "x", datetime.now(UTC)]
+        row = [caches[cache_alias].make_key(lock.key), "x", datetime.now(UTC)]
         with other.cursor() as cursor:
             cursor.execute(f"INSERT INTO {table} VALUES (%s, %s, %s)", row)
             signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -168,16 +166,6 @@ def test_a_real_signal_inside_a_request_does_not_hang(cache_alias, settings):
 
 @pytest.mark.parametrize("cache_alias", ["redis"], indirect=True)
 def test_a_signal_handler_can_use_a_store_that_is_being_opened(cache_alias):
-    opened, inside = [], []
-
-    def opener(alias: str) -> Store:
-        opened.append(alias)
-        if len(opened) == 1:
-            inside.append(get_store(alias))
-        return open_store(alias)
-
-    open_with(opener)
-    try:
-        assert get_store(cache_alias) is inside[0]
-    finally:
-        open_with(None)
+    opened = []
+    with inside.signal_while_opening(lambda: opened.append(inside.store_of(cache_alias))):
+        assert inside.store_of(cache_alias) is opened[0]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from celery import Celery
 
 from django_singletask import LockError, SingletonTask, current_lock
-from django_singletask.signals import lock_event
-from django_singletask.stores import get_store
-from django_singletask.task.header import Header
 from django_singletask.testing import hold
-from django_singletask.worker import watcher
-from django_singletask.worker.watcher import Accepted, Watcher
+from tests import inside
 from tests.deliveries import receive
+from tests.entries import listening
 
 pytestmark = pytest.mark.usefixtures("on_redis")
 
@@ -33,14 +28,8 @@ def sent():
 @pytest.fixture
 def events():
     """Give the events of the locks."""
-    seen = []
-
-    def receive(event, **kwargs):
-        seen.append(event)
-
-    lock_event.connect(receive)
-    yield seen
-    lock_event.disconnect(receive)
+    with listening() as seen:
+        yield seen
 
 
 @pytest.fixture
@@ -59,10 +48,6 @@ def task(asked, sent, monkeypatch):
     return bill
 
 
-def keys():
-    return [key for key, _entry in get_store("redis").entries()]
-
-
 @pytest.mark.parametrize("run", [lambda task: task(0), lambda task: task.apply((0,)).get()])
 def test_the_body_runs_without_a_lock_and_without_an_event(task, events, run):
     assert run(task) is None
@@ -76,9 +61,9 @@ def test_a_message_says_so_and_stops_no_other(task, sent, asked):
     task.delay(0)
     assert len(sent) == 2
     assert task.queued(0) is None
-    assert keys() == []
+    assert list(inside.store_of("redis").entries()) == []
     asked.clear()
-    header = sent[0]["headers"]["singletask"]
+    header = inside.header_of(sent[0]["headers"])
     assert receive(task, 0, task_id=sent[0]["task_id"], header=header) is None
     assert asked == []
 
@@ -94,13 +79,8 @@ def test_there_is_no_lock_to_be_asked_for(task, ask):
         ask(task)
 
 
-def test_the_watcher_has_no_lock_to_free(task, sent, monkeypatch):
-    monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
+def test_the_watcher_has_no_lock_to_free(task, sent):
     task.delay(0)
     [message] = sent
-    header = Header.of(message["headers"], message["task_id"], task.name)
-    pool = Watcher()
-    pool.deliveries[1] = Accepted(SimpleNamespace(task=task), header)
-    pool.check_processes()
-    assert pool.deliveries == {}
-    assert pool.killed == []
+    accepted = inside.accepted(task, message["headers"])
+    assert accepted.lock() is None

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 import re
 
 import pytest
+from django.core.cache import caches
 from django.urls import reverse
 
-from django_singletask import LockConflict, TaskLock, only_one
-from django_singletask.locks import liveness
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import name_key
-from django_singletask.locks.lease import Postponed
+from django_singletask import LockConflict, LockLost, TaskLock, only_one
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import held
-from django_singletask.operators.names import select
-from django_singletask.stores import get_store
-from django_singletask.stores.base import MAX_SLOTS
-from django_singletask.task.header import READS, WAITS
 from django_singletask.testing import hold
+from tests import inside
 from tests.command_line import hold as put
-from tests.command_line import locks
-from tests.deliveries import deliver, receive, wait_for_debts
+from tests.command_line import locks, locks_as_json
+from tests.deliveries import collect_sent, deliver, receive, wait_for_debts
 from tests.testapp import tasks
 
 pytestmark = [
@@ -52,11 +44,10 @@ def three(settings):
 def hold_slot(number, task_id="other"):
     """Let a run have a slot of the lock of ``tasks.hold("a")``; return the key of the slot."""
     lock = tasks.hold.lock("a")
-    holder = Run(tasks.hold.name, task_id).holder(lock.name, 60)
-    key = lock._lock_key.slots()[number - 1]
-    value = dataclasses.replace(holder, slots=3).encode()
+    key = inside.slot_keys(lock)[number - 1]
+    holder = dataclasses.replace(inside.holder_of(lock, tasks.hold, task_id), slots=3)
     # A conflict is one with the slot that ends first.
-    assert get_store("redis").add(key, value, 60 + number) is None
+    inside.put_entry(key, holder.encode(), 60 + number)
     return key
 
 
@@ -64,8 +55,8 @@ def hold_slot(number, task_id="other"):
 def test_as_many_hold_the_lock_as_it_has_slots(cache_alias):
     locks = [TaskLock("api", slots=3, cache=cache_alias) for _ in range(4)]
     assert [lock.acquire() for lock in locks] == [True, True, True, False]
-    assert {lock.key for lock in locks[:3]} == set(locks[3]._lock_key.slots(3))
-    assert locks[3].blocker in [lock._lease.holder for lock in locks[:3]]
+    assert {lock.key for lock in locks[:3]} == {*inside.slot_keys(locks[3])[:3]}
+    assert locks[3].blocker.token in [lock.token for lock in locks[:3]]
     assert locks[1].release()
     assert locks[3].acquire()
     assert all(locks[n].owned() and locks[n].release() for n in (0, 2, 3))
@@ -101,7 +92,7 @@ def test_clear_wants_a_token(three):
 
 def test_a_cleared_slot_is_not_taken_again_by_its_renewal(three):
     three[2].clear(token=three[1].token)
-    with pytest.raises(Exception, match="no longer held"):
+    with pytest.raises(LockLost):
         three[1].extend()
 
 
@@ -140,28 +131,19 @@ def test_a_block_does_not_wait_for_itself():
 def test_a_slot_of_a_dead_holder_is_taken_over_when_no_other_is_free(three, monkeypatch):
     assert three[2].acquire()
     dead = three[1].token
-    monkeypatch.setattr(
-        liveness, "proof_of_death", lambda holder: "gone" if holder.token == dead else None
-    )
+    inside.call_dead(monkeypatch, lambda holder: holder.token == dead)
     with TaskLock("api", slots=3) as lock:
         assert lock.key == three[1].key
         assert not three[1].owned()
 
 
-def test_an_error_gives_back_what_the_request_may_have_taken(monkeypatch, take):
-    first, store = take("api", slots=2), get_store("redis")
-    take = store.take
-
-    def lose_the_reply(*args, **options):
-        take(*args, **options)
-        raise ConnectionError("the reply is lost")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "take", lose_the_reply)
-        with pytest.raises(ConnectionError):
-            TaskLock("api", slots=2).acquire()
+def test_an_error_gives_back_what_the_request_may_have_taken(take):
+    first = take("api", slots=2)
+    with inside.failing("take", ConnectionError(), sent=True), pytest.raises(ConnectionError):
+        TaskLock("api", slots=2).acquire()
     wait_for_debts()
-    assert [*store.read_many(first._lock_key.slots(2))] == [first.key]
+    assert first.owned()
+    assert take("api", slots=2)
 
 
 def test_hold_holds_all_slots():
@@ -182,21 +164,7 @@ def test_hold_refuses_a_lock_of_which_the_test_has_a_slot():
         assert lock.acquire()
         with pytest.raises(LockConflict), hold(TaskLock("api", slots=3)):
             pass
-        assert [*get_store("redis").read_many(lock._lock_key.slots(3))] == [lock.key]
-
-
-def test_asyncio_code_shares_the_slots():
-    async def count(inside):
-        async with TaskLock("api", slots=2, wait=10):
-            inside.append(1)
-            await asyncio.sleep(0.05)
-            return len(inside), inside.pop()
-
-    async def run():
-        inside = []
-        return await asyncio.gather(*(count(inside) for _ in range(6)))
-
-    assert max(number for number, _ in asyncio.run(run())) == 2
+        assert all(TaskLock("api", slots=3).acquire() for _ in range(2))
 
 
 @pytest.mark.parametrize("slots", [0, 1001, True, "3", 2.0])
@@ -230,11 +198,7 @@ class TestTasks:
 
     @pytest.fixture
     def sent(self, monkeypatch):
-        messages = []
-        monkeypatch.setattr(
-            tasks.hold.app, "send_task", lambda name, *args, **options: messages.append(options)
-        )
-        return messages
+        return collect_sent(tasks.hold.app, monkeypatch)
 
     def test_a_run_takes_a_free_slot_and_is_skipped_without_one(self, hold):
         for number in (1, 2):
@@ -243,41 +207,39 @@ class TestTasks:
         hold_slot(3)
         assert receive(hold, "a") == "skipped"
         event = TaskLockEvent.objects.get(kind="conflict")
-        assert (event.name, event.key) == tuple(hold.lock("a")._lock_key)
-
-    def test_a_redelivery_waits_for_its_first_run_though_a_slot_is_free(self, hold, sent):
-        hold_slot(2, task_id="mine")
-        with pytest.raises(Postponed):
-            receive(hold, "a")
-        assert sent[0]["headers"]["singletask"]["redelivered"] == WAITS
+        assert (event.name, event.key) == (hold.lock("a").name, hold.lock("a").key)
 
     @pytest.mark.parametrize(
-        "message",
-        [{"delivery_info": {"redelivered": True}}, {"header": {"redelivered": WAITS}}],
-        ids=["marked by the broker", "postponed before"],
+        ("number", "message"),
+        [
+            (2, {}),
+            # A deploy has lowered lock_slots from 1,000 to 3 since the first run began.
+            (1000, {"delivery_info": {"redelivered": True}}),
+            (1000, {"header": inside.WAITS}),
+        ],
+        ids=["a slot is free", "marked by the broker", "postponed before"],
     )
-    def test_a_redelivery_finds_its_first_run_beyond_its_own_number(self, hold, sent, message):
-        """A deploy has lowered lock_slots from 1,000 to 3 since the first run began."""
-        hold_slot(MAX_SLOTS, task_id="mine")
-        with pytest.raises(Postponed):
+    def test_a_redelivery_waits_for_its_first_run(self, hold, sent, number, message):
+        hold_slot(number, task_id="mine")
+        with inside.postponed():
             receive(hold, "a", **message)
-        assert sent[0]["headers"]["singletask"]["redelivered"] == WAITS
+        assert inside.WAITS.items() <= inside.header_of(sent[0]["headers"]).items()
 
     def test_a_redelivery_finds_its_first_run_though_one_slot_is_left(
         self, hold, sent, monkeypatch
     ):
         monkeypatch.setattr(hold, "lock_slots", 1)
         key = hold_slot(3, task_id="mine")
-        with pytest.raises(Postponed):
+        with inside.postponed():
             receive(hold, "a", delivery_info={"redelivered": True})
-        assert sent[0]["headers"]["singletask"]["redelivered"] == WAITS
-        get_store("redis").release(key, get_store("redis").read(key).value)
-        assert receive(hold, "a", header={"redelivered": READS}) == "ran"
+        assert inside.WAITS.items() <= inside.header_of(sent[0]["headers"]).items()
+        caches["redis"].delete(key)
+        assert receive(hold, "a", header=inside.READS) == "ran"
 
     def test_a_retry_waits_for_the_try_before_it_beyond_its_own_number(self, hold, sent):
         """That try has sent it, and is about to give back a slot of a time with 1,000 slots."""
-        hold_slot(MAX_SLOTS, task_id="mine")
-        with pytest.raises(Postponed):
+        hold_slot(1000, task_id="mine")
+        with inside.postponed():
             receive(hold, "a", retries=1)
         assert len(sent) == 1
 
@@ -304,39 +266,36 @@ class TestTasks:
         """Its own first run has given its slot back; the result of that may be on its way."""
         for number in (1, 2, 3):
             hold_slot(number)
-        monkeypatch.setattr(
-            liveness, "proof_of_death", lambda holder: "gone" if holder.is_run_of("other") else None
-        )
-        with pytest.raises(Postponed):
-            receive(hold, "a", header={"redelivered": WAITS})
-        assert sent[0]["headers"]["singletask"]["redelivered"] == READS
+        inside.call_dead(monkeypatch, lambda holder: holder.is_run_of("other"))
+        with inside.postponed():
+            receive(hold, "a", header=inside.WAITS)
+        assert inside.READS.items() <= inside.header_of(sent[0]["headers"]).items()
 
     def test_a_link_waits_for_the_task_that_it_replaces(self, hold, sent):
         for number, task_id in enumerate(["one", "parent", "two"], 1):
             hold_slot(number, task_id=task_id)
-        with pytest.raises(Postponed):
+        with inside.postponed():
             receive(hold, "a", parent_id="parent", replaced_task_nesting=1)
 
     @pytest.mark.parametrize("policy", ["requeue", "rerun"])
     def test_what_was_postponed_runs_when_a_slot_is_free(self, hold, sent, monkeypatch, policy):
         monkeypatch.setattr(hold, "on_conflict", policy)
         keys = [hold_slot(number) for number in (1, 2, 3)]
-        with pytest.raises(Postponed):
+        with inside.postponed():
             receive(hold, "a")
-        header = sent[0]["headers"]["singletask"]
+        header = inside.header_of(sent[0]["headers"])
         assert header["key"] == keys[0]
-        entry = get_store("redis").read(keys[1])
-        get_store("redis").release(keys[1], entry.value)
+        caches["redis"].delete(keys[1])
         assert receive(hold, "a", header=header) == "ran"
 
     def test_of_all_that_conflict_the_last_reruns(self, hold, sent, monkeypatch):
         monkeypatch.setattr(hold, "on_conflict", "rerun")
         keys = [hold_slot(number) for number in (1, 2, 3)]
         for task_id in ("first", "last"):
-            with pytest.raises(Postponed):
+            with inside.postponed():
                 receive(hold, "a", task_id=task_id)
-        get_store("redis").release(keys[2], get_store("redis").read(keys[2]).value)
-        headers = [message["headers"]["singletask"] for message in sent]
+        caches["redis"].delete(keys[2])
+        headers = [inside.header_of(message["headers"]) for message in sent]
         assert receive(hold, "a", task_id="first", header=headers[0]) == "skipped"
         assert receive(hold, "a", task_id="last", header=headers[1]) == "ran"
 
@@ -357,7 +316,7 @@ class TestOperators:
         lines = [line for line in locks("list", "api").splitlines() if line.startswith("api")]
         assert len(lines) == 2
         assert all("  held (2 of 3)  " in line for line in lines)
-        facts = json.loads(locks("list", "--json"))["locks"]
+        facts = locks_as_json("list")["locks"]
         assert [(each["slots"], each["slots_held"]) for each in facts] == [(3, 2), (3, 2)]
         assert {each["key"] for each in facts} == {lock.key for lock in three[:2]}
 
@@ -368,37 +327,37 @@ class TestOperators:
         assert all(lock.acquire() for lock in taken)
         taken[0].release()
         settings.SINGLETASK_HISTORY = "off"
-        (lock,) = json.loads(locks("list", "api", "--json"))["locks"]
+        (lock,) = locks_as_json("list", "api")["locks"]
         assert lock["key"] == taken[1].key
 
     @pytest.mark.parametrize("alias", ["redis", "pymemcache"])
-    @pytest.mark.parametrize("typed", ["api", name_key("api").key])
+    @pytest.mark.parametrize("typed", ["name", "key"])
     def test_a_name_reads_the_slots_that_its_holders_count(
-        self, settings, empty_cache, monkeypatch, alias, typed
+        self, settings, empty_cache, alias, typed
     ):
         """The first holder counts two slots, and later ones, after a deploy, count four."""
         settings.SINGLETASK_CACHE = alias
-        empty_cache(alias)
-        keys = name_key("api").slots(4)
-        for number, slots in ((0, 2), (1, 4), (3, 4)):
-            value = Run().holder("api", 60, slots=slots).encode()
-            get_store(alias).add(keys[number], value, 60)
-        read, counted = get_store(alias).read_many, []
-
-        def count_keys(keys):
-            counted.extend(keys := [*keys])
-            return read(keys)
-
-        monkeypatch.setattr(get_store(alias), "read_many", count_keys)
         settings.SINGLETASK_HISTORY = "off"
-        found = held.held([select(typed)])
-        assert {lock.key for lock in found} == {keys[0], keys[1], keys[3]}
-        assert {lock.share for lock in found} == {"3 of 2", "3 of 4"}
-        assert len(counted) == len({*counted}) <= 6
+        empty_cache(alias)
+        lock, counted = TaskLock("api"), []
+        keys = inside.slot_keys(lock)
+        for number, slots in ((0, 2), (1, 4), (3, 4)):
+            holder = dataclasses.replace(inside.holder_of(lock), slots=slots, token=f"t{number}")
+            inside.put_entry(keys[number], holder.encode(), alias=alias)
+
+        def count_keys(read_many, wanted):
+            counted.extend(wanted := [*wanted])
+            return read_many(wanted)
+
+        with inside.handled("read_many", count_keys, cache=alias):
+            found = locks_as_json("list", getattr(lock, typed))["locks"]
+        shares = {each["key"]: (each["slots_held"], each["slots"]) for each in found}
+        assert shares == {keys[0]: (3, 2), keys[1]: (3, 4), keys[3]: (3, 4)}
+        assert 3 <= len(counted) == len({*counted}) <= 6
 
     def test_a_record_that_counts_too_many_slots_reads_no_more_than_there_can_be(self):
-        put(name="api", key=name_key("api").key, slots=2**31 - 1)
-        assert [lock.name for lock in held.held([select("api")])] == ["api"]
+        put(name="api", key=TaskLock("api").key, slots=2**31 - 1)
+        assert [lock["name"] for lock in locks_as_json("list", "api")["locks"]] == ["api"]
 
     def test_why_tells_of_each_holder(self, three):
         text = locks("why", "api")

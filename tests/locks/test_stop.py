@@ -6,22 +6,22 @@ import shlex
 
 from celery import Celery
 
-from django_singletask.operators.words import stop_command
+from django_singletask.operators import words
 
 
 def test_command_names_the_package_of_the_application() -> None:
-    assert stop_command("3f0c") == "celery -A tests.testapp control terminate SIGTERM 3f0c"
+    assert words.stop_command("3f0c") == "celery -A tests.testapp control terminate SIGTERM 3f0c"
 
 
 def test_queued_call_is_revoked() -> None:
-    assert stop_command("3f0c", queued=True) == "celery -A tests.testapp control revoke 3f0c"
+    assert words.stop_command("3f0c", queued=True) == "celery -A tests.testapp control revoke 3f0c"
 
 
 def test_application_that_no_module_has_is_left_to_the_reader() -> None:
     with Celery("nowhere", set_as_current=False) as app:
         app.set_current()
         try:
-            assert stop_command("3f0c").startswith("celery -A <app> control ")
+            assert words.stop_command("3f0c").startswith("celery -A <app> control ")
         finally:
             from tests.testapp import celery_app
 
@@ -29,4 +29,4 @@ def test_application_that_no_module_has_is_left_to_the_reader() -> None:
 
 
 def test_task_id_that_anything_may_have_written_is_one_argument() -> None:
-    assert shlex.split(stop_command("a; rm -rf b"))[-1] == "a; rm -rf b"
+    assert shlex.split(words.stop_command("a; rm -rf b"))[-1] == "a; rm -rf b"

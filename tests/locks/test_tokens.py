@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from django_singletask.task.header import HEADER, Header
-from django_singletask.worker import startup
-from django_singletask.worker.watcher import Watcher
+from django_singletask.worker import startup, watcher
+from tests import inside
 from tests.deliveries import collect_sent, wait_for_debts
 from tests.testapp import tasks
 
@@ -50,9 +49,8 @@ def request_of(calls):
 @pytest.fixture
 def watched(monkeypatch):
     """Collect the deliveries that the watcher looks after, by pid."""
-    watcher = Watcher()
-    monkeypatch.setattr(startup, "watcher", watcher)
-    return watcher.deliveries
+    monkeypatch.setattr(startup, "watcher", watcher.Watcher())
+    return startup.watcher.deliveries
 
 
 class Request:
@@ -75,20 +73,18 @@ class TestHandOutToken:
         requests = [request_of(tasks.hold), request_of(tasks.hold)]
         for request in requests:
             startup.hand_out_token(consumer("prefork"), request)
-        headers = [
-            Header.of(request.request_dict, "an id", tasks.hold.name) for request in requests
-        ]
-        assert all(header.token for header in headers)
-        assert headers[0].token != headers[1].token
+        tokens = {inside.header_of(request.request_dict)["token"] for request in requests}
+        assert len(tokens) == 2
 
     def test_the_header_of_the_message_is_kept(self, request_of, watched):
         request = request_of(tasks.hold)
-        sent = Header("an id", tasks.hold.name, hops=3, token="of an earlier delivery")
-        request.request_dict.update(sent.into({"trace": "7"}))
+        fields = {"hops": 3, "token": "of an earlier delivery"}
+        headers = inside.headers_for(tasks.hold, "an id", **fields)
+        request.request_dict.update(headers, trace="7")
         startup.hand_out_token(consumer("prefork"), request)
-        header = Header.of(request.request_dict, "an id", tasks.hold.name)
-        assert (header.hops, request.request_dict["trace"]) == (3, "7")
-        assert header.token != sent.token
+        header = inside.header_of(request.request_dict)
+        assert (header["hops"], request.request_dict["trace"]) == (3, "7")
+        assert header["token"] != fields["token"]
 
     @pytest.mark.parametrize(
         ("task", "pool"),
@@ -97,23 +93,22 @@ class TestHandOutToken:
     def test_other_tasks_and_other_pools_have_none(self, request_of, task, pool):
         request = request_of(task)
         startup.hand_out_token(consumer(pool), request)
-        header = Header.of(request.request_dict, "an id", task.name)
-        assert header is None or header.token is None
+        assert "token" not in request.request_dict.get("singletask", {})
 
     def test_the_watcher_learns_which_process_runs_it(self, request_of, watched, calls):
         request = request_of(tasks.hold)
         startup.hand_out_token(consumer("prefork"), request)
         request.on_accepted(77, 0.5)
-        assert watched[77].header.token == request.request_dict[HEADER]["token"]
+        assert [*watched] == [77]
+        assert watched[77].header.token == inside.header_of(request.request_dict)["token"]
         assert calls == [("accepted", 77, 0.5)]
 
     def test_the_watcher_learns_that_the_run_of_a_queued_call_has_ended(
         self, request_of, watched, calls
     ):
         request = request_of(tasks.unique)
-        request.request_dict.update(
-            Header("an id", tasks.unique.name, queued="an entry").into(None)
-        )
+        headers = inside.headers_for(tasks.unique, "an id", queued="an entry")
+        request.request_dict.update(headers)
         startup.hand_out_token(consumer("prefork"), request)
         request.on_accepted(77, 0.5)
         assert not watched[77].ended
@@ -124,8 +119,8 @@ class TestHandOutToken:
     def test_a_request_whose_run_has_ended_needs_no_collection(self, watched):
         """Otherwise its message stays in the memory of the main process for a while."""
         request = Request(tasks.unique)
-        header = Header("an id", tasks.unique.name, queued="an entry")
-        request.request_dict.update(header.into(None))
+        headers = inside.headers_for(tasks.unique, "an id", queued="an entry")
+        request.request_dict.update(headers)
         startup.hand_out_token(consumer("prefork"), request)
         gone = weakref.ref(request)
         request.on_accepted(77, 0.5)
@@ -137,13 +132,6 @@ class TestHandOutToken:
             assert gone() is None
         finally:
             gc.enable()
-
-    def test_before_the_worker_is_ready_the_watcher_notes_it(self, request_of, calls, watched):
-        request = request_of(tasks.hold)
-        startup.hand_out_token(consumer("prefork"), request)
-        request.on_accepted(77, 0.5)
-        assert calls == [("accepted", 77, 0.5)]
-        assert [*watched] == [77]
 
 
 class TestDiscardedCall:

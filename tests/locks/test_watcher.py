@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from django.core.cache import caches
 from django.db import connections
 
-from django_singletask import TaskLock, clock
-from django_singletask.holder import start_time
-from django_singletask.locks.address import Run
-from django_singletask.locks.liveness import is_gone
-from django_singletask.locks.lock import lock_of
-from django_singletask.stores.base import epoch_of
-from django_singletask.task.header import Header
 from django_singletask.worker import watcher
-from django_singletask.worker.watcher import Accepted, Sweeper, Watcher
+from tests import inside
 from tests.deliveries import collect_sent, wait_for_debts
 from tests.testapp.tasks import hold, unique
+
+IS_GONE = watcher.is_gone
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
 
+def accepted(task, *args, headers=None):
+    """Return the delivery of a message, by default of one with a token for its run."""
+    headers = headers or inside.headers_for(task, token="token")
+    return inside.accepted(task, headers, *args)
+
+
 def test_a_run_whose_arguments_give_no_lock_has_nothing_to_free(monkeypatch):
-    request = SimpleNamespace(task=hold, _payload=((), {"x": 1}, {}))
-    pool = Watcher()
-    pool.deliveries[1] = Accepted(request, Header("i", hold.name))
+    pool = watcher.Watcher()
+    pool.deliveries[1] = accepted(hold)
     monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
     pool.check_processes()
-    assert pool.deliveries == {}
-    assert pool.killed == []
+    assert (pool.deliveries, pool.killed) == ({}, [])
 
 
 def test_a_dead_process_is_replaced_although_its_lock_cannot_be_told(monkeypatch):
-    pool = Watcher()
+    pool = watcher.Watcher()
     pool.deliveries[1] = run = accepted(hold, "a")
     monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
     monkeypatch.setattr(run, "lock", lambda: {}["no such key"])
@@ -47,25 +44,24 @@ def test_a_dead_process_is_replaced_although_its_lock_cannot_be_told(monkeypatch
     assert pool.someone_died
 
 
-def test_the_main_process_learns_a_new_epoch_within_a_second(on_redis, monkeypatch):
+def test_the_main_process_looks_at_the_epoch_each_second(on_redis, monkeypatch):
     """Otherwise each process that it forks would wait for a second before its first lock."""
-    pool, epoch, now = Watcher(), epoch_of("redis"), clock.now()
-    monkeypatch.setattr(clock, "now", lambda: now)
-    epoch.seen_at = -math.inf
-    pool.learn_epoch()
-    before = epoch.value
-    caches["redis"].clear()
-    now += 0.9
-    pool.learn_epoch()
-    assert epoch.value == before
-    now += 0.2
-    pool.learn_epoch()
-    assert epoch.value != before
+    pool, time, looks = watcher.Watcher(), inside.stop_clock(monkeypatch), []
+
+    def note(look, *keys):
+        looks.append(seconds)
+        look(*keys)
+
+    with inside.handled("look", note):
+        for seconds in (10, 0.9, 0.2):
+            time.now += seconds
+            pool.learn_epoch()
+    assert looks == [10, 0.2]
 
 
 def test_a_cache_that_is_down_does_not_stop_the_watcher(settings, dead_redis):
     settings.SINGLETASK_CACHE = dead_redis
-    Watcher().learn_epoch()
+    watcher.Watcher().learn_epoch()
 
 
 def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
@@ -73,7 +69,7 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
 ):
     settings.SINGLETASK_CACHE = dead_redis
     monkeypatch.setattr(connections, "close_all", lambda: None)
-    pool = Watcher()
+    pool = watcher.Watcher()
     now = time.monotonic()
     free = partial(accepted(hold, "a").free, hold.lock("a"), "process 1 is gone")
     pool.killed = [(now + 100, free), (now - 1, free)]
@@ -81,12 +77,6 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     assert pool.killed == [(now + 100, free)]
     pool.free()
     assert caplog.text.count("not freed yet") == 1
-
-
-def accepted(task, *args, **fields):
-    """Return the delivery of a message for ``task``, without a header unless ``fields`` has one."""
-    header = Header("i", task.name, token="token", **fields)
-    return Accepted(SimpleNamespace(task=task, _payload=(args, {}, {})), header)
 
 
 class TestKilledRun:
@@ -103,17 +93,18 @@ class TestKilledRun:
         """Let the run with this token hold the lock of a task, whose holder is alive here."""
 
         def hold_lock(task, token="token"):
-            run = Run(task.name, "i", token=token)
-            lock = lock_of(TaskLock, task.lock("a")._lock_key, run)
+            lock = inside.lock_of_run(task.lock("a"), token=token)
             assert lock.acquire()
             return lock
 
         return hold_lock
 
-    @pytest.mark.parametrize("has_key", [True, False], ids=["sent by apply_async", "by send_task"])
-    def test_its_lock_is_freed(self, held, has_key):
-        lock, pool = held(hold), Watcher()
-        pool.deliveries[1] = accepted(hold, "a", key=lock.key if has_key else None)
+    @pytest.mark.parametrize("fields", [("name", "key"), ()], ids=["apply_async", "send_task"])
+    def test_its_lock_is_freed(self, held, fields):
+        lock, pool = held(hold), watcher.Watcher()
+        place = {field: getattr(lock, field) for field in fields}
+        headers = inside.headers_for(hold, token="token", **place)
+        pool.deliveries[1] = accepted(hold, "a", headers=headers)
         pool.check_processes()
         pool.free()
         assert not lock.locked()
@@ -121,7 +112,7 @@ class TestKilledRun:
         assert pool.someone_died
 
     def test_the_lock_of_the_next_run_stays(self, held):
-        lock, pool = held(hold, token="next"), Watcher()
+        lock, pool = held(hold, token="next"), watcher.Watcher()
         pool.deliveries[1] = accepted(hold, "a")
         pool.check_processes()
         pool.free()
@@ -131,7 +122,7 @@ class TestKilledRun:
     def test_the_lock_of_a_living_process_stays(self, held, monkeypatch):
         """Negative control."""
         monkeypatch.setattr(watcher, "is_gone", lambda pid, start: None)
-        lock, pool = held(hold), Watcher()
+        lock, pool = held(hold), watcher.Watcher()
         pool.deliveries[1] = accepted(hold, "a")
         pool.check_processes()
         pool.free()
@@ -144,11 +135,11 @@ class TestKilledRun:
 
         Negative control: with the start of the first process that would be one.
         """
-        monkeypatch.setattr(watcher, "is_gone", is_gone)
-        lock, pool = held(hold), Watcher()
+        monkeypatch.setattr(watcher, "is_gone", IS_GONE)
+        lock, pool = held(hold), watcher.Watcher()
         pool.deliveries[os.getpid()] = accepted(hold, "a")
         pool.check_processes()
-        assert pool.deliveries[os.getpid()].start == start_time(os.getpid())
+        assert pool.deliveries[os.getpid()].start == lock.holder().start
         pool.check_processes()
         pool.free()
         assert lock.owned()
@@ -162,9 +153,9 @@ class TestKilledRun:
         """A delivery that has ended may have queued its call again, with the same entry."""
         messages = collect_sent(unique.app, monkeypatch)
         unique.apply_async(("a",))
-        header = Header.of(messages[0]["headers"], messages[0]["task_id"], unique.name)
-        pool = Watcher()
-        pool.deliveries[1] = accepted(unique, "a", key=header.key, queued=header.queued)
+        headers = inside.header_of(messages[0]["headers"]) | {"token": "token"}
+        pool = watcher.Watcher()
+        pool.deliveries[1] = accepted(unique, "a", headers={"singletask": headers})
         pool.deliveries[1].ended = ended
         pool.check_processes()
         pool.free()
@@ -190,14 +181,5 @@ class TestSweep:
         monkeypatch.setattr(watcher, "try_to_sweep", sweep)
         monkeypatch.setattr(watcher, "time", SimpleNamespace(sleep=sleep))
         with pytest.raises(Stop):
-            Sweeper().run()
+            watcher.Sweeper().run()
         assert seen == [False, False, True, False]
-
-    def test_an_error_is_logged_once(self, settings, dead_redis, monkeypatch, caplog):
-        settings.SINGLETASK_CACHE = dead_redis
-        monkeypatch.setattr(connections, "close_all", lambda: None)
-        assert watcher.try_to_sweep(failed=False)
-        assert "The history cannot be cleaned up (LockUnavailable: " in caplog.text
-        caplog.clear()
-        assert watcher.try_to_sweep(failed=True)
-        assert caplog.text == ""

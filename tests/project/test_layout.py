@@ -14,28 +14,18 @@ PACKAGE = "django_singletask"
 NODES = 50_745
 """The most nodes of the syntax trees. Lines have no bound: that would reward packing them."""
 
-# What users, Django or Celery import by name. No other module has an __all__.
+# Users, Django or Celery import names of these modules; tests/surface.txt has the names. No other
+# module has an __all__.
 PUBLIC = {
-    PACKAGE: {
-        "DuplicateTask",
-        "Holder",
-        "LockConflict",
-        "LockError",
-        "LockLost",
-        "LockUnavailable",
-        "SingletonTask",
-        "TaskLock",
-        "current_lock",
-        "only_one",
-    },
-    f"{PACKAGE}.admin": {"TaskLockEventAdmin"},
-    f"{PACKAGE}.apps": {"SingletaskConfig"},
-    f"{PACKAGE}.history": {"flush"},
-    f"{PACKAGE}.management.commands.locks": {"Command"},
-    f"{PACKAGE}.models": {"TaskLockEvent"},
-    f"{PACKAGE}.signals": {"LockEvent", "lock_event"},
-    f"{PACKAGE}.testing": {"advance_time", "hold", "no_locks", "queued"},
-    f"{PACKAGE}.testing.stores": {"StoreContract"},
+    PACKAGE,
+    f"{PACKAGE}.admin",
+    f"{PACKAGE}.apps",
+    f"{PACKAGE}.history",
+    f"{PACKAGE}.management.commands.locks",
+    f"{PACKAGE}.models",
+    f"{PACKAGE}.signals",
+    f"{PACKAGE}.testing",
+    f"{PACKAGE}.testing.stores",
 }
 
 
@@ -56,16 +46,15 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def offered(path: Path) -> list[str]:
-    for statement in tree(path).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
-            names: list[str] = ast.literal_eval(statement.value)
-            return names
-    return []
+def has_list_of_names(path: Path) -> bool:
+    return any(
+        isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__"
+        for statement in tree(path).body
+    )
 
 
 def test_only_the_modules_for_users_say_what_they_offer() -> None:
-    assert {name: set(offered(path)) for name, path in MODULES.items() if offered(path)} == PUBLIC
+    assert {name for name, path in MODULES.items() if has_list_of_names(path)} == PUBLIC
 
 
 def nodes(path: Path) -> int:
