@@ -20,6 +20,7 @@ from django_singletask.signals import LockEvent, lock_event
 from tests import inside
 from tests.command_line import locks
 from tests.entries import in_child
+from tests.history.test_recorder import event
 from tests.past_rows import before_now, keep_history_in
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd lists the open files")
