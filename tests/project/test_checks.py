@@ -762,7 +762,8 @@ def test_each_id_means_one_thing_and_has_a_row_in_the_reference_and_a_test():
     for letter in "EW":
         counted = [int(id[1:]) for id in rows if id[0] == letter]
         assert counted == [*range(1, len(counted) + 1)]
-    tests = "".join((ROOT / "tests" / name).read_text() for name in ("test_checks.py", "limits.py"))
+    files = ("project/test_checks.py", "limits.py")
+    tests = "".join((ROOT / "tests" / name).read_text() for name in files)
     assert [id for id in rows if f'"{id}"' not in tests] == []
 
 

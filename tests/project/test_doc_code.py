@@ -25,9 +25,9 @@ from django.core.management import BaseCommand
 import django_singletask
 from django_singletask.signals import lock_event
 from django_singletask.testing import no_locks
-from tests import test_file_locks
 from tests.file_locks import FileStore
 from tests.guides import BLOCK
+from tests.stores import test_file_locks
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ def test_the_code_of_a_page_runs(page, names):
         names["app"].tasks.clear()  # a page may define a task anew
 
 
-@pytest.mark.parametrize("path", ["file_locks.py", "test_file_locks.py"])
+@pytest.mark.parametrize("path", ["file_locks.py", "stores/test_file_locks.py"])
 def test_the_store_of_the_page_is_the_one_whose_promises_are_tested(path):
     code = (ROOT / "tests" / path).read_text().strip()
     assert code in [each.strip() for each in blocks(ROOT / "docs/guides/add-a-store.rst")]

@@ -19,8 +19,8 @@ from django_singletask.stores.base import Entry, Outcome, Slots, Store
 from django_singletask.stores.locmem import LocMemStore
 from django_singletask.stores.redis import RedisStore
 from django_singletask.testing.stores import StoreContract
-from tests import test_file_locks
 from tests.file_locks import FileStore
+from tests.stores import test_file_locks
 
 BROKEN: list[tuple[type[Store], str]] = []
 """Stores, each with the test that must fail; the name of the class says what is wrong."""
