@@ -532,18 +532,6 @@ WAYS: dict[str, tuple[Callable[[Cluster, int], None], int, float]] = {
     "lagging replica": (fail_over, 1, 5),
 }
 """How a node forgets, how many replicas it has, and for how many seconds others want the lock."""
-UNASKED = "nobody asks which server answers"
-NOT_READY = "nobody sees when it is ready"
-CASES: list[tuple[str, type[Redis], str]] = [
-    ("flush", Valkey, ""),
-    ("restart", Redis, ""),
-    ("old snapshot", Valkey, ""),
-    ("old snapshot", Valkey, UNASKED),
-    ("old snapshot", Valkey, NOT_READY),
-    ("lagging replica", Valkey, ""),
-    ("lagging replica", Redis, ""),
-    ("lagging replica", Valkey, UNASKED),
-]
 
 
 def forget(way: str, kind: type[Redis], fault: str) -> dict[str, Any]:
@@ -572,25 +560,34 @@ def forget(way: str, kind: type[Redis], fault: str) -> dict[str, Any]:
             return json.loads(process.stdout.read())
 
 
-@pytest.fixture(scope="module")
-def forgotten() -> Iterator[Any]:
-    """Give the function that returns the result of a case; they wait, so some run at a time."""
-    with ThreadPoolExecutor(3) as threads:
-        yield {case: threads.submit(forget, *case) for case in CASES}
-
-
+@pytest.mark.only_all("another way shows it", "old snapshot-Valkey", "lagging replica-Valkey")
 @pytest.mark.race
-@pytest.mark.parametrize(("way", "kind"), [case[:2] for case in CASES if not case[2]])
-def test_a_holder_has_its_lock_back_before_others_take_it(way, kind, forgotten) -> None:
-    result = forgotten[way, kind, ""].result()
-    assert result == {"beside": 0, "retaken": 1, "lost": False}
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("flush", Valkey),
+        ("restart", Redis),
+        ("old snapshot", Valkey),
+        ("lagging replica", Valkey),
+        ("lagging replica", Redis),
+    ],
+)
+def test_a_holder_has_its_lock_back_before_others_take_it(way, kind) -> None:
+    assert forget(way, kind, "") == {"beside": 0, "retaken": 1, "lost": False}
 
 
-@pytest.mark.only_all("shown with a replica", "nobody asks which server answers")
+@pytest.mark.only_all("shown with a replica")
 @pytest.mark.race
-@pytest.mark.parametrize(("way", "kind", "fault"), [case for case in CASES if case[2]])
-def test_control_without_it_others_run_beside_the_holder(way, kind, fault, forgotten) -> None:
-    assert forgotten[way, kind, fault].result()["beside"] > 0
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [
+        ("old snapshot", "nobody asks which server answers"),
+        ("old snapshot", "nobody sees when it is ready"),
+        ("lagging replica", "nobody asks which server answers"),
+    ],
+)
+def test_control_without_it_others_run_beside_the_holder(way, fault) -> None:
+    assert forget(way, Valkey, fault)["beside"] > 0
 
 
 # A node that does not answer
