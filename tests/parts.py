@@ -73,7 +73,6 @@ REST = {
     "tests/test_stores_races.py": 8,
     "tests/test_two_caches.py": 12,
     "tests/test_web_servers.py": 6,
-    "tests/worker/test_bases.py": 7,
     "tests/worker/test_cluster.py": 12,
     "tests/worker/test_ends.py": 12,
     "tests/worker/test_handover.py": 10,
