@@ -107,4 +107,6 @@ def worker(
     worker.forget()
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(worker.log))
     yield worker
+    for line in worker.events("start"):  # a test that failed may have left bodies that run on
+        worker.end(line["key"])
     print(worker.text()[-100_000:])

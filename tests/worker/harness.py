@@ -136,8 +136,10 @@ class Worker:
     def deaf(self) -> Iterator[None]:
         """Leave what is sent in the broker."""
         self.obey("cancel_consumer", self.queue)
-        yield
-        self.obey("add_consumer", self.queue)
+        try:
+            yield
+        finally:
+            self.obey("add_consumer", self.queue)
 
     def obey(self, order: str, *args: str) -> Any:
         """Give an order until there is a reply: a worker that has just started may miss it."""

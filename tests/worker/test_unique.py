@@ -154,7 +154,7 @@ def test_a_call_that_was_received_and_lost_blocks_until_it_expires(start_worker,
     """Redis delivers it again after its visibility timeout, an hour by default."""
     worker = start_worker(concurrency=1)
     worker.run(tasks.plain, key)
-    call = worker.send(tasks.unique, key, expires=1)
+    call = worker.send(tasks.unique, key, expires=2)
     wait_for(lambda: f"{call.id}] received" in worker.text(), "the call is received")
     worker.kill_group()
     assert worker.send(tasks.unique, key).id == call.id
