@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +29,30 @@ def write(event: str, **facts: Any) -> None:
         os.close(fd)
 
 
-def read(file: Path) -> list[dict[str, Any]]:
+def read(file: Path, begin: int = 0) -> list[dict[str, Any]]:
+    """Return the lines of a log that are complete, from this byte on."""
     if not file.exists():
         return []
-    lines = file.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    with file.open("rb") as lines:
+        lines.seek(begin)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def runs(file: Path) -> list[tuple[str, float, float]]:
-    """Return key, start and end of each run; a killed run ends with its process."""
-    spans = []
-    open_runs: dict[str, tuple[str, float, int]] = {}
-    for line in read(file):
-        if line["event"] == "start":
-            open_runs[line["run"]] = (line["key"], line["t"], line["pid"])
-        elif line["event"] == "end":
-            key, start, _ = open_runs.pop(line["run"])
-            spans.append((key, start, line["t"]))
-        elif line["event"] == "killed":
-            for run, (key, start, pid) in list(open_runs.items()):
-                if pid == line["victim"]:
-                    del open_runs[run]
-                    spans.append((key, start, line["t"]))
-    spans += [(key, start, float("inf")) for key, start, _ in open_runs.values()]
-    return spans
+def runs(lines: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Return key, start and end of each run; one that has not ended goes on for ever."""
+    ends = {line["run"]: line["t"] for line in lines if line["event"] == "end"}
+    return [
+        (line["key"], line["t"], ends.get(line["run"], inf))
+        for line in lines
+        if line["event"] == "start"
+    ]
 
 
-def overlaps(file: Path) -> int:
-    """Count the pairs of runs of one key that went on at the same time."""
+def overlaps(lines: list[dict[str, Any]]) -> int:
+    """Count the runs that began while an earlier one of their key went on."""
     count = 0
-    by_key: dict[str, list[tuple[float, float]]] = {}
-    for key, start, end in runs(file):
-        by_key.setdefault(key, []).append((start, end))
-    for spans in by_key.values():
-        spans.sort()
-        latest = float("-inf")
-        for start, end in spans:
-            count += start < latest
-            latest = max(latest, end)
+    latest: dict[str, float] = {}
+    for key, start, end in sorted(runs(lines)):
+        count += start < latest.get(key, 0)
+        latest[key] = max(end, latest.get(key, 0))
     return count

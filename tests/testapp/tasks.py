@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 
 from celery import Task, shared_task
-from celery.exceptions import Reject, SoftTimeLimitExceeded
+from celery.exceptions import Reject
 
 from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock, only_one
 from tests import intervals
@@ -56,12 +55,12 @@ def alone(seconds: float = 0) -> str:
 
 
 @shared_task(base=SingletonTask, lock_on=["key"], skip_result="skipped")
-def meet(key: str, number: int) -> str:
-    """Wait until so many runs go on at the same time."""
-    log.write("start", key=key, run=key)
+def meet(key: str, number: int, place: str) -> str:
+    """Wait until so many runs have come to a place."""
+    log.write("meets", place=place)
     until = time.monotonic() + 20
     while time.monotonic() < until:
-        if sum(line["event"] == "start" for line in log.read(log.path())) >= number:
+        if sum(line.get("place") == place for line in log.read(log.path())) >= number:
             return "met"
         time.sleep(0.01)
     return "alone"
@@ -254,25 +253,3 @@ def noted_outside(self, key: str) -> str:
     if not self.request.retries:
         raise self.retry(countdown=1)
     return body(key, 0, self.request.id)
-
-
-@shared_task
-def take_short_locks(seconds: float) -> str:
-    """Take one short lock after the other; a soft time limit ends that.
-
-    Python ignores an error in the ``__del__`` of a client's connection.
-    """
-    ignored = []
-    sys.unraisablehook = lambda error: ignored.append(getattr(error.object, "__module__", ""))
-    name = f"short {uuid.uuid4().hex}"  # the lock of an earlier call may be released later
-    until = time.monotonic() + seconds
-    try:
-        while time.monotonic() < until:
-            with TaskLock(name):
-                pass
-    except SoftTimeLimitExceeded:
-        return "told"
-    finally:
-        sys.unraisablehook = sys.__unraisablehook__
-    outside = [name for name in ignored if not name.startswith("django_singletask")]
-    return "ignored by Python" if outside else "never told"

@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.testapp.celery import app
-from tests.worker.harness import Worker
-
-StartWorker = Callable[..., Worker]
+from tests.worker.harness import ELSEWHERE, Worker, new_queue
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -31,28 +30,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.django_db(transaction=True, databases="__all__"))
 
 
+@pytest.fixture
+def cache() -> str:
+    """Give the alias of the cache of a test's locks; a parameter of this name replaces it."""
+    return "redis"
+
+
 @pytest.fixture(autouse=True)
-def no_lock_of_another_test(on_redis: None) -> None:
-    """Keep the locks in Redis, unless the test chooses another cache."""
+def locks_in_cache(cache: str, settings: Any) -> None:
+    """Do not empty the cache: a worker that serves many tests would hold back its next takes."""
+    settings.SINGLETASK_CACHE = cache
+
+
+@pytest.fixture
+def key() -> str:
+    """Give a key that no other test has, so that neither has its locks."""
+    return f"key-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
 def queue() -> Iterator[str]:
-    """Give the name of a queue for this test alone; delete it with its messages at the end."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    yield name
-    with app.connection_or_acquire() as connection:
-        connection.default_channel.queue_delete(name)
+    with new_queue() as name:
+        yield name
 
 
 @pytest.fixture
-def start_worker(tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def start_worker(
+    tmp_path: Path, queue: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Worker]]:
     """Start workers on the test's queue; stop them after it, and show what they printed."""
     monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "runs.log"))
     workers: list[Worker] = []
 
     def start(**options: Any) -> Worker:
-        worker = Worker(tmp_path, queue, **options)
+        worker = Worker(tmp_path, queue, **{"cache": cache, **options})
         workers.append(worker)
         return worker.start()
 
@@ -62,17 +73,40 @@ def start_worker(tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch) ->
         print(worker.text()[-100_000:])
 
 
-@pytest.fixture
-def runs_log(tmp_path: Path) -> Path:
-    return tmp_path / "runs.log"
+@pytest.fixture(scope="session")
+def workers(
+    tmp_path_factory: pytest.TempPathFactory, django_db_setup: None
+) -> Iterator[Callable[..., Worker]]:
+    """Give the function that starts a worker for many tests, or returns the one of before."""
+    with ExitStack() as stack:
+
+        @lru_cache
+        def worker_for(cache: str, place: str) -> Worker:
+            queue = stack.enter_context(new_queue())
+            env = ELSEWHERE if place == "elsewhere" else {}
+            folder = tmp_path_factory.mktemp("worker")
+            worker = Worker(folder, queue, cache=cache, concurrency=4, env=env)
+            stack.callback(worker.kill_group)
+            return worker.start()
+
+        yield worker_for
 
 
 @pytest.fixture
-def on_cache(settings: Any, empty_cache: Callable[[str], None]) -> Callable[[str], None]:
-    """Keep the locks in a cache, which holds none at first."""
+def place() -> str:
+    """Say where the worker seems to run: "here" or "elsewhere"."""
+    return "here"
 
-    def use(alias: str) -> None:
-        settings.SINGLETASK_CACHE = alias
-        empty_cache(alias)
 
-    return use
+@pytest.fixture
+def worker(
+    workers: Callable[..., Worker], cache: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Worker]:
+    """Give a worker with four processes, which serves many tests one after the other."""
+    worker = workers(cache, place)
+    worker.forget()
+    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(worker.log))
+    yield worker
+    for line in worker.events("start"):  # a test that failed may have left bodies that run on
+        worker.end(line["key"])
+    print(worker.text()[-100_000:])

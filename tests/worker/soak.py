@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections import Counter
 from contextlib import suppress
 
@@ -14,7 +15,7 @@ from celery.result import AsyncResult
 from kombu import Connection, Producer
 from kombu.exceptions import OperationalError
 
-from django_singletask import LockLost, clock
+from django_singletask import LockLost
 from tests import intervals
 from tests.deadline import wait_for
 from tests.intervals import Hold, Line, Recording
@@ -77,20 +78,20 @@ class Soak:
 
     def run(self) -> None:
         """Do all this, then wait for the answers."""
-        began = clock.now()
+        began = now()
         ends = began + self.seconds
-        due = {victim: clock.now() + gap / 2 for victim, gap in GAPS.items()}
+        due = {victim: now() + gap / 2 for victim, gap in GAPS.items()}
         with Connection(self.servers["broker"].url) as connection:
             producer = app.amqp.Producer(connection)
-            while clock.now() < ends:
+            while now() < ends:
                 self.send(producer)
                 self.pause(self.rng.uniform(0.03, 0.1))
-                self.fill_store((clock.now() - began) / self.seconds)
+                self.fill_store((now() - began) / self.seconds)
                 for victim, at in due.items():
-                    if clock.now() > at:
-                        due[victim] = clock.now() + GAPS[victim] * self.rng.uniform(0.5, 1.5)
+                    if now() > at:
+                        due[victim] = now() + GAPS[victim] * self.rng.uniform(0.5, 1.5)
                         self.kill(victim)
-                self.start_servers(clock.now())
+                self.start_servers(now())
                 self.start_workers()
         self.fill_store(1)
         self.start_servers(float("inf"))
@@ -112,7 +113,7 @@ class Soak:
             else:
                 client.config_set("maxmemory-policy", "noeviction")
                 client.config_set("maxmemory", 1)
-                self.full_since = clock.now()
+                self.full_since = now()
 
     def send(self, producer: Producer) -> None:
         call = (self.rng.choice(SHORT_KEYS), self.rng.uniform(0, 0.5))
@@ -121,7 +122,7 @@ class Soak:
             call = (self.rng.choice(LONG_KEYS), self.rng.uniform(1, 2 * LEASE))
             options = {"lock_timeout": LEASE}
         limit = self.rng.uniform(*LIMITS) if self.rng.random() < LIMIT_SHARE else None
-        at = clock.now()
+        at = now()
         try:
             result = tasks.careful.apply_async(
                 call,
@@ -138,17 +139,17 @@ class Soak:
 
     def pause(self, seconds: float) -> None:
         """Take the answers that come meanwhile."""
-        until = clock.now() + seconds
-        while (left := until - clock.now()) > 0:
+        until = now() + seconds
+        while (left := until - now()) > 0:
             app.backend.result_consumer.drain_events(timeout=left)
 
     def kill(self, victim: str) -> None:
         if victim in self.servers:
             is_full = victim == "store" and self.full_since is not None
             if victim not in self.down and not is_full:
-                now = clock.now()
+                since = now()
                 self.servers[victim].kill()
-                self.down[victim] = now, now + self.rng.choice(OUTAGES)
+                self.down[victim] = since, since + self.rng.choice(OUTAGES)
                 self.killed[victim] += 1
             return
         worker = self.rng.choice(self.workers)
@@ -165,10 +166,10 @@ class Soak:
             self.killed[victim] += 1
             self.start_again(worker)
 
-    def start_servers(self, now: float) -> None:
-        """Start each server that has been down for long enough."""
+    def start_servers(self, due: float) -> None:
+        """Start each server that should be back by this time."""
         for name, (since, until) in list(self.down.items()):
-            if until <= now:
+            if until <= due:
                 self.servers[name].start()
                 intervals.note(f"{name} down", since=since)
                 if name == "store" and self.forgets:
@@ -193,14 +194,14 @@ class Soak:
         some milliseconds of each hop of a postponed call.
         """
         with Connection(self.servers["broker"].url) as connection:
-            client, busy_at = connection.default_channel.client, clock.now()
+            client, busy_at = connection.default_channel.client, now()
 
             def is_drained() -> bool:
                 nonlocal busy_at
                 self.start_workers()
                 if client.exists(self.workers[0].queue, "unacked"):
-                    busy_at = clock.now()
-                return clock.now() > busy_at + 1
+                    busy_at = now()
+                return now() > busy_at + 1
 
             with suppress(AssertionError):  # the table says which calls are not answered
                 wait_for(is_drained, "the broker has no message", deadline=60)
@@ -297,7 +298,7 @@ class Trace:
             if sent_at > sent and len(first_later) < self.workers and later.id in self.received:
                 line = self.received[later.id]
                 first_later.setdefault(line["pid"], line["at"])
-        until = clock.now()
+        until = now()
         if len(first_later) == self.workers:
             until = max(first_later.values())
         ends = map(at, self.recording.of("worker ended"))
@@ -319,6 +320,11 @@ class Trace:
         """Say whether a server was down at some time of a period."""
         outages = self.recording.of(f"{server} down") + self.recording.of(f"{server} full")
         return any(line["since"] <= end and start <= line["at"] for line in outages)
+
+
+def now() -> float:
+    """Return the time of the host's boot clock, as the recording does."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def at(line: Line) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -11,137 +12,117 @@ import time
 
 import pytest
 
-from django_singletask.holder import Holder
-from django_singletask.locks.liveness import is_gone
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.words import stop_command
-from django_singletask.stores import get_store
+from tests.command_line import locks
 from tests.deadline import wait_for
-from tests.testapp import log, tasks
+from tests.testapp import tasks
 from tests.testapp.celery import app
+from tests.worker.harness import ELSEWHERE, get, is_gone
 
-# A worker with this environment seems to run on another host, so there is no proof of its death.
-ELSEWHERE = {"SINGLETASK_TEST_BOOT_ID": "another machine"}
-
-
-def start_one(worker, task, queue, seconds=60, **options):
-    result = task.apply_async(("a", seconds), queue=queue, **options)
-    line = wait_for(
-        lambda: [e for e in worker.events("start") if e["task_id"] == result.id], "it runs"
-    )[0]
-    return result, line["pid"]
+elsewhere = pytest.mark.parametrize("place", ["elsewhere"], ids=[""])
+"""For a worker that seems to run on another host: nothing else proves a death."""
 
 
-def it_runs_again(queue, pid):
+def it_runs_again(worker, key, pid):
     """Wait until the process is gone and its lock is free, long before the lease ends."""
-    wait_for(lambda: is_gone(pid, ""), "the process is gone")
-    wait_for(lambda: not tasks.long.lock("a").locked(), "its lock is free")
-    return tasks.long.apply_async(("a", 0), queue=queue).get(timeout=30) == "ran"
+    wait_for(lambda: is_gone(pid), "the process is gone")
+    wait_for(lambda: not tasks.long.lock(key).locked(), "its lock is free")
+    return worker.call(tasks.long, key) == "ran"
 
 
 # The same code frees the lock on each store. "elsewhere" there is no proof of death to help it.
-@pytest.mark.only_all(
-    "another case shows it", "db_postgres", "late-redis-elsewhere", "long-redis-elsewhere"
-)
+@pytest.mark.only_all("another case shows it", "redis-elsewhere", "db_postgres-elsewhere")
 @pytest.mark.parametrize(
-    ("task", "alias", "env"),
+    ("cache", "place"),
     [
-        pytest.param("long", "redis", {}, id="long-redis-here"),
-        pytest.param("long", "redis", ELSEWHERE, id="long-redis-elsewhere"),
-        pytest.param("long", "pymemcache", ELSEWHERE, id="long-pymemcache-elsewhere"),
-        pytest.param("long", "db_postgres", ELSEWHERE, id="long-db_postgres-elsewhere"),
-        pytest.param("late", "redis", {}, id="late-redis-here"),
-        pytest.param("late", "redis", ELSEWHERE, id="late-redis-elsewhere"),
+        ("redis", "here"),
+        ("redis", "elsewhere"),
+        ("pymemcache", "elsewhere"),
+        ("db_postgres", "elsewhere"),
     ],
 )
-def test_a_killed_child(start_worker, queue, on_cache, alias, env, task):
-    on_cache(alias)
-    worker = start_worker(cache=alias, env=env, concurrency=1)
-    if task == "late":
-        # The same message is delivered again and takes the lock; the work is done once.
-        result, pid = start_one(worker, tasks.late, queue, seconds=1)
-        os.kill(pid, signal.SIGKILL)
-        assert result.get(timeout=20) == "ran"
-        assert len(worker.events("end")) == 1
-        first, second = worker.events("start")
-        print(f"began again {second['t'] - first['t']:.2f} s after its first start")
-        # The death of the first run is known, so the message need not look for its result twice.
-        rows = TaskLockEvent.objects.filter(task_id=result.id)
-        wait_for(rows.filter(result="returned").exists, "the history is written")
-        assert not rows.filter(result="postponed").exists()
-        return
-    _, pid = start_one(worker, tasks.long, queue)
+def test_a_killed_child(worker, key):
+    _, pid = worker.run(tasks.long, key)
     os.kill(pid, signal.SIGKILL)
-    assert it_runs_again(queue, pid)
+    assert it_runs_again(worker, key, pid)
+
+
+@pytest.mark.only_all("another case shows it", "elsewhere")
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_the_message_of_a_killed_child_is_delivered_again_and_runs_once(worker, key):
+    result, pid = worker.run(tasks.late, key)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: len(worker.events("start")) == 2, "the same message takes the lock")
+    worker.end(key)
+    assert get(result) == "ran"
+    # The death of the first run is known, so the message need not look for its result twice.
+    rows = TaskLockEvent.objects.filter(task_id=result.id)
+    wait_for(rows.filter(result="returned").exists, "the history is written")
+    assert not rows.filter(result="postponed").exists()
 
 
 @pytest.mark.only_all("shown on another cache", "pymemcache")
-@pytest.mark.parametrize("alias", ["redis", "pymemcache"])
-def test_a_killed_child_frees_its_own_slot(start_worker, queue, on_cache, alias):
-    on_cache(alias)
-    worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=3)
+@pytest.mark.parametrize("cache", ["redis", "pymemcache"])
+@elsewhere
+def test_a_killed_child_frees_its_own_slot(worker, key):
     options = {"lock_options": {"lock_slots": 2}}
-    runs = dict(start_one(worker, tasks.long, queue, **options) for _ in range(2))
-    _first, second = tasks.long.lock("a")._lock_key.slots(2)
-    holder = Holder.decode(get_store(alias).read(second).value)
-    (pid,) = (pid for result, pid in runs.items() if result.id == holder.task_id)
-    assert tasks.long.apply_async(("a", 0), queue=queue, **options).get(timeout=20) is None
+    runs = dict(worker.run(tasks.long, key, **options) for _ in range(2))
+    lock = tasks.long.lock(key)  # with one slot, the first
+    first = lock.holder()
+    (pid,) = (pid for result, pid in runs.items() if result.id != first.task_id)
+    assert worker.call(tasks.long, key, **options) is None
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: is_gone(pid, ""), "the process is gone")
-    wait_for(lambda: get_store(alias).read(second) is None, "its slot is free")
-    # The other run keeps its slot, which is the lock of later tests. Nobody could prove its death.
-    assert tasks.long.lock("a").clear()
+    wait_for(lambda: worker.call(tasks.long, key, **options) == "ran", "its slot is free")
+    assert lock.holder() == first
+    worker.end(key)
 
 
-def test_a_hard_time_limit(start_worker, queue):
-    worker = start_worker(env=ELSEWHERE, concurrency=2)
-    _, pid = start_one(worker, tasks.long, queue, time_limit=1)
-    assert it_runs_again(queue, pid)
+@elsewhere
+def test_a_hard_time_limit(worker, key):
+    _, pid = worker.run(tasks.long, key, time_limit=1)
+    assert it_runs_again(worker, key, pid)
 
 
-def test_revoke_with_terminate(start_worker, queue):
-    worker = start_worker(env=ELSEWHERE, concurrency=2)
-    result, pid = start_one(worker, tasks.long, queue)
+@elsewhere
+def test_revoke_with_terminate(worker, key):
+    result, pid = worker.run(tasks.long, key)
     result.revoke(terminate=True)
-    assert it_runs_again(queue, pid)
+    assert it_runs_again(worker, key, pid)
 
 
-@pytest.mark.only_all("it starts a worker")
-def test_the_command_that_why_prints_ends_the_run_and_not_as_completed(start_worker, queue):
-    worker = start_worker(concurrency=1)
-    result, pid = start_one(worker, tasks.long, queue)
-    command = [sys.executable, "-m", *shlex.split(stop_command(result.id))]
+def test_the_command_that_why_prints_ends_the_run_and_not_as_completed(worker, key):
+    result, pid = worker.run(tasks.long, key)
+    (command,) = re.findall(
+        "^  stop +(celery .+)", locks("why", tasks.long.lock(key).name), re.MULTILINE
+    )
+    command = [sys.executable, "-m", *shlex.split(command)]
     subprocess.run(command, env=worker.env, check=True, timeout=60)
-    wait_for(lambda: is_gone(pid, ""), "the process is gone")
+    wait_for(lambda: is_gone(pid), "the process is gone")
     rows = TaskLockEvent.objects.filter(task_id=result.id).exclude(outcome="")
     run = wait_for(rows.first, "its end is in the history")
     assert (run.outcome, run.result) == ("released", "terminated")
     assert not run.is_completed
 
 
-def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, queue):
+def test_a_killed_group_and_a_new_worker_on_the_same_host(start_worker, key):
     worker = start_worker(concurrency=1)
-    start_one(worker, tasks.long, queue)
+    worker.run(tasks.long, key)
     worker.kill_group()
     start_worker(concurrency=1, name="two")
-    assert tasks.long.apply_async(("a", 0), queue=queue).get(timeout=30) == "ran"
+    assert worker.call(tasks.long, key) == "ran"
 
 
 @pytest.mark.only_all("shown on another cache", "pymemcache")
-@pytest.mark.parametrize("alias", ["redis", "pymemcache"])
-def test_a_lost_host_blocks_for_the_lease_alone(start_worker, queue, on_cache, alias):
-    on_cache(alias)
-    worker = start_worker(cache=alias, env=ELSEWHERE, concurrency=1)
-    tasks.long.apply_async(("a", 60), queue=queue, lock_options={"lock_timeout": 3})
-    wait_for(lambda: worker.events("start"), "it runs")
-    worker.kill_group()
+@pytest.mark.parametrize("cache", ["redis", "pymemcache"])
+def test_a_lost_host_blocks_for_the_lease_alone(start_worker, worker, key):
+    lost = start_worker(env=ELSEWHERE, concurrency=1)
+    lost.run(tasks.long, key, lock_options={"lock_timeout": 3})
+    lost.kill_group()
     killed = time.monotonic()
-    start_worker(cache=alias, concurrency=1, name="two")
     blocked, sent = killed, killed
-    while len(worker.events("start")) == 1:
+    while worker.call(tasks.long, key) is None:
         blocked, sent = sent, time.monotonic()
         assert sent - killed < 60
-        tasks.long.apply_async(("a", 0), queue=queue).get(timeout=20)
     assert blocked - killed < 3 + 1 + 1  # memcached: + 1
 
 
@@ -152,11 +133,11 @@ VISIBILITY = {
 }
 
 
-def test_a_redelivery_beside_its_live_first_run(start_worker, queue, runs_log):
+def test_a_redelivery_beside_its_live_first_run(start_worker, key):
     options = {"broker_transport_options": VISIBILITY}
-    start_worker(conf=options, concurrency=2)
-    start_worker(conf=options, concurrency=2, name="two")
-    result = tasks.late.apply_async(("a", 7), queue=queue)
+    workers = [start_worker(conf=options, name=name) for name in ("one", "two")]
+    queue = workers[0].queue
+    result, _ = workers[0].run(tasks.late, key)
     with app.connection_or_acquire() as connection:
         client = connection.default_channel.client
 
@@ -166,37 +147,30 @@ def test_a_redelivery_beside_its_live_first_run(start_worker, queue, runs_log):
                 waiting, unacked = pipeline.lrange(queue, 0, -1).hvals("unacked").execute()
             return sum(result.id.encode() in raw for raw in [*waiting, *unacked])
 
-        most = 0
-        while not result.ready():
-            most = max(most, copies())
-            time.sleep(0.005)
-        assert result.get() == "ran"
-        outputs = [path.read_text() for path in runs_log.parent.glob("worker-*.log")]
-        received = sum(text.count(f"{result.id}] received") for text in outputs)
-        assert received > 1, "the broker never redelivered it"
-        assert most <= 2
+        def is_redelivered_twice():
+            assert copies() <= 2
+            return sum(worker.text().count(f"{result.id}] received") for worker in workers) > 2
+
+        wait_for(is_redelivered_twice, "the broker redelivers it", deadline=60)
+        workers[0].end(key)
+        assert get(result) == "ran"
         # The postponed message still ends by itself, without a second run.
-        wait_for(lambda: not copies(), "no copy of the message is left", deadline=20)
-    assert log.overlaps(runs_log) == 0
-    assert len(log.runs(runs_log)) == 1
+        wait_for(lambda: not copies(), "no copy of the message is left")
+    assert len(workers[0].events("start")) == 1
 
 
-@pytest.mark.only_all("it starts a worker")
-def test_retry_at_once_on_an_idle_worker(start_worker, queue):
-    worker = start_worker(concurrency=4)
-    result = tasks.retrying.apply_async(("a", 29), queue=queue)
-    assert result.get(timeout=60) == "done"
+def test_retry_at_once_on_an_idle_worker(worker, key):
+    assert worker.call(tasks.retrying, key, 29) == "done"
     assert [line["retries"] for line in worker.events("try")] == list(range(30))
 
 
-def test_the_thread_that_frees_locks_imports_nothing(start_worker, queue, on_cache):
+@pytest.mark.parametrize("cache", ["db_postgres"])
+def test_the_thread_that_frees_locks_imports_nothing(start_worker, key):
     """A child that is forked during an import would wait for that import for ever."""
-    on_cache("db_postgres")
-    worker = start_worker(cache="db_postgres", env={"SINGLETASK_TEST_IMPORTS": "1"}, concurrency=1)
-    _, pid = start_one(worker, tasks.long, queue)
+    worker = start_worker(env={"SINGLETASK_TEST_IMPORTS": "1"}, concurrency=1)
+    result, pid = worker.run(tasks.long, key)
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: "freed, because" in worker.text(), "the lock is freed")
-    rows = TaskLockEvent.objects.filter(outcome="dead")
+    rows = TaskLockEvent.objects.filter(outcome="dead", task_id=result.id)
     wait_for(rows.exists, "the history is written")
-    main = worker.process.pid
-    assert [line["module"] for line in worker.events("import") if line["pid"] == main] == []
+    assert not worker.events("import", pid=worker.process.pid)

@@ -8,19 +8,19 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import celery
 import pytest
 from celery import Celery
 from celery.result import AsyncResult
 from kombu import Connection, Exchange, Queue
 
-from django_singletask.task.delivery import detect_quorum_queues
 from tests import servers
 from tests.deadline import wait_for
 from tests.testapp import tasks
-from tests.worker.harness import Worker
+from tests.worker.harness import Worker, get
 
 KINDS = ["classic", "quorum"]
-if detect_quorum_queues is None:  # Celery 5.4
+if celery.VERSION < (5, 5):
     KINDS.remove("quorum")
 
 CONFIRM = {"confirm_publish": True}
@@ -67,7 +67,7 @@ class Site:
         wait_for(lambda: len(self.events(event, result)) >= times, f"{event} {times}")
 
     def events(self, event: str, result: AsyncResult) -> list[dict[str, Any]]:
-        return [line for line in self.worker.events(event) if line["task_id"] == result.id]
+        return self.worker.events(event, task_id=result.id)
 
     def wait_for_redelivery(self, result: AsyncResult) -> None:
         line = f"[{result.id}] received"
@@ -76,12 +76,6 @@ class Site:
     def wait_for_drop(self, result: AsyncResult) -> None:
         line = f"{result.id} was delivered again, but its work is done"
         wait_for(lambda: line in self.worker.text(), "it is dropped", deadline=60)
-
-
-@pytest.fixture(autouse=True)
-def no_lock_of_another_test(settings):
-    """Leave the locks of the runs that go on from test to test; the keys of each test differ."""
-    settings.SINGLETASK_CACHE = "redis"
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +106,7 @@ def requeue(site, key):
     """Send two calls of which the second must wait for the first."""
     first = site.start(tasks.requeue, 0.5, key)
     second = site.send(tasks.requeue, 0, key)
-    assert [first.get(timeout=20), second.get(timeout=20)] == ["ran", "ran"]
+    assert [get(first), get(second)] == ["ran", "ran"]
     (end,), (start,) = site.events("end", first), site.events("start", second)
     assert end["t"] <= start["t"]
 
@@ -127,7 +121,7 @@ def test_rerun(site):
     for _ in range(3):
         later.append(site.send(tasks.rerun))
         site.wait_for("conflict", later[-1])
-    answers = [result.get(timeout=20) for result in [first, *later]]
+    answers = [get(result) for result in [first, *later]]
     assert answers == ["ran", "superseded", "superseded", "ran"]
 
 
@@ -135,14 +129,14 @@ def test_revoke(site, kind):
     control = Celery("revokes", broker=site.url, set_as_current=False).control
     control.revoke(site.start(tasks.long, 60).id, terminate=True)
     wait_for(lambda: not tasks.long.lock(kind).locked(), "the lock is free")
-    assert site.send(tasks.long).get(timeout=20) == "ran"
+    assert get(site.send(tasks.long)) == "ran"
 
 
 def test_a_killed_child(site):
     """The broker delivers the message again; the work is done once."""
     result = site.start(tasks.late, 1)
     os.kill(site.events("start", result)[0]["pid"], signal.SIGKILL)
-    assert result.get(timeout=20) == "ran"
+    assert get(result) == "ran"
     assert len(site.events("start", result)) == 2
     assert len(site.events("end", result)) == 1
 
@@ -152,7 +146,7 @@ def test_a_killed_worker_and_an_id_that_was_used_before(broker, kind, tmp_path):
     site = Site(broker, kind, tmp_path)
     with site.worker as worker:
         result = site.send(tasks.late, 0, "before")
-        assert result.get(timeout=20) == "ran"
+        assert get(result) == "ran"
         site.send(tasks.late, 1, "again", task_id=result.id)
         site.wait_for("start", result, times=2)
         worker.kill_group()

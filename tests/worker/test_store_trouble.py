@@ -8,12 +8,12 @@ import time
 import pytest
 
 from django_singletask import LockUnavailable
-from django_singletask.stores import get_store
 from tests import servers
 from tests.deadline import wait_for
 from tests.deliveries import noted
-from tests.testapp import log, tasks
+from tests.testapp import tasks
 from tests.testapp.celery import app
+from tests.worker.harness import get
 
 
 @pytest.fixture
@@ -24,75 +24,73 @@ def own_redis(request, settings, monkeypatch):
         backend = "django.core.cache.backends.redis.RedisCache"
         cache = {"BACKEND": backend, "LOCATION": server.url, "KEY_PREFIX": "own_redis"}
         settings.CACHES = {**settings.CACHES, "own_redis": cache}
-        settings.SINGLETASK_CACHE = "own_redis"
         yield server
 
 
-def test_a_store_restarted_empty_is_told_the_lock_again(start_worker, queue, own_redis, runs_log):
-    worker = start_worker(cache="own_redis", concurrency=2)
-    options = {"lock_timeout": 3}
-    result = tasks.hold.apply_async(("a", 60), queue=queue, lock_options=options)
-    wait_for(lambda: worker.events("start"), "it runs")
-    token = tasks.hold.lock("a").holder().token
+@pytest.fixture
+def cache(own_redis):
+    return "own_redis"
+
+
+that_keeps_its_data = pytest.mark.parametrize(
+    "own_redis", [{"appendonly": "yes", "appendfsync": "always"}], indirect=True, ids=["AOF"]
+)
+
+
+def test_a_store_restarted_empty_is_told_the_lock_again(start_worker, key, own_redis):
+    worker = start_worker()
+    lock = tasks.hold.lock(key)
+    call, _ = worker.run(tasks.hold, key, lock_options={"lock_timeout": 3})
+    token = lock.holder().token
     own_redis.restart_empty()
-    holder = wait_for(lambda: tasks.hold.lock("a").holder(), "it is held again")
-    assert holder.token == token
+    assert wait_for(lock.holder, "it is held again").token == token
     wait_for(lambda: "taken again" in worker.text(), "the worker reports it")
-    assert tasks.hold.apply_async(("a", 0), queue=queue).get(timeout=30) == "skipped"
-    worker.end("a")
-    assert result.get(timeout=20) == "ran"
-    assert log.overlaps(runs_log) == 0
+    assert worker.call(tasks.hold, key) == "skipped"
+    worker.end(key)
+    assert get(call) == "ran"
+    assert worker.overlaps() == 0
 
 
 @pytest.mark.only_all("it waits for five seconds")
-def test_a_store_that_is_down_for_5_seconds(start_worker, queue, own_redis, runs_log):
-    worker = start_worker(cache="own_redis", concurrency=2)
-    options = {"lock_timeout": 20}
-    result = tasks.hold.apply_async(("a", 3), queue=queue, lock_options=options)
-    wait_for(lambda: worker.events("start"), "it runs")
+def test_a_store_that_is_down_for_5_seconds(start_worker, key, own_redis):
+    worker = start_worker()
+    call, _ = worker.run(tasks.hold, key, lock_options={"lock_timeout": 20})
     own_redis.kill()
     down = time.monotonic()
-    failed = tasks.hold.apply_async(("b", 0), queue=queue).get(timeout=20, propagate=False)
+    failed = get(worker.send(tasks.hold, f"other {key}"), propagate=False)
     assert type(failed) is LockUnavailable
     assert "The cache 'own_redis' cannot be used: ConnectionError: " in str(failed)
-    assert tasks.regardless.apply_async(("c",), queue=queue).get(timeout=20) == "ran"
+    assert worker.call(tasks.regardless, f"other {key}") == "ran"
+    worker.end(key)
     while time.monotonic() - down < 5:
         # The main process answers its broker all this time.
-        replies = app.control.ping(destination=[f"one-{queue}@test"], timeout=30, limit=1)
+        replies = app.control.ping(destination=[worker.host], timeout=30, limit=1)
         assert replies, "the worker did not answer"
     # The body ended meanwhile, and could not give back its lock.
-    assert result.get(timeout=30) == "ran"
+    assert get(call) == "ran"
     own_redis.start()
-    again = wait_for(
-        lambda: tasks.hold.apply_async(("a", 0), queue=queue).get(timeout=30) == "ran",
-        "an equal call runs again",
-    )
-    assert again
-    assert log.overlaps(runs_log) == 0
+    wait_for(lambda: worker.call(tasks.hold, key) == "ran", "an equal call runs again")
+    assert worker.overlaps() == 0
 
 
-@pytest.mark.only_all("it starts a worker")
-@pytest.mark.parametrize(
-    "own_redis", [{"appendonly": "yes", "appendfsync": "always"}], indirect=True, ids=["AOF"]
-)
-def test_calls_that_wait_while_the_store_is_down_run_when_it_is_back(
-    start_worker, queue, own_redis, runs_log
-):
-    """The store keeps its data, so of the calls of rerun the last one runs."""
-    worker = start_worker(cache="own_redis", concurrency=2)
+@pytest.mark.only_all("it starts a server and a worker")
+@that_keeps_its_data
+def test_calls_that_wait_while_the_store_is_down_run_when_it_is_back(start_worker, key, own_redis):
+    """Of the calls of rerun the last one runs."""
+    worker = start_worker()
     calls = {tasks.requeue: [], tasks.requeue_late: [], tasks.rerun: []}
-    locks = [task.lock("a") for task in calls]
+    locks = [task.lock(key) for task in calls]
     for lock in locks:
         assert lock.acquire()
     for value in range(1, 11):
         for task, of_task in calls.items():
-            of_task.append(task.apply_async(("a", 0, value), queue=queue))
-        wait_for(lambda: noted("a") == value, "it has met the conflict")  # noqa: B023
+            of_task.append(worker.send(task, key, 0, value))
+        wait_for(lambda: noted(key) == value, "it has met the conflict")  # noqa: B023
     wait_for(lambda: len(worker.events("conflict")) == 30, "all have met the conflict")
     own_redis.kill()
-    expiring = tasks.requeue.apply_async(("b",), queue=queue, expires=3)
+    expiring = worker.send(tasks.requeue, f"other {key}", expires=3)
     # The expiring call may expire before a busy worker receives it.
-    met = re.compile(r"\(key='a'\) .*: the call of .* is postponed")
+    met = re.compile(rf"\(key='{key}'\) .*: the call of .* is postponed")
     # A slow machine needs more than the first hop for these calls: some are superseded already.
     wait_for(
         lambda: len(met.findall(worker.text())) >= waiting(calls), "all met the outage", deadline=60
@@ -101,10 +99,10 @@ def test_calls_that_wait_while_the_store_is_down_run_when_it_is_back(
     own_redis.start()
     for lock in locks:
         lock.release()
-    answers = {task: [call.get(timeout=60) for call in of_task] for task, of_task in calls.items()}
+    answers = {task: [get(call) for call in of_task] for task, of_task in calls.items()}
     assert answers[tasks.requeue] == answers[tasks.requeue_late] == ["ran"] * 10
     assert answers[tasks.rerun] == ["superseded"] * 9 + ["ran"]
-    assert not any(line["key"] == "b" for line in worker.events("start"))
+    assert not worker.events("start", key=f"other {key}")
 
 
 def waiting(calls):
@@ -112,14 +110,12 @@ def waiting(calls):
 
 
 @pytest.mark.only_all("it starts a server")
-def test_what_could_not_be_given_back_is_given_back_later(own_redis, transactional_db):
+@that_keeps_its_data
+def test_what_could_not_be_given_back_is_given_back_later(own_redis):
     lock = tasks.hold.lock("a")
     lock.acquire()
-    value = lock._lease.value
-    store = get_store("own_redis")
     own_redis.kill()
     with pytest.raises(LockUnavailable):
         lock.release()
     own_redis.start()
-    store.add(lock.key, value, 20)  # as on a server that keeps its data
     wait_for(lambda: not lock.locked(), "it is given back")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import uuid
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from math import inf
-from operator import itemgetter
 
 import celery
 import pytest
@@ -18,22 +15,16 @@ from celery.exceptions import TimeoutError as NotInTime
 from celery.result import AsyncResult
 
 from django_singletask import DuplicateTask, TaskLock
-from django_singletask.holder import Holder
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import LATEST, QUEUED
-from django_singletask.stores import get_store
 from tests import canvases
+from tests.command_line import hold, locks, locks_as_json
 from tests.deadline import wait_for
 from tests.testapp import workflow_tasks as tasks
 from tests.testapp.celery import app
 from tests.testapp.workflow_tasks import FLAVOURS, SKIPPED
-from tests.worker.harness import Worker
+from tests.worker.harness import get, new_queue
 
 # Celery 5.4 with a redis-py of today.
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
-
-TIMEOUT = 30  # seconds: far longer than any workflow takes
-until = partial(wait_for, deadline=TIMEOUT)
 
 LOCKED = [flavour for flavour in FLAVOURS if flavour != "plain"]
 SKIPPING = ["skip", "start", "finish"]  # a member that finds its lock held is skipped
@@ -46,30 +37,11 @@ CALLED = ["starmap", "chunks"]
 SENT = [name for name in canvases.SHAPES if name not in CALLED]
 
 
-def delete(queue):
-    with app.connection_or_acquire() as connection:
-        connection.default_channel.queue_delete(queue)
-
-
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory, django_db_setup):
-    """Give one worker to all tests of this module."""
-    queue = f"test-{uuid.uuid4().hex[:12]}"
-    worker = Worker(tmp_path_factory.mktemp("worker"), queue, concurrency=4)
-    worker.log.touch()
-    worker.start()
-    yield worker
-    worker.kill_group()
-    delete(queue)
-
-
 class Flow:
     """What a test does with the worker."""
 
     def __init__(self, worker):
-        self.worker, self.queue = worker, worker.queue
-        self.begun = worker.log.stat().st_size
-        self.printed = len(worker.text())
+        self.worker, self.text, self.overlaps = worker, worker.text, worker.overlaps
         self.keys = []
 
     def key(self, name="key"):
@@ -81,50 +53,27 @@ class Flow:
         return canvases.distinct(lambda: self.key(name), first)
 
     def send(self, signature, **options):
-        return signature.apply_async(queue=self.queue, **options)
+        return signature.apply_async(queue=self.worker.queue, **options)
 
     def get(self, signature, **options):
-        return self.send(signature, **options).get(timeout=TIMEOUT)
+        return get(self.send(signature, **options))
 
     def send_all(self, flavour, keys_of, shapes):
         """Send a workflow of each shape."""
         workflows = {shape: canvases.make(shape, flavour, keys_of(shape)) for shape in shapes}
         return {shape: self.send(canvas) for shape, canvas in workflows.items()}
 
-    def text(self):
-        """Return what the worker has printed since the test began."""
-        return self.worker.text()[self.printed :]
-
-    def log(self):
-        """Return what tasks have written since the test began; the file serves the module."""
-        with self.worker.log.open("rb") as file:
-            file.seek(self.begun)
-            return [json.loads(line) for line in file if line.endswith(b"\n")]
-
     def events(self, key, event="start"):
-        return [line for line in self.log() if (line["event"], line.get("key")) == (event, key)]
-
-    def overlaps(self):
-        """Count the pairs of runs of one key, of all that the test has used, at the same time."""
-        ends = {line["run"]: line["t"] for line in self.log() if line["event"] == "end"}
-        latest, count = {}, 0
-        for line in sorted(self.log(), key=itemgetter("t")):
-            if line["event"] == "start":
-                key = line["key"]
-                count += line["t"] < latest.get(key, 0)
-                latest[key] = max(latest.get(key, 0), ends.get(line["run"], inf))
-        return count
+        return self.worker.events(event, key=key)
 
     def conflicts(self, *keys):
         """Count the conflicts about the locks of these keys, so far."""
-        of_locks = {lock_of(key).key for key in keys}
-        return sum(line["event"] == "conflict" and line["key"] in of_locks for line in self.log())
+        return sum(len(self.events(lock_of(key).key, "conflict")) for key in keys)
 
     def left_behind(self):
-        """Return the locks and the entries of queued calls that the cache still has."""
-        entries = get_store("redis").entries()
-        holders = [Holder.decode(entry.value) for key, entry in entries if LATEST not in key]
-        return [str(holder) for holder in holders if holder.name != "sweep"]
+        """Return the names of the locks and queued calls of this test that are still held."""
+        names = [lock["name"] for lock in locks_as_json("list")["locks"]]
+        return [name for name in names if any(key in name for key in self.keys)]
 
 
 def lock_of(key):
@@ -132,33 +81,26 @@ def lock_of(key):
 
 
 @contextmanager
-def held(flow, *keys):
+def held(*keys):
     """Let another holder have these locks; its record names a short lease, for short hops."""
-    store = get_store("redis")
-    values = {}
-    for key in keys:
-        lock = lock_of(key)
-        holder = Run("other", "other").holder(lock.name, 0.5)
-        values[lock.key] = holder.encode()
-        assert store.add(lock.key, values[lock.key], 120) is None
-    try:
-        yield
-    finally:
-        for key, value in values.items():
-            store.release(key, value)
+    locks = [lock_of(key) for key in keys]
+    for lock in locks:
+        hold(key=lock.key, name=lock.name, token=lock.name, timeout=0.5)
+    yield
+    for lock in locks:
+        lock.clear()
 
 
 @pytest.fixture
-def flow(worker, monkeypatch):
+def flow(worker):
     """Give what a test does with the worker; at the end of the test no entry may be left."""
     flow = Flow(worker)
-    monkeypatch.setenv("SINGLETASK_TEST_LOG", str(worker.log))
     yield flow
-    until(lambda: not flow.left_behind(), "all is given back")
+    wait_for(lambda: not flow.left_behind(), "all is given back")
 
 
 def get_all(results):
-    return {shape: result.get(timeout=TIMEOUT) for shape, result in results.items()}
+    return {shape: get(result) for shape, result in results.items()}
 
 
 def results_of(shapes):
@@ -168,7 +110,7 @@ def results_of(shapes):
 def error_of(result):
     """Wait for a result, and return the name of its error, if any."""
     try:
-        result.get(timeout=TIMEOUT)
+        get(result)
     except NotInTime:
         raise
     except Exception as error:
@@ -232,7 +174,7 @@ def first_held(flow):
     @contextmanager
     def send(flavour, shapes):
         first = {shape: flow.key(shape) for shape in shapes}
-        with held(flow, *first.values()):
+        with held(*first.values()):
             keys_of = lambda shape: flow.distinct(shape, first[shape])  # noqa: E731
             yield flow.send_all(flavour, keys_of, shapes), first
 
@@ -259,7 +201,7 @@ def test_a_raised_conflict_fails_what_waits_for_it(first_held):
     with first_held("raise", shapes) as (results, _):
         errors = {shape: error_of(result) for shape, result in results.items()}
     assert set(errors.values()) <= {"LockConflict", "ChordError"}
-    body = AsyncResult(results["chord"].id).get(timeout=TIMEOUT, propagate=False)
+    body = get(AsyncResult(results["chord"].id), propagate=False)
     assert type(body).__name__ == "ChordError"
     assert "LockConflict" in str(body)
 
@@ -278,7 +220,7 @@ def test_of_a_group_behind_a_failed_link_only_the_link_ends(flow, flavour):
 def test_a_member_that_is_postponed_gives_its_ordinary_result(flow, first_held, flavour):
     with first_held(flavour, SENT) as (results, first):
         conflicts = partial(flow.conflicts, *first.values())
-        until(lambda: conflicts() >= len(first), "each first member is postponed")
+        wait_for(lambda: conflicts() >= len(first), "each first member is postponed")
         assert not any(flow.events(key) for key in first.values())
     assert get_all(results) == results_of(SENT)
     assert all(len(flow.events(key)) == 1 for key in first.values())
@@ -293,21 +235,21 @@ def test_what_is_called_by_map_or_chunks_raises_instead(first_held, flavour):
 def test_a_member_waits(flow, first_held):
     with first_held("wait", ["chain", "chord"]) as (results, _):
         received = f"{results['chain'].parent.parent.id}] received"
-        until(lambda: received in flow.text(), "it waits")
+        wait_for(lambda: received in flow.text(), "it waits")
     assert get_all(results) == results_of(["chain", "chord"])
 
 
 def test_superseded_members_give_way_and_the_bodies_run(flow):
     add, total = tasks.add["rerun"], tasks.total["rerun"]
     keys = [flow.key() for _ in range(3)]
-    with held(flow, *keys):
+    with held(*keys):
         results = [
             flow.send(chord([add.s(n, key) for n in (0, 10, 20)], total.s(flow.key())))
             for key in keys
         ]
-        until(lambda: flow.conflicts(*keys) >= 9, "all members have met the conflict")
+        wait_for(lambda: flow.conflicts(*keys) >= 9, "all members have met the conflict")
     for key, result in zip(keys, results, strict=True):
-        assert result.get(timeout=TIMEOUT) in [2 * SKIPPED + number for number in (1, 11, 21)]
+        assert get(result) in [2 * SKIPPED + number for number in (1, 11, 21)]
         assert len(flow.events(key)) == 1
 
 
@@ -315,45 +257,36 @@ def test_superseded_members_give_way_and_the_bodies_run(flow):
 def test_the_body_of_a_chord_finds_its_lock_held(flow, flavour):
     add, key = tasks.add["plain"], flow.key()
     header = group(add.si(0, flow.key()), add.si(10, flow.key()))
-    with held(flow, key):
+    with held(key):
         result = flow.send(chain(header, tasks.total[flavour].s(key), add.s(flow.key())))
         if flavour in SKIPPING:
-            assert result.get(timeout=TIMEOUT) == SKIPPED + 1
+            assert get(result) == SKIPPED + 1
         elif flavour == "raise":
             assert error_of(result) == "LockConflict"
         elif flavour == "wait":
-            until(lambda: "workflow.total.wait[" in flow.text(), "it waits")
+            wait_for(lambda: "workflow.total.wait[" in flow.text(), "it waits")
         else:
-            until(lambda: flow.conflicts(key), "it is postponed")
+            wait_for(lambda: flow.conflicts(key), "it is postponed")
     if flavour == "wait" or flavour in POSTPONING:
-        assert result.get(timeout=TIMEOUT) == 13
+        assert get(result) == 13
 
 
 # An equal call is queued
 
 
-@pytest.fixture
-def queued():
+@contextmanager
+def queued(task, *args):
     """Leave an equal call of a unique task in a queue that no worker reads."""
-    queue = f"test-unread-{uuid.uuid4().hex[:12]}"
-
-    @contextmanager
-    def leave(task, *args):
-        result = task.apply_async(args, queue=queue)
+    with new_queue() as unread:
+        result = task.apply_async(args, queue=unread)
         assert task.queued(*args).id == result.id
-        beside = task.lock(*args)._lock_key.beside(QUEUED, task.name).key
-        store = get_store("redis")
-        value = store.read(beside).value
         yield result
-        assert store.read(beside).value == value  # no other process has freed it
-        store.release(beside, value)
-
-    yield leave
-    delete(queue)
+        assert task.queued(*args).id == result.id  # no other process has freed it
+        locks("clear", "--queued", "--yes", result.id)
 
 
 @pytest.mark.parametrize("flavour", ["start", "finish"])
-def test_a_member_is_sent_although_an_equal_call_is_queued(flow, queued, flavour):
+def test_a_member_is_sent_although_an_equal_call_is_queued(flow, flavour):
     add, strict = tasks.add[flavour], {"on_duplicate": "raise"}
     keys = {shape: flow.key(shape) for shape in [*canvases.SHAPES, "link"]}
     with ExitStack() as stack:
@@ -366,7 +299,7 @@ def test_a_member_is_sent_although_an_equal_call_is_queued(flow, queued, flavour
         linked = tasks.add["plain"].s(flow.key())
         after = linked.freeze()
         assert flow.get(add.s(0, keys["link"]), link=linked, lock_options=strict) == 1
-        assert after.get(timeout=TIMEOUT) == 2
+        assert get(after) == 2
         numbers_of = get_all(results)
     for name, numbers in numbers_of.items():
         shape = canvases.SHAPES[name]
@@ -375,11 +308,11 @@ def test_a_member_is_sent_although_an_equal_call_is_queued(flow, queued, flavour
         assert len(tasks.flat(numbers)) == len(tasks.flat(shape.gives))
 
 
-def test_what_is_left_behind_would_be_seen(flow, queued):
+def test_what_is_left_behind_would_be_seen(flow):
     """Negative control of the end of every test here."""
     key = flow.key()
     assert not flow.left_behind()
-    with held(flow, key):
+    with held(key):
         assert flow.left_behind()
     with queued(tasks.add["finish"], 0, key):
         assert flow.left_behind()
@@ -393,13 +326,13 @@ def test_the_links_of_a_skipped_and_of_a_postponed_call_run_once(flow):
     skipped, postponed = flow.key("skipped"), flow.key("postponed")
     links = {key: after.s(flow.key(f"after {key}")) for key in (skipped, postponed)}
     results = {key: link.freeze() for key, link in links.items()}
-    with held(flow, skipped, postponed):
+    with held(skipped, postponed):
         flow.get(tasks.add["skip"].s(0, skipped), link=links[skipped])
-        assert results[skipped].get(timeout=TIMEOUT) == SKIPPED + 1
+        assert get(results[skipped]) == SKIPPED + 1
         first = flow.send(tasks.add["requeue"].s(0, postponed), link=links[postponed])
-        until(lambda: flow.conflicts(postponed), "it is postponed")
-    assert first.get(timeout=TIMEOUT) == 1
-    assert results[postponed].get(timeout=TIMEOUT) == 2
+        wait_for(lambda: flow.conflicts(postponed), "it is postponed")
+    assert get(first) == 1
+    assert get(results[postponed]) == 2
     for link in links.values():
         assert len(flow.events(link.args[-1])) == 1
 
@@ -415,13 +348,13 @@ def errbacks(key):
 
 def calls_of_errbacks(flow, key):
     """Wait for the three errbacks, and return what they have written into the log."""
-    until(lambda: len(flow.events(key, "errback")) >= 3, "the errbacks are called")
+    wait_for(lambda: len(flow.events(key, "errback")) >= 3, "the errbacks are called")
     return flow.events(key, "errback")
 
 
 def test_the_errbacks_of_a_raised_conflict_run(flow):
     key = flow.key()
-    with held(flow, key):
+    with held(key):
         result = flow.send(tasks.add["raise"].s(0, key), link_error=errbacks(key))
         assert error_of(result) == "LockConflict"
         lines = calls_of_errbacks(flow, key)
@@ -436,7 +369,7 @@ def test_the_errbacks_of_a_chord_run(flow):
     last = tasks.total["raise"].s(body)
     for errback in errbacks(body):
         last.link_error(errback)
-    with held(flow, key):
+    with held(key):
         result = flow.send(chord(members, last))
         assert error_of(result) in ("ChordError", "LockConflict")
         lines = calls_of_errbacks(flow, body)
@@ -446,9 +379,9 @@ def test_the_errbacks_of_a_chord_run(flow):
 
 def test_the_errbacks_of_a_postponed_call_that_fails_run_once(flow):
     key = flow.key()
-    with held(flow, key):
+    with held(key):
         result = flow.send(tasks.fail["requeue"].s(0, key), link_error=errbacks(key))
-        until(lambda: flow.conflicts(key), "it is postponed")
+        wait_for(lambda: flow.conflicts(key), "it is postponed")
         assert not flow.events(key, "errback")
     assert error_of(result) == "ZeroDivisionError"
     assert len(calls_of_errbacks(flow, key)) == 3
@@ -465,16 +398,16 @@ def test_an_errback_that_gets_no_lock_fails_in_the_log(flow, errback, error):
         failing = flow.send(tasks.fail["skip"].s(0, key), link_error=task.s(key=key))
         # Celery before 5.7 may replace the task's error by that of its errback.
         assert error_of(failing) in ("ZeroDivisionError", error)
-        until(lambda: error in flow.text(), "the worker logs it")
+        wait_for(lambda: error in flow.text(), "the worker logs it")
         assert not flow.events(key, "errback")
 
 
 def test_a_postponed_call_without_a_result_has_none(flow):
     key = flow.key()
-    with held(flow, key):
+    with held(key):
         result = flow.send(tasks.add["requeue"].s(0, key), ignore_result=True)
-        until(lambda: flow.conflicts(key), "it is postponed")
-    until(lambda: flow.events(key, "end"), "it runs")
+        wait_for(lambda: flow.conflicts(key), "it is postponed")
+    wait_for(lambda: flow.events(key, "end"), "it runs")
     flow.get(tasks.add["requeue"].s(0, key))  # after the end of the first
     assert AsyncResult(result.id).state == "PENDING"
 
@@ -509,7 +442,7 @@ def test_a_task_replaces_itself_by_what_wants_the_same_lock(flow, flavour):
             ),
             number + 21,
         )
-    returned = {name: result.get(timeout=TIMEOUT) for name, (result, _) in results.items()}
+    returned = {name: get(result) for name, (result, _) in results.items()}
     assert returned == {name: numbers for name, (_, numbers) in results.items()}
     assert flavour == "plain" or not flow.overlaps()
 
@@ -521,11 +454,11 @@ def test_a_task_replaces_itself_by_what_wants_the_same_lock(flow, flavour):
 @pytest.mark.parametrize("flavour", LOCKED)
 def test_a_call_of_itself_from_its_body(flow, flavour):
     result = flow.send(tasks.call_itself[flavour].s(flow.key(), "delay"))
-    again = AsyncResult(result.get(timeout=TIMEOUT))
+    again = AsyncResult(get(result))
     if flavour == "raise":
         assert error_of(again) == "LockConflict"
     else:
-        answer = again.get(timeout=TIMEOUT)
+        answer = get(again)
         answers = {"skip": [SKIPPED], "start": [SKIPPED, "ran"], "finish": [SKIPPED]}
         assert answer in answers.get(flavour, ["ran"])
     assert not flow.overlaps()
@@ -534,7 +467,7 @@ def test_a_call_of_itself_from_its_body(flow, flavour):
 def test_a_body_sends_the_next_page(flow):
     key = flow.key()
     assert flow.get(tasks.page.s(key, 0)) == 0
-    until(lambda: len(flow.events(key, "end")) >= 3, "all pages have run")
+    wait_for(lambda: len(flow.events(key, "end")) >= 3, "all pages have run")
     assert [line["number"] for line in flow.events(key)] == [0, 1, 2]
     assert not flow.overlaps()
 
@@ -548,16 +481,16 @@ def test_a_call_of_another_task_from_a_body(flow, flavour):
         differ = flow.send(outer.s(flow.key(), flow.key(), how))
         results.append((differ, flow.send(outer.s(key, key, how))))
     for differ, alike in results:
-        assert differ.get(timeout=TIMEOUT) == 2
+        assert get(differ) == 2
         conflict = f"conflict with {alike.id}"
-        assert alike.get(timeout=TIMEOUT) == (SKIPPED if flavour in SKIPPING else conflict)
+        assert get(alike) == (SKIPPED if flavour in SKIPPING else conflict)
 
 
 def test_map_takes_the_lock_for_each(flow):
     one, other = flow.key(), flow.key()
     once = tasks.once["skip"]
     assert flow.get(once.map([one, other, one])) == [one, other, one]
-    with held(flow, other):
+    with held(other):
         assert flow.get(once.map([one, other, one])) == [one, SKIPPED, one]
         assert error_of(flow.send(tasks.once["raise"].map([one, other]))) == "LockConflict"
     assert len(flow.events(one)) == 5
@@ -571,7 +504,7 @@ def test_lock_options_of_a_link_travel_with_it(flow):
     asks = add.si(1, key).set(lock_options={"skip_result": 7})
     insists = add.si(1, key).set(lock_options={"on_conflict": "raise"})
     free = flow.key()
-    with held(flow, key):
+    with held(key):
         assert flow.get(add.si(0, free) | asks) == 7
         assert flow.get(chord([add.si(0, free), asks], tasks.total["plain"].s(free))) == 8
         assert error_of(flow.send(add.si(0, free) | insists)) == "LockConflict"
@@ -588,7 +521,7 @@ def test_a_link_whose_arguments_make_no_lock_fails_the_chain(flow):
 def test_bound(flow):
     key = flow.key()
     result = flow.send(tasks.bound.s(key))
-    assert result.get(timeout=TIMEOUT) == [
+    assert get(result) == [
         result.id,
         tasks.bound.name,
         f"workflow.bound(key='{key}')",
@@ -641,16 +574,16 @@ def test_pydantic(flow):
 def test_a_task_with_another_request_class(flow):
     key = flow.key()
     result = flow.send(tasks.requested.s(key))
-    assert result.get(timeout=TIMEOUT) == "ran"
-    (accepted,) = until(lambda: flow.events(result.id, "accepted"), "the process is noted")
+    assert get(result) == "ran"
+    (accepted,) = wait_for(lambda: flow.events(result.id, "accepted"), "the process is noted")
     assert accepted["by"] == flow.events(key)[0]["pid"]
     # The main process still frees the lock of a killed run.
     lock = tasks.requested.lock(key, 60)
     flow.send(tasks.requested.s(key, 60))
-    until(lambda: len(flow.events(key)) == 2, "it runs")
+    wait_for(lambda: len(flow.events(key)) == 2, "it runs")
     os.kill(flow.events(key)[1]["pid"], signal.SIGKILL)
-    until(lambda: not lock.locked(), "its lock is free")
-    until(lambda: flow.events(lock.key, "dead"), "the death is reported")
+    wait_for(lambda: not lock.locked(), "its lock is free")
+    wait_for(lambda: flow.events(lock.key, "dead"), "the death is reported")
 
 
 def test_a_shared_task_of_two_applications(flow):
@@ -661,10 +594,10 @@ def test_a_shared_task_of_two_applications(flow):
         key = flow.key()
         lock = one_s.lock(key)
         assert two_s.lock(key).key == lock.key
-        sent = two_s.apply_async((key,), queue=flow.queue)
-        assert sent.get(timeout=TIMEOUT) == lock.key
-        linked = chain(two_s.si(key), two_s.si(key)).apply_async(queue=flow.queue)
-        assert linked.get(timeout=TIMEOUT) == lock.key
+        sent = two_s.apply_async((key,), queue=flow.worker.queue)
+        assert get(sent) == lock.key
+        linked = chain(two_s.si(key), two_s.si(key)).apply_async(queue=flow.worker.queue)
+        assert get(linked) == lock.key
         assert two_s(key) == one_s(key) == lock.key
         with two_s.lock(key):
             assert one_s(key) == "skipped"
