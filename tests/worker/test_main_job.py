@@ -75,7 +75,7 @@ def test_a_message_of_send_task_is_locked_too(worker, key):
     get(first)
 
 
-@pytest.mark.only_all("tests/test_bases.py shows it without a worker")
+@pytest.mark.only_all("tests/task/test_bases.py shows it without a worker")
 def test_another_base_is_called_once_a_run(worker, key):
     sides = {tasks.noted_inside: True, tasks.noted_outside: False}
     calls = [worker.send(task, key) for task in sides]
