@@ -414,7 +414,7 @@ def test_a_free_lock_is_taken_as_soon_as_its_slot_has_moved(
 
 @pytest.mark.only_all("it starts processes")
 def test_many_processes_take_turns_while_slots_migrate(either: Cluster, store: Any) -> None:
-    command = [sys.executable, "-m", "tests.racers", "moves", "cluster", "2"]
+    command = [sys.executable, "-m", "tests.racers", "cluster", "2"]
     variables = {**os.environ, **VARIABLES, "SINGLETASK_TEST_CLUSTER": either.url}
     racers = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
     migration, moves = Migration(either, store, "moves"), 0
