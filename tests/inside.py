@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from django_singletask import clock, stores
+from django_singletask.history import sweep
 from django_singletask.locks import keys
 from django_singletask.stores import base
 
@@ -59,6 +60,11 @@ def later(seconds: float) -> Iterator[None]:
     now = clock.now
     with mock.patch.object(clock, "now", side_effect=lambda: now() + seconds):
         yield
+
+
+def take_turn_to_sweep() -> bool:
+    """Let this process be the one that sweeps next; return whether no other one has the turn."""
+    return sweep.takes_turn()
 
 
 # == Locks, leases, renewal
