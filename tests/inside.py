@@ -13,7 +13,7 @@ from unittest import mock
 
 from django_singletask import clock, stores
 from django_singletask.history import sweep
-from django_singletask.locks import keys
+from django_singletask.locks import keys, renewal
 from django_singletask.stores import base
 
 # == Stores and the epoch
@@ -65,6 +65,11 @@ def later(seconds: float) -> Iterator[None]:
 def take_turn_to_sweep() -> bool:
     """Let this process be the one that sweeps next; return whether no other one has the turn."""
     return sweep.takes_turn()
+
+
+def wait_as_a_process_that_ends(seconds: float) -> None:
+    """Wait until this process has left all entries that it must, at most for so long."""
+    renewal.release_owed(seconds)
 
 
 # == Locks, leases, renewal
