@@ -6,15 +6,19 @@ public names and these; only the tests of one module itself import that module, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from django_singletask import clock, stores
+from django_singletask import Holder, TaskLock, clock, stores
 from django_singletask.history import sweep
-from django_singletask.locks import keys, renewal
+from django_singletask.locks import keys, lease, liveness, renewal
 from django_singletask.stores import base
+from tests.deadline import wait_for
 
 # == Stores and the epoch
 
@@ -70,6 +74,84 @@ def take_turn_to_sweep() -> bool:
 def wait_as_a_process_that_ends(seconds: float) -> None:
     """Wait until this process has left all entries that it must, at most for so long."""
     renewal.release_owed(seconds)
+
+
+# The protocol, simulated
+
+
+def lease_of(lock: TaskLock) -> Any:
+    """Return what a process knows of its lease: its ``deadline``, and when a renewal is due."""
+    return lock._lease
+
+
+@contextmanager
+def simulation(
+    store: Callable[[], base.Store],
+    now: Callable[[], float],
+    owe: Callable[[Sequence[str], bytes, float], object],
+    proof_of_death: Callable[[Holder], str | None],
+) -> Iterator[None]:
+    """Let the locks of this thread use this store and clock, and be renewed by the test alone.
+
+    ``owe`` gets the keys, the value and the lease of an entry that must be left later. Other
+    threads, such as one of an earlier test, keep the real time.
+    """
+    real, here = clock.now, threading.get_ident()
+
+    def time_of_thread() -> float:
+        return now() if threading.get_ident() == here else real()
+
+    renewer = SimpleNamespace(
+        keep=lambda lease: None,
+        drop=lambda lease: None,
+        find=lambda token, key, origin: None,
+        owe=lambda keys, value, length, *new: owe(keys, value, length),
+    )
+    every_cache = mock.MagicMock(return_value=renewer)
+    stores.open_with(lambda alias: store())
+    try:
+        with (
+            mock.patch.object(clock, "now", time_of_thread),
+            mock.patch.object(renewal.Renewers, "__getitem__", every_cache, create=True),
+            mock.patch.object(liveness, "proof_of_death", proof_of_death),
+        ):
+            yield
+    finally:
+        stores.open_with(None)
+
+
+@contextmanager
+def renewals_that_count_from_the_reply() -> Iterator[None]:
+    """Break leases: trust a renewal as if it had been sent when its reply came."""
+    settle = lease.Lease.settle
+
+    def settle_now(held: lease.Lease, _sent: float, length: float, outcome: base.Outcome) -> None:
+        settle(held, clock.now(), length, outcome)
+
+    with mock.patch.object(lease.Lease, "settle", settle_now):
+        yield
+
+
+@contextmanager
+def losses_that_a_renewal_undoes() -> Iterator[None]:
+    """Break leases: one that has ended is renewed, and then trusted again."""
+    lost = property(lambda held: held.held and clock.now() >= held.deadline)
+    with (
+        mock.patch.object(lease.Lease, "lost", lost),
+        mock.patch.object(lease.Lease, "has_ended", return_value=False),
+    ):
+        yield
+
+
+def keep_nothing() -> None:
+    """Let the threads of this process renew and leave nothing more; return when they sleep."""
+    for each in renewal.renewers.values():
+        each.leases.clear()
+        each.owed.clear()
+        each.wake()
+    threads = [each for each in renewal.renewers.values() if each.thread is not None]
+    idle = (math.inf, math.inf)
+    wait_for(lambda: all((e.shortest, e.late_at) == idle for e in threads), "they sleep")
 
 
 # == Locks, leases, renewal
