@@ -314,8 +314,8 @@ def test_the_protocol(settings):
 @pytest.mark.only_all(
     "one fault shows that faults are found",
     "renewal without compare",
+    "release without compare",
     "a loss that a renewal undoes",
-    "renewal anchored at the reply",
 )
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_protocol_is_found(fault, settings):
