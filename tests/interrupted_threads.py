@@ -63,7 +63,8 @@ def fault_of(alias: str, name: str) -> str:
     if thread.is_alive():
         return "another thread gets no lock"
     try:
-        wait_for(lambda: lock._lease.renewed_at > lock._lease.taken_at, "it is renewed", LEASE)
+        wait_for(lambda: lock.remaining() < 0.9 * LEASE, "a part of the lease is over", LEASE)
+        wait_for(lambda: lock.remaining() > 0.9 * LEASE, "it is renewed", LEASE)
     except AssertionError:
         return "no lock is renewed"
     lock.release()
@@ -76,8 +77,6 @@ def fault_of(alias: str, name: str) -> str:
 
 def interrupt(alias: str, when: str, number: int, result: int) -> int:
     """Interrupt a lock of this process, and write what does not work afterwards."""
-    from django_singletask.stores import close_stores
-
     signal.alarm(HUNG)
     name = f"interrupted {os.getpid()}"
     if when == "later":
@@ -93,7 +92,6 @@ def interrupt(alias: str, when: str, number: int, result: int) -> int:
         return NO_SUCH_PLACE
     fault = fault_of(alias, name)
     os.write(result, f": {fault}".encode())
-    close_stores()
     return bool(fault)
 
 

@@ -12,10 +12,8 @@ import pytest
 import redis
 
 from django_singletask import LockError, TaskLock
-from django_singletask.locks.renewal import renewers
-from django_singletask.operators.probe import look_at
-from django_singletask.stores.base import Slots
-from tests import servers
+from tests import inside, servers
+from tests.command_line import locks_as_json
 from tests.entries import private_store
 
 pytestmark = [
@@ -55,14 +53,17 @@ def refused(client: redis.Redis) -> set[str]:
     return {str(entry["object"]).lower() for entry in client.acl_log()} - {"client|setinfo"}
 
 
-def use_locks(settings: Any, server: servers.Redis, alias: str, *, probes: bool = False) -> None:
-    """Send every request of a lock, a queued call, a fencing token, the list and the probe."""
-    url = f"redis://locks:secret@127.0.0.1:{server.port}/1"
+def url_of(server: servers.Redis) -> str:
+    return f"redis://locks:secret@127.0.0.1:{server.port}/1"
+
+
+def use_locks(settings: Any, server: servers.Redis, alias: str) -> None:
+    """Send every request of a lock, a queued call, a fencing token and the list."""
     settings.SINGLETASK_CACHE = alias
-    with private_store(settings, alias, url) as store:
+    with private_store(settings, alias, url_of(server)) as store:
         with suppress(LockError), TaskLock("nightly", slots=2) as lock:
             lock.extend(30)
-            store.renew_many([(lock.key, lock._lease.value, 60)])
+            store.renew(lock.key, store.read(lock.key).value, 60)
         with suppress(LockError), TaskLock("nightly") as lock:
             assert not TaskLock("nightly").acquire()
             lock.fencing_token()
@@ -73,12 +74,9 @@ def use_locks(settings: Any, server: servers.Redis, alias: str, *, probes: bool 
                 received.clear(actor="tests")
         with suppress(LockError):  # the second one as after a lost reply
             for _ in range(2):
-                assert store.take(Slots(("singletask:a",)), b"mine", 30, heeds_epoch=False)
+                assert inside.take(store, b"mine", "singletask:a")
         with suppress(LockError):
             store.look()
-        if probes:
-            assert not [one for one in look_at(store) if "refused" in one.text]
-    renewers.clear()
 
 
 @pytest.mark.parametrize("alias", CLIENTS)
@@ -88,9 +86,13 @@ def test_the_user_of_the_documentation_may_do_all_that_locks_need(settings, serv
     assert refused(client) == set()
 
 
-def test_the_probe_needs_one_more(settings, server):
+def test_the_probe_needs_one_more(settings, server, monkeypatch):
     client = allow(server, "redis", "+config|get")
-    use_locks(settings, server, "redis", probes=True)
+    settings.SINGLETASK_CACHE = "redis"
+    monkeypatch.setenv("SINGLETASK_TEST_REDIS_URL", url_of(server))  # of the other process
+    with private_store(settings, "redis", url_of(server)):
+        findings = locks_as_json("probe")["findings"]
+    assert not [finding for finding in findings if "refused" in finding["text"]]
     assert refused(client) == set()
 
 

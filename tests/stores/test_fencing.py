@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from django_singletask import LockError, LockLost, TaskLock, clock
-from django_singletask.locks import renewal
-from django_singletask.stores import get_store
-from django_singletask.stores.base import Outcome
+from django_singletask import LockError, LockLost, TaskLock
+from tests import inside
 from tests.deadline import wait_for
 from tests.testapp.models import Account
 
@@ -52,13 +50,11 @@ def test_a_lock_that_is_not_held_has_none() -> None:
 
 
 @pytest.mark.parametrize("fetched", [True, False])
-def test_a_lost_lock_has_none(fetched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_lock_has_none(fetched: bool) -> None:
     with TaskLock("nightly", renew=False, timeout=30) as lock:
         if fetched:
             lock.fencing_token()
-        later = clock.now() + 31
-        monkeypatch.setattr(clock, "now", lambda: later)
-        with pytest.raises(LockLost):
+        with inside.later(31), pytest.raises(LockLost):
             lock.fencing_token()
 
 
@@ -98,7 +94,7 @@ def test_an_entry_that_the_cache_forgot_is_found_missing(
 
 @pytest.mark.usefixtures("no_renewal_thread")
 def test_no_number_is_drawn_before_it_is_known_that_the_lock_was_retaken(
-    empty_cache: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, settings: Any
+    empty_cache: Callable[[str], None], settings: Any
 ) -> None:
     """Negative control: without the wait for a renewal this draws the greatest number."""
     settings.SINGLETASK_HISTORY = "off"  # else the threads would open connections
@@ -111,21 +107,22 @@ def test_no_number_is_drawn_before_it_is_known_that_the_lock_was_retaken(
         except LockLost as error:
             drawn.append(error)
 
-    def renew(requests: list[Any]) -> list[Outcome]:
-        outcomes = get_store("redis").renew_many(requests)
-        retaken.set()
-        go_on.wait(20)
-        return outcomes
+    def extend() -> None:
+        store = inside.store_of("redis")  # of this thread
+        renew = store.renew
 
-    class SlowStore:
-        batch = 1
-        renew_many = staticmethod(renew)
+        def renew_slowly(*request: Any) -> Any:
+            outcome = renew(*request)
+            retaken.set()
+            go_on.wait(20)
+            return outcome
+
+        store.renew = renew_slowly
+        lock.extend()
 
     with TaskLock("nightly") as lock:
-        assert lock._lease is not None
         empty_cache("redis")
-        renew = renewal.renewers["redis"].renew
-        slow = threading.Thread(target=renew, args=(SlowStore, [lock._lease]))
+        slow = threading.Thread(target=extend)
         slow.start()
         assert retaken.wait(20)
         body = threading.Thread(target=draw)

@@ -10,16 +10,15 @@ from django.core.management import CommandError
 from valkey import Valkey
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.operators import held
-from django_singletask.stores import get_store
-from django_singletask.stores.base import EPOCH, Outcome, Slots, Store
-from django_singletask.stores.cluster import ClusterStore
-from tests.command_line import locks
+from django_singletask.stores.base import Outcome, Store
+from tests import inside
+from tests.command_line import locks, locks_as_json
 from tests.deadline import wait_for
 from tests.entries import holder, key_of, private_store
 from tests.servers import Redis
 
 A, B = holder("a"), holder("b")
+EPOCH = "singletask:@epoch"
 KEYS = [key_of(name) for name in "abc"]
 pytestmark = [pytest.mark.django_db(databases="__all__"), pytest.mark.usefixtures("cache_alias")]
 on_each_family = pytest.mark.parametrize("cache_alias", ["redis", "cluster"], indirect=True)
@@ -28,8 +27,8 @@ on_redis = pytest.mark.parametrize("cache_alias", ["redis"], indirect=True)
 
 def command(alias: str, verb: str, key: str, *words: str) -> None:
     """Send a command about the entry with this key."""
-    store: Any = get_store(alias)
-    if isinstance(store, ClusterStore):
+    store = inside.store_of(alias)
+    if alias == "cluster":
         store = store.group(key)
     store.ask((bool, verb, store.make_key(key), *words))
 
@@ -49,7 +48,7 @@ def put_list(cache_alias: str) -> Iterator[Callable[[str], None]]:
 
 @on_each_family
 def test_it_is_taken_by_something_else(cache_alias: str, put_list: Callable[[str], None]) -> None:
-    store, key = get_store(cache_alias), KEYS[1]
+    store, key = inside.store_of(cache_alias), KEYS[1]
     put_list(key)
     assert not TaskLock("b").acquire()
     assert TaskLock("b").locked()
@@ -66,7 +65,7 @@ def test_it_is_taken_by_something_else(cache_alias: str, put_list: Callable[[str
 
 @on_each_family
 def test_other_locks_are_renewed(cache_alias: str, put_list: Callable[[str], None]) -> None:
-    store = get_store(cache_alias)
+    store = inside.store_of(cache_alias)
     for key in KEYS:
         assert store.add(key, A, 60) is None
     put_list(KEYS[1])
@@ -93,28 +92,27 @@ def test_its_holder_loses_it_and_other_holders_nothing(put_list: Callable[[str],
 
 @on_redis
 def test_a_slot_of_another_type_is_no_free_slot(put_list: Callable[[str], None]) -> None:
-    store, keys = get_store("redis"), tuple(KEYS)
+    store = inside.store_of("redis")
     put_list(KEYS[0])
-    assert store.take(Slots(keys, 2), A, 60, heeds_epoch=False) == KEYS[1]
-    taken = store.take(Slots(keys, 2), B, 60, heeds_epoch=False)
-    assert [*taken] == KEYS[:2]
+    assert inside.take(store, A, *KEYS, allowed=2) == KEYS[1]
+    assert [*inside.take(store, B, *KEYS, allowed=2)] == KEYS[:2]
 
 
 @on_each_family
 def test_it_is_listed_and_not_cleared(put_list: Callable[[str], None]) -> None:
     put_list(KEYS[1])
-    [lock] = held.held()
-    assert (lock.name, lock.state) == (KEYS[1], "held")
-    assert not held.clear(lock, actor="ada")
+    [lock] = locks_as_json("list")["locks"]
+    assert (lock["name"], lock["state"]) == (KEYS[1], "held")
+    assert not TaskLock("b").clear(actor="ada")
     with pytest.raises(CommandError):
         locks("clear", KEYS[1], "--yes")
-    assert [lock.key for lock in held.held()] == [KEYS[1]]
+    assert [lock["key"] for lock in locks_as_json("list")["locks"]] == [KEYS[1]]
 
 
 @pytest.mark.parametrize("kind", ["empty", "list"])
 @on_redis
 def test_an_epoch_of_something_else_is_an_epoch(kind: str, put_list: Callable[[str], None]) -> None:
-    store = get_store("redis")
+    store = inside.store_of("redis")
     put_list(EPOCH)
     if kind == "empty":
         command("redis", "DEL", EPOCH)
@@ -166,6 +164,6 @@ def test_control_a_list_ends_a_script_that_does_not_expect_it(
     put_list: Callable[[str], None],
 ) -> None:
     put_list(KEYS[1])
-    store: Any = get_store("redis")
+    store = inside.store_of("redis")
     with pytest.raises(store.errors.ResponseError, match="wrong kind of value"):
         store.client.eval("return redis.call('GET', KEYS[1])", 1, store.make_key(KEYS[1]))

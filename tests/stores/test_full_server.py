@@ -17,13 +17,12 @@ from django.urls import reverse
 from redis import Redis as Client
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from django_singletask import LockUnavailable, TaskLock, clock
-from django_singletask.holder import Holder, this_process
-from django_singletask.operators import held
+from django_singletask import Holder, LockUnavailable, TaskLock
 from django_singletask.signals import LockEvent, lock_event
-from django_singletask.stores import get_store
-from django_singletask.stores.base import Outcome, marker_key
+from django_singletask.stores.base import Outcome
+from tests import inside
 from tests.admin_pages import log_in
+from tests.command_line import locks_as_json
 from tests.deadline import wait_for
 from tests.entries import holder, key_of, private_store
 from tests.servers import Memcached, Redis
@@ -60,8 +59,8 @@ def test_locks_outlive_their_leases_on_a_full_server(client: Client) -> None:
     assert all(lock.acquire() for lock in locks)
     fill(client)
     client.script_flush()  # the scripts can be loaded again
-    end = clock.now() + 2
-    wait_for(lambda: clock.now() > end, "three leases have passed")
+    end = time.monotonic() + 2
+    wait_for(lambda: time.monotonic() > end, "three leases have passed")
     for lock in locks:
         lock.check()
         assert lock.owned()
@@ -87,7 +86,7 @@ def test_a_take_on_a_full_server_is_an_outage_and_a_conflict_is_a_conflict(clien
 
 
 def test_a_lock_that_cannot_be_taken_again_is_told_of_alone(client: Client) -> None:
-    store = get_store("redis")
+    store = inside.store_of("redis")
     store.look()
     for key in KEYS:
         assert store.add(key, A, 60) is None
@@ -103,11 +102,11 @@ def test_a_lock_that_cannot_be_taken_again_is_told_of_alone(client: Client) -> N
 
 
 def test_a_refusal_hides_no_loss_of_other_locks(client: Client) -> None:
-    store = get_store("redis")
+    store = inside.store_of("redis")
     store.look()
     taken, _gone, cleared = KEYS
     assert store.add(taken, B, 60) is None
-    assert store.add(marker_key(cleared, A), b"1", 60) is None
+    assert store.add(inside.marker_of(cleared, A), b"1", 60) is None
     fill(client)
     lost, refused, told = store.renew_many([(key, A, 60) for key in KEYS])
     assert (lost, told) == (Outcome.TAKEN, Outcome.GONE)
@@ -117,7 +116,7 @@ def test_a_refusal_hides_no_loss_of_other_locks(client: Client) -> None:
 def test_a_lock_that_a_full_server_evicts_is_not_taken_for_lost(settings: Any) -> None:
     """It evicts all entries with a lease before it refuses one without."""
     for client in open_redis(settings, "volatile-lru"):
-        store = get_store("redis")
+        store = inside.store_of("redis")
         store.look()
         for key in KEYS:
             assert store.add(key, A, 60) is None
@@ -145,9 +144,9 @@ def test_a_lock_is_kept_for_a_time_by_the_bytes_of_its_run(
     client: Client, events: Events, caplog: Any
 ) -> None:
     with TaskLock("nightly", at_least=300) as lock:
-        value = get_store("redis").read(lock.key).value
+        value = inside.store_of("redis").read(lock.key).value
         fill(client)
-    entry = get_store("redis").read(lock.key)
+    entry = inside.store_of("redis").read(lock.key)
     assert entry.value == value
     assert 60 < entry.remaining <= 300
     [event] = [event for event in events if event.kind == "released"]
@@ -171,41 +170,47 @@ def test_a_lock_that_cannot_be_handed_over_is_freed(client: Client) -> None:
 
 
 @pytest.fixture
-def several(client: Client) -> dict[str, list[held.HeldLock]]:
-    """Give the locks of living and of dead holders, by their state; then the server is full."""
+def several(client: Client) -> list[dict[str, Any]]:
+    """List the locks of living and of dead holders in turn; then the server is full."""
+    with TaskLock("living") as lock:
+        living = vars(lock.holder())
     ended = subprocess.Popen(["true"])
     ended.wait()
-    dead = {"pid": ended.pid, "start": "1"}
+    dead = {**living, "pid": ended.pid, "start": "1"}
     since = time.time() - 9  # "a" has been held for longest, "d" for the shortest time
-    for number, facts in enumerate([{}, dead, {}, dead]):
+    for number, process in enumerate([living, dead, living, dead]):
         name = "abcd"[number]
-        facts |= {"token": name, "name": name, "timeout": 60.0, "since": since + number}
-        record = Holder.from_dict({**vars(this_process()), **facts})
-        assert get_store("redis").add(key_of(name), record.encode(), 60) is None
+        facts = {"token": name, "name": name, "timeout": 60.0, "since": since + number}
+        record = Holder.from_dict({**process, **facts})
+        assert inside.store_of("redis").add(key_of(name), record.encode(), 60) is None
     fill(client)
-    shown = held.held()
-    assert [lock.state for lock in shown] == ["held", "dead", "held", "dead"]
-    return {state: [lock for lock in shown if lock.state == state] for state in ("held", "dead")}
+    shown = held()
+    assert [lock["state"] for lock in shown] == ["held", "dead", "held", "dead"]
+    return shown
 
 
 NOT_MARKED = "The lock was not freed, because the marker for its holder was not written: "
 
 
+def held() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = locks_as_json("list")["locks"]
+    return found
+
+
 def names_of_held() -> list[str]:
-    return [lock.name for lock in held.held()]
+    return sorted(lock["name"] for lock in held())
 
 
-def test_only_the_lock_of_a_dead_holder_can_be_cleared(several: dict[str, Any]) -> None:
-    with pytest.raises(LockUnavailable) as caught:
-        held.clear(several["held"][0], actor="ada")
-    assert held.cannot_ask(caught.value).startswith(NOT_MARKED)
+def test_only_the_lock_of_a_dead_holder_can_be_cleared(several: list[dict[str, Any]]) -> None:
+    with pytest.raises(LockUnavailable, match=NOT_MARKED) as caught:
+        TaskLock("a").clear()
     assert isinstance(caught.value.__cause__, ResponseError)
     assert names_of_held() == ["a", "b", "c", "d"]
-    assert held.clear(several["dead"][0], actor="ada")
+    assert TaskLock("b").clear()
     assert names_of_held() == ["a", "c", "d"]
 
 
-def test_of_several_the_locks_of_the_dead_are_cleared(several: dict[str, Any]) -> None:
+def test_of_several_the_locks_of_the_dead_are_cleared(several: list[dict[str, Any]]) -> None:
     output = io.StringIO()
     with pytest.raises(CommandError) as caught:
         call_command("locks", "clear", "--all", "--yes", "--json", stdout=output)
@@ -216,24 +221,15 @@ def test_of_several_the_locks_of_the_dead_are_cleared(several: dict[str, Any]) -
     assert names_of_held() == ["a", "c"]
 
 
-def test_the_page_clears_the_locks_of_the_dead_among_several(several: dict[str, Any]) -> None:
+def test_the_page_clears_the_locks_of_the_dead_among_several(several: list[dict[str, Any]]) -> None:
     operator = log_in("view_tasklockevent", "clear_lock")
-    locks = [f"{lock.key} {lock.token}" for lock in (*several["held"], *several["dead"])]
+    locks = [f"{lock['key']} {lock['token']}" for lock in several]
     url = reverse("admin:django_singletask_tasklockevent_clear")
     response = operator.post(url, {"lock": locks, "reason": ""}, follow=True)
     freed, refused = map(str, response.context["messages"])
     assert freed.startswith("Freed: b, d.")
     assert refused.startswith(f"a, c: {NOT_MARKED}")
     assert names_of_held() == ["a", "c"]
-
-
-def test_control_a_clear_that_ends_with_the_first_refusal_leaves_dead_locks(
-    several: dict[str, Any],
-) -> None:
-    with suppress(LockUnavailable):
-        for lock in (*several["held"], *several["dead"]):
-            held.clear(lock, actor="ada")
-    assert names_of_held() == ["a", "b", "c", "d"]
 
 
 def test_without_an_epoch_a_full_server_takes_no_lock(client: Client) -> None:

@@ -20,15 +20,12 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask import LockUnavailable, SingletonTask, TaskLock, current_lock, only_one
-from django_singletask.locks.renewal import Renewer, release_owed
 from django_singletask.signals import lock_event
-from django_singletask.stores import close_stores
+from tests import inside
 from tests.deadline import wait_for
 from tests.interruptions import Interruption, interruptions
 
 LEASE = 2.0
-# memcached keeps an entry for up to two seconds more.
-FREE_WITHIN = LEASE + 4
 NOT_MEANWHILE = 300.0
 """The lease of a lock that must be released: it does not end during a test."""
 
@@ -71,7 +68,6 @@ def is_free(name: str) -> bool:
         with suppress(LockUnavailable):
             lock = TaskLock(name, timeout=LEASE)
             taken.append(lock.acquire() and lock.release())
-        close_stores()
 
     thread = threading.Thread(target=take)
     thread.start()
@@ -88,7 +84,7 @@ def assert_free_in_the_end(names: list[str]) -> None:
         return not held
 
     try:
-        wait_for(all_free, "all locks are free", deadline=FREE_WITHIN)
+        wait_for(all_free, "all locks are free")
     except AssertionError:
         pytest.fail(f"{len(held)} of {len(names)} locks are never free: {sorted(held)}")
 
@@ -276,18 +272,8 @@ def test_a_stored_traceback_keeps_the_lock_of_its_block(cache_alias):
 def test_the_end_of_a_process_waits_for_the_lock_of_that_block(cache_alias):
     name, error = interrupt_exit(with_block)
     del error
-    release_owed(30)
+    inside.wait_as_a_process_that_ends(30)
     assert not TaskLock(name).locked()
-
-
-@on_one_store
-def test_control_without_the_thread_nothing_frees_the_lock_of_that_block(cache_alias, monkeypatch):
-    looked = []
-    monkeypatch.setattr(Renewer, "leave_entries", lambda renewer: looked.append(renewer.dead))
-    name, error = interrupt_exit(with_block)
-    del error
-    wait_for(lambda: any(looked), "the thread has looked")
-    assert TaskLock(name).locked()
 
 
 # The lock of a task itself: its body has returned, or failed, and that is what counts

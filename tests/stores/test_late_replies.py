@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import select
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from django_singletask import LockUnavailable
-from django_singletask.stores import base
-from django_singletask.stores.base import Outcome, Slots, Store
+from django_singletask.stores import redis
+from django_singletask.stores.base import Outcome, Store
+from tests import inside
 from tests.deadline import wait_for
 from tests.entries import holder, key_of, private_store
 from tests.proxy import Interposed, Proxy
@@ -48,18 +51,14 @@ def store(alias: str, proxy: Proxy, settings: Any) -> Iterator[Store]:
         yield store
 
 
-def take(store: Store, key: str, value: bytes) -> object:
-    return store.take(Slots((key,)), value, 60, heeds_epoch=False)
-
-
 def is_readable(store: Any) -> bool:
     client = store.connections[-1]._sock if store.family == "redis" else store.client.sock
-    return bool(base.watch(client)(0))
+    return bool(select.select([client], [], [], 0)[0])
 
 
 def repeat_a_take(store: Store, proxy: Proxy) -> None:
     """Take a lock that is free, and let the reply ("yours") come once more."""
-    assert take(store, OTHER, B) == OTHER
+    assert inside.take(store, B, OTHER) == OTHER
     proxy.say_again()
     wait_for(lambda: is_readable(store), "the reply is there again")
 
@@ -67,24 +66,24 @@ def repeat_a_take(store: Store, proxy: Proxy) -> None:
 @on_each_client
 def test_a_reply_that_comes_again_is_no_answer_to_the_next_request(store, proxy) -> None:
     repeat_a_take(store, proxy)
-    assert take(store, KEY, B) != KEY
+    assert inside.take(store, B, KEY) != KEY
     assert store.read(KEY).value == A
 
 
 @on_each_client
 def test_control_without_the_look_a_held_lock_is_taken(store, proxy, monkeypatch) -> None:
-    monkeypatch.setattr(base, "watch", lambda sock: lambda seconds: [])
     if store.family == "redis":
         store.connections[-1].waiting = lambda seconds: []
-        monkeypatch.setattr("django_singletask.stores.redis.MALFORMED", ())
+        monkeypatch.setattr(redis, "MALFORMED", ())
         sock = store.connections[-1]._sock
-        assert take(store, OTHER, B) == OTHER
+        assert inside.take(store, B, OTHER) == OTHER
         Interposed(store.connections[-1], recv=lambda size: sock.recv(len(b":0\r\n")))
     else:
-        assert take(store, OTHER, B) == OTHER
+        monkeypatch.setattr(select, "poll", lambda: mock.Mock(poll=lambda seconds: []))
+        assert inside.take(store, B, OTHER) == OTHER
     proxy.say_again()
-    time.sleep(0.1)
-    assert take(store, KEY, B) == KEY
+    wait_for(lambda: is_readable(store), "the reply is there again")
+    assert inside.take(store, B, KEY) == KEY
     store.close()
     assert store.read(KEY).value == A
 
@@ -94,16 +93,16 @@ def test_a_reply_that_comes_twice_at_once_is_asked_for_on_another_connection(sto
     proxy.twice = True
     connections = len(proxy.sockets)
     with pytest.raises(LockUnavailable, match="Malformed"):  # also there
-        take(store, KEY, B)
+        inside.take(store, B, KEY)
     assert len(proxy.sockets) > connections
     proxy.twice = False
-    assert take(store, KEY, B) != KEY
+    assert inside.take(store, B, KEY) != KEY
 
 
 @on_each_client
 def test_the_first_request_on_a_connection_that_was_dropped_is_sent_again(store, proxy) -> None:
     proxy.drop()
-    assert take(store, KEY, B) != KEY
+    assert inside.take(store, B, KEY) != KEY
     proxy.drop()
     assert store.release(KEY, A) in {Outcome.OK, Outcome.SENT_TWICE}
 
@@ -156,7 +155,7 @@ MALFORMED = [
 ]
 MALFORMED += [b"$9\r\n0 1 5 xyz\r\n", b"$9\r\n7 1 3 xyz\r\n"]
 REQUESTS: dict[str, Callable[[Store], object]] = {
-    "take": lambda store: take(store, KEY, B),
+    "take": lambda store: inside.take(store, B, KEY),
     "change": lambda store: store.change(KEY, A, B, 60),
     "renew": lambda store: store.renew(KEY, A, 60),
     "read": lambda store: store.read(KEY),

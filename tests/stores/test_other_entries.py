@@ -8,86 +8,84 @@ import pytest
 from django.core.management import CommandError
 
 from django_singletask import TaskLock
-from django_singletask.history.sweep import takes_turn
-from django_singletask.locks.keys import LATEST, name_key
-from django_singletask.operators import held
-from django_singletask.stores import get_store
-from django_singletask.stores.base import FENCE, Entry, marker_key
-from django_singletask.task.latest import take_ticket
-from tests.admin_pages import CLEAR, TASK, log_in
-from tests.command_line import locks
+from tests import inside
+from tests.admin_pages import CLEAR, log_in
+from tests.command_line import locks, locks_as_json
+from tests.deliveries import collect_sent, deliver, held_by
+from tests.testapp import tasks
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
-    pytest.mark.usefixtures("on_redis", "empty_history"),
+    pytest.mark.usefixtures("no_renewal_thread", "on_redis", "empty_history"),
 ]
 
-KINDS = ("epoch", "fence", "tickets", "marker", "marker of a slot", "turn to sweep")
+KINDS = [
+    "singletask:@epoch",
+    "singletask:@fence",
+    "singletask:@latest:.+",
+    "singletask:@sweep:.+",
+    "singletask:weekly:[0-9a-f]{32}:cleared:[0-9a-f]+",
+    "singletask:weekly:[0-9a-f]{32}#2:cleared:[0-9a-f]+",
+]
+"""The keys of the entries: a pattern for each kind, and for the marker of a second slot."""
 
 
 @pytest.fixture
-def entries() -> dict[str, str]:
+def entries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Write an entry of each kind, beside a lock that is held; return their keys."""
     lock = TaskLock("nightly")
     assert lock.acquire()
     lock.fencing_token()
-    take_ticket(lock._address, TASK)
-    store = get_store("redis")
-    assert takes_turn()
-    [turn] = store.client.keys("*@sweep:*")
-    first, second = name_key("weekly").slots(2)
-    for key in (first, second):
-        assert store.add(key, lock._lease.value, 60) is None
-        assert store.clear(key, lock._lease.value, 60)
-    return {
-        "epoch": "singletask:@epoch",
-        "fence": FENCE,
-        "tickets": lock._lock_key.beside(LATEST, TASK).key,
-        "marker": marker_key(first, lock._lease.value),
-        "marker of a slot": marker_key(second, lock._lease.value),
-        "turn to sweep": turn.decode().removeprefix(store.make_key("")),
-    }
+    collect_sent(tasks.rerun.app, monkeypatch)
+    with held_by("another", task=tasks.rerun):
+        deliver(tasks.rerun, "a")
+    assert inside.take_turn_to_sweep()
+    weekly = [TaskLock("weekly", slots=2) for _slot in range(2)]
+    assert all(slot.acquire() for slot in weekly)
+    assert all(slot.clear(token=slot.token) for slot in weekly)
+    store = inside.store_of("redis")
+    prefix = store.make_key("")
+    keys = [key.decode().removeprefix(prefix) for key in store.client.keys("*")]
+    keys.remove(lock.key)
+    for kind in KINDS:
+        assert any(re.fullmatch(kind, key) for key in keys)
+    return keys
 
 
-def entry(key: str) -> Entry | None:
-    return get_store("redis").read(key)
+def value_of(key: str) -> bytes:
+    """Return what is in an entry, which must be there."""
+    value: bytes = inside.store_of("redis").read(key).value
+    return value
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arguments", [("clear", "--yes"), ("why",), ("list",)], ids=" ".join)
-def test_the_command_does_not_know_it(
-    entries: dict[str, str], kind: str, arguments: tuple[str, ...]
-) -> None:
-    key = entries[kind]
-    before = entry(key)
-    assert before is not None
-    with pytest.raises(
-        CommandError, match=re.escape(f"No lock or task is known as '{key}'")
-    ) as caught:
-        locks(*arguments, key)
-    assert caught.value.returncode == 3
-    assert entry(key).value == before.value  # type: ignore[union-attr]
+def test_the_command_does_not_know_it(entries: list[str], arguments: tuple[str, ...]) -> None:
+    for key in entries:
+        before = value_of(key)
+        text = re.escape(f"No lock or task is known as '{key}'")
+        with pytest.raises(CommandError, match=text) as caught:
+            locks(*arguments, key)
+        assert caught.value.returncode == 3
+        assert value_of(key) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_admin_does_not_clear_it(entries: dict[str, str], kind: str) -> None:
-    key = entries[kind]
-    before = entry(key)
-    assert before is not None
+def test_the_admin_does_not_clear_it(entries: list[str]) -> None:
     client = log_in("view_tasklockevent", "clear_lock")
-    answer = client.post(CLEAR, {"lock": f"{key} ", "reason": ""}, follow=True)
-    assert "Not freed: " in answer.content.decode()
-    assert entry(key).value == before.value  # type: ignore[union-attr]
+    for key in entries:
+        before = value_of(key)
+        answer = client.post(CLEAR, {"lock": f"{key} ", "reason": ""}, follow=True)
+        assert "Not freed: " in answer.content.decode()
+        assert value_of(key) == before
 
 
-def test_it_is_not_listed(entries: dict[str, str]) -> None:
-    assert [lock.name for lock in held.held()] == ["nightly"]
+def test_it_is_not_listed(entries: list[str]) -> None:
+    assert [lock["name"] for lock in locks_as_json("list")["locks"]] == ["nightly"]
 
 
-def test_control_the_key_of_a_lock_is_known(entries: dict[str, str]) -> None:
-    assert "Freed 1 lock." in locks("clear", "--yes", name_key("nightly").key)
+def test_control_the_key_of_a_lock_is_known(entries: list[str]) -> None:
+    assert "Freed 1 lock." in locks("clear", "--yes", TaskLock("nightly").key)
 
 
 def test_a_lock_may_have_such_a_name() -> None:
-    assert TaskLock(FENCE).acquire()
-    assert "Freed 1 lock." in locks("clear", "--yes", FENCE)
+    assert TaskLock("singletask:@fence").acquire()
+    assert "Freed 1 lock." in locks("clear", "--yes", "singletask:@fence")

@@ -7,11 +7,8 @@ that renews are simulated.
 
 from __future__ import annotations
 
-import math
-import threading
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -25,12 +22,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from django_singletask import LockError, LockUnavailable, TaskLock, clock
-from django_singletask.holder import Holder
-from django_singletask.locks import liveness, renewal
-from django_singletask.locks.lease import Lease
-from django_singletask.stores import open_with
+from django_singletask import Holder, LockError, LockLost, LockUnavailable, TaskLock
 from django_singletask.stores.base import Entry, Outcome, Store
+from tests import inside
 
 LEASE = 9.0
 HOSTS = 3
@@ -39,15 +33,13 @@ DELAYS = st.sampled_from([0, 0, 0.5, 2, 5, 8, 12])
 LOSS = st.sampled_from([None, None, None, "request", "reply"])
 
 
-class SimulatedStore:
+class SimulatedStore(Store):
     """A store that keeps its promises, behind a network that delays and loses messages."""
 
-    is_asking = False
-
     def __init__(self, world: World) -> None:
+        super().__init__(SimpleNamespace(make_key=str), "simulated")
         self.world = world
         self.entries: dict[str, tuple[bytes, float]] = {}
-        self.marked: set[bytes] = set()
 
     def find(self, key):
         value, expires = self.entries.get(key, (None, 0))
@@ -64,68 +56,47 @@ class SimulatedStore:
             raise LockUnavailable("the reply was lost")
         return answer
 
-    def add(self, key, value, lease):
+    def insert(self, key, value, lease):
         def act():
-            there = self.find(key)
-            if there is None:
-                self.entries[key] = (value, self.world.now + lease)
-                return None
-            return Entry(there, self.entries[key][1] - self.world.now)
+            if self.find(key) is not None:
+                return False
+            self.entries[key] = (value, self.world.now + lease)
+            return True
 
         return self.over_the_network(act)
 
-    take = Store.take
-
-    def release(self, key, value, new=b"", until=0.0):
-        assert (new, until) == (b"", 0.0)  # no lock here is kept or handed over
+    def change(self, key, old, new, lease):
+        fault = "release without compare" if lease is None else "renewal without compare"
 
         def act():
             there = self.find(key)
             if there is None:
                 return Outcome.GONE
-            if there != value and not self.world.broken("release without compare"):
+            if there not in (old, new) and self.world.fault != fault:
                 return Outcome.TAKEN
-            del self.entries[key]
+            if lease is None:
+                del self.entries[key]
+            else:
+                self.entries[key] = (new, self.world.now + lease)
             return Outcome.OK
 
         return self.over_the_network(act)
 
-    def renew(self, key, value, lease):
+    def read_many(self, keys):
         def act():
-            there = self.find(key)
-            if there == value or self.world.broken("renewal without compare"):
-                self.entries[key] = (value, self.world.now + lease)
-                return Outcome.OK
-            if there is not None:
-                return Outcome.TAKEN
-            if value in self.marked:
-                return Outcome.GONE
-            self.entries[key] = (value, self.world.now + lease)
-            return Outcome.RETAKEN
+            found = {key: self.find(key) for key in keys}
+            return {key: Entry(value, None) for key, value in found.items() if value is not None}
 
         return self.over_the_network(act)
 
-    def read(self, key):
-        there = self.find(key)
-        return None if there is None else Entry(there, None)
 
-    def close(self):
-        pass
-
-    def clear(self, key, value, lease):
-        if self.find(key) != value:
-            return False
-        self.marked.add(value)
-        del self.entries[key]
-        return True
-
-
-REAL_SETTLE = Lease.settle
-
-
-def settle_at_the_reply(lease, sent, length, outcome):
-    """Settle a renewal as if it had been sent when its reply came."""
-    REAL_SETTLE(lease, clock.now(), length, outcome)
+FAULTS = {
+    "renewal anchored at the reply": inside.renewals_that_count_from_the_reply,
+    "renewal without compare": None,
+    "release without compare": None,
+    "a loss that a renewal undoes": inside.losses_that_a_renewal_undoes,
+}
+"""What is broken on purpose, by the store or by what is done to the leases."""
 
 
 class World(RuleBasedStateMachine):
@@ -146,47 +117,23 @@ class World(RuleBasedStateMachine):
         self.lost: set[str] = set()
         self.locks = [self.new_lock() for _ in range(HOSTS)]
 
-    def broken(self, fault):
-        return self.fault == fault
-
     def new_lock(self):
         return TaskLock("nightly", timeout=LEASE, cache="simulated")
 
     def __init__(self):
         super().__init__()
         self.patches = ExitStack()
-        # A thread of an earlier test, whose renewer is no longer known, keeps the real time.
-        real, here = clock.now, threading.get_ident()
-
-        def now():
-            return self.now if threading.get_ident() == here else real()
-
-        self.patches.enter_context(mock.patch.object(clock, "now", now))
-        open_with(lambda alias: self.store)
-        self.patches.callback(open_with, None)
-        renewer = SimpleNamespace(
-            keep=lambda lease: None,
-            drop=lambda lease: None,
-            find=lambda token, key, place: None,
-            owe=lambda keys, value, length, *new: self.debts.append(
-                (*keys, value, self.now + length)
-            ),
-            renewing=nullcontext(),
-        )
-        every_cache = mock.MagicMock(return_value=renewer)
         self.patches.enter_context(
-            mock.patch.object(renewal.Renewers, "__getitem__", every_cache, create=True)
+            inside.simulation(lambda: self.store, lambda: self.now, self.owe, self.proof)
         )
-        self.patches.enter_context(mock.patch.object(liveness, "proof_of_death", self.proof))
-        if self.fault == "a loss that a renewal undoes":
-            lost = property(lambda lease: lease.held and clock.now() >= lease.deadline)
-            self.patches.enter_context(mock.patch.object(Lease, "lost", lost))
-            self.patches.enter_context(mock.patch.object(Lease, "has_ended", return_value=False))
-        if self.fault == "renewal anchored at the reply":
-            self.patches.enter_context(mock.patch.object(Lease, "settle", settle_at_the_reply))
+        if break_leases := FAULTS.get(self.fault):
+            self.patches.enter_context(break_leases())
 
     def teardown(self):
         self.patches.close()
+
+    def owe(self, keys, value, seconds):
+        self.debts.append((*keys, value, self.now + seconds))
 
     def proof(self, holder: Holder):
         return "the test killed it" if holder.token in self.dead else None
@@ -199,7 +146,7 @@ class World(RuleBasedStateMachine):
         while True:
             at, who = min(
                 (
-                    (max(lock._lease.due_at, self.now), who)
+                    (max(inside.lease_of(lock).due_at, self.now), who)
                     for who, lock in enumerate(self.locks)
                     if lock.token and not lock.lost
                     if who not in self.asleep and who not in self.busy
@@ -226,10 +173,9 @@ class World(RuleBasedStateMachine):
         lock = self.locks[who]
         token = lock.token
         with self.over(who, network), suppress(LockUnavailable):
-            lock._lease.extend(lease or lock._lease.length)
+            with suppress(LockLost):
+                lock.extend(lease)
             self.uninformed.discard(token)
-            return
-        lock._lease.retry_at = self.now + 1
 
     # What happens
 
@@ -297,11 +243,13 @@ class World(RuleBasedStateMachine):
     @rule()
     def clear(self):
         self.uninform()
+        self.busy.update(range(HOSTS))  # nobody renews between the requests of an operator
         TaskLock("nightly", cache="simulated").clear()
+        self.busy.clear()
 
     def uninform(self):
         for value, _ in self.store.entries.values():
-            self.uninformed.add(Holder.decode(value).token)
+            self.uninformed.add(Holder.decode(value).token)  # an empty one, of a marker
 
     @rule()
     def pay(self):
@@ -326,12 +274,12 @@ class World(RuleBasedStateMachine):
     @invariant()
     def a_trusted_lock_has_its_entry_in_the_store(self):
         for lock in self.trusting():
-            assert self.store.find(lock.key) == lock._lease.value
+            assert Holder.decode(self.store.find(lock.key) or b"").token == lock.token
 
     @invariant()
     def a_holder_past_its_deadline_knows_that_the_lock_is_lost(self):
         for lock in self.locks:
-            if lock.token is not None and self.now >= lock._lease.deadline:
+            if lock.token is not None and self.now >= inside.lease_of(lock).deadline:
                 assert lock.lost
 
     @invariant()
@@ -352,16 +300,10 @@ OPTIONS = {
 
 
 @pytest.fixture(autouse=True)
-def alone(caplog, wait_for):
+def alone(caplog):
     """Let no thread of an earlier test use the simulated clock and store."""
     caplog.set_level("CRITICAL", logger="django_singletask")
-    for each in renewal.renewers.values():
-        each.leases.clear()
-        each.owed.clear()
-        each.wake()
-    threads = [each for each in renewal.renewers.values() if each.thread is not None]
-    idle = (math.inf, math.inf)
-    wait_for(lambda: all((e.shortest, e.late_at) == idle for e in threads), "they sleep")
+    inside.keep_nothing()
 
 
 def test_the_protocol(settings):
@@ -372,18 +314,10 @@ def test_the_protocol(settings):
 @pytest.mark.only_all(
     "one fault shows that faults are found",
     "renewal without compare",
+    "release without compare",
     "a loss that a renewal undoes",
-    "renewal anchored at the reply",
 )
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "renewal anchored at the reply",
-        "renewal without compare",
-        "release without compare",
-        "a loss that a renewal undoes",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_protocol_is_found(fault, settings):
     """Negative controls: the same test, with one thing broken on purpose."""
     settings.SINGLETASK_HISTORY = "off"

@@ -14,10 +14,8 @@ from django.core.cache import caches
 
 from django_singletask import LockUnavailable
 from django_singletask.holder import Holder
-from django_singletask.stores import open_cache
-from django_singletask.stores.base import Entry, Outcome, Slots, Store
-from django_singletask.stores.locmem import LocMemStore
-from django_singletask.stores.redis import RedisStore
+from django_singletask.stores import locmem, redis
+from django_singletask.stores.base import Entry, Outcome, Store
 from django_singletask.testing.stores import StoreContract
 from tests.file_locks import FileStore
 from tests.stores import test_file_locks
@@ -230,7 +228,7 @@ class MarksTooLate(Files):
 
 @fails("test_no_slot_is_taken_beside_an_entry_with_the_mark")
 class HeedsNoMark(Files):
-    def take(self, slots: Slots, *args: Any, **kwargs: Any) -> Any:
+    def take(self, slots: Any, *args: Any, **kwargs: Any) -> Any:
         return super().take(slots._replace(mark=b""), *args, **kwargs)
 
 
@@ -242,7 +240,7 @@ class DoesNotKnowItsOwnBytes(Files):
 
 @fails("test_several_share_two_slots")
 class TakesSlotsInTwoSteps(Files):
-    def take(self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool) -> Any:
+    def take(self, slots: Any, value: bytes, lease: float, *, heeds_epoch: bool) -> Any:
         entries = self.read_many(slots.keys)
         for key in slots.keys[: slots.allowed]:
             if key not in entries:
@@ -252,13 +250,13 @@ class TakesSlotsInTwoSteps(Files):
 
 
 @fails("test_of_several_that_take_a_free_lock_one_gets_it", "test_it_says_what_it_can_do")
-class IsInEachProcess(LocMemStore):
+class IsInEachProcess(locmem.LocMemStore):
     """Where others must see it, too."""
 
     places = None  # type: ignore[assignment]
 
     def __init__(self, cache: Any, alias: str) -> None:
-        super().__init__(open_cache("locmem"), alias)
+        super().__init__(caches.create_connection("locmem"), alias)
 
 
 @fails("test_each_fencing_token_is_greater_than_all_before", "test_several_take_turns")
@@ -306,11 +304,11 @@ class HeedsNoEpoch(Files):
 
 
 @fails("test_a_child_neither_uses_nor_closes_the_connection_of_its_parent")
-class SharesItsConnection(RedisStore):
+class SharesItsConnection(redis.RedisStore):
     shared: list[Any] = []
 
     def __init__(self, cache: Any, alias: str) -> None:
-        super().__init__(open_cache("redis"), alias)
+        super().__init__(caches.create_connection("redis"), alias)
         self.shared[:] = self.shared or self.connections
         self.connections = self.shared
 
@@ -342,7 +340,7 @@ class Contract(StoreContract):
         self.broken = test_file_locks.TestFileStore().broken
 
     def open_store(self) -> Store:
-        return self.class_(open_cache("files"), "files")
+        return self.class_(caches.create_connection("files"), "files")
 
     def empty(self) -> None:
         for alias in ("files", "locmem"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,9 +13,10 @@ from django.core.cache.backends.base import InvalidCacheKey
 from pymemcache.client.base import Client
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.stores import close_stores, get_store, memcached, open_store
-from django_singletask.stores.base import Entry, Outcome, Slots, Store
-from tests.entries import eventually, holder, key_of, private_store
+from django_singletask.stores import memcached
+from django_singletask.stores.base import Entry, Outcome, Store
+from tests import inside
+from tests.entries import holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import Memcached
 from tests.settings import MEMCACHED
@@ -26,23 +26,24 @@ KEY = key_of("nightly")
 ALIASES = ["pylibmc", "pylibmc_binary", "pymemcache"]
 PYLIBMC = ["pylibmc", "pylibmc_binary"]
 on_all_clients = pytest.mark.parametrize("cache_alias", ALIASES, indirect=True)
+on_pymemcache = pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
 on_pylibmc = pytest.mark.parametrize("cache_alias", PYLIBMC, indirect=True)
 
 
 @pytest.fixture
 def store(cache_alias: str) -> Iterator[Store]:
-    yield get_store(cache_alias)
-    close_stores()
+    yield inside.store_of(cache_alias)
     caches[cache_alias].close()
 
 
 @on_pylibmc
 def test_a_store_opens_its_client_without_a_word(
-    cache_alias: str, monkeypatch: pytest.MonkeyPatch
+    cache_alias: str, monkeypatch: pytest.MonkeyPatch, settings
 ) -> None:
     said: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
-    open_store(cache_alias).close()
+    with private_store(settings, cache_alias):
+        pass
     assert said == []
 
 
@@ -94,15 +95,6 @@ def test_release_leaves_nothing_on_the_server(store: Store, server: Client) -> N
     assert server.add(store.make_key(KEY), b"free", noreply=False)
 
 
-@pytest.mark.parametrize("cache_alias", ["pylibmc_binary"], indirect=True)
-def test_control_a_negative_expiry_deletes_nothing_by_the_binary_protocol(store: Store) -> None:
-    raw_key = store.make_key(KEY).encode()
-    store.add(KEY, A, 60)
-    _, cas = store.client.gets(raw_key)
-    assert store.client.cas(raw_key, A, cas, time=-1)
-    assert store.read(KEY) == Entry(A, None)
-
-
 @on_pylibmc
 def test_pylibmc_compares_before_it_sets(store: Store) -> None:
     raw_key = store.make_key(KEY).encode()
@@ -145,38 +137,7 @@ def test_an_entry_that_is_deleted_between_look_and_change_is_gone_and_no_error(
     assert store.release(KEY, A) is Outcome.GONE
 
 
-@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
-def test_a_lease_is_not_shorter_than_requested(store: Store, server: Client) -> None:
-    # The control beside it: memcached itself ends an entry early. The starts are spread over a
-    # second, because this depends on when the server's clock ticks.
-    started: dict[str, float] = {}
-    for number in range(5):
-        started[f"lock {number}"] = time.monotonic()
-        store.add(key_of(f"lock {number}"), A, 2)
-        started[f"control {number}"] = time.monotonic()
-        server.add(f"control {number}".replace(" ", "-"), b"x", expire=2, noreply=False)
-        time.sleep(0.2)
-    lasted: dict[str, float] = {}
-
-    def all_gone() -> bool:
-        for name in started.keys() - lasted.keys():
-            is_lock = name.startswith("lock")
-            before = time.monotonic()
-            entry = store.read(key_of(name)) if is_lock else server.get(name.replace(" ", "-"))
-            if entry is None:
-                lasted[name] = before - started[name]
-        return len(lasted) == len(started)
-
-    eventually(all_gone)
-    # An entry that ends in less than a second shows that the server's clock was late when it came,
-    # on a machine that did not let the server run.
-    was_late = {name.removeprefix("control ") for name, seconds in lasted.items() if seconds < 1}
-    locks = {number: lasted[f"lock {number}"] for number in {*"01234"} - was_late}
-    assert all(seconds >= 2 for seconds in locks.values()), lasted
-    assert any(lasted[name] < 2 for name in lasted if name.startswith("control"))
-
-
-@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+@on_pymemcache
 def test_a_take_that_is_spoiled_each_time_is_a_conflict(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +147,7 @@ def test_a_take_that_is_spoiled_each_time_is_a_conflict(
     assert store.add(KEY, B, 60) == Entry(b"", None)
 
 
-@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+@on_pymemcache
 def test_a_change_that_is_spoiled_each_time_leaves_the_entry(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,19 +206,11 @@ def test_options_that_turn_an_outage_into_an_answer_are_off(alias: str, settings
                     store.add(KEY, B, 60)
 
 
-def test_control_the_cache_answers_during_an_outage_without_asking(settings) -> None:
-    with Memcached() as memcached, private_store(settings, "pymemcache", memcached.address):
-        memcached.kill()
-        with pytest.raises(ConnectionRefusedError):
-            caches["pymemcache"].add("name", "value")
-        assert caches["pymemcache"].add("name", "value") is False
-
-
 # The number that pymemcache reads with the epoch
 
 
 def take(store: Store) -> None:
-    assert store.take(Slots((KEY,)), A, 60, heeds_epoch=True) == KEY
+    assert inside.take(store, A, KEY, waits=True) == KEY
 
 
 @contextmanager
@@ -284,9 +237,6 @@ def test_pymemcache_takes_and_gives_back_in_three_trips(settings, monkeypatch) -
             work()
             assert proxy.requests - before == trips
         assert store.read(KEY) is None
-
-
-on_pymemcache = pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
 
 
 @on_pymemcache

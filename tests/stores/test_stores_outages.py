@@ -23,8 +23,8 @@ from redis.exceptions import RedisError
 from valkey.exceptions import ValkeyError
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.locks import renewal
 from django_singletask.stores.base import Outcome, Store
+from tests import inside
 from tests.entries import eventually, holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import MariaDB, Memcached, PostgreSQL, Redis, Server, Valkey
@@ -206,19 +206,6 @@ def test_a_server_that_hangs_raises(alias, request_name, server, open_store) -> 
         eventually(lambda: store.read(KEY).value == A)
 
 
-@pytest.mark.parametrize("alias", ["pylibmc", "pylibmc_binary"])
-def test_control_pylibmc_calls_a_server_that_hangs_a_missing_entry(
-    alias, server, open_store
-) -> None:
-    with open_store(alias, server.port) as store:
-        store.client.behaviors["_poll_timeout"] = 100
-        store.add(KEY, A, 60)
-        hang(server)
-        # Newer versions of libmemcached raise an error, and then there is nothing to show.
-        with suppress(pylibmc.Error):
-            assert store.client.gets(store.make_key(KEY).encode()) == (None, None)
-
-
 @on_each_family
 def test_a_run_during_an_outage_fails(alias, server, open_store) -> None:
     ran = []
@@ -259,15 +246,10 @@ def in_a_fork(ask: Callable[[], object]) -> None:
         raise LockUnavailable
 
 
+@pytest.mark.usefixtures("no_renewal_thread")  # it would renew on the server of the other tests
 @pytest.mark.parametrize("alias", ["redis"])
 @pytest.mark.parametrize("use", USES)
-def test_whatever_asks_the_cache_raises_lock_unavailable(
-    alias, use, server, open_store, monkeypatch
-) -> None:
-    # The thread of the process's own renewer would renew on the server of the other tests.
-    renewer = renewal.Renewer(alias)
-    monkeypatch.setattr(renewer, "begin", lambda: None)
-    monkeypatch.setitem(renewal.renewers, alias, renewer)
+def test_whatever_asks_the_cache_raises_lock_unavailable(alias, use, server, open_store) -> None:
     with open_store(alias, server.port):
         lock = TaskLock("nightly", cache=alias)
         lock.acquire()
@@ -301,7 +283,7 @@ def test_errors_end_with_the_outage(alias, server, open_store) -> None:
         server.kill()
         assert not taken()
         server.start()
-        eventually(taken, within=5)
+        eventually(taken)
         assert store.release(KEY, B) is Outcome.OK
 
 
@@ -356,7 +338,8 @@ def test_an_interrupted_request_does_not_shift_the_replies(
             assert store.read(KEY).value == A
 
 
-TAKES = {"db_postgres": b"INSERT INTO", "db_mariadb": b"INSERT IGNORE", "pymemcache": KEY.encode()}
+TAKES = {"db_postgres": b"INSERT INTO", "db_mariadb": b"INSERT IGNORE"}
+TAKES |= dict.fromkeys(["redis", "pymemcache"], KEY.encode())
 
 
 @on_all_clients
@@ -375,7 +358,8 @@ def test_a_server_that_was_away_is_asked_at_once(alias, server, open_store) -> N
 @pytest.mark.parametrize("alias", TAKES)
 def test_a_take_whose_reply_was_lost_is_an_acquisition(alias, server, open_store) -> None:
     with Proxy(server.port) as proxy, open_store(alias, proxy.port) as store:
-        store.read(KEY)
+        store.add(OTHER, A, 60)  # the connection is open, and Redis knows the scripts
+        inside.take(store, A, OTHER)
         proxy.lose_reply_to(TAKES[alias])
         lock = TaskLock("nightly", cache=alias)
         assert lock.acquire()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from django.core import checks
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 
-from django_singletask import TaskLock, checks
+from django_singletask import TaskLock
 from django_singletask.operators.probe import probe
-from django_singletask.stores import get_store
+from tests import inside
 from tests.admin_pages import BASE, log_in, rows_of
 from tests.command_line import locks, locks_as_json
 from tests.file_locks import FileStore
@@ -26,17 +27,22 @@ def in_files(settings: object) -> Iterator[None]:
     caches["files"].clear()
 
 
+def problems() -> list[checks.CheckMessage]:
+    """Return what the checks of the package say of the cache."""
+    found = checks.run_checks(include_deployment_checks=True)
+    return [message for message in found if str(message.id).startswith("django_singletask.")]
+
+
 def test_it_is_chosen_by_the_class_of_the_cache() -> None:
-    assert type(get_store("files")) is FileStore
-    assert checks.check_cache() == []
-    assert checks.check_deployment() == []
+    assert type(inside.store_of("files")) is FileStore
+    assert problems() == []
 
 
 def test_a_changed_setting_opens_the_stores_again(settings: object) -> None:
-    get_store("files")
+    inside.store_of("files")
     settings.SINGLETASK_STORES = {}  # type: ignore[attr-defined]
     with pytest.raises(ImproperlyConfigured, match="FileCache is not one of the supported caches"):
-        get_store("files")
+        inside.store_of("files")
 
 
 def test_the_command_lists_explains_and_clears_its_locks() -> None:
@@ -69,6 +75,6 @@ def test_the_admin_shows_its_locks() -> None:
 def test_a_place_that_another_cache_uses_gives_a_warning(settings: object) -> None:
     other = settings.CACHES["files"]  # type: ignore[attr-defined]
     settings.CACHES = {**settings.CACHES, "pages": other}  # type: ignore[attr-defined]
-    [message] = checks.check_deployment()
+    [message] = problems()
     assert message.id == "django_singletask.W002"
     assert str(caches["files"].folder) in message.msg

@@ -11,7 +11,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.stores import base
 from tests.entries import holder, key_of, private_store
 from tests.proxy import Proxy
 from tests.servers import Memcached, Redis, Valkey
@@ -93,19 +92,19 @@ def test_postgresql_notices_a_network_that_is_gone(
         assert "options" not in facts or "statement_timeout" not in facts["options"]
 
 
-@pytest.mark.parametrize("alias", ["redis", "pymemcache"])
+@pytest.mark.parametrize(
+    ("alias", "kind", "location", "option"),
+    [
+        ("redis", Redis, "redis://127.0.0.1:{}/0", "socket_timeout"),
+        ("pymemcache", Memcached, "127.0.0.1:{}", "timeout"),
+    ],
+)
 def test_a_server_that_hangs_is_an_outage_in_time(
-    alias: str, settings: Any, monkeypatch: Any
+    alias: str, kind: Callable[[], Any], location: str, option: str, settings: Any
 ) -> None:
-    modules = {"redis": "django_singletask.stores.redis.TIMEOUT", "pymemcache": base.__name__}
-    if alias == "redis":
-        monkeypatch.setattr(modules[alias], 0.2)
-    monkeypatch.setattr(base, "TIMEOUT", 0.2)
-    kind: Callable[[], Any] = {"redis": Redis, "pymemcache": Memcached}[alias]
     with kind() as server, Proxy(server.port) as proxy:
-        location = f"127.0.0.1:{proxy.port}"
-        location = f"redis://{location}/0" if alias == "redis" else location
-        with private_store(settings, alias, location) as store:
+        place = location.format(proxy.port)
+        with private_store(settings, alias, place, options={option: 0.2}) as store:
             assert store.add(KEY, A, 60) is None
             proxy.hang()
             with pytest.raises(LockUnavailable):

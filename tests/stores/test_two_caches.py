@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from django_singletask import TaskLock
-from django_singletask.stores import close_stores
 from tests.processes import running
 from tests.proxy import Proxy
 from tests.servers import Memcached, Redis
@@ -31,7 +30,6 @@ def taking_again_and_again(name: str) -> Iterator[list[bool]]:
     def take() -> None:
         while not ended.wait(0.05):
             results.append(TaskLock(name, cache="redis", timeout=LEASE).acquire())
-        close_stores()
 
     thread = threading.Thread(target=take)
     thread.start()
@@ -70,7 +68,7 @@ def with_one_that_hangs(alias: str, what: str, seconds: float) -> dict[str, Any]
         process.go_on()
         with taking_again_and_again(NAME) as results:
             result: dict[str, Any] = json.loads(process.says())
-        assert len(results) > 10
+        assert results
         return {**result, "taken": results.count(True)}
 
 

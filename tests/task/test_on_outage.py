@@ -12,10 +12,9 @@ import pytest
 from celery import Celery
 
 from django_singletask import LockError, LockUnavailable, SingletonTask, current_lock
-from django_singletask.history.recorder import flush
+from django_singletask.history import flush
 from django_singletask.models import TaskLockEvent
-from django_singletask.stores import get_store
-from django_singletask.task.header import HEADER, READS, WAITS
+from tests import inside
 from tests.deliveries import collect_sent, deliver, held_by
 from tests.entries import private_store
 from tests.servers import Memcached, Redis, Server
@@ -27,6 +26,9 @@ pytestmark = [
 
 KINDS: dict[str, type[Server]] = {"redis": Redis, "pylibmc": Memcached, "pymemcache": Memcached}
 POLICIES = ["skip", "raise", "wait", "requeue", "rerun"]
+
+WAITS, READS = 1, 2
+"""What a header says of a redelivery, which waits for its first run, or reads its result."""
 
 log: list[Any] = []
 
@@ -76,7 +78,7 @@ class Hops:
 
     @property
     def header(self) -> dict[str, Any]:
-        header: dict[str, Any] = self.sent[-1]["headers"][HEADER]
+        header: dict[str, Any] = self.sent[-1]["headers"]["singletask"]
         return header
 
     def deliver(self, **request: Any) -> Any:
@@ -187,7 +189,7 @@ def test_a_call_that_has_met_a_holder_never_runs_beside_it(
     cache:                       down
     """
     task = task_of(app, on_outage, on_conflict="wait", lock_wait=20)
-    store = get_store("redis")
+    store = inside.store_of("redis")
     take, answers = store.take, [True]
 
     def go_down(*arguments: Any, **options: Any) -> Any:
