@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import re
 import threading
@@ -169,6 +170,9 @@ def listening(receiver: Callable[..., None]) -> Iterator[None]:
 AT_EXIT = re.compile(r"lock\.py:\d+ TaskLock\.__a?exit__ ")
 
 
+numbers = itertools.count()
+
+
 def in_lock(file: str) -> bool:
     """Return whether a file has the exit; how often the others are called differs each time."""
     return file.endswith("/locks/lock.py")
@@ -180,7 +184,7 @@ def interrupt_exit(use: Callable[[str], object]) -> tuple[str, Struck]:
     Return the name of the lock, and the error, whose traceback has the lock.
     """
     for interruption in interruptions(Struck, watched=in_lock):
-        name = f"exit {interruption.number}"
+        name = f"exit {next(numbers)}"  # an earlier lock may still be held
         use(f"{name}, connects")
         try:
             with interruption:
