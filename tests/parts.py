@@ -23,6 +23,7 @@ EVERY = 30  # seconds between two lines of the progress, where it is no terminal
 PARTS = {
     "workers": ["tests/worker"],
     "stores": ["tests/stores"],
+    "faults": ["tests/faults"],
     "locks and tasks": ["tests/locks", "tests/task"],
     "the others": ["tests/history", "tests/operators", "tests/project", "tests/browser"],
 }

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from tests.deadline import wait_for
+from tests.faults.test_cluster import node_of, restart
 from tests.servers import Cluster, Valkey
-from tests.stores.test_cluster import node_of, restart
 from tests.testapp import tasks
 from tests.worker.harness import get
 from tests.worker.test_killed import it_runs_again
