@@ -22,10 +22,10 @@ EVERY = 30  # seconds between two lines of the progress, where it is no terminal
 
 PARTS = {
     "workers": ["tests/worker"],
-    "stores": ["tests/stores"],
+    "stores and history": ["tests/stores", "tests/history"],
     "faults": ["tests/faults"],
     "locks and tasks": ["tests/locks", "tests/task"],
-    "the others": ["tests/history", "tests/operators", "tests/project", "tests/browser"],
+    "the others": ["tests/operators", "tests/project", "tests/browser"],
 }
 """The folders of each part; the parts take about the same time.
 
