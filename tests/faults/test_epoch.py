@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from django.core.cache import caches
@@ -149,6 +150,25 @@ def test_a_holder_that_meets_takers_one_after_another_has_its_lock_back(cache_al
 def test_control_a_holder_that_looks_once_loses_its_lock(cache_alias, monkeypatch):
     monkeypatch.setattr(base, "HOLD_BACK", 0)
     assert meets_takers(cache_alias, monkeypatch)
+
+
+@pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+@pytest.mark.usefixtures("outside_of_tests", "no_renewal_thread", "db")
+def test_extend_waits_until_a_taker_has_given_its_entry_back(cache_alias, monkeypatch):
+    store, key, taker = get_store(cache_alias), key_of("nightly"), holder("a")
+    sleeps = []
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        store.release(key, taker)
+
+    with TaskLock("nightly", timeout=60) as lock:
+        caches[cache_alias].clear()
+        assert store.add(key, taker, 60) is None
+        monkeypatch.setattr(base, "time", SimpleNamespace(sleep=sleep, time_ns=time.time_ns))
+        lock.extend()
+        assert lock.owned()
+    assert sleeps == [base.LOOK_AGAIN]
 
 
 def meets_takers(cache_alias, monkeypatch):
