@@ -48,14 +48,37 @@ from tests.proxy import Interposed
 # == Stores and the epoch
 
 
-def slots_of(name: str, count: int) -> tuple[str, ...]:
-    """Return the keys of the first slots of a lock; the first one is the key of the lock."""
-    return keys.name_key(name).slots(count)
+def slot_keys(lock: TaskLock) -> Sequence[str]:
+    """Return the keys of all slots that the lock of this name can have."""
+    return lock._lock_key.slots()
 
 
 def marker_of(key: str, value: bytes) -> str:
     """Return the key of the marker that is left if somebody clears the entry ``value``."""
     return base.marker_key(key, value)
+
+
+def store_of(cache: str) -> Any:
+    """Return the store with which this thread keeps its locks in a cache."""
+    return stores.get_store(cache)
+
+
+def family(alias: str) -> str:
+    """Return the family of the store that this thread uses for a cache."""
+    return stores.get_store(alias).family
+
+
+def is_empty(cache: str) -> bool:
+    """Say whether a cache has no lock and no entry of a queued call."""
+    return list(stores.get_store(cache).entries()) == []
+
+
+def close_connections() -> None:
+    """Close the connections to the lock caches that this thread has opened."""
+    stores.close_stores()
+
+
+# Entries
 
 
 def take(
@@ -71,11 +94,168 @@ def take(
     return taken if isinstance(taken, str) else {key: taken[key].value for key in taken}
 
 
+def read(lock: Any) -> base.Entry | None:
+    """Return value and rest of an entry in Redis."""
+    return stores.get_store("redis").read(lock.key)
+
+
+def write(lock: Any, value: bytes, seconds: float = 60) -> None:
+    """Write the value of an entry in Redis, whoever has it."""
+    store, entry = stores.get_store("redis"), read(lock)
+    if entry is None:
+        assert store.add(lock.key, value, seconds) is None
+    else:
+        assert store.replace(lock.key, entry.value, value, seconds)
+
+
+def free(lock: Any, value: bytes) -> None:
+    """Free an entry in Redis, if it has this value."""
+    stores.get_store("redis").release(lock.key, value)
+
+
+def forget(lock: TaskLock) -> None:
+    """Let the cache forget a lock that is held, as by an eviction."""
+    store = stores.get_store(lock.cache or settings.SINGLETASK_CACHE)
+    store.release(lock.key, store.read(lock.key).value)
+
+
+def put_entry(key: str, value: bytes, seconds: float = 60, alias: str = "redis") -> None:
+    """Write an entry into a cache that holds locks, as another process would."""
+    assert stores.get_store(alias).add(key, value, seconds) is None
+
+
+def has_entry(key: str) -> bool:
+    """Say whether Redis has an entry of a lock, or of a queued call, under a key."""
+    return stores.get_store("redis").read(key) is not None
+
+
+# Requests
+
+
+def answer(patch: pytest.MonkeyPatch, request: str, reply: Callable[..., Any]) -> None:
+    """Let a function answer the requests of one kind to Redis; the real request is its first
+    argument."""
+    store = stores.get_store("redis")
+    patch.setattr(store, request, partial(reply, getattr(store, request)))
+
+
+@contextmanager
+def handled(
+    request: str, handle: Callable[..., Any], *, cache: str = "redis", of_all_threads: bool = False
+) -> Iterator[None]:
+    """Let ``handle(send, *arguments)`` handle this kind of request to a cache; ``send`` sends it.
+
+    Each thread has a store of its own, so this is for the requests of this thread alone, or for
+    those of all threads to caches of this kind.
+    """
+    store = stores.get_store(cache)
+    place = type(store) if of_all_threads else store
+    real = getattr(type(store), request)
+
+    def instead(*arguments: Any, **options: Any) -> Any:
+        asked = store
+        if of_all_threads:
+            asked, *arguments = arguments
+        return handle(real.__get__(asked), *arguments, **options)
+
+    with mock.patch.object(place, request, instead):
+        yield
+
+
+@contextmanager
+def failing(
+    request: str, error: Exception | None = None, *, sent: bool = False, **where: Any
+) -> Iterator[None]:
+    """Let a kind of request fail; with ``sent``, the server handles it and the reply is lost.
+
+    ``where`` is as for :func:`handled`.
+    """
+
+    def fail(send: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        if sent:
+            send(*arguments, **options)
+        raise error or LockUnavailable("down")
+
+    with handled(request, fail, **where):
+        yield
+
+
+def collect_trips(patch: pytest.MonkeyPatch) -> list[bytes]:
+    """Collect what the store sends to Redis from now on."""
+    store, sent = stores.get_store("redis"), []
+    store.look()  # connects
+    connection = store.connections[-1]
+    patch.setattr(connection, "_sock", connection._sock)
+
+    def sendall(packed: bytes) -> None:
+        sent.append(packed)
+        interposed.sock.sendall(packed)
+
+    interposed = Interposed(connection, sendall=sendall)
+    return sent
+
+
+@contextmanager
+def signal_while_opening(handle: Callable[[], object]) -> Iterator[None]:
+    """Let a signal handler run where the next store is opened."""
+    signals = [handle]
+
+    def open_store(cache: str) -> Any:
+        while signals:
+            signals.pop()()
+        return stores.open_store(cache)
+
+    stores.open_with(open_store)
+    try:
+        yield
+    finally:
+        stores.open_with(None)
+
+
+def share_connections(patch: pytest.MonkeyPatch, cache: str) -> None:
+    """Let a signal handler use the connection of the request that it interrupts: a broken lock."""
+    never = property(lambda store: False, lambda store, value: None)
+    patch.setattr(type(stores.get_store(cache)), "is_asking", never)
+
+
+# The epoch
+
+
+def knows_the_epoch(alias: str) -> bool:
+    """Say whether this process knows the epoch of a cache, or of all servers of a cluster."""
+    epoch = base.epoch_of(alias)
+    servers = [*epoch.map.epochs] if hasattr(epoch, "map") else [epoch]
+    return bool(servers) and all(server.value is not None for server in servers)
+
+
+def emptied_long_ago(cache: str) -> None:
+    """Let no take wait because the cache was emptied: that seems to be long ago."""
+    base.epoch_of(cache).changed_at = -math.inf
+
+
 @contextmanager
 def outside_of_tests() -> Iterator[None]:
     """Hold takes back in a cache that has forgotten its locks, which is not done in tests."""
     with mock.patch.object(base, "is_test", return_value=False):
         yield
+
+
+def held_back(seconds: float) -> Exception:
+    """Return the error of a take that must wait, since the cache has forgotten its locks."""
+    return base.Forgotten(seconds)
+
+
+# == Locks, leases, renewal
+
+
+def stop_clock(patch: pytest.MonkeyPatch) -> Any:
+    """Stop the clock by which this process counts its leases; add seconds to ``now`` of the result.
+
+    The caches have clocks of their own, which go on.
+    """
+    stopped = SimpleNamespace(now=clock.now())
+    patch.setattr(clock, "now", lambda: stopped.now)
+    return stopped
 
 
 @contextmanager
@@ -86,9 +266,98 @@ def later(seconds: float) -> Iterator[None]:
         yield
 
 
-def take_turn_to_sweep() -> bool:
-    """Let this process be the one that sweeps next; return whether no other one has the turn."""
-    return sweep.takes_turn()
+def call_dead(patch: pytest.MonkeyPatch, is_dead: Callable[[Holder], object]) -> None:
+    """Let the process of each holder for which this is true be proven dead, and no other."""
+    patch.setattr(liveness, "proof_of_death", lambda holder: "gone" if is_dead(holder) else None)
+
+
+def lock_of_run(lock: TaskLock, *, token: str = "5a3e", **options: Any) -> TaskLock:
+    """Return the lock that a run of a task takes, whose token the worker's main process chose."""
+    run = address.Run(token=token)
+    return locking.lock_of(TaskLock, lock._lock_key, run, **options)
+
+
+def free_killed(lock: TaskLock, token: str) -> bool:
+    """Free a lock for a process that was killed, as the worker's main process does."""
+    return lock._address.free_killed(token, "its process was killed")
+
+
+@contextmanager
+def signal_before_release(error: BaseException) -> Iterator[None]:
+    """Let a signal raise an error where the first release of a lock begins."""
+    signals, leave = [error], lease.Lease.leave
+
+    def strike(held: lease.Lease, *arguments: Any, **options: Any) -> bool:
+        if signals:
+            raise signals.pop()
+        return leave(held, *arguments, **options)
+
+    with mock.patch.object(lease.Lease, "leave", strike):
+        yield
+
+
+def hurry_cancelled_calls(patch: pytest.MonkeyPatch) -> None:
+    """Let a cancelled call of asyncio code hardly wait for the reply to its request."""
+    patch.setattr(locking, "GRACE", 0.05)
+
+
+# Leases
+
+
+def lease_of(lock: TaskLock) -> Any:
+    """Return what a process knows of its lease: its ``deadline``, and when a renewal is due."""
+    return lock._lease
+
+
+def renewed_at(lock: TaskLock) -> float:
+    """Return when the last renewal of a held lock was sent, by the clock of its process."""
+    return lease_of(lock).renewed_at
+
+
+def wait_for_renewals(lock: TaskLock, seconds: float) -> None:
+    """Wait until a lock is renewed that many seconds after its last renewal, or is lost."""
+    until = renewed_at(lock) + seconds
+    wait_for(lambda: lock.lost or renewed_at(lock) > until, "renewals")
+    assert not lock.lost
+
+
+def kept_leases(cache: str = "redis") -> list[tuple[str, str]]:
+    """Return token and key of the entries that this process keeps in a cache."""
+    return [*renewal.renewers[cache].leases]
+
+
+def renewed_keys() -> set[str]:
+    """Return the keys of the leases that this process renews."""
+    return {key for renewer in renewal.renewers.values() for _token, key in renewer.leases}
+
+
+def stop_renewal(lock: TaskLock) -> None:
+    """Let this process no longer keep the lease of a lock, as if the process was gone."""
+    renewal.renewers[lock.cache or "redis"].drop(lease_of(lock))
+
+
+def keep_nothing() -> None:
+    """Let the threads of this process renew and leave nothing more; return when they sleep."""
+    for each in renewal.renewers.values():
+        each.leases.clear()
+        each.owed.clear()
+        each.wake()
+    threads = [each for each in renewal.renewers.values() if each.thread is not None]
+    idle = (math.inf, math.inf)
+    wait_for(lambda: all((e.shortest, e.late_at) == idle for e in threads), "they sleep")
+
+
+# Releases that are owed
+
+
+def free_in_background(lock: Any, value: bytes) -> None:
+    """Let the background free an entry in Redis, after all that it had to free before."""
+    renewal.renewers["redis"].owe([lock.key], value, 60)
+
+
+def make_owed_releases(cache: str = "redis") -> None:
+    """Leave now the entries that the background thread has to leave, if no thread runs."""
+    renewal.renewers[cache].release_some()
 
 
 def wait_as_a_process_that_ends(seconds: float) -> None:
@@ -96,9 +365,7 @@ def wait_as_a_process_that_ends(seconds: float) -> None:
     renewal.release_owed(seconds)
 
 
-def lease_of(lock: TaskLock) -> Any:
-    """Return what a process knows of its lease: its ``deadline``, and when a renewal is due."""
-    return lock._lease
+# Simulated stores, and broken leases
 
 
 @contextmanager
@@ -160,191 +427,7 @@ def losses_that_a_renewal_undoes() -> Iterator[None]:
         yield
 
 
-def keep_nothing() -> None:
-    """Let the threads of this process renew and leave nothing more; return when they sleep."""
-    for each in renewal.renewers.values():
-        each.leases.clear()
-        each.owed.clear()
-        each.wake()
-    threads = [each for each in renewal.renewers.values() if each.thread is not None]
-    idle = (math.inf, math.inf)
-    wait_for(lambda: all((e.shortest, e.late_at) == idle for e in threads), "they sleep")
-
-
-# == Locks, leases, renewal
-
-
-def stop_clock(patch: pytest.MonkeyPatch) -> Any:
-    """Stop the clock by which this process counts its leases; add seconds to ``now`` of the result.
-
-    The caches have clocks of their own, which go on.
-    """
-    stopped = SimpleNamespace(now=clock.now())
-    patch.setattr(clock, "now", lambda: stopped.now)
-    return stopped
-
-
-@contextmanager
-def handled(
-    request: str, handle: Callable[..., Any], *, cache: str = "redis", of_all_threads: bool = False
-) -> Iterator[None]:
-    """Let ``handle(send, *arguments)`` handle this kind of request to a cache; ``send`` sends it.
-
-    Each thread has a store of its own, so this is for the requests of this thread alone, or for
-    those of all threads to caches of this kind.
-    """
-    store = stores.get_store(cache)
-    place = type(store) if of_all_threads else store
-    real = getattr(type(store), request)
-
-    def instead(*arguments: Any, **options: Any) -> Any:
-        asked = store
-        if of_all_threads:
-            asked, *arguments = arguments
-        return handle(real.__get__(asked), *arguments, **options)
-
-    with mock.patch.object(place, request, instead):
-        yield
-
-
-@contextmanager
-def failing(
-    request: str, error: Exception | None = None, *, sent: bool = False, **where: Any
-) -> Iterator[None]:
-    """Let a kind of request fail; with ``sent``, the server handles it and the reply is lost.
-
-    ``where`` is as for :func:`handled`.
-    """
-
-    def fail(send: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        if sent:
-            send(*arguments, **options)
-        raise error or LockUnavailable("down")
-
-    with handled(request, fail, **where):
-        yield
-
-
-def slot_keys(lock: TaskLock) -> Sequence[str]:
-    """Return the keys of all slots that the lock of this name can have."""
-    return lock._lock_key.slots()
-
-
-def call_dead(patch: pytest.MonkeyPatch, is_dead: Callable[[Holder], object]) -> None:
-    """Let the process of each holder for which this is true be proven dead, and no other."""
-    patch.setattr(liveness, "proof_of_death", lambda holder: "gone" if is_dead(holder) else None)
-
-
-def lock_of_run(lock: TaskLock, *, token: str = "5a3e", **options: Any) -> TaskLock:
-    """Return the lock that a run of a task takes, whose token the worker's main process chose."""
-    run = address.Run(token=token)
-    return locking.lock_of(TaskLock, lock._lock_key, run, **options)
-
-
-def held_back(seconds: float) -> Exception:
-    """Return the error of a take that must wait, since the cache has forgotten its locks."""
-    return base.Forgotten(seconds)
-
-
-def hurry_cancelled_calls(patch: pytest.MonkeyPatch) -> None:
-    """Let a cancelled call of asyncio code hardly wait for the reply to its request."""
-    patch.setattr(locking, "GRACE", 0.05)
-
-
-def store_of(cache: str) -> Any:
-    """Return the store with which this thread keeps its locks in a cache."""
-    return stores.get_store(cache)
-
-
-def emptied_long_ago(cache: str) -> None:
-    """Let no take wait because the cache was emptied: that seems to be long ago."""
-    base.epoch_of(cache).changed_at = -math.inf
-
-
-@contextmanager
-def signal_while_opening(handle: Callable[[], object]) -> Iterator[None]:
-    """Let a signal handler run where the next store is opened."""
-    signals = [handle]
-
-    def open_store(cache: str) -> Any:
-        while signals:
-            signals.pop()()
-        return stores.open_store(cache)
-
-    stores.open_with(open_store)
-    try:
-        yield
-    finally:
-        stores.open_with(None)
-
-
-def share_connections(patch: pytest.MonkeyPatch, cache: str) -> None:
-    """Let a signal handler use the connection of the request that it interrupts: a broken lock."""
-    never = property(lambda store: False, lambda store, value: None)
-    patch.setattr(type(stores.get_store(cache)), "is_asking", never)
-
-
-def in_words(error: Exception) -> str:
-    """Return what the command and the admin print of an error of a cache's client."""
-    return held.cannot_ask(error)
-
-
-def accepted(task: Any, headers: dict[str, Any], *args: Any) -> Any:
-    """Return what the main process notes of a message that a process of the pool runs."""
-    request = SimpleNamespace(task=task, _payload=(args, {}, {}))
-    task_id = header_of(headers)["id"]
-    return watcher.Accepted(request, header.Header.of(headers, task_id, task.name))
-
-
-@contextmanager
-def signal_before_release(error: BaseException) -> Iterator[None]:
-    """Let a signal raise an error where the first release of a lock begins."""
-    signals, leave = [error], lease.Lease.leave
-
-    def strike(held: lease.Lease, *arguments: Any, **options: Any) -> bool:
-        if signals:
-            raise signals.pop()
-        return leave(held, *arguments, **options)
-
-    with mock.patch.object(lease.Lease, "leave", strike):
-        yield
-
-
-def free_killed(lock: TaskLock, token: str) -> bool:
-    """Free a lock for a process that was killed, as the worker's main process does."""
-    return lock._address.free_killed(token, "its process was killed")
-
-
-def renewed_at(lock: TaskLock) -> float:
-    """Return when the last renewal of a held lock was sent, by the clock of its process."""
-    return lock._lease.renewed_at
-
-
-def wait_for_renewals(lock: TaskLock, seconds: float) -> None:
-    """Wait until a lock is renewed that many seconds after its last renewal, or is lost."""
-    until = renewed_at(lock) + seconds
-    wait_for(lambda: lock.lost or renewed_at(lock) > until, "renewals")
-    assert not lock.lost
-
-
-def kept_leases(cache: str = "redis") -> list[tuple[str, str]]:
-    """Return token and key of the entries that this process keeps in a cache."""
-    return [*renewal.renewers[cache].leases]
-
-
-def make_owed_releases(cache: str = "redis") -> None:
-    """Leave now the entries that the background thread has to leave, if no thread runs."""
-    renewal.renewers[cache].release_some()
-
-
-def stop_renewal(lock: TaskLock) -> None:
-    """Let this process no longer keep the lease of a lock, as if the process was gone."""
-    renewal.renewers[lock.cache or "redis"].drop(lock._lease)
-
-
 # == Tasks, messages, headers
-
-# Headers
 
 WAITS = {"redelivered": header.WAITS}
 """What the header says of a message that waits for the end of its first run."""
@@ -361,6 +444,12 @@ def header_of(headers: dict[str, Any]) -> dict[str, Any]:
 def headers_for(task: Any, task_id: str = "mine", /, **fields: Any) -> dict[str, Any]:
     """Return the headers of a message of this call; ``fields`` are those of the package's part."""
     return {header.HEADER: {"id": task_id, "task": task.name, **fields}}
+
+
+def holder_of(lock: Any, task: Any = None, task_id: str | None = None, retries: int = 0) -> Holder:
+    """Return the record with which a run in this process has this lock for a minute."""
+    run = address.Run(task and task.name, task_id, retries)
+    return run.holder(lock.name, 60)
 
 
 # What ends a delivery
@@ -381,71 +470,6 @@ def wait_longer_before_postponing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(delivery, "SHORT_WAIT", 5)
 
 
-# Who has an entry
-
-
-def holder_of(lock: Any, task: Any = None, task_id: str | None = None, retries: int = 0) -> Holder:
-    """Return the record with which a run in this process has this lock for a minute."""
-    run = address.Run(task and task.name, task_id, retries)
-    return run.holder(lock.name, 60)
-
-
-def read(lock: Any) -> base.Entry | None:
-    """Return value and rest of an entry in Redis."""
-    return stores.get_store("redis").read(lock.key)
-
-
-def write(lock: Any, value: bytes, seconds: float = 60) -> None:
-    """Write the value of an entry in Redis, whoever has it."""
-    store, entry = stores.get_store("redis"), read(lock)
-    if entry is None:
-        assert store.add(lock.key, value, seconds) is None
-    else:
-        assert store.replace(lock.key, entry.value, value, seconds)
-
-
-def free(lock: Any, value: bytes) -> None:
-    """Free an entry in Redis, if it has this value."""
-    stores.get_store("redis").release(lock.key, value)
-
-
-def free_in_background(lock: Any, value: bytes) -> None:
-    """Let the background free an entry in Redis, after all that it had to free before."""
-    renewal.renewers["redis"].owe([lock.key], value, 60)
-
-
-def answer(patch: pytest.MonkeyPatch, request: str, reply: Callable[..., Any]) -> None:
-    """Let a function answer the requests of one kind to Redis; the real request is its first
-    argument."""
-    store = stores.get_store("redis")
-    patch.setattr(store, request, partial(reply, getattr(store, request)))
-
-
-def is_empty(cache: str) -> bool:
-    """Say whether a cache has no lock and no entry of a queued call."""
-    return list(stores.get_store(cache).entries()) == []
-
-
-def close_connections() -> None:
-    """Close the connections to the lock caches that this thread has opened."""
-    stores.close_stores()
-
-
-def collect_trips(patch: pytest.MonkeyPatch) -> list[bytes]:
-    """Collect what the store sends to Redis from now on."""
-    store, sent = stores.get_store("redis"), []
-    store.look()  # connects
-    connection = store.connections[-1]
-    patch.setattr(connection, "_sock", connection._sock)
-
-    def sendall(packed: bytes) -> None:
-        sent.append(packed)
-        interposed.sock.sendall(packed)
-
-    interposed = Interposed(connection, sendall=sendall)
-    return sent
-
-
 # Entries of queued calls
 
 
@@ -459,6 +483,11 @@ def queued_entry(task: Any, *args: Any) -> TaskLock:
     """Return a lock that reads and clears the entry of a queued call."""
     place = beside(task.lock(*args), keys.QUEUED, task.name)
     return TaskLock(place.lock_key, cache=place.cache)
+
+
+def queued_key(key: str, task: str) -> str:
+    """Return the key of the entry that a queued call of a task has beside its lock."""
+    return keys.LockKey("", key).beside(keys.QUEUED, task).key
 
 
 def send_before_adding_entries(patch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
@@ -535,6 +564,13 @@ def end_is_noted(lock: Any, task_id: str) -> bool:
 # The main process of a worker
 
 
+def accepted(task: Any, headers: dict[str, Any], *args: Any) -> Any:
+    """Return what the main process notes of a message that a process of the pool runs."""
+    request = SimpleNamespace(task=task, _payload=(args, {}, {}))
+    task_id = header_of(headers)["id"]
+    return watcher.Accepted(request, header.Header.of(headers, task_id, task.name))
+
+
 def receive_in_main_process(task: Any, fields: dict[str, Any], **facts: Any) -> dict[str, Any]:
     """Receive a message, as the main process does; return it as a process of the pool gets it."""
     request = SimpleNamespace(task=task, id="mine", request_dict=fields, **facts)
@@ -549,7 +585,56 @@ def discard(task: Any, fields: dict[str, Any], task_id: str = "mine") -> None:
     startup.free_revoked(task, Context(fields, id=task_id), terminated=False)
 
 
-# The writer of the history
+# == Options, settings, checks
+
+
+class Option(NamedTuple):
+    """An option of a task; without choices any value of its kind may fit."""
+
+    kind: str
+    default: Any
+    choices: tuple[Any, ...]
+
+
+def task_options() -> dict[str, Option]:
+    return {
+        name: Option(kind, getattr(options.Attributes, name), options.CHOICES.get(name, ()))
+        for name, kind in options.Attributes.__annotations__.items()
+    }
+
+
+def problems_of(where: str, **values: Any) -> list[Exception]:
+    """Return what is wrong with these options together; a ``UserWarning`` is only reported."""
+    return [error for _names, error in options.LockOptions(**values).problems(where)]
+
+
+def setting_defaults() -> dict[str, Any]:
+    """Return the settings by their short names, without ``SINGLETASK_``."""
+    return conf.DEFAULTS
+
+
+def setting(name: str) -> Any:
+    """Return what is in effect for ``SINGLETASK_…``, by its short name."""
+    return getattr(conf.conf, name)
+
+
+def check_numbers() -> list[str]:
+    """Return the numbers in the code of the system checks."""
+    return re.findall(r'[."]([EW]\d{3})"', inspect.getsource(checks))
+
+
+def header_fields() -> list[str]:
+    """Return the fields of the header in a message."""
+    return ["id", "task", *sorted(header.TYPES)]
+
+
+# == The history
+
+
+def history_mode() -> str:
+    """Return how the history is written, by the settings of now."""
+    conf.conf.forget()
+    return conf.conf.history
 
 
 @contextmanager
@@ -573,86 +658,14 @@ def write_events(events: list[LockEvent]) -> None:
     writing.write(events)
 
 
-# == Options, settings, checks, keys
-
-
-class Option(NamedTuple):
-    """An option of a task; without choices any value of its kind may fit."""
-
-    kind: str
-    default: Any
-    choices: tuple[Any, ...]
-
-
-def task_options() -> dict[str, Option]:
-    return {
-        name: Option(kind, getattr(options.Attributes, name), options.CHOICES.get(name, ()))
-        for name, kind in options.Attributes.__annotations__.items()
-    }
-
-
-def setting_defaults() -> dict[str, Any]:
-    """Return the settings by their short names, without ``SINGLETASK_``."""
-    return conf.DEFAULTS
-
-
-def check_numbers() -> list[str]:
-    """Return the numbers in the code of the system checks."""
-    return re.findall(r'[."]([EW]\d{3})"', inspect.getsource(checks))
-
-
-def header_fields() -> list[str]:
-    """Return the fields of the header in a message."""
-    return ["id", "task", *sorted(header.TYPES)]
-
-
-def actions_of_the_command() -> list[str]:
-    return [*locks.ACTIONS]
-
-
-def states_of_a_lock() -> list[str]:
-    return [*words.STATES]
-
-
-def setting(name: str) -> Any:
-    """Return what is in effect for ``SINGLETASK_…``, by its short name."""
-    return getattr(conf.conf, name)
-
-
-def family(alias: str) -> str:
-    """Return the family of the store that this thread uses for a cache."""
-    return stores.get_store(alias).family
-
-
-def knows_the_epoch(alias: str) -> bool:
-    """Say whether this process knows the epoch of a cache, or of all servers of a cluster."""
-    epoch = base.epoch_of(alias)
-    servers = [*epoch.map.epochs] if hasattr(epoch, "map") else [epoch]
-    return bool(servers) and all(server.value is not None for server in servers)
-
-
-def renewed_keys() -> set[str]:
-    """Return the keys of the leases that this process renews."""
-    return {key for renewer in renewal.renewers.values() for _token, key in renewer.leases}
-
-
-def problems_of(where: str, **values: Any) -> list[Exception]:
-    """Return what is wrong with these options together; a ``UserWarning`` is only reported."""
-    return [error for _names, error in options.LockOptions(**values).problems(where)]
-
-
-# == The history
-
-
-def history_mode() -> str:
-    """Return how the history is written, by the settings of now."""
-    conf.conf.forget()
-    return conf.conf.history
-
-
 def write_in_the_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a batch lock its rows in the order of its events, instead of one order for all."""
     monkeypatch.setattr(writing, "_order", lambda row: 0)
+
+
+def take_turn_to_sweep() -> bool:
+    """Let this process be the one that sweeps next; return whether no other one has the turn."""
+    return sweep.takes_turn()
 
 
 # == Operators: held now, names, words, the command, the admin
@@ -678,27 +691,6 @@ def shown_key(name: str) -> str:
     return next(iter(names.locks_of(name)))
 
 
-def queued_key(key: str, task: str) -> str:
-    """Return the key of the entry that a queued call of a task has beside its lock."""
-    return keys.LockKey("", key).beside(keys.QUEUED, task).key
-
-
-def put_entry(key: str, value: bytes, seconds: float = 60, alias: str = "redis") -> None:
-    """Write an entry into a cache that holds locks, as another process would."""
-    assert stores.get_store(alias).add(key, value, seconds) is None
-
-
-def has_entry(key: str) -> bool:
-    """Say whether Redis has an entry of a lock, or of a queued call, under a key."""
-    return stores.get_store("redis").read(key) is not None
-
-
-def forget(lock: TaskLock) -> None:
-    """Let the cache forget a lock that is held, as by an eviction."""
-    store = stores.get_store(lock.cache or settings.SINGLETASK_CACHE)
-    store.release(lock.key, store.read(lock.key).value)
-
-
 def held_now(*typed: str) -> list[Any]:
     """Return what the operators are shown: all that is held, or what some texts mean."""
     return held.held([names.select(text) for text in typed])
@@ -718,6 +710,19 @@ def before_each_clear(monkeypatch: pytest.MonkeyPatch, act: Callable[..., None])
         return really(lock, **by)
 
     monkeypatch.setattr(held, "clear", clear)
+
+
+def actions_of_the_command() -> list[str]:
+    return [*locks.ACTIONS]
+
+
+def states_of_a_lock() -> list[str]:
+    return [*words.STATES]
+
+
+def in_words(error: Exception) -> str:
+    """Return what the command and the admin print of an error of a cache's client."""
+    return held.cannot_ask(error)
 
 
 def forget_tasks_of_the_history() -> None:
@@ -748,6 +753,3 @@ BOUNDS = {
 def bound(monkeypatch: pytest.MonkeyPatch, what: str, most: int) -> None:
     """Let this be the most that is read or shown, which otherwise needs many rows."""
     monkeypatch.setattr(*BOUNDS[what], most)
-
-
-# == Workers

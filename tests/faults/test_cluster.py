@@ -71,7 +71,7 @@ def test_the_tags_never_change() -> None:
 def test_all_keys_of_a_lock_are_in_one_hash_slot(cache_alias: str) -> None:
     store: Any = inside.store_of(cache_alias)
     for name in ("nightly", "feeds.tasks.import_feed(feed_id=7)", "a:cleared:b", "x#2"):
-        key, *slots = inside.slots_of(name, 3)
+        key, *slots = inside.slot_keys(TaskLock(name))[:3]
         keys = [key, *slots, inside.marker_of(key, A), inside.marker_of(slots[0], A)]
         names = [store.group(each).make_key(each) for each in keys]
         names += [store.group(key).make_key(FENCE), store.group(key).epoch_key]

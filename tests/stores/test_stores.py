@@ -86,7 +86,7 @@ class TestStores(StoreContract):
 
 # Slots
 
-SLOTS = inside.slots_of("feeds.tasks.import_feed(feed_id=7)", 3)
+SLOTS = inside.slot_keys(TaskLock("feeds.tasks.import_feed(feed_id=7)"))[:3]
 MARK = b"file"
 
 
@@ -181,14 +181,14 @@ def test_every_name_makes_a_lock(store: Store, cache_alias: str) -> None:
 
 
 def longest_prefix(cache_alias: str) -> str:
-    longest_key = inside.marker_of(inside.slots_of("n" * 255, 1000)[-1], A)
+    longest_key = inside.marker_of(inside.slot_keys(TaskLock("n" * 255))[-1], A)
     return "p" * (250 - len(caches[cache_alias].key_func(longest_key, "", 1)))
 
 
 def test_the_longest_name_works_under_the_longest_prefix(cache_alias: str, settings) -> None:
     prefix = longest_prefix(cache_alias)
     assert len(prefix) > 55
-    key = inside.slots_of("n" * 255, 1000)[-1]
+    key = inside.slot_keys(TaskLock("n" * 255))[-1]
     with private_store(settings, cache_alias, KEY_PREFIX=prefix) as store:
         store.release(key, A)
         store.add(key, A, 60)
