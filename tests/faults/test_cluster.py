@@ -560,7 +560,6 @@ def forget(way: str, kind: type[Redis], fault: str) -> dict[str, Any]:
 
 
 @pytest.mark.only_all("another way shows it", "old snapshot-Valkey", "lagging replica-Valkey")
-@pytest.mark.race
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
@@ -576,7 +575,6 @@ def test_a_holder_has_its_lock_back_before_others_take_it(way, kind) -> None:
 
 
 @pytest.mark.only_all("shown with a replica")
-@pytest.mark.race
 @pytest.mark.parametrize(
     ("way", "fault"),
     [

@@ -64,7 +64,6 @@ def beside(alias, way, fault="", seconds=SECONDS):
 
 
 @pytest.mark.only_all("another case shows it", "flush", "pylibmc")
-@pytest.mark.race
 @pytest.mark.parametrize("way", ["restart", "flush"])
 @pytest.mark.parametrize("alias", ["redis", "pylibmc", "pymemcache"])
 def test_a_live_holder_has_its_lock_back_before_others_take_it(alias, way):
@@ -73,7 +72,6 @@ def test_a_live_holder_has_its_lock_back_before_others_take_it(alias, way):
 
 
 @pytest.mark.only_all("shown on another cache", "valkey")
-@pytest.mark.race
 @pytest.mark.parametrize("alias", ["redis", "valkey"])
 def test_a_server_that_comes_back_with_an_old_snapshot_is_noticed(alias):
     """It has the epoch of before, but not the locks that were taken since."""
@@ -82,7 +80,6 @@ def test_a_server_that_comes_back_with_an_old_snapshot_is_noticed(alias):
 
 
 @pytest.mark.only_all("it repeats until it goes wrong")
-@pytest.mark.race
 @pytest.mark.parametrize("fault", ["nobody is held back", "nobody looks"])
 def test_control_without_it_others_run_beside_the_holder(fault):
     # It goes wrong by chance, on a busy machine not each time.
@@ -90,7 +87,6 @@ def test_control_without_it_others_run_beside_the_holder(fault):
 
 
 @pytest.mark.only_all("it repeats until it goes wrong")
-@pytest.mark.race
 def test_control_if_nobody_asks_which_server_answers_others_run_beside_the_holder():
     fault = "nobody asks which server answers"
     assert beside("redis", "restart with an old snapshot", fault)["beside"] > 0

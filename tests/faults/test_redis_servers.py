@@ -50,13 +50,11 @@ def take_after_a_return(
         return taken, json.loads(holder.says())
 
 
-@pytest.mark.race
 def test_a_taker_with_gevent_waits_until_the_live_holder_has_its_lock_back():
     taken, holder = take_after_a_return("redis", pool=("gevent",))
     assert (taken, holder) == (False, {"lost": False, "retaken": 1})
 
 
-@pytest.mark.race
 @pytest.mark.parametrize("alias", ["redis", "django_valkey"])
 def test_a_taker_waits_also_after_a_server_that_loads_its_snapshot_for_long(alias):
     """It says who it is from its start, but takes requests only when it has loaded."""

@@ -69,7 +69,6 @@ def interrupt_threads(alias: str, when: str) -> dict[str, Any]:
 
 
 @pytest.mark.only_all("it starts a process for each place")
-@pytest.mark.race
 @pytest.mark.usefixtures("django_db_setup")
 @pytest.mark.parametrize("when", ["first", "later"])
 @pytest.mark.parametrize("alias", ["redis", "db_sqlite"])

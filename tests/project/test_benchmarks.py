@@ -23,7 +23,6 @@ def test_a_ratio_is_taken_within_a_round() -> None:
     assert SLOWER_MACHINE_LATER.ratio("django-singletask", "floor") == 1.1
 
 
-@pytest.mark.race
 def test_ten_processes_send_the_commands_that_the_model_of_a_fleet_says() -> None:
     script = Path(fleet.__file__)
     command = [sys.executable, str(script), "--check", "--processes", "10"]
