@@ -145,7 +145,7 @@ class TestExclusion:
                     block.enter_context(TaskLock(NAME))
                 else:
                     await block.enter_async_context(TaskLock(NAME))
-                task = asyncio.create_task(waiting.aacquire(wait=20))
+                task = asyncio.create_task(waiting.aacquire(wait=30))
                 await asyncio.sleep(0.1)
             assert await task
             assert await waiting.arelease()

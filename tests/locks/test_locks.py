@@ -154,7 +154,7 @@ class TestAcquireAndRelease:
         thread = threading.Thread(target=hold)
         thread.start()
         assert taken.wait(30)
-        assert first.acquire(wait=5)
+        assert first.acquire(wait=30)
         first.release()
         thread.join()
 

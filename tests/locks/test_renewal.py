@@ -524,7 +524,7 @@ def test_a_stopped_process_knows_when_it_wakes(wait_for):
     try:
         assert process.stdout.readline() == "held\n"
         process.send_signal(signal.SIGSTOP)
-        with TaskLock("nightly", wait=10) as second:
+        with TaskLock("nightly", wait=30) as second:
             assert second.owned()
             process.send_signal(signal.SIGCONT)
             assert process.stdout.readline() == "True\n"

@@ -121,7 +121,7 @@ else:
     eventlet.monkey_patch()
 taken = []
 def take():
-    with TaskLock("late", wait=10) as lock:
+    with TaskLock("late", wait=30) as lock:
         taken.append(lock.owned())
 threads = [threading.Thread(target=take) for _ in range(5)]
 for thread in threads:
