@@ -89,10 +89,9 @@ def main(arguments: list[str]) -> int:
 
 def is_file(argument: str) -> bool:
     """Say whether an argument names tests: a file or a folder, or a test in a file."""
-    if argument == "" or argument.startswith("-"):
-        return False
+    path = ROOT / argument.partition("::")[0]
     # Path.exists() would raise an error for an expression that is too long for a name.
-    return os.path.exists(ROOT / argument.partition("::")[0])
+    return os.path.exists(path) and path.resolve().is_relative_to(ROOT / "tests")
 
 
 @contextmanager

@@ -145,4 +145,7 @@ def summary(parts: list[Part], seconds: float, seed: str, notice: str) -> int:
         print(notice)
     failures = len(failed) + len(broken)
     print(f"\n{passed} passed, {failures} failed, {reasons.total()} skipped", flush=True)
+    if not (passed or failures or reasons):
+        print("Nothing was tested: no test is selected.")
+        return 1
     return min(failures, 1)

@@ -234,6 +234,7 @@ class Renewer(Background):
         self.read_at = now + again - self.interval / 2
         if self.is_unsure:
             self.tick_at = min(self.tick_at, clock.now() + LOOK_AGAIN)
+            self.read_at = self.tick_at
         elif self.error is None:
             self.changes = changes
 

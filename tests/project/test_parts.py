@@ -87,6 +87,11 @@ def test_a_part_whose_servers_did_not_start_has_failed(tmp_path, capsys) -> None
     assert capsys.readouterr().out.endswith("\n0 passed, 1 failed, 0 skipped\n")
 
 
+def test_a_run_that_tests_nothing_has_failed(capsys) -> None:
+    assert parts.summary([], 1, SEED, "") == 1
+    assert "no test is selected" in capsys.readouterr().out
+
+
 def test_a_mark_is_for_a_whole_test_or_for_the_parameters_that_it_names() -> None:
     item: Any = SimpleNamespace(callspec=SimpleNamespace(id="late-redis-elsewhere"))
     assert is_for(item, "a reason")
