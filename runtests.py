@@ -47,6 +47,9 @@ ROOT = Path(__file__).resolve().parent
 
 
 def main(arguments: list[str]) -> int:
+    if {"-h", "--help"}.intersection(arguments):
+        print(__doc__)
+        return 0
     own_options = {"--install-services", "--all", "--rest"}.intersection(arguments)
     arguments = [argument for argument in arguments if argument not in own_options]
     names_files = any(is_file(argument) for argument in arguments)
@@ -70,6 +73,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A shell lets what it starts in the background ignore Ctrl-C; tests of interrupts need it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A terminal that is closed sends this; nohup lets it be ignored.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     if names_files:
         import pytest
 
@@ -83,7 +89,7 @@ def main(arguments: list[str]) -> int:
         which = "rest"
     notice = ""
     if missing:
-        notice = f"The tests of what is not installed were left out. {explain(missing)}"
+        notice = f"These are not installed, so their tests were left out:{explain(missing)}"
     return parts.run(which, arguments, notice)
 
 

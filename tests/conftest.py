@@ -56,10 +56,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if "SINGLETASK_TEST_FOLDER" not in os.environ and not config.option.collectonly:
-        arguments = shlex.join(config.invocation_params.args)
+        command = shlex.join(["python", "runtests.py", *config.invocation_params.args])
         raise pytest.UsageError(
             "The tests need servers of their own, which runtests.py starts. It takes the arguments "
-            f"of pytest: python runtests.py {arguments}"
+            f"of pytest: {command}"
         )
     # Not for pytest processes that tests start.
     if file := os.environ.pop(report.VARIABLE, ""):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,10 @@ PARTS = {
 
 Some tests compute and some wait, so there are more parts than a small machine has cores.
 """
+INTERRUPTED = {2, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
+"""Exit codes of a part that Ctrl-C has ended, or a signal before pytest began."""
+REFUSED = 4
+"""The exit code of pytest if it does not understand its arguments."""
 
 
 @dataclass
@@ -47,10 +52,18 @@ class Part:
 
     def progress(self) -> str:
         report = self.report
-        text = f"{self.name} {report.ended()}/{report.collected or '?'}"
+        if report.collected:
+            text = f"{self.name} {report.ended()}/{report.collected}"
+        elif self.runs():
+            text = f"{self.name} starts"
+        else:
+            text = f"{self.name} 0"
         if report.failed:
             text += f" ({len(report.failed)} failed)"
         return text
+
+    def was_interrupted(self) -> bool:
+        return self.process.returncode in INTERRUPTED
 
     def is_complete(self) -> bool:
         """Say whether it ended by itself, with a result for each of its tests."""
@@ -99,24 +112,34 @@ def run(which: str, arguments: list[str], notice: str) -> int:
             part.process.wait()
             part.report.read()
         for part in parts:
-            if part.process.returncode not in (0, 5):
+            if part.process.returncode == REFUSED:
+                print(f"\n{part.output.read_text(errors='replace')}")
+                return REFUSED
+        for part in parts:
+            if part.process.returncode not in (0, 5) and not part.was_interrupted():
                 print(f"\n== {part.name}\n{part.output.read_text(errors='replace')}")
     return summary(parts, time.monotonic() - began, seed, notice)
 
 
 def follow(parts: list[Part], began: float) -> None:
-    """Show the progress until all parts have ended."""
+    """Show the progress until all parts have ended, or one does not understand its arguments."""
     is_terminal = sys.stdout.isatty()
     next_line = began + EVERY
     while any(part.runs() for part in parts):
         time.sleep(0.5)
+        if any(part.process.returncode == REFUSED for part in parts):
+            for part in parts:
+                part.process.terminate()
+            return
         for part in parts:
             for test in part.report.read():
                 print(f"\nFAILED {test}", flush=True)
         progress = ", ".join(part.progress() for part in parts)
         line = f"{time.monotonic() - began:.0f} s: {progress}"
         if is_terminal:
-            print(f"\r\033[K{line}", end="", flush=True)
+            # A line that is wrapped could not be written over.
+            short = line[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\033[K{short}", end="", flush=True)
         elif time.monotonic() > next_line:
             print(line, flush=True)
             next_line += EVERY
@@ -128,7 +151,8 @@ def summary(parts: list[Part], seconds: float, seed: str, notice: str) -> int:
     failed = [test for part in parts for test in part.report.failed]
     passed = sum(len(part.report.passed) for part in parts)
     reasons = Counter(reason for part in parts for reason in part.report.skipped.values())
-    broken = [part for part in parts if not part.is_complete()]
+    interrupted = any(part.was_interrupted() for part in parts)
+    broken = [part for part in parts if not part.is_complete() and not interrupted]
     if failed:
         print("Failed, and how to run each again:")
     for test in failed:
@@ -145,6 +169,9 @@ def summary(parts: list[Part], seconds: float, seed: str, notice: str) -> int:
         print(notice)
     failures = len(failed) + len(broken)
     print(f"\n{passed} passed, {failures} failed, {reasons.total()} skipped", flush=True)
+    if interrupted:
+        print("Interrupted: the other tests did not run.")
+        return 130
     if not (passed or failures or reasons):
         print("Nothing was tested: no test is selected.")
         return 1

@@ -31,7 +31,9 @@ class Writer:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         facts = {"test": report.nodeid, "outcome": report.outcome}
         if report.skipped:
-            _file, _line, reason = report.longrepr
+            reason = "a known failure"  # the mark xfail
+            if isinstance(report.longrepr, tuple):
+                _file, _line, reason = report.longrepr
             self.note(**facts, reason=reason.removeprefix("Skipped: "))
         elif report.failed or report.when == "call":
             self.note(**facts)

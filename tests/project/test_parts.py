@@ -37,6 +37,8 @@ def test_fails(word): assert False
 def test_ends_badly(broken): pass
 @pytest.mark.skip(reason="no server")
 def test_is_skipped(): pass
+@pytest.mark.xfail
+def test_fails_as_expected(): assert False
 """
 SEED = "--randomly-seed=7"
 DIES = "def test_dies(): os._exit(3)\ndef test_never_runs(): pass\n"
@@ -67,7 +69,8 @@ def test_a_summary_names_what_failed_and_counts_all(tmp_path, capsys) -> None:
     for test in ("test_some.py::test_fails[it's]", "test_some.py::test_ends_badly"):
         assert f"    python runtests.py {SEED} {shlex.quote(test)}\n" in printed
     assert "Skipped: 1, because: no server\n" in printed
-    assert printed.endswith("\n1 passed, 2 failed, 1 skipped\n")
+    assert "Skipped: 1, because: a known failure\n" in printed
+    assert printed.endswith("\n1 passed, 2 failed, 2 skipped\n")
 
 
 def test_a_part_that_dies_has_failed(tmp_path, capsys) -> None:
@@ -76,7 +79,7 @@ def test_a_part_that_dies_has_failed(tmp_path, capsys) -> None:
     assert parts.summary([part], 1, SEED, "") == 1
     printed = capsys.readouterr().out
     assert "Failed: part 1 ended with 3; 2 did not run.\n" in printed
-    assert printed.endswith("\n2 passed, 2 failed, 1 skipped\n")
+    assert printed.endswith("\n3 passed, 2 failed, 1 skipped\n")
 
 
 def test_a_part_whose_servers_did_not_start_has_failed(tmp_path, capsys) -> None:
@@ -85,6 +88,15 @@ def test_a_part_whose_servers_did_not_start_has_failed(tmp_path, capsys) -> None
     part = parts.Part("part 1", process, tmp_path / "output", Reader(tmp_path / "report"))
     assert parts.summary([part], 1, SEED, "") == 1
     assert capsys.readouterr().out.endswith("\n0 passed, 1 failed, 0 skipped\n")
+
+
+def test_a_part_that_is_interrupted_has_not_failed(tmp_path, capsys) -> None:
+    part = part_of(tmp_path, "def test_first(): pass\ndef test_ctrl_c(): raise KeyboardInterrupt\n")
+    assert parts.summary([part], 1, SEED, "") == 130
+    printed = capsys.readouterr().out
+    assert printed.endswith(
+        "\n1 passed, 0 failed, 0 skipped\nInterrupted: the other tests did not run.\n"
+    )
 
 
 def test_a_run_that_tests_nothing_has_failed(capsys) -> None:
