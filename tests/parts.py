@@ -63,7 +63,8 @@ class Part:
         return text
 
     def was_interrupted(self) -> bool:
-        return self.process.returncode in INTERRUPTED
+        # pytest exits with 2 after an error in the collection, too, which is a failure.
+        return self.process.returncode in INTERRUPTED and not self.report.failed
 
     def is_complete(self) -> bool:
         """Say whether it ended by itself, with a result for each of its tests."""

@@ -99,6 +99,13 @@ def test_a_part_that_is_interrupted_has_not_failed(tmp_path, capsys) -> None:
     )
 
 
+def test_a_file_that_cannot_be_imported_has_failed(tmp_path, capsys) -> None:
+    part = part_of(tmp_path, "import nothing_of_that_name\n")
+    assert not part.was_interrupted()
+    assert parts.summary([part], 1, SEED, "") == 1
+    assert "test_some.py" in capsys.readouterr().out
+
+
 def test_a_run_that_tests_nothing_has_failed(capsys) -> None:
     assert parts.summary([], 1, SEED, "") == 1
     assert "no test is selected" in capsys.readouterr().out
