@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from django_singletask.conf import VERSION as __version__  # noqa: F401, for users
 from django_singletask.exceptions import (
     DuplicateTask,
     LockConflict,
@@ -14,6 +13,7 @@ from django_singletask.holder import Holder
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.only_one import only_one
 from django_singletask.task.base import SingletonTask
+from django_singletask.version import VERSION as __version__  # noqa: F401, for users
 
 __all__ = [
     "DuplicateTask",

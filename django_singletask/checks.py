@@ -16,7 +16,8 @@ from django.core.cache.backends.locmem import LocMemCache
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import DOCS, HISTORY_MODES, TASK_URL, conf, in_words, is_test
+from django_singletask.conf import HISTORY_MODES, TASK_URL, conf, is_test
+from django_singletask.log import in_words
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import choose, find_store, load_store, open_cache
 from django_singletask.stores.base import Store
@@ -28,6 +29,7 @@ from django_singletask.task.base import (
     unknown_options,
 )
 from django_singletask.task.options import SECONDS, LockOptions, parameters_of
+from django_singletask.version import DOCS
 
 Messages = list[checks.CheckMessage]
 

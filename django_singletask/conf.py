@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import re
 import sys
-from functools import lru_cache
 from typing import Any
 
 from django.apps import apps
 from django.conf import settings
 from django.core.signals import setting_changed
 
-logger = logging.getLogger("django_singletask")
-warn_once = lru_cache(maxsize=128)(logger.warning)
-
-VERSION = "0.1.0.dev0"
-"""The version of the package: the build and the documentation read it from here."""
-
-DOCS = "https://django-singletask.readthedocs.io/en/"
-DOCS += "latest" if "dev" in VERSION else VERSION
-"""Where the documentation of this version is, for messages that name a page of it."""
-
-MAX_LEASE = 30 * 24 * 60 * 60
-"""Longest lease in seconds: memcached takes anything above as a date."""
+from django_singletask.arguments import check_seconds
+from django_singletask.log import warn_once
 
 DEFAULTS: dict[str, Any] = {
     # The alias in CACHES that holds the locks.
@@ -104,34 +91,3 @@ def check_installed(**kwargs: Any) -> None:
             "until the next conflict on its host, or until its lease ends. Add "
             "\"django_singletask\" to INSTALLED_APPS and run 'manage.py migrate'."
         )
-
-
-def in_words(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its text."""
-    return f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
-
-
-def check_seconds(option: str, value: Any, *, zero: bool = False, infinite: bool = False) -> float:
-    """Return ``value`` if it is a valid number of seconds for the option.
-
-    Raises ``TypeError`` for anything but a number. Raises ``ValueError`` for a number that is
-    negative, 0 (unless ``zero=True``), infinite (unless ``infinite=True``) or above 30 days.
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    in_range = is_number and (0 < value <= MAX_LEASE or (zero and value == 0))
-    if in_range or (infinite and value == math.inf):
-        return value  # type: ignore[no-any-return]
-    least, end = "0 or more" if zero else "above 0", ", or math.inf" if infinite else ""
-    error = ValueError if is_number else TypeError
-    raise error(
-        f"{option} must be a number of seconds, {least} and at most {MAX_LEASE} (30 days){end}, "
-        f"not {value!r}."
-    )
-
-
-def check_choice(option: str, value: Any, choices: tuple[Any, ...], where: str = "") -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the value of an option is not one of a few."""
-    fits = isinstance(value, tuple(map(type, choices)))  # 1 == True, but 1 is not valid
-    if not fits or value not in choices:
-        error, names = ValueError if fits else TypeError, ", ".join(map(str, choices))
-        raise error(f"{option}={value!r}{where} is not one of {names}.")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from django_singletask.conf import logger
 from django_singletask.forks import at_fork
+from django_singletask.log import logger
 
 # Why only these primitives
 #

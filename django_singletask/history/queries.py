@@ -21,8 +21,9 @@ from django.db.models.functions import Floor
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
-from django_singletask.conf import conf, in_words
+from django_singletask.conf import conf
 from django_singletask.locks.keys import QUEUED
+from django_singletask.log import in_words
 from django_singletask.stores.base import PREFIX
 from django_singletask.stores.database import trouble
 

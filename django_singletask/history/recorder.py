@@ -13,10 +13,11 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.core.signals import request_finished, setting_changed
 from django.db import Error, close_old_connections, connections, router, transaction
 
-from django_singletask.conf import conf, in_words, is_test, logger
+from django_singletask.conf import conf, is_test
 from django_singletask.forks import at_fork, close_before_forks, leak, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
+from django_singletask.log import in_words, logger
 from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import trouble

@@ -11,13 +11,14 @@ from django.db import connections, router
 from django.db.migrations.recorder import MigrationRecorder
 from django.utils.timezone import now
 
-from django_singletask.conf import conf, logger
+from django_singletask.conf import conf
 from django_singletask.forks import undivided
 from django_singletask.history.queries import BATCH, ago
 from django_singletask.holder import Holder
 from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.liveness import proof_of_death
+from django_singletask.log import logger
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX

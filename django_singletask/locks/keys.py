@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from django.core.signals import setting_changed
 
-from django_singletask.conf import conf, in_words
+from django_singletask.conf import conf
 from django_singletask.locks.parameters import Parameters, encode, formattable
+from django_singletask.log import in_words
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
 MAX_NAME = 255

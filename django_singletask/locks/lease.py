@@ -38,13 +38,14 @@ from typing import Any
 from celery.exceptions import Ignore, Reject, Retry
 
 from django_singletask import clock
-from django_singletask.conf import check_seconds, in_words, logger
+from django_singletask.arguments import check_seconds
 from django_singletask.exceptions import LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder, without_process
 from django_singletask.locks import liveness
 from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.renewal import renewers
+from django_singletask.log import in_words, logger
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Entry, Forgotten, Outcome, Slots, marker_key
 

@@ -16,7 +16,8 @@ from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 from django_singletask import clock, threads
-from django_singletask.conf import check_choice, check_seconds, conf, logger, warn_once
+from django_singletask.arguments import check_choice, check_seconds
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict, LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder, mark_of
 from django_singletask.locks.address import NO_RUN, Address, Run
@@ -25,6 +26,7 @@ from django_singletask.locks.keys import MAX_NAME, LockKey, check_slots, lock_of
 from django_singletask.locks.lease import Lease
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.renewal import renewers
+from django_singletask.log import logger, warn_once
 from django_singletask.stores import get_store
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT, Entry, Slots
 

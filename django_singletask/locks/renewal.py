@@ -14,9 +14,9 @@ from typing import Any
 from django.db import connections
 
 from django_singletask import clock
-from django_singletask.conf import logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork
+from django_singletask.log import logger
 from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.base import LOOK, LOOK_AGAIN, Outcome, Store, epoch_of
 from django_singletask.threads import Background

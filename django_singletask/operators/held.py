@@ -14,13 +14,14 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext as _
 
-from django_singletask.conf import conf, in_words, logger
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import BATCH, NEWEST, OPEN, NoHistory, UsualHold, reading
 from django_singletask.holder import Holder, Process, clean
 from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, is_stopped, proof_of_death
+from django_singletask.log import in_words, logger
 from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place

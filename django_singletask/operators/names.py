@@ -15,12 +15,13 @@ from celery import current_app
 from django.utils.timezone import now as django_now
 from django.utils.translation import gettext_lazy as _
 
-from django_singletask.conf import conf, logger
+from django_singletask.conf import conf
 from django_singletask.history.queries import COUNTED, FREQUENT, NEWEST, OPEN, NoHistory, reading
 from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, lock_of_slot, name_key
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.parameters import AS_SHOWN
+from django_singletask.log import logger
 from django_singletask.models import Result, TaskLockEvent, is_over
 from django_singletask.operators.words import LONGEST
 from django_singletask.stores import get_store

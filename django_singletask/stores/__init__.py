@@ -17,10 +17,11 @@ from django.db import connections, router
 from django.utils.module_loading import import_string
 
 from django_singletask import threads
-from django_singletask.conf import DOCS, check_installed, conf
+from django_singletask.conf import check_installed, conf
 from django_singletask.forks import at_fork, leak
 from django_singletask.stores.base import LONGEST_KEY, Store, epochs
 from django_singletask.stores.database import DIALECTS
+from django_singletask.version import DOCS
 
 CLUSTER = "cluster.ClusterStore"
 STORES = {

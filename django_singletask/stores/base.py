@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import clock
-from django_singletask.conf import conf, in_words, is_test, logger
+from django_singletask.conf import conf, is_test
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
+from django_singletask.log import in_words, logger
 
 PREFIX = "singletask:"
 MARKER = ":cleared:"

@@ -19,7 +19,7 @@ from django.db import transaction
 from django.utils.module_loading import autodiscover_modules
 from vine import promise
 
-from django_singletask.conf import DOCS, check_installed, conf
+from django_singletask.conf import check_installed, conf
 from django_singletask.exceptions import DuplicateTask, LockConflict
 from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import NO_LOCK, QUEUED
@@ -30,6 +30,7 @@ from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import ALL, NAMES, Attributes, LockOptions, guess
 from django_singletask.task.unique import QueuedCall, seconds_to_block, seconds_until
+from django_singletask.version import DOCS
 
 GUIDE = f"See {DOCS}/guides/coming-from.html"
 ELSEWHERE = {

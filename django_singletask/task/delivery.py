@@ -13,7 +13,6 @@ from celery import Celery, Task
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
-from django_singletask.conf import logger
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK
@@ -28,6 +27,7 @@ from django_singletask.locks.lock import (
     refuse,
     report_conflict,
 )
+from django_singletask.log import logger
 from django_singletask.task.ended import DONE, may_store, note
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import gives_way, take_ticket

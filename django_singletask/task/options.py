@@ -10,12 +10,13 @@ from inspect import iscoroutinefunction
 from types import SimpleNamespace
 from typing import Any
 
-from django_singletask.conf import DOCS, check_choice, check_seconds
+from django_singletask.arguments import check_choice, check_seconds
 from django_singletask.exceptions import LockError
 from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, check_slots, template_fields
 from django_singletask.locks.lock import L, lock_of
 from django_singletask.locks.parameters import Parameters
+from django_singletask.version import DOCS
 
 Problem = tuple[tuple[str, ...], Exception]
 """Names of options, and their error. A ``UserWarning`` is only reported by the system check."""

@@ -8,7 +8,7 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.states import STARTED
 
-from django_singletask.conf import logger
+from django_singletask.log import logger
 
 # Celery stores STARTED before it calls the task. Some backends let it replace the result of an
 # earlier delivery, and all of them let it replace RETRY. Then this delivery could not see that its

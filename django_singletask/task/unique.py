@@ -13,12 +13,14 @@ from typing import Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from django_singletask import clock
-from django_singletask.conf import MAX_LEASE, conf, logger
+from django_singletask.arguments import MAX_LEASE
+from django_singletask.conf import conf
 from django_singletask.exceptions import DuplicateTask, LockUnavailable
 from django_singletask.holder import Holder, without_process
 from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.lease import Lease
+from django_singletask.log import logger
 from django_singletask.stores import get_store
 from django_singletask.task.header import Header
 from django_singletask.task.latest import Ticket, gives_way, take_ticket

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from django.core.cache.backends.locmem import LocMemCache
 from django.test.utils import TestContextDecorator
 
-from django_singletask.conf import Conf, check_seconds, conf
+from django_singletask.arguments import check_seconds
+from django_singletask.conf import Conf, conf
 from django_singletask.exceptions import DuplicateTask, LockConflict, LockError
 from django_singletask.holder import Holder
 from django_singletask.locks import renewal

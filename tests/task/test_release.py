@@ -29,8 +29,8 @@ def test_the_build_reads_the_version_of_the_package() -> None:
 def test_messages_link_to_the_documentation_of_their_version(
     version: str, folder: str, tmp_path: Path
 ) -> None:
-    released = tmp_path / "conf.py"
-    code = (ROOT / "django_singletask" / "conf.py").read_text()
+    released = tmp_path / "version.py"
+    code = (ROOT / "django_singletask" / "version.py").read_text()
     released.write_text(re.sub(r'(?<=^VERSION = ").*(?="$)', version, code, flags=re.MULTILINE))
     assert runpy.run_path(str(released))["DOCS"] == f"{SITE}/{folder}"
 

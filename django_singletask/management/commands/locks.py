@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 from django.utils import timezone
 
-from django_singletask.conf import conf, logger
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.history.sweep import prune
 from django_singletask.holder import clean
+from django_singletask.log import logger
 from django_singletask.management import output
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words

@@ -1,0 +1,14 @@
+"""The logger, and errors in words."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+logger = logging.getLogger("django_singletask")
+warn_once = lru_cache(maxsize=128)(logger.warning)
+
+
+def in_words(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")

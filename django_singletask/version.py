@@ -1,0 +1,10 @@
+"""The version of the package, and the address of its documentation."""
+
+from __future__ import annotations
+
+VERSION = "0.1.0.dev0"
+"""The version of the package: the build and the documentation read it from here."""
+
+DOCS = "https://django-singletask.readthedocs.io/en/"
+DOCS += "latest" if "dev" in VERSION else VERSION
+"""Where the documentation of this version is, for messages that name a page of it."""
