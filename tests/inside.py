@@ -33,7 +33,7 @@ from django_singletask import (
     stores,
 )
 from django_singletask.history import queries, recorder, sweep, writing
-from django_singletask.locks import address, keys, lease, liveness, parameters, renewal
+from django_singletask.locks import keys, lease, liveness, parameters, ref, renewal
 from django_singletask.locks import lock as locking
 from django_singletask.management.commands import locks
 from django_singletask.operators import charts, explain, held, names, words
@@ -273,13 +273,13 @@ def call_dead(patch: pytest.MonkeyPatch, is_dead: Callable[[Holder], object]) ->
 
 def lock_of_run(lock: TaskLock, *, token: str = "5a3e", **options: Any) -> TaskLock:
     """Return the lock that a run of a task takes, whose token the worker's main process chose."""
-    run = address.Run(token=token)
-    return locking.lock_of(TaskLock, lock._lock_key, run, **options)
+    wanted = ref.LockRef(lock.cache or settings.SINGLETASK_CACHE, *lock._lock_key, token=token)
+    return locking.lock_of_task(wanted, **options)
 
 
 def free_killed(lock: TaskLock, token: str) -> bool:
     """Free a lock for a process that was killed, as the worker's main process does."""
-    return lock._address.free_killed(token, "its process was killed")
+    return lock._wanted().of_token(token, lock.slots).free_killed(token, "its process was killed")
 
 
 @contextmanager
@@ -448,8 +448,8 @@ def headers_for(task: Any, task_id: str = "mine", /, **fields: Any) -> dict[str,
 
 def holder_of(lock: Any, task: Any = None, task_id: str | None = None, retries: int = 0) -> Holder:
     """Return the record with which a run in this process has this lock for a minute."""
-    run = address.Run(task and task.name, task_id, retries)
-    return run.holder(lock.name, 60)
+    wanted = ref.LockRef("", lock.name, lock.key, task and task.name, task_id, retries)
+    return wanted.holder(60)
 
 
 # What ends a delivery
@@ -473,10 +473,15 @@ def wait_longer_before_postponing(patch: pytest.MonkeyPatch) -> None:
 # Entries of queued calls
 
 
-def beside(lock: TaskLock, kind: str, whose: str) -> address.Address:
-    """Return the place of another entry next to that of a lock."""
-    place = locking.address_of(lock)
-    return address.Address(place.cache, place.lock_key.beside(kind, whose))
+def ref_of(lock: TaskLock) -> ref.LockRef:
+    """Return where the entry of a lock is."""
+    return ref.LockRef(lock.cache or settings.SINGLETASK_CACHE, lock.name, lock.key)
+
+
+def beside(lock: TaskLock, kind: str, whose: str) -> ref.LockRef:
+    """Return where another entry next to that of a lock is."""
+    place = ref_of(lock)
+    return ref.LockRef(place.cache, *place.lock_key.beside(kind, whose))
 
 
 def queued_entry(task: Any, *args: Any) -> TaskLock:
@@ -505,10 +510,10 @@ def send_before_adding_entries(patch: pytest.MonkeyPatch) -> list[Callable[[], A
 def pass_entries_at_the_end(patch: pytest.MonkeyPatch) -> None:
     """Break the order of a body's successor: its entry passes to it when the run ends."""
 
-    def take_over(call: unique.QueuedCall, entry: unique.QueuedEntry, blocker: Holder) -> bool:
-        until, leave = unique.clock.now() + 60, entry.leave
-        patch.setattr(entry, "give_back", lambda **_: leave(new=call.lease.value, until=until))
-        call.lease.held = True
+    def take_over(call: unique.QueuedCall, blocker: Holder, seconds: float) -> bool:
+        entry, until = call.sender.running, clock.now() + 60
+        patch.setattr(entry, "leave_body", lambda **_: entry.leave_to(call.value, until))
+        call.is_there = True
         return True
 
     patch.setattr(unique.QueuedCall, "_take_over", take_over)
@@ -530,12 +535,12 @@ def spoil_numbers(lock: TaskLock, task: Any) -> None:
 
 def take_number(lock: TaskLock, task: Any) -> list[Any] | None:
     """Take the next number, as a call does before its message is published."""
-    return latest.take_ticket(locking.address_of(lock), task.name)
+    return latest.take_ticket(ref_of(lock), task.name)
 
 
 def note_number(lock: TaskLock, task: Any, ticket: Any) -> bool:
     """Note a number, as a call does after its message is published; say whether one is higher."""
-    return latest.gives_way(locking.address_of(lock), task.name, ticket)
+    return latest.gives_way(ref_of(lock), task.name, ticket)
 
 
 @contextmanager
@@ -553,7 +558,7 @@ def killed_before_the_note() -> Iterator[None]:
 
 def note_death(lock: Any, task_id: str) -> None:
     """Note that the process of a run has died, as the worker's main process does."""
-    ended.note(locking.address_of(lock).lock_key, task_id, ended.DIED)
+    ended.note(lock._lock_key, task_id, ended.DIED)
 
 
 def end_is_noted(lock: Any, task_id: str) -> bool:

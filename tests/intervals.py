@@ -129,8 +129,8 @@ lose = leases.Lease.lose
 
 
 def note_lease(lease: leases.Lease, event: str, at: float) -> None:
-    if not lease.silent and lease.holder.pid == os.getpid():
-        name, token, until = lease.name, lease.token, lease.deadline
+    if not lease.ref.silent and lease.holder.pid == os.getpid():
+        name, token, until = lease.ref.name, lease.token, lease.deadline
         note(event, lock=name, token=token, sent=lease.renewed_at, until=until, **{"at": at})
 
 

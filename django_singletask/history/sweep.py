@@ -15,9 +15,8 @@ from django_singletask.conf import conf
 from django_singletask.forks import undivided
 from django_singletask.history.queries import BATCH, ago
 from django_singletask.holder import Holder
-from django_singletask.locks.address import Address
-from django_singletask.locks.keys import LockKey
 from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.ref import LockRef
 from django_singletask.log import logger
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
@@ -76,21 +75,22 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     missed = []
     found = []
     for row in rows:
-        address, entry = Address(cache, LockKey(row.name, row.key)), entries.get(row.key)
-        holder = Holder.decode(entry.value if entry else b"")
+        ref = LockRef(cache, row.name, row.key)
+        entry = entries.get(row.key)
+        holder = Holder.decode(b"" if entry is None else entry.value)
         if entry and holder.token == row.token:
             if row.noticed_at:
                 found.append(row.pk)
             if holder.kept:  # the process was killed before it could write that it had returned
-                address.tell("released", row.holder(), outcome="released", result="returned")
+                ref.tell("released", row.holder(), outcome="released", result="returned")
             elif how := proof_of_death(holder):
-                address.free_dead(entry, holder, how)
+                ref.free_dead(entry, holder, how)
         elif row.noticed_at is None:
             missed.append(row.pk)
         elif ago(row.noticed_at) >= row.timeout:
             text = "%s: the lease of a run on %s, process %s, ended without a release."
             logger.warning(text, row.key, row.host, row.pid)
-            address.tell("expired", row.holder(), reason="its lease ended without a release")
+            ref.tell("expired", row.holder(), reason="its lease ended without a release")
     still_open = TaskLockEvent.objects.primary().filter(outcome="")
     still_open.filter(pk__in=missed).update(noticed_at=now())
     still_open.filter(pk__in=found).update(noticed_at=None)

@@ -7,6 +7,7 @@ import asyncio
 import contextvars
 import functools
 import queue
+import random
 import threading
 from asyncio import _get_running_loop
 from collections import defaultdict
@@ -17,8 +18,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from asgiref.sync import sync_to_async
 from django.db import connections
 
+from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.forks import at_fork
+from django_singletask.holder import Holder
+from django_singletask.locks.lease import MAX_HELD_BACK, MAX_POLL, POLL, Lease
+from django_singletask.stores.base import Forgotten
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,8 +136,64 @@ def offer_in_thread(
     @functools.wraps(method)
     async def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         job = functools.partial(method, self, *args, **kwargs)
-        return await in_thread(self._address.cache, job)
+        cache = self.cache
+        if cache is None:
+            cache = conf.cache
+        return await in_thread(cache, job)
 
     call.__name__ = f"a{method.__name__}"
     call.__qualname__ = method.__qualname__.replace(method.__name__, call.__name__)
     return call
+
+
+class Attempts:
+    """The attempts of asyncio code to take a lease, which other threads make one by one.
+
+    The request of a call that fails or is cancelled may still take the lock. So it is undone, by
+    another thread and after the reply; and an attempt that has not begun by then does nothing:
+
+      loop:    await    cancelled: CancelledError    waits at most GRACE      continues
+      thread:  add ->                                -> added     undo: release ->
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.turn = threading.Lock()
+        self.is_over = False
+
+    async def take(self, wait: float) -> Holder | None:
+        """Take the entry as :meth:`Lease.take` does, without stopping the event loop."""
+        lease = self.lease
+        until = clock.now() + wait
+        pause = min(POLL, wait / 16)
+        held_back = 0
+        while True:
+            attempt = functools.partial(self._attempt, heeds_epoch=held_back < MAX_HELD_BACK)
+            try:
+                blocker = await in_thread(lease.cache, attempt, grace=0)
+            except Forgotten as forgotten:
+                held_back += 1
+                await asyncio.sleep(forgotten.args[0])
+                continue
+            if blocker is None or not lease.may_wait(wait, until):
+                return blocker
+            left = max(0.0, until - clock.now())
+            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1)))
+            pause = min(pause * 1.5, MAX_POLL)
+            lease.sign()
+
+    def _attempt(self, *, heeds_epoch: bool) -> Holder | None:
+        with self.turn:
+            if self.is_over:
+                return None
+            return self.lease.attempt(heeds_epoch=heeds_epoch)
+
+    def undo(self, undo: Callable[[], object]) -> asyncio.Future[Any] | None:
+        """Call ``undo`` in a thread, once no attempt runs; see :func:`submit`."""
+
+        def work() -> None:
+            with self.turn:
+                self.is_over = True
+                undo()
+
+        return submit(self.lease.cache, work)

@@ -5,7 +5,7 @@ The life of a lease
 
 ::
 
-           attempts()                      leave()
+            take()                        leave()
     new ----------------> held -------------------------> left
      |                    |  ^  |                          ^
      |                    |  |  | settle(): gone or taken, |
@@ -20,44 +20,107 @@ stays lost, and is not set again, because another run may have had the lock sinc
 as ``held`` until it is left. Only an entry that the cache lost is *retaken*, if a renewal finds it
 free before the deadline.
 
-To leave an entry is to delete it, or to put other bytes in its place for a while. Whatever
-interrupts a request (an error, a signal, a lost reply), the server may have handled it. Then the
-entry is owed: the thread in :mod:`django_singletask.locks.renewal` leaves it later.
+How an entry ends
+-----------------
+
+Four verbs: its holder *leaves* it or *owes* that, others *free* it or *clear* it.
+
+===================  ==============================  ===========================  =================
+who and how          request                         log                          raised
+===================  ==============================  ===========================  =================
+its holder:          delete its own bytes, or        only of a loss               LockUnavailable;
+``Lease.leave``      replace them (``at_least``)                                  then it is owed
+its body has ended:  the same                        an outage, as an error       nothing
+``leave_body``
+to a receiver:       replace its own bytes           only of a loss               LockLost,
+``hand_over``                                                                     LockUnavailable
+its thread, later:   the same as was owed, until     an outage, once              nothing
+``Lease.owe``        the lease has ended
+who finds it dead:   delete the dead holder's        a warning, with the proof    LockUnavailable
+``LockRef.free_…``   bytes
+an operator:         delete the bytes shown, leave   a warning, with the actor    LockUnavailable
+``LockRef.clear``    a marker for the holder
+===================  ==============================  ===========================  =================
+
+Whatever interrupts a request of a holder (an error, a signal, a lost reply), the server may have
+handled it. Then the entry is owed: the thread in :mod:`django_singletask.locks.renewal` leaves it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-import operator
 import os
+import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from asyncio import _get_running_loop
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
 
-from django_singletask import clock
+from django_singletask import clock, threads
 from django_singletask.arguments import check_seconds
-from django_singletask.exceptions import LockError, LockLost, LockUnavailable
+from django_singletask.exceptions import LockConflict, LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder, without_process
 from django_singletask.locks import liveness
-from django_singletask.locks.address import KEPT, Address
-from django_singletask.locks.keys import LockKey
+from django_singletask.locks.keys import lock_of_slot
+from django_singletask.locks.ref import KEPT, LockRef
 from django_singletask.locks.renewal import renewers
 from django_singletask.log import in_words, logger
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Entry, Forgotten, Outcome, Slots, marker_key
 
 MAX_RETRIES = 3
-"""How often a take tries again: it has freed the entry of a dead holder, it has waited since the
-cache has forgotten its locks, or its lease ended before the reply came."""
+"""How often a take tries again: it has freed the entry of a dead holder, or its lease ended before
+the reply came."""
+MAX_HELD_BACK = 3
+"""How often a take waits because the cache has just forgotten its locks."""
+POLL = 0.05
+"""Seconds of the first pause at most; a short wait has shorter ones."""
+MAX_POLL = 0.5
 TRUST = 0.99
 """The part of a lease that is trusted: the speed of two clocks differs by far less than 1 %."""
 ROUNDING = 0.002
 """Seconds by which the store may round a lease."""
 CHILD_ASKS = 1.0
 """Seconds between two requests of a forked child that check its parent's lock."""
+BEHIND_ITSELF = "the same code already holds it, and a lock is not re-entrant"
+
+Origin = tuple[object, int | None]
+"""A mark of a thread, and the id of the asyncio task that runs in it."""
+
+
+def here() -> Origin:
+    # Mark each thread with an object, because the number of a thread can be used again.
+    try:
+        mark = threads.made["variables"].mark
+    except (AttributeError, KeyError):
+        mark = threads.put("mark", object())
+    loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
+    if loop is None:
+        return mark, None
+    return mark, id(asyncio.current_task(loop))
+
+
+innermost: ContextVar[Callable[[], Lease | None]] = ContextVar("innermost", default=lambda: None)
+"""The lease of the innermost block, function or task body.
+
+The reference is weak: if a signal strikes between a body and its ``__exit__``, the context would
+otherwise keep the lease, and so its renewal, for ever.
+"""
+
+
+def current_lease() -> Lease | None:
+    """Return the lease of the innermost ``with`` block, function or task body that runs here."""
+    lease = innermost.get()()
+    # A signal at the end of a block can leave its lease here.
+    if lease is None or lease.block is None:
+        return None
+    return lease
 
 
 class Postponed(Ignore):
@@ -72,26 +135,31 @@ def result_of(error: BaseException) -> str:
         return "postponed"
     if isinstance(error, (Ignore, Reject)):
         return "ignored"
-    # SystemExit, for example: Celery's terminate ended the process under the body.
-    return "raised" if isinstance(error, Exception) else "terminated"
+    if isinstance(error, Exception):
+        return "raised"
+    return "terminated"  # SystemExit, for example: Celery's terminate ended the process
 
 
-class Lease(Address):
-    """One acquisition of the entry at an address, by the process in ``holder``.
+class Lease:
+    """One acquisition of the lock ``ref`` by this process.
 
     ``length`` is the lease in seconds. If ``renews`` is true, the thread in
-    :mod:`django_singletask.locks.renewal` extends it at about each third of that; a holder without
-    a process (``pid`` 0) is not renewed. A body that returns keeps the entry until ``at_least``
-    seconds after the take. ``held`` is true from the take until the release. If the lock has
-    several slots, the take moves ``key`` to the slot that it took, or after a conflict to the slot
-    of the blocker. Without ``slots`` it has one.
+    :mod:`django_singletask.locks.renewal` extends it at about each third of that. A body that
+    returns keeps the entry until ``at_least`` seconds after the take. ``held`` is true from the
+    take until the release. If the lock has several slots, the take moves ``key`` to the slot that
+    it took, or after a conflict to the slot of the blocker. Without ``slots`` it has one.
+
+    The state of an acquisition is here; a :class:`TaskLock` or a delivery has the lease that it
+    uses now.
     """
 
     held = False
+    renews = True
     at_least: float = 0
-    origin: object = None
-    """The thread and asyncio task of the take."""
-    deadline = renewed_at = taken_at = 0.0
+    deadline = 0.0
+    """Until when this process trusts the lease; this and the next times are those of the clock."""
+    renewed_at = 0.0
+    taken_at = 0.0
     longest_gap = 0.0
     retaken = 0
     """How often the cache forgot the entry and it was set again."""
@@ -99,97 +167,202 @@ class Lease(Address):
     """The fencing token, after the first request."""
     reason = ""
     """Why the entry was lost, once that was reported."""
-    _lost = _is_missing = False
+    _lost = False
+    _is_missing = False
     _child_asked_at = 0.0
     took_over = False
     """Whether the take has freed the entry of a dead run of the same task id."""
     kept = False
     """Whether the release leaves the entry there because of ``at_least``."""
-    blocker: Holder | None = None
-    """The other holder, after a conflict."""
-    blocker_remaining: float | None = None
-    """The rest of its lease in seconds; None where the cache does not report it."""
-    others: Sequence[Holder] = ()
-    """The holders of all slots, after a conflict."""
+    left_because = ""
+    """Why it was left in this way, for the history."""
+    origin: Origin | None = None
+    """Where it was taken."""
     in_block = False
     """Whether it is for a ``with`` block of this origin, or a delivery; set before it is taken.
 
     Then the thread leaves the entry if nothing refers to this object any more.
     """
+    block: Token[Any] | None = None
+    """What restores the lease of the outer block, while a block runs."""
+    is_unguarded = False
+    """Whether the body runs without the lock, because the cache cannot be used."""
+    face: Callable[[], Any] | None = None
+    """A weak reference to the :class:`TaskLock` that shows this lease to users."""
 
-    def __init__(
-        self, cache: str, lock_key: LockKey, holder: Holder, slots: Slots | None = None
-    ) -> None:
-        super().__init__(cache, lock_key)
-        self.holder = holder
-        self.token = holder.token
-        self.value = holder.encode()
-        self.length = holder.timeout
-        self.renews = holder.pid > 0
-        self.slots = slots or Slots((self.key,))
+    # After a conflict
+    blocker: Holder | None = None
+    """The other holder that was met last, until the entry is taken."""
+    blocker_remaining: float | None = None
+    """The rest of its lease in seconds; None where the cache does not report it."""
+    others: Sequence[Holder] = ()
+    """The holders of all slots."""
+    is_behind_itself = False
+    """Whether the wait would never end, because the blocker is a block around this call."""
+    note = ""
+    """Details of the conflict, for the log and :class:`LockConflict`."""
+    has_warned = False
+    """Whether an endless wait was logged."""
+
+    def __init__(self, ref: LockRef, length: float, slots: Slots | None = None) -> None:
+        self.ref = ref
+        self.cache = ref.cache
+        self.key = ref.key
+        self.length = length
+        if slots is None:
+            slots = Slots((ref.key,))
+        self.slots = slots
+        self.sign()
+
+    def __str__(self) -> str:
+        return str(self.ref)
+
+    def sign(self) -> None:
+        """Make a new record of this process, which says that it takes the lock now."""
+        self.holder = self.ref.holder(self.length, slots=self.slots.allowed)
+        self.token = self.holder.token
+        self.value = self.holder.encode()
+
+    def move_to(self, key: str) -> None:
+        """Note in which slot the entry is, or that of the blocker."""
+        self.key = key
+        self.ref = self.ref._replace(key=key)
 
     # Taking
 
-    def take(self) -> Holder | None:
-        """Add the entry; return None if it was added, otherwise the other holder."""
-        for pause in self.attempts():
-            time.sleep(pause)
-        return self.blocker
+    def take(self, wait: float = 0.0) -> Holder | None:
+        """Take the entry, waiting up to ``wait`` seconds; return None, or the holder that has it.
 
-    def attempts(self) -> Iterator[float]:
-        """Try to add the entry; yield the seconds until each further attempt.
+        The entry of a dead holder is freed first. Raises :class:`LockUnavailable`. If this raises,
+        or a signal ends it, what a request may have taken is released in the background.
 
-        In the end the entry is ``held``, or ``blocker`` has it. Entries of dead holders are freed
-        first. If this fails or is closed, it releases what the request may have taken. Each
-        attempt may run in another thread.
+        For asyncio code, :func:`django_singletask.locks.aio.take` is the same loop.
         """
-        # The entry of a queued call (pid 0) protects no run: it need not wait for holders.
-        heeds_epoch = self.holder.pid > 0
+        until = clock.now() + wait
+        pause = min(POLL, wait / 16)
+        held_back = 0
+        while True:
+            try:
+                blocker = self.attempt(heeds_epoch=held_back < MAX_HELD_BACK)
+            except Forgotten as forgotten:
+                held_back += 1
+                time.sleep(forgotten.args[0])
+                continue
+            if blocker is None or not self.may_wait(wait, until):
+                return blocker
+            left = max(0.0, until - clock.now())
+            time.sleep(min(left, pause * random.uniform(0.5, 1)))
+            pause = min(pause * 1.5, MAX_POLL)
+            self.sign()
+
+    def attempt(self, *, heeds_epoch: bool = True) -> Holder | None:
+        """Try to take the entry now; return None if it is held, otherwise the other holder.
+
+        ``heeds_epoch``: raise :class:`Forgotten` if the cache has just forgotten its locks.
+        """
+        if self.slots.allowed > 1:
+            outer = self._outer_lease()
+            if outer is not None:
+                rest = max(0.0, outer.deadline - clock.now())
+                return self._meet(outer.key, outer.holder, rest)
         try:
-            for retries in reversed(range(MAX_RETRIES + 1)):
-                store, sent = get_store(self.cache), clock.now()
-                try:
-                    taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
-                except Forgotten as forgotten:
-                    heeds_epoch = retries > 1  # the last attempt does not wait
-                    yield forgotten.args[0]
-                    continue
+            for retries in range(MAX_RETRIES, -1, -1):
+                store = get_store(self.cache)
+                sent = clock.now()
+                taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
                 if not isinstance(taken, str):
-                    if not self._meet_dead(taken, may_free=retries > 0):
-                        return
-                else:
-                    self.key = taken
-                    if self.begin(sent):
-                        return
-            raise LockUnavailable(
-                f"{self}: its lease of {self.length:g} s ended again and again before the cache "
-                f"{self.cache!r} answered. Give the lock a longer timeout (lock_timeout of a "
-                "task), or find out why the cache is slow: manage.py locks probe."
-            )
-        except BaseException:
-            self.abandon()
+                    if self._has_freed(taken, may_free=retries > 0):
+                        continue
+                    return self.blocker
+                if taken != self.key:
+                    self.move_to(taken)
+                if self.begin(sent):
+                    break
+            else:
+                raise LockUnavailable(
+                    f"{self}: its lease of {self.length:g} s ended again and again before the "
+                    f"cache {self.cache!r} answered. Give the lock a longer timeout (lock_timeout "
+                    "of a task), or find out why the cache is slow: manage.py locks probe."
+                )
+        except Forgotten:
             raise
+        except BaseException:
+            self.owe()
+            raise
+        self.blocker = None
+        self.ref.tell("acquired", self.holder)
+        return None
 
-    def _meet_dead(self, entries: dict[str, Entry], *, may_free: bool) -> bool:
-        """Free the other entry if its holder is dead; else note the holder as ``blocker``.
+    def _outer_lease(self) -> Lease | None:
+        """Return the lease of a block around this call that has another slot of the lock.
 
-        Of several slots it is the one of the run itself, else of a dead holder, else the first to
-        end.
+        Otherwise a nested call could take another slot, and would wait for itself when none is
+        free. With one slot the store finds that.
         """
-        ranked = []
+        lock = lock_of_slot(self.key)
+        other: Lease
+        for other in renewers[self.cache].held():
+            if not other.in_block or other.origin != self.origin:
+                continue
+            if lock_of_slot(other.key) == lock and not other.lost:
+                return other
+        return None
+
+    def _has_freed(self, entries: dict[str, Entry], *, may_free: bool) -> bool:
+        """Return whether the entry of a dead holder was freed; if not, note the ``blocker``.
+
+        Of several slots the blocker is the run itself, else a dead holder, else the first to end.
+        """
+        deaths = {}
+        ranks = {}
+        holders = {key: Holder.decode(entry.value) for key, entry in entries.items()}
         for key, entry in entries.items():
-            holder = Holder.decode(entry.value)
-            how = liveness.proof_of_death(holder)
-            # Each record contains the empty mark.
-            rank = self.slots.mark not in entry.value, how is None, entry.remaining or math.inf
-            ranked.append((rank, key, entry, holder, how))
-        self.others = [holder for *_, holder, _ in ranked]
-        _, self.key, entry, holder, how = min(ranked, key=operator.itemgetter(0))
+            deaths[key] = liveness.proof_of_death(holders[key])
+            is_other = self.slots.mark not in entry.value  # each record contains the empty mark
+            rest = entry.remaining
+            if rest is None:
+                rest = math.inf
+            ranks[key] = is_other, deaths[key] is None, rest
+        self.others = list(holders.values())
+        key = min(ranks, key=ranks.__getitem__)
+        entry, holder, how = entries[key], holders[key], deaths[key]
+        self.move_to(key)
         if how is None or not may_free:
-            self.blocker, self.blocker_remaining = holder, entry.remaining
+            self._meet(key, holder, entry.remaining)
             return False
-        if self.free_dead(entry, holder, how):
-            self.took_over |= holder.is_run_of(self.holder.task_id)
+        if self.ref.free_dead(entry, holder, how) and holder.is_run_of(self.ref.task_id):
+            self.took_over = True
+        return True
+
+    def _meet(self, key: str, blocker: Holder, remaining: float | None) -> Holder:
+        self.move_to(key)
+        self.blocker = blocker
+        self.blocker_remaining = remaining
+        return blocker
+
+    def may_wait(self, wait: float, until: float) -> bool:
+        """Return whether to try again after a conflict, until a time by the clock."""
+        blocker = self.blocker
+        assert blocker is not None
+        self.note = ""
+        if self.ref.is_delivery and blocker.is_run_of(self.ref.task_id):
+            return False  # an earlier run of the same message
+        own = renewers[self.cache].find(blocker.token, self.key, self.origin)
+        if own is not None:
+            self.note = BEHIND_ITSELF
+        if wait == 0:
+            return False
+        # A fixed lease may end before its block does.
+        if own is not None and own.in_block and (own.renews or own.deadline >= until):
+            self.is_behind_itself = True
+            return False
+        if clock.now() >= until:
+            self.note_wait(wait)
+            return False
+        if own is not None and wait == math.inf and not self.has_warned:
+            self.has_warned = True
+            text = "Endless wait for %s: %s. Only another thread can release it."
+            logger.warning(text, self, self.note)
         return True
 
     def replace(self, value: bytes) -> bool:
@@ -198,11 +371,11 @@ class Lease(Address):
         If this raises :class:`LockUnavailable`, it releases what it may have stored.
         """
         try:
-            store, sent = get_store(self.cache), clock.now()
-            replaced = store.replace(self.key, value, self.value, self.length)
-            return replaced and self.begin(sent)
+            store = get_store(self.cache)
+            sent = clock.now()
+            return store.replace(self.key, value, self.value, self.length) and self.begin(sent)
         except BaseException:
-            self.abandon()
+            self.owe()
             raise
 
     def begin(self, sent: float) -> bool:
@@ -218,16 +391,73 @@ class Lease(Address):
         if clock.now() >= deadline:
             get_store(self.cache).release(self.key, self.value)
             return False
-        self.renewed_at = self.taken_at = sent
+        self.renewed_at = sent
+        self.taken_at = sent
         self.deadline = deadline
         self.held = True
-        if self.holder.pid:
-            renewers[self.cache].keep(self)
+        renewers[self.cache].keep(self)
         return True
+
+    # A block, or the body of a task
+
+    def enter(self) -> None:
+        """Be the lease of the block that begins here."""
+        self.block = innermost.set(weakref.ref(self))
+
+    def __enter__(self) -> Lease:
+        """Take nothing: take it inside, so that whatever ends the take leaves the entry."""
+        return self
+
+    # A signal handler runs when Python enters a function. So the block is forgotten before that:
+    #
+    #   __exit__:  released   enters another function: SIGUSR1   current_lock() -> a free lock
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        try:
+            self.leave_body(error)
+        except BaseException:
+            # A signal, such as a soft time limit, may have come before the release.
+            self.leave_body(error)
+            raise
+        finally:
+            block = self.block
+            self.block = None
+            if block is not None:
+                leave_block(block)
+
+    # What is left after a conflict
+
+    def note_wait(self, seconds: float) -> None:
+        """Note for the log and the error how long the call waited."""
+        option = "lock_wait" if self.ref.is_delivery else "wait"
+        waited = f"gave up after {seconds:g} s ({option})"
+        if self.note:
+            waited = f"{self.note}; {waited}"
+        self.note = waited
+
+    def conflict(self, lock: Any) -> LockConflict:
+        """Return the error of a conflict; ``lock`` is the :class:`TaskLock` that was refused."""
+        return LockConflict(self.ref.name, self.blocker, self.blocker_remaining, self.note, lock)
+
+    def report_conflict(self, reason: str, result: str) -> None:
+        """Log a conflict, and send its event; ``reason`` is the policy."""
+        why = reason
+        if self.note:
+            why = f"{reason}; {self.note}"
+        text = "%s is held by %s; policy for %s: %s."
+        logger.info(text, self, self.blocker, self.holder, why)
+        self.ref.tell(
+            "conflict",
+            self.holder,
+            of_call=True,
+            blocker=self.blocker,
+            reason=reason,
+            result=result,
+        )
 
     # Leaving
 
-    def abandon(self, new: bytes = b"", until: float = 0.0) -> None:
+    def owe(self, new: bytes = b"", until: float = 0.0) -> None:
         """Leave the entry in the background, in each slot where the request may have stored it.
 
         The server may have handled the request despite the error, or a signal such as a soft time
@@ -237,9 +467,26 @@ class Lease(Address):
           server:         added -> reply
         """
         self.held = False
-        renewers[self.cache].drop(self)
-        keys = (self.key,) if self.taken_at else self.slots.keys[: self.slots.allowed]
-        renewers[self.cache].owe(keys, self.value, self.length, new, until)
+        renewer = renewers[self.cache]
+        renewer.drop(self)
+        keys: Sequence[str] = self.slots.keys[: self.slots.allowed]
+        if self.taken_at:
+            keys = (self.key,)
+        renewer.owe(keys, self.value, self.length, new, until)
+
+    def leave_body(self, error: BaseException | None = None, result: str = "") -> None:
+        """Leave the entry at the end of a body, if it is held; log that the cache cannot be asked.
+
+        ``error`` has ended the body; ``result`` replaces its word for the history.
+        """
+        if not self.held:
+            return
+        if error is not None and not result:
+            result = result_of(error)
+        try:
+            self.leave(result or "returned")
+        except LockUnavailable:
+            logger.exception("%s could not be released; trying again.", self)
 
     # A run that returned keeps its lock
     #
@@ -250,25 +497,31 @@ class Lease(Address):
     #   run:    returns   replace -> (no reply)            replace -> is there already: OK
     #   store:                       replaced, until X                until X
 
-    def leave(
-        self, result: str = "", *, new: bytes = b"", until: float = 0.0, reason: str = ""
-    ) -> bool:
-        """Delete the entry, or replace it by ``new`` until then; and report the end of the lease.
+    def leave(self, result: str = "") -> bool:
+        """Delete the entry, and report the end of the lease; return whether it was still there.
 
-        Return whether this lease still had the entry. ``result`` is the end of the body; one that
-        ``"returned"`` keeps the entry for the rest of ``at_least``. ``reason`` is for the history.
-        If this raises, the entry is left in the background: replaced if it is ``kept``, and
-        otherwise deleted, because nobody learns that ``new`` is there. The entry of a call that is
-        queued again is replaced, too, if it has no process.
+        ``result`` is the end of the body; one that ``"returned"`` keeps the entry for the rest of
+        ``at_least``. If this raises, the entry is owed.
+        """
+        kept_until = self.taken_at + self.at_least
+        is_kept = clock.now() < min(kept_until, self.deadline) and not self._lost
+        if result != "returned" or not is_kept or self.is_inherited():
+            return self.leave_to(b"", 0.0, result=result)
+        self.kept = True
+        new = without_process(self.holder, self.at_least, kept=True).encode()
+        reason = f"{KEPT} {self.at_least:g} s from its start"
+        return self.leave_to(new, kept_until, result=result, reason=reason)
+
+    def leave_to(self, new: bytes, until: float, *, result: str = "", reason: str = "") -> bool:
+        """Replace the entry by ``new`` until then; report the end of the lease, as :meth:`leave`.
+
+        If this raises, the entry is owed: replaced if it is ``kept``, and otherwise deleted,
+        because nobody learns that ``new`` is there.
         """
         if self.is_inherited():
             self.held = False
             return False
-        ends = min(self.taken_at + self.at_least, self.deadline)
-        if result == "returned" and clock.now() < ends and not self._lost:
-            self.kept, until = True, self.taken_at + self.at_least
-            new = without_process(self.holder, self.at_least, kept=True).encode()
-            reason = f"{KEPT} {self.at_least:g} s from its start"
+        self.left_because = reason
         sent = clock.now()
         try:
             renewers[self.cache].drop(self)
@@ -277,46 +530,42 @@ class Lease(Address):
             try:
                 outcome = store.release(self.key, self.value, new, until)
             except LockUnavailable as error:
-                if not (self.kept and isinstance(error.__cause__, store.refusals)):
+                if not self.kept or not isinstance(error.__cause__, store.refusals):
                     raise
-                # A full server refuses other bytes, but not a longer lease for these.
-                reason = f"{reason}, if its process lives so long: {in_words(error)}"
-                text = "%s is kept only while its process lives: the cache refuses other bytes: %s"
-                logger.warning(text, self, in_words(error))
-                outcome = store.change(self.key, self.value, self.value, until - clock.now())
+                outcome = self._keep_own_bytes(until, error)
             if outcome is Outcome.SENT_TWICE:
                 outcome = Outcome.OK if sent < self.deadline else Outcome.GONE
             if outcome is not Outcome.OK or self._lost:
                 self.kept = False
                 self.lose()
-                reason = self.reason
+                self.left_because = self.reason
             return outcome is Outcome.OK
         except BaseException as error:
-            self.abandon(*((new, until) if self.kept or not self.holder.pid else ()))
-            reason = f"not released at once: {in_words(error)}"
+            if self.kept:
+                self.owe(new, until)
+            else:
+                self.owe()
+            self.left_because = f"not released at once: {in_words(error)}"
             raise
         finally:
-            self.tell(
+            self.ref.tell(
                 "released",
                 self.holder,
                 outcome="lost" if self._lost else "released",
                 result=result,
-                reason=reason,
+                reason=self.left_because,
                 longest_renewal_gap=self.longest_gap or None,
                 retaken=self.retaken,
                 held_for=clock.now() - self.taken_at,
             )
 
-    def give_back(self, error: BaseException | None = None, result: str = "") -> None:
-        """Release at the end of a body, if the lock is held; log that the cache cannot be asked.
-
-        ``error`` has ended the body; ``result`` replaces its word for the history.
-        """
-        if self.held:
-            try:
-                self.leave(result or ("returned" if error is None else result_of(error)))
-            except LockUnavailable:
-                logger.exception("%s could not be released; trying again.", self)
+    def _keep_own_bytes(self, until: float, refusal: LockUnavailable) -> Outcome:
+        """Keep the entry with a longer lease: a full server refuses other bytes, but not this."""
+        self.left_because += f", if its process lives so long: {in_words(refusal)}"
+        text = "%s is kept only while its process lives: the cache refuses other bytes: %s"
+        logger.warning(text, self, in_words(refusal))
+        store = get_store(self.cache)
+        return store.change(self.key, self.value, self.value, until - clock.now())
 
     # Who has a lock that is handed over
     #
@@ -333,14 +582,14 @@ class Lease(Address):
         check_seconds("for_", seconds)
         token = os.urandom(16).hex()
         holder = without_process(self.holder, seconds, token=token, since=time.time())
-        value, until = holder.encode(), clock.now() + seconds
+        value = holder.encode()
+        reason = f"handed over for {seconds:g} s"
         try:
             # In a fork, the parent has it.
             is_mine = not self.is_inherited() and not self.lost
-            reason = f"handed over for {seconds:g} s"
-            if is_mine and self.leave(new=value, until=until, reason=reason):
-                self.tell("acquired", holder)
-                return f"{holder.slots} {token} {self.cache} {self.key} {self.name}"
+            if is_mine and self.leave_to(value, clock.now() + seconds, reason=reason):
+                self.ref.tell("acquired", holder)
+                return f"{holder.slots} {token} {self.cache} {self.key} {self.ref.name}"
         except BaseException:
             # The caller does not get the handle, so free the entry even if it was handed over.
             renewers[self.cache].owe((self.key,), value, seconds)
@@ -349,12 +598,13 @@ class Lease(Address):
 
     def receive(self, token: str) -> None:
         """Take the entry that was handed over with this token."""
-        entry, holder = self.read_holder()
+        entry, holder = self.ref.read_holder()
         how = None
         # A redelivered message finds the bytes of its own first run, which received the lock.
-        if holder.token != token and holder.is_run_of(self.holder.task_id):
+        if holder.token != token and holder.is_run_of(self.ref.task_id):
             how = liveness.proof_of_death(holder)
-        if not (entry and (holder.token == token or how) and self.replace(entry.value)):
+        is_meant = holder.token == token or how is not None
+        if entry is None or not is_meant or not self.replace(entry.value):
             raise LockLost(
                 f"{self} can no longer be received: it was already received, was cleared, or was "
                 "lost by the cache, or the time that hand_over() gave is over."
@@ -362,11 +612,11 @@ class Lease(Address):
         if how:
             text = "%s was received by %s, but %s: this process receives the lock again."
             logger.warning(text, self, holder, how)
-            self.tell("dead", holder, reason=how)
+            self.ref.tell("dead", holder, reason=how)
         else:
             reason = f"received by {self.holder}"
-            self.tell("released", holder, outcome="released", reason=reason)
-        self.tell("acquired", self.holder)
+            self.ref.tell("released", holder, outcome="released", reason=reason)
+        self.ref.tell("acquired", self.holder)
 
     # Holding
 
@@ -388,7 +638,7 @@ class Lease(Address):
 
     def is_inherited(self) -> bool:
         """Return whether this process is a fork of the holder, so that its parent has the lock."""
-        return self.holder.pid not in (0, os.getpid())
+        return self.holder.pid != os.getpid()
 
     @property
     def lost(self) -> bool:
@@ -408,10 +658,14 @@ class Lease(Address):
         now = clock.now()
         if now - self._child_asked_at >= CHILD_ASKS:
             self._child_asked_at = now
-            entry, was_missing = self.read(), self._is_missing
+            was_missing = self._is_missing
+            entry = self.ref.read()
             # The parent may take a forgotten entry again, so look twice.
             self._is_missing = entry is None
-            self._lost = was_missing if entry is None else entry.value != self.value
+            if entry is None:
+                self._lost = was_missing
+            else:
+                self._lost = entry.value != self.value
 
     def has_ended(self) -> bool:
         """Return whether the lease is lost; if it is, call :meth:`lose`."""
@@ -426,7 +680,8 @@ class Lease(Address):
         with self.renewing:
             if self.has_ended():
                 return
-            store, sent = get_store(self.cache), clock.now()
+            store = get_store(self.cache)
+            sent = clock.now()
             if self.held and length < self.length:
                 # Trust only the shorter lease from now on: the request may fail, although the
                 # server has handled it.
@@ -467,7 +722,7 @@ class Lease(Address):
                 "taken again; another run may have started meanwhile.",
                 self,
             )
-            self.tell("retaken", self.holder, retaken=self.retaken)
+            self.ref.tell("retaken", self.holder, retaken=self.retaken)
         # A signal handler, or a receiver of this event, may have extended the lock meanwhile.
         # Nobody knows which of the two requests the server handled last:
         #
@@ -507,7 +762,7 @@ class Lease(Address):
 
     def is_there(self) -> bool:
         """Ask the cache whether this lease has the entry."""
-        entry = self.read()
+        entry = self.ref.read()
         return entry is not None and entry.value == self.value
 
     def lose(self) -> None:
@@ -518,10 +773,9 @@ class Lease(Address):
         if self.reason:
             return
         self.reason = f"its lease of {self.length:g} s ended before it could be renewed"
-        if self.silent:
+        if self.ref.silent:
             text = "%s: the cache lost this entry, so duplicates of the running call are possible."
-            if self.holder.pid:  # otherwise the call is not running
-                logger.warning(text, self)
+            logger.warning(text, self)
             return
         blocker = None
         if not ended:
@@ -529,7 +783,7 @@ class Lease(Address):
         elif not self.renews:
             self.reason = f"its fixed lease of {self.length:g} s ended first"
         try:
-            entry = self.read()
+            entry = self.ref.read()
             if entry and entry.value != self.value:
                 blocker = Holder.decode(entry.value)
                 self.reason = f"taken by {blocker}"
@@ -543,4 +797,12 @@ class Lease(Address):
             logger.info("%s expired before its run ended: %s.", self, self.reason)
             return
         logger.error("%s was lost while its run continued: %s.", self, self.reason)
-        self.tell("lost", self.holder, reason=self.reason, blocker=blocker)
+        self.ref.tell("lost", self.holder, reason=self.reason, blocker=blocker)
+
+
+def leave_block(block: Token[Any]) -> None:
+    """Restore the lease of the outer block."""
+    try:  # noqa: SIM105 - suppress() calls three more functions
+        innermost.reset(block)
+    except ValueError:
+        pass  # the loop may close an asynchronous generator in another context

@@ -4,59 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
-import random
 import re
-import time
 import weakref
-from asyncio import _get_running_loop
-from collections.abc import Callable, Generator
-from contextvars import ContextVar, Token
-from operator import attrgetter
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
-from django_singletask import clock, threads
 from django_singletask.arguments import check_choice, check_seconds
 from django_singletask.conf import conf
-from django_singletask.exceptions import LockConflict, LockError, LockLost, LockUnavailable
-from django_singletask.holder import Holder, mark_of
-from django_singletask.locks.address import NO_RUN, Address, Run
-from django_singletask.locks.aio import GRACE, in_thread, offer_in_thread, submit
-from django_singletask.locks.keys import MAX_NAME, LockKey, check_slots, lock_of_slot, name_key
-from django_singletask.locks.lease import Lease
+from django_singletask.exceptions import LockConflict, LockError, LockLost
+from django_singletask.holder import Holder
+from django_singletask.locks.aio import GRACE, Attempts, in_thread, offer_in_thread, submit
+from django_singletask.locks.keys import MAX_NAME, LockKey, check_slots, name_key
+from django_singletask.locks.lease import Lease, Origin, current_lease, here, leave_block
 from django_singletask.locks.liveness import proof_of_death
+from django_singletask.locks.ref import LockRef
 from django_singletask.locks.renewal import renewers
-from django_singletask.log import logger, warn_once
+from django_singletask.log import warn_once
 from django_singletask.stores import get_store
-from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT, Entry, Slots
+from django_singletask.stores.base import PREFIX, SLOT, Entry, Slots
 
-Origin = tuple[object, int | None]
-"""A mark of a thread, and the id of the asyncio task that runs in it."""
-
-
-def here() -> Origin:
-    loop = _get_running_loop()  # without a loop, a tenth of the time of get_running_loop()
-    # Mark each thread with an object, because the number of a thread can be used again.
-    try:
-        mark = threads.made["variables"].mark
-    except (AttributeError, KeyError):
-        mark = threads.put("mark", object())
-    return mark, None if loop is None else id(asyncio.current_task(loop))
-
-
-innermost: ContextVar[Callable[[], TaskLock | None]] = ContextVar("innermost", default=lambda: None)
-"""The lock of the innermost block.
-
-The reference is weak: if a signal strikes between a body and its ``__exit__``, the context would
-otherwise keep the lock, and so its renewal, for ever.
-"""
-
-POLL = 0.05
-"""Seconds of the first pause at most; a short wait has shorter ones."""
-MAX_POLL = 0.5
-L = TypeVar("L", bound="TaskLock")
-Attempts = Generator[float, None, None]
-"""An acquisition: it makes an attempt, and yields the seconds until the next one."""
 HANDLE = re.compile(
     r"([1-9][0-9]{0,3}) ([0-9a-f]{32}) (.+?) "  # slots, token, cache
     rf"({PREFIX}[A-Za-z0-9_.:()=-]{{0,100}}:[0-9a-f]{{32}}(?:{SLOT}[0-9]{{1,4}})?) "
@@ -65,14 +30,19 @@ HANDLE = re.compile(
 """What a receiver needs: the place and the token of a lock that was handed over."""
 UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 """A field in a name: an f-string may have lost its f."""
-BEHIND_ITSELF = "the same code already holds it, and a lock is not re-entrant"
 
 
 def current_lock() -> TaskLock | None:
     """Return the lock of the innermost ``with`` block, function or task body that runs here."""
-    lock = innermost.get()()
-    # A signal at the end of a block can leave the lock here.
-    return None if lock is None or lock._block is None else lock  # noqa: SLF001
+    lease = current_lease()
+    if lease is None:
+        return None
+    if lease.face is not None:
+        lock: TaskLock | None = lease.face()
+        if lock is not None:
+            return lock
+    # The lock of a task gets its face when the body asks for it first.
+    return show(lease)
 
 
 class TaskLock:
@@ -97,18 +67,12 @@ class TaskLock:
     Each question to the cache is one request, and can raise :class:`LockUnavailable`.
     """
 
-    _lease: Lease = object.__new__(Lease)
-    """The last acquisition (at first, one that was never held)."""
-    _run: Run | None = None
-    """The run of a task whose lock this is; None for a lock of other code."""
+    _lease: Lease | None = None
+    """The last acquisition."""
+    _ref: LockRef | None = None
+    """The lock as a task wants it; None for a lock of other code."""
     _user: Origin | None = None
     """The origin of the acquisition that uses this object now."""
-    blocker: Holder | None = None
-    """The holder that the last acquisition met."""
-    _note = ""
-    """Details of the last conflict, for the log and :class:`LockConflict`."""
-    _block: Token[Any] | None = None
-    """What restores the lock of the outer block, while a block runs."""
 
     def __init__(
         self,
@@ -151,22 +115,36 @@ class TaskLock:
         self.on_conflict = on_conflict
 
     def __repr__(self) -> str:
-        state = f"held, token {self.token}" if self.token else "not held"
+        state = "not held"
+        if self.token is not None:
+            state = f"held, token {self.token}"
         return f"<TaskLock {self.name} ({state})>"
 
     def __bool__(self) -> bool:
-        return self._lease.held
+        return self._lease is not None and self._lease.held
 
     @property
     def token(self) -> str | None:
         """The token of the acquisition; None if the lock is not held by this object."""
-        return self._lease.token if self._lease.held else None
+        if self._lease is None or not self._lease.held:
+            return None
+        return self._lease.token
 
     @property
-    def _address(self) -> Address:
-        """Where the entry is, by the settings of this moment."""
-        run = self._run or NO_RUN
-        return Address(self.cache or conf.cache, self._lock_key, run.quiet)
+    def blocker(self) -> Holder | None:
+        """The holder that the last acquisition met."""
+        if self._lease is None:
+            return None
+        return self._lease.blocker
+
+    def _wanted(self) -> LockRef:
+        """Return the lock as this code wants it, by the settings of this moment."""
+        if self._ref is not None:
+            return self._ref
+        cache = self.cache
+        if cache is None:
+            cache = conf.cache
+        return LockRef.of_body(cache, *self._lock_key)
 
     # Taking
 
@@ -177,52 +155,107 @@ class TaskLock:
         for the lock of a ``with`` block around this call, :class:`LockError` if this object is in
         use, and :class:`LockUnavailable`, also if the cache answers too late for the lease.
         """
-        self._take(wait)
-        return self.blocker is None
+        return self._take(wait, in_block=False)
 
     async def aacquire(self, wait: float | None = None) -> bool:
         """Acquire the lock as :meth:`acquire` does, without stopping the event loop.
 
         A cancelled call releases what its last request may have taken.
         """
-        await self._take_in_threads(wait)
-        return self.blocker is None
+        return await self._take_in_threads(wait, in_block=False)
 
-    def _take(self, wait: float | None = None, *, in_block: bool = False) -> None:
+    def __enter__(self) -> TaskLock:
+        self._take(None, in_block=True)
+        return self
+
+    async def __aenter__(self) -> TaskLock:
+        await self._take_in_threads(None, in_block=True)
+        return self
+
+    def _take(self, wait: float | None, *, in_block: bool) -> bool:
         origin = here()
-        attempts = self._try(wait, in_block, self._run or Run.current(), origin)
         try:
             self._reserve(origin, in_block)
-            for pause in attempts:
-                time.sleep(pause)
-            if in_block and self.blocker is None:
-                self._block = innermost.set(weakref.ref(self))
+            received = self._lease
+            if received is not None and received.held:
+                return self._enter_received(received, origin)
+            if wait is None:
+                wait = self.wait
+            else:
+                check_seconds("wait", wait, zero=True, infinite=True)
+            lease = self._new_lease(origin, in_block)
+            if lease.take(wait) is not None:
+                return self._meet_conflict(lease, wait)
+            self.key = lease.key
+            if in_block:
+                lease.enter()
+            return True
         except BaseException as error:  # Python does not call __exit__
-            self._undo(attempts, origin, error)
+            self._stop(origin, error)
             raise
 
-    # In asyncio code, other threads make the attempts. The request of a call that fails or is
-    # cancelled may still take the lock, so it is undone after the reply:
-    #
-    #   loop:    await    cancelled: CancelledError    waits at most GRACE      continues
-    #   thread:  add ->                                -> added     undo: release ->
-
-    async def _take_in_threads(self, wait: float | None = None, *, in_block: bool = False) -> None:
-        cache, origin = self._address.cache, here()
-        attempts = self._try(wait, in_block, self._run or Run.current(), origin)
+    async def _take_in_threads(self, wait: float | None, *, in_block: bool) -> bool:
+        origin = here()
+        attempts = None
         try:
             self._reserve(origin, in_block)
-            step = functools.partial(next, attempts, None)
-            while (pause := await in_thread(cache, step, grace=0)) is not None:
-                await asyncio.sleep(pause)
-            if in_block and self.blocker is None:
-                self._block = innermost.set(weakref.ref(self))
+            received = self._lease
+            if received is not None and received.held:
+                return self._enter_received(received, origin)
+            if wait is None:
+                wait = self.wait
+            else:
+                check_seconds("wait", wait, zero=True, infinite=True)
+            lease = self._new_lease(origin, in_block)
+            attempts = Attempts(lease)
+            if await attempts.take(wait) is not None:
+                return self._meet_conflict(lease, wait)
+            self.key = lease.key
+            if in_block:
+                lease.enter()
+            return True
         except BaseException as error:
-            undone = submit(cache, functools.partial(self._undo, attempts, origin, error))
+            if attempts is None:
+                self._stop(origin, error)
+                raise
+            undone = attempts.undo(functools.partial(self._stop, origin, error))
             # After the end of the loop nothing can be awaited.
             if undone is not None and not isinstance(error, GeneratorExit):
                 await asyncio.wait([undone], timeout=GRACE)
             raise
+
+    def _new_lease(self, origin: Origin, in_block: bool) -> Lease:
+        length = self.timeout
+        if length is None:
+            length = conf.lock_timeout
+        slots = None
+        if self.slots > 1:
+            # Without a mark: a body may take slots in several threads or asyncio tasks.
+            slots = Slots(self._lock_key.slots(self.slots), self.slots)
+        lease = Lease(self._wanted(), length, slots)
+        lease.renews = self.renew
+        lease.at_least = self.at_least
+        lease.origin = origin
+        lease.in_block = in_block
+        lease.face = weakref.ref(self)
+        # Set before the take, so that the lock can release it after any error or signal.
+        self._lease = lease
+        return lease
+
+    def _meet_conflict(self, lease: Lease, wait: float) -> bool:
+        """Do what the options say about a lock that is held by another holder; return False."""
+        reason = "skip"
+        if lease.is_behind_itself:
+            reason = "wait"
+        elif lease.in_block and self.on_conflict == "raise":
+            reason = "wait" if wait else "raise"
+        if reason != "skip":
+            lease.report_conflict(reason, "failed")
+            raise lease.conflict(self)
+        lease.report_conflict(reason, "skipped")
+        if not lease.in_block:
+            self._end_use()
+        return False
 
     # Who uses this object
     #
@@ -237,119 +270,51 @@ class TaskLock:
 
     def _reserve(self, origin: Origin, in_block: bool) -> None:
         # A lock that is held, although nothing uses the object, was received: a block may enter it.
-        if (not in_block and self) or vars(self).setdefault("_user", origin) is not origin:
+        is_held = not in_block and bool(self)
+        if is_held or vars(self).setdefault("_user", origin) is not origin:
             raise LockError(
                 f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
                 "time. Create one for each use: with TaskLock(…):"
             )
 
-    def _try(self, wait: float | None, in_block: bool, run: Run, origin: Origin) -> Attempts:
-        """Try to take the lock; yield the seconds until each further attempt.
+    def _end_use(self) -> None:
+        vars(self).pop("_user", None)
 
-        After the last attempt, handle a conflict as the options say. ``wait`` is in seconds (None:
-        the lock's own). ``in_block``: it is for a ``with`` block. The attempts of asyncio code are
-        made in other threads than that of ``origin``.
-        """
-        if wait is None:
-            wait = self.wait
-        else:
-            check_seconds("wait", wait, zero=True, infinite=True)
-        lease = self._lease
-        if lease.held:  # it was received
-            lease.origin, lease.in_block = origin, True
-            if not lease.is_inherited():
-                renewers[lease.cache].keep(lease)
-            return
-        self._note = ""
-        until = clock.now() + wait
-        next_pause = min(POLL, wait / 16)
-        while True:
-            lease = self._new_lease(run, origin)
-            lease.in_block = in_block
-            outer = self._outer_lease(lease) if self.slots > 1 else None
-            if outer is None:
-                yield from lease.attempts()
-            else:
-                lease.key, lease.blocker = outer.key, outer.holder
-                lease.blocker_remaining = max(0.0, outer.deadline - clock.now())
-            blocker = self.blocker = lease.blocker
-            if blocker is None:
-                self.key = lease.key
-                lease.tell("acquired", lease.holder)
-                return
-            if self._run and blocker.is_run_of(self._run.task_id):
-                break  # an earlier run of the same message
-            own = renewers[lease.cache].find(blocker.token, lease.key, origin)
-            self._note = BEHIND_ITSELF if own else ""
-            if not wait:
-                break
-            # A fixed lease may end before its block does.
-            if own and own.in_block and (own.renews or own.deadline >= until):
-                self._refuse("wait")
-            left = until - clock.now()
-            if left <= 0:
-                self._note_wait(wait)
-                break
-            if own and wait == math.inf and next_pause == POLL:
-                text = "Endless wait for %s: %s. Only another thread can release it."
-                logger.warning(text, lease, self._note)
-            own = outer = None  # otherwise they would be renewed as long as this waits
-            yield min(left, next_pause * random.uniform(0.5, 1))
-            next_pause = min(next_pause * 1.5, MAX_POLL)
-        if in_block:
-            self._meet_conflict()
-        else:
-            self._report_conflict("skip", "skipped")
-            vars(self).pop("_user", None)
-
-    # Processes that allow different numbers of slots
-    #
-    # A deploy that lowers the number from 5 to 2 leaves runs in the slots 3 to 5. A process that
-    # allows 2 neither takes nor counts those slots. So until the old processes are gone, there are
-    # at most 5 runs: the greatest number that a process allows. A redelivery reads all slots that
-    # there can be, to find its own first run. With several slots a retry does so, too, because the
-    # previous try may not have released its slot yet.
-
-    def _new_lease(self, run: Run, origin: Origin) -> Lease:
-        """Return a new lease of the lock, with a new token."""
-        length = conf.lock_timeout if self.timeout is None else self.timeout
-        holder = run.holder(self.name, length, slots=self.slots)
-        slots = None
-        if self.slots > 1 or run.redelivered:
-            # A delivery takes no second slot for one message. Locks of a body have no mark, since
-            # it may take slots in several threads or asyncio tasks.
-            delivery = self._run or NO_RUN
-            looks_at = MAX_SLOTS if delivery.redelivered or delivery.retries else self.slots
-            slots = Slots(self._lock_key.slots(looks_at), self.slots, mark_of(delivery.task_id))
-        # Set before the take, so that the lock can release it after any error or signal.
-        lease = self._lease = Lease(self.cache or conf.cache, self._lock_key, holder, slots)
-        lease.quiet, lease.at_least = run.quiet, self.at_least
-        lease.renews, lease.origin = self.renew, origin
-        return lease
-
-    def _outer_lease(self, lease: Lease) -> Lease | None:
-        """Return the lease of a block around this call that has another slot of the lock.
-
-        Otherwise a nested call could take another slot, and would wait for itself when none is
-        free. With one slot the store finds that.
-        """
-        other: Lease
-        for other in renewers[lease.cache].held():
-            is_outer = other.in_block and other.origin == lease.origin
-            if is_outer and lock_of_slot(other.key) == lock_of_slot(lease.key) and not other.lost:
-                return other
-        return None
-
-    def _undo(self, attempts: Attempts, origin: Origin, error: BaseException) -> None:
+    def _stop(self, origin: Origin, error: BaseException) -> None:
         """End an acquisition that failed: by a conflict, or by a signal, perhaps after the take."""
-        while True:
-            try:
-                attempts.close()
-                break
-            except ValueError:  # in asyncio code, another thread may still wait for a reply
-                time.sleep(0.01)
         if self._user is origin:
             self.__exit__(None, error, None)
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        lease = self._lease
+        try:
+            if lease is not None:
+                lease.__exit__(None, error, None)
+        except BaseException:
+            # A signal may have come before the release.
+            if lease is not None:
+                lease.__exit__(None, error, None)
+            raise
+        finally:
+            vars(self).pop("_user", None)
+
+    async def __aexit__(
+        self, _type: object, error: BaseException | None, _traceback: object
+    ) -> None:
+        lease = self._lease
+        assert lease is not None
+        release = functools.partial(lease.leave_body, error)
+        try:
+            await in_thread(lease.cache, release)
+        except BaseException:
+            submit(lease.cache, release)  # it may not have begun
+            raise
+        finally:
+            block = lease.block
+            lease.block = None
+            if block is not None:
+                leave_block(block)
+            self._end_use()
 
     # A lock that outlives its process
 
@@ -364,92 +329,33 @@ class TaskLock:
         Raises :class:`LockLost` if the lock is gone or has another holder, ``ValueError`` for an
         invalid handle, and :class:`LockUnavailable`.
         """
-        match = HANDLE.fullmatch(handle) if isinstance(handle, str) else None
-        if not match:
+        match = None
+        if isinstance(handle, str):
+            match = HANDLE.fullmatch(handle)
+        if match is None:
             raise ValueError(f"handle must be what hand_over() returned, not {repr(handle)[:200]}.")
         slots, token, cache, key, name = match.groups()
         lock_key: Any = LockKey(name, key)  # which replaces a name here
         lock = cls(lock_key, timeout=timeout, renew=renew, cache=cache, slots=int(slots))
-        lease = lock._new_lease(Run.current(), here())
+        lease = lock._new_lease(here(), in_block=False)
+        # The handle names the slot.
+        lease.slots = Slots((key,), lock.slots)
         try:
             lease.receive(token)
             return lock
         except BaseException:
-            lease.give_back(result="raised")  # if it is held, a signal came: nobody gets the lock
+            # If it is held, a signal came: nobody gets the lock.
+            lease.leave_body(result="raised")
             raise
 
-    def __enter__(self) -> TaskLock:
-        self._take(in_block=True)
-        return self
-
-    def __exit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
-        try:
-            self._lease.give_back(exc)
-        except BaseException:
-            # A signal, such as a soft time limit, may have come before the release.
-            self._lease.give_back(exc)
-            raise
-        finally:
-            block, self._block = self._block, None
-            self._leave_block(block)
-
-    async def __aenter__(self) -> TaskLock:
-        await self._take_in_threads(in_block=True)
-        return self
-
-    async def __aexit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
-        cache, release = self._address.cache, functools.partial(self._lease.give_back, exc)
-        try:
-            await in_thread(cache, release)
-        except BaseException:
-            submit(cache, release)  # it may not have begun
-            raise
-        finally:
-            block, self._block = self._block, None
-            self._leave_block(block)
-
-    # A signal handler runs when Python enters a function. So the block is forgotten before that:
-    #
-    #   __exit__:  released   enters _leave_block(): SIGUSR1   current_lock() -> a lock that is free
-
-    def _leave_block(self, block: Token[Any] | None) -> None:
-        """Note that the block, if there was one, has ended: the object can be used again."""
-        try:
-            if block is not None:
-                innermost.reset(block)
-        except ValueError:
-            pass  # the loop may close an asynchronous generator in another context
-        finally:
-            vars(self).pop("_user", None)
-
-    # Conflicts
-
-    def _meet_conflict(self) -> None:
-        """Do what a block does that does not get the lock."""
-        if self.on_conflict == "raise":
-            self._refuse("wait" if self.wait else "raise")
-        self._report_conflict("skip", "skipped")
-
-    def _note_wait(self, seconds: float) -> None:
-        """Note for the log and the error how long the call waited; 0: its wait goes on."""
-        note = f"gave up after {seconds:g} s ({'lock_wait' if self._run else 'wait'})"
-        self._note = "; ".join(filter(None, [self._note, note])) if seconds else ""
-
-    def _conflict(self) -> LockConflict:
-        lease = self._lease
-        return LockConflict(self.name, self.blocker, lease.blocker_remaining, self._note, self)
-
-    def _refuse(self, reason: str) -> NoReturn:
-        self._report_conflict(reason, "failed")
-        raise self._conflict()
-
-    def _report_conflict(self, reason: str, result: str) -> None:
-        """Log a conflict, and send its event; ``reason`` is the policy."""
-        lease, caller = self._lease, self._lease.holder
-        why = f"{reason}; {self._note}" if self._note else reason
-        text = "%s is held by %s; policy for %s: %s."
-        logger.info(text, lease, self.blocker, caller, why)
-        lease.tell("conflict", caller=caller, blocker=self.blocker, reason=reason, result=result)
+    def _enter_received(self, lease: Lease, origin: Origin) -> bool:
+        """Begin a block with a lock that was received; return True."""
+        lease.origin = origin
+        lease.in_block = True
+        if not lease.is_inherited():
+            renewers[lease.cache].keep(lease)
+        lease.enter()
+        return True
 
     # For any process
 
@@ -466,7 +372,9 @@ class TaskLock:
         memcached does not report ends: there it is the holder of the first slot that is held.
         """
         entry = self._first()
-        return entry and Holder.decode(entry.value)
+        if entry is None:
+            return None
+        return Holder.decode(entry.value)
 
     aholder = offer_in_thread(holder)
 
@@ -476,7 +384,9 @@ class TaskLock:
         None if the lock is free, or if the cache does not report it.
         """
         entry = self._first()
-        return entry and entry.remaining
+        if entry is None:
+            return None
+        return entry.remaining
 
     aremaining = offer_in_thread(remaining)
 
@@ -492,24 +402,19 @@ class TaskLock:
             raise TypeError(
                 f"{self.name} has {self.slots} slots: choose a holder with clear(token=…)."
             )
-        return self._address_of(token).clear(token, actor, reason)
+        ref = self._wanted()
+        if token is not None:
+            ref = ref.of_token(token, self.slots)
+        return ref.clear(token, actor, reason)
 
     aclear = offer_in_thread(clear)
 
-    def _address_of(self, token: str | None) -> Address:
-        """Return where the holder with this token is, or the first slot."""
-        address = self._address
-        if self.slots > 1:
-            for key, entry in self._entries().items():
-                if Holder.decode(entry.value).token == token:
-                    address.key = key
-        return address
-
     def _entries(self) -> dict[str, Entry]:
-        return get_store(self._address.cache).read_many(self._lock_key.slots(self.slots))
+        return get_store(self._wanted().cache).read_many(self._lock_key.slots(self.slots))
 
     def _first(self) -> Entry | None:
-        return min(self._entries().values(), key=lambda each: each.remaining or 0.0, default=None)
+        entries = self._entries().values()
+        return min(entries, key=lambda entry: entry.remaining or 0.0, default=None)
 
     # While this object holds it
 
@@ -523,7 +428,7 @@ class TaskLock:
         try:
             return lease.leave("returned")
         finally:
-            self._end_use()
+            self._end_use_outside_block(lease)
 
     arelease = offer_in_thread(release)
 
@@ -541,8 +446,8 @@ class TaskLock:
         try:
             return lease.hand_over(for_)
         finally:
-            if not self:
-                self._end_use()
+            if not lease.held:
+                self._end_use_outside_block(lease)
 
     @property
     def lost(self) -> bool:
@@ -550,7 +455,7 @@ class TaskLock:
 
         Only in a forked child of the holder it sends a request.
         """
-        return self._lease.lost
+        return self._lease is not None and self._lease.lost
 
     def check(self) -> None:
         """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired.
@@ -558,6 +463,8 @@ class TaskLock:
         Call it in the loops of long bodies. Only in a forked child of the holder it sends a
         request.
         """
+        if self._lease is not None and self._lease.is_unguarded:
+            return  # on_outage="run": there is no lock that it could lose
         if self._held_lease().lost:
             raise LockLost(f"{self.name} is no longer held by this run.")
 
@@ -569,7 +476,9 @@ class TaskLock:
         and :class:`LockUnavailable`.
         """
         lease = self._held_lease()
-        lease.extend(lease.length if timeout is None else check_seconds("timeout", timeout))
+        if timeout is None:
+            timeout = lease.length
+        lease.extend(check_seconds("timeout", timeout))
         self.check()
 
     aextend = offer_in_thread(extend)
@@ -593,55 +502,48 @@ class TaskLock:
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
         lease = self._lease
-        return lease.held and lease.is_there() and lease.held
+        if lease is None or not lease.held or not lease.is_there():
+            return False
+        return lease.held  # a signal handler may have released it meanwhile
 
     aowned = offer_in_thread(owned)
 
     def _held_lease(self) -> Lease:
-        if not self._lease.held:
+        if self._lease is None or not self._lease.held:
             raise LockError(f"{self.name} is not held by this TaskLock: acquire() it first.")
         return self._lease
 
-    def _end_use(self) -> None:
+    def _end_use_outside_block(self, lease: Lease) -> None:
         """Let the object be used again, unless a block uses it."""
-        if self._block is None:
-            vars(self).pop("_user", None)
+        if lease.block is None:
+            self._end_use()
 
 
-def lock_of(kind: type[L], key: Any, run: Run, **options: Any) -> L:
-    """Return the lock of a task's run, not acquired."""
-    lock = kind(key, **options)
-    lock._run = run  # noqa: SLF001
+def conflict_of(lock: TaskLock) -> LockConflict:
+    """Return the error of the conflict that the last acquisition of a lock met."""
+    lease = lock._lease  # noqa: SLF001
+    assert lease is not None
+    return lease.conflict(lock)
+
+
+def lock_of_task(ref: LockRef, **options: Any) -> TaskLock:
+    """Return a lock as a task wants it, not acquired; see :class:`TaskLock`."""
+    lock_key: Any = ref.lock_key
+    lock = TaskLock(lock_key, cache=ref.cache, **options)
+    lock._ref = ref  # noqa: SLF001
     return lock
 
 
-# For other modules of this package: what a lock does not show to users.
-lease_of, address_of = attrgetter("_lease"), attrgetter("_address")
-conflict_of, place_of = TaskLock._conflict, TaskLock._address_of  # noqa: SLF001
-refuse, report_conflict = TaskLock._refuse, TaskLock._report_conflict  # noqa: SLF001
-note_wait = TaskLock._note_wait  # noqa: SLF001
-
-
-class DeliveryLock(TaskLock):
-    """The lock of a delivery, which handles a conflict and an outage of the cache itself.
-
-    ``outage`` is the error of a cache that could not be used. Then a body may run without the lock.
-    """
-
-    outage: LockUnavailable | None = None
-
-    def _meet_conflict(self) -> None:
-        """Do nothing: the delivery handles the conflict."""
-
-    def __enter__(self) -> DeliveryLock:
-        try:
-            super().__enter__()
-        except LockUnavailable as error:
-            self.outage = error
-            self._block = innermost.set(weakref.ref(self))
-        return self
-
-    def check(self) -> None:
-        """Raise :class:`LockLost` if the lock is lost; do nothing if the body runs without it."""
-        if self.outage is None:
-            super().check()
+def show(lease: Lease) -> TaskLock:
+    """Return the lock that shows a lease to the body of a task."""
+    ref = lease.ref
+    lock = lock_of_task(
+        ref,
+        timeout=lease.length,
+        renew=lease.renews,
+        slots=lease.slots.allowed,
+        at_least=lease.at_least,
+    )
+    lock._lease = lease  # noqa: SLF001
+    lease.face = weakref.ref(lock)
+    return lock

@@ -18,9 +18,9 @@ from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import BATCH, NEWEST, OPEN, NoHistory, UsualHold, reading
 from django_singletask.holder import Holder, Process, clean
-from django_singletask.locks.address import KEPT, Address
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, is_stopped, proof_of_death
+from django_singletask.locks.ref import KEPT, LockRef
 from django_singletask.log import in_words, logger
 from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, UnknownName, unknown
@@ -262,12 +262,11 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
     unique until it has finished, the entry that stops duplicates of this call is freed too: the
     process that hangs would renew it without end.
     """
-    lock_key = LockKey(lock.name, lock.key)
-    if not Address(conf.cache, lock_key).clear(lock.token, actor, reason):
+    ref = LockRef(conf.cache, lock.name, lock.key, lock.task)
+    if not ref.clear(lock.token, actor, reason):
         return False
     if lock.task and not lock.queued:
-        beside = Address(conf.cache, lock_key.beside(QUEUED, lock.task))
-        beside.silent = True  # the row of the lock says it
+        beside = ref.beside(QUEUED)
         try:
             _entry, queued_call = beside.read_holder()
             # The entry of a call that is queued behind this one stays.

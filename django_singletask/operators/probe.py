@@ -15,8 +15,8 @@ from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 
-from django_singletask.locks.address import NO_RUN
 from django_singletask.locks.keys import name_key
+from django_singletask.locks.ref import LockRef
 from django_singletask.operators.words import plural
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Store
@@ -80,13 +80,13 @@ def probe(alias: str) -> SimpleNamespace:
 def _held(store: Store) -> Iterator[str]:
     """Hold a lock of a name that nobody else uses; yield its key."""
     name = f"django_singletask.probe {uuid.uuid4()}"
-    value = NO_RUN.holder(name, LEASE).encode()
-    key = name_key(name).key
-    store.add(key, value, LEASE)
+    ref = LockRef(store.cache_alias, *name_key(name))
+    value = ref.holder(LEASE).encode()
+    store.add(ref.key, value, LEASE)
     try:
-        yield key
+        yield ref.key
     finally:
-        store.release(key, value)
+        store.release(ref.key, value)
 
 
 def look_from_another_process(alias: str, store: Store) -> Finding:

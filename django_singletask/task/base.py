@@ -21,11 +21,12 @@ from vine import promise
 
 from django_singletask.conf import check_installed, conf
 from django_singletask.exceptions import DuplicateTask, LockConflict
-from django_singletask.locks.address import Address, Run
 from django_singletask.locks.keys import NO_LOCK, QUEUED
+from django_singletask.locks.lease import current_lease
 from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.lock import DeliveryLock, TaskLock, current_lock, lease_of
+from django_singletask.locks.lock import TaskLock
 from django_singletask.locks.parameters import Parameters, refuse_deferred
+from django_singletask.locks.ref import LockRef
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
 from django_singletask.task.options import ALL, NAMES, Attributes, LockOptions, guess
@@ -186,7 +187,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
         """
         options = LockOptions.of(self)
-        return options.lock(TaskLock, options.key(self, args, kwargs, partial=True), self.name)
+        return options.lock(options.key(self, args, kwargs, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
         """Return the result of a queued call with these arguments; None if there is none.
@@ -197,7 +198,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         key = LockOptions.of(self).key(self, args, kwargs, partial=True)
         if key == NO_LOCK:
             return None
-        _entry, holder = Address(conf.cache, key.beside(QUEUED, self.name)).read_holder()
+        ref = LockRef(conf.cache, *key, task=self.name)
+        _entry, holder = ref.beside(QUEUED).read_holder()
         if holder.task_id is None or holder.kept or proof_of_death(holder):
             return None
         return self.AsyncResult(holder.task_id)
@@ -262,7 +264,10 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         result: AsyncResult[Any]
         key = None if earlier or not merged.unique_until else header.lock_key
         if key and key != NO_LOCK and not self.app.conf.task_always_eager:
-            queued_call = QueuedCall(key, merged, Run(self.name, header.id))
+            ref = LockRef(
+                conf.cache, *key, task=self.name, task_id=header.id, quiet=not merged.lock_history
+            )
+            queued_call = QueuedCall(ref, merged)
             queued_call.sender = of_run
             seconds = seconds_to_block(merged, delay, expires)
             result = queued_call.send(header, seconds, publish, self.AsyncResult, awaited=awaited)
@@ -323,10 +328,9 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
     def on_replace(self, sig: Any) -> Any:
         """Send the replacement of this task; an eager one runs here, so release the lock first."""
-        lock = current_lock()
-        lease = lease_of(lock) if isinstance(lock, DeliveryLock) and lock else None
-        if self.request.is_eager and lease and lease.holder.task_id == self.request.id:
-            lease.give_back(result="ignored")
+        lease = current_lease()
+        if lease is not None and lease.ref.is_delivery and self.request.is_eager:
+            lease.leave_body(result="ignored")
         return super().on_replace(sig)
 
     def _fill_in(

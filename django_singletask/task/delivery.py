@@ -6,31 +6,23 @@ import dataclasses
 import math
 import random
 import time
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from celery import Celery, Task
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
-from django_singletask.exceptions import LockUnavailable
-from django_singletask.locks.address import Run
+from django_singletask.conf import conf
+from django_singletask.exceptions import LockConflict, LockUnavailable
+from django_singletask.holder import mark_of
 from django_singletask.locks.keys import NO_LOCK
-from django_singletask.locks.lease import Postponed
-from django_singletask.locks.lock import (
-    DeliveryLock,
-    TaskLock,
-    address_of,
-    conflict_of,
-    lease_of,
-    note_wait,
-    refuse,
-    report_conflict,
-)
+from django_singletask.locks.lease import Lease, Postponed, here
+from django_singletask.locks.ref import LockRef
 from django_singletask.log import logger
+from django_singletask.stores.base import MAX_SLOTS, Slots
 from django_singletask.task.ended import DONE, may_store, note
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
-from django_singletask.task.latest import gives_way, take_ticket
+from django_singletask.task.latest import gives_way
 from django_singletask.task.options import LockOptions
 from django_singletask.task.started import store_started
 from django_singletask.task.unique import QueuedCall
@@ -122,7 +114,10 @@ class Delivery:
     it has waited in the worker for so long that the broker has delivered it to another one.
     """
 
-    lock: DeliveryLock
+    lease: Lease
+    """The lock of the delivery, from before it is taken."""
+    outage: LockUnavailable | None = None
+    """The error of a cache that could not be used."""
     queued_call: QueuedCall | None = None
     has_ended = False
     result: Any = None
@@ -158,10 +153,19 @@ class Delivery:
                 header.marked = True
                 self.has_hopped = True
         self.again = header.marked or bool(header.redelivered)
-        quiet = not options.lock_history
-        self.caller = Run(task.name, header.id or None, retries, header.token, quiet, self.again)
+        self.ref = LockRef(
+            conf.cache,
+            key.name,
+            key.key,
+            task.name,
+            header.id or None,
+            retries,
+            header.token,
+            is_delivery=True,
+            quiet=not options.lock_history,
+        )
         if header.queued:
-            self.queued_call = QueuedCall(key, options, self.caller, header.queued)
+            self.queued_call = QueuedCall(self.ref, options, header.queued)
             # For apply_async(), if the body sends its call again, or another with the same entry.
             request.singletask_queued_call = self.queued_call
 
@@ -180,14 +184,13 @@ class Delivery:
         except Exception as error:
             if not self.has_ended or error is self.failure:
                 raise
-            lease_of(self.lock).give_back(self.failure)
+            self.lease.leave_body(self.failure)
             if self.queued_call:
                 self._free(self.queued_call)
-            logger.exception(
-                "%s: this error came after the body had ended, so it changes nothing.",
-                lease_of(self.lock),
-            )
-            result, failure = self.result, self.failure
+            text = "%s: this error came after the body had ended, so it changes nothing."
+            logger.exception(text, self.ref)
+            result = self.result
+            failure = self.failure
         finally:
             self.failure = None  # it refers to this object
         if failure is not None:
@@ -195,31 +198,26 @@ class Delivery:
         return result
 
     def _run(self) -> Any:
+        options = self.options
         try:
-            waits = {"wait": self.options.lock_wait, "requeue": SHORT_WAIT}
-            wait = waits.get(self.options.on_conflict) or 0
-            name, ticket = self.task.name, self.header.ticket
-            self.lock = self.options.lock(DeliveryLock, self.key, name, self.caller, wait)
-            self.lock.at_least = self.options.lock_at_least
+            options.check_run(self.task.name)
+            self.lease = self._new_lease()
             if self.header.marked:
                 self._drop_if_done()
             # The first run of a redelivery may still be running; this result must not replace its
             # own.
-            if ticket and not self.again and self._is_superseded():
-                return self.options.skip_result
+            if not self.again and self._is_superseded():
+                return options.skip_result
             # The lock is released before Celery stores the result and publishes the next link of a
             # chain, which may want the same lock.
-            with self.lock as lock:
-                if lock.outage:
-                    return self._meet_outage(lock.outage)
-                if lock:
-                    if self.again and not lease_of(lock).took_over:
-                        self._follow_own_run()
-                    # A later call may have run while this one waited for the lock.
-                    if ticket and (wait or self.again) and self._is_superseded():
-                        lease_of(lock).give_back(result="ignored")
-                        return self.options.skip_result
-                    return self._run_body()
+            with self.lease as lease:
+                if self._take():
+                    if not self._gives_way():
+                        return self._run_body()
+                    lease.leave_body(result="ignored")
+                    return options.skip_result
+            if self.outage is not None:
+                return self._meet_outage(self.outage)
             return self._meet_conflict()
         except (Postponed, Dropped):
             self.queued_call = None  # another delivery of this message exists, and has the entry
@@ -234,10 +232,66 @@ class Delivery:
             if self.queued_call:
                 self._free(self.queued_call)
 
+    def _new_lease(self) -> Lease:
+        """Return a lease of the lock, not taken.
+
+        A delivery takes no second slot for one message, so it looks for its mark. A redelivery
+        reads all slots that there can be, to find its own first run. A retry does so, too, because
+        the previous try may not have released its slot yet.
+
+        A deploy that lowers the number of slots from 5 to 2 leaves runs in the slots 3 to 5. A
+        process that allows 2 neither takes nor counts those slots. So until the old processes are
+        gone, there are at most 5 runs: the greatest number that a process allows.
+        """
+        options = self.options
+        slots = None
+        if options.lock_slots > 1 or self.again:
+            looks_at = options.lock_slots
+            if self.again or self.ref.retries:
+                looks_at = MAX_SLOTS
+            mark = mark_of(self.ref.task_id)
+            slots = Slots(self.key.slots(looks_at), options.lock_slots, mark)
+        length = options.lock_timeout
+        if length is None:
+            length = conf.lock_timeout
+        lease = Lease(self.ref, length, slots)
+        lease.renews = options.lock_renew
+        lease.at_least = options.lock_at_least
+        lease.origin = here()
+        lease.in_block = True
+        return lease
+
+    def _wait(self) -> float:
+        """Return how many seconds this delivery waits for the lock."""
+        if self.options.on_conflict == "requeue":
+            return SHORT_WAIT
+        if self.options.on_conflict == "wait" and self.options.lock_wait is not None:
+            return self.options.lock_wait
+        return 0.0
+
+    def _take(self) -> bool:
+        """Take the lock; return whether this delivery has it, and may run."""
+        lease = self.lease
+        try:
+            if lease.take(self._wait()) is not None:
+                return False
+        except LockUnavailable as error:
+            self.outage = error
+            return False
+        lease.enter()
+        if self.again and not lease.took_over:
+            self._follow_own_run()
+        return True
+
+    def _gives_way(self) -> bool:
+        """Return whether a later call has run while this one waited for the lock."""
+        has_waited = self.again or self._wait() > 0
+        return has_waited and self._is_superseded()
+
     def _free(self, queued_call: QueuedCall) -> None:
         """Free the entry of a queued call, unless the call or its lock goes on."""
         self._keep_entry(queued_call)
-        queued_call.give_back(kept=self.has_ended and lease_of(self.lock).kept)
+        queued_call.give_back(kept=self.has_ended and self.lease.kept)
 
     def _keep_entry(self, queued_call: QueuedCall) -> None:
         """Keep the entry if the call was sent again, or goes back to the broker."""
@@ -251,43 +305,47 @@ class Delivery:
         # The first run, or a holder that this delivery has met, may still be running.
         if self.again:
             self.postpone("redelivery", redelivered=WAITS)
-        lock, on_outage = self.lock, self.options.on_outage
-        if on_outage != "run" or lock.blocker:
+        lease = self.lease
+        on_outage = self.options.on_outage
+        if on_outage != "run" or lease.blocker is not None:
             if self.options.on_conflict == "requeue":
                 self.requeue()
             if self.header.hops:
                 self.postpone("outage")
             if on_outage != "skip":
                 raise outage
-        address, holder = address_of(lock), lease_of(lock).holder
         if on_outage == "skip":
             text = "%s: %s is skipped (on_outage='skip'). %s"
-            logger.warning(text, address, holder, outage)
-            address.tell("conflict", caller=holder, reason="outage", result="skipped")
+            logger.warning(text, lease, lease.holder, outage)
+            self._tell_skip("outage")
             return self.options.skip_result
         text = "%s: %s runs without its lock (on_outage='run'). %s"
-        logger.error(text, address, holder, outage)
-        address.tell("unguarded", holder, reason=str(outage))
-        return self._run_body()
+        logger.error(text, lease, lease.holder, outage)
+        lease.ref.tell("unguarded", lease.holder, reason=str(outage))
+        lease.is_unguarded = True
+        with lease:
+            lease.enter()
+            return self._run_body()
 
     def _meet_conflict(self) -> Any:
         policy = self.options.on_conflict
+        if self.lease.is_behind_itself:
+            self.refuse("wait")
         if policy == "requeue":
-            note_wait(self.lock, 0)  # it waits for its turn
+            self.lease.note = ""  # it waits for its turn
         if self.request is not None:
             self._meet_own_run()
         if policy == "skip":
             return self.skip()
         if policy == "requeue":
             self.requeue()
-        if policy == "rerun":
-            self.rerun()
-        refuse(self.lock, policy)  # "wait" has already waited
+        self.refuse(policy)  # "wait" has already waited
 
     def _run_body(self) -> Any:
         if self.header.ticket is not None and self.request is not None:
             # From now on, no later call replaces this call or its retries.
-            self.header.ticket, self.header.never_gives_way = None, True
+            self.header.ticket = None
+            self.header.never_gives_way = True
             self.request.update(self.header.into(None))
         if self.queued_call:
             self.queued_call.start()
@@ -310,12 +368,13 @@ class Delivery:
 
     def _meet_own_run(self) -> None:
         """Postpone or drop the message if its first run has the lock, or had it; else return."""
-        blocker: Any = self.lock.blocker
-        request, header = self.request, self.header
+        blocker: Any = self.lease.blocker
+        request = self.request
+        header = self.header
         is_own = blocker.is_run_of(request.id)
         # If a chain replaces a task, its first link has a new id, and the task is its parent.
         replaces = request.replaced_task_nesting > 0 and any(
-            holder.is_run_of(request.parent_id) for holder in lease_of(self.lock).others
+            holder.is_run_of(request.parent_id) for holder in self.lease.others
         )
         # A retry that was sent by a body has more retries: it is not a redelivery.
         if replaces or (is_own and blocker.retries < request.retries):
@@ -400,24 +459,31 @@ class Delivery:
         ``reason`` is reported once for each holder that the message meets, and an outage at the
         first hop. ``changes`` change the header.
         """
-        lock, lease = self.lock, lease_of(self.lock)
-        count = "outage_hops" if lock.outage else "hops"
+        lease = self.lease
+        count = "hops"
+        if self.outage is not None:
+            count = "outage_hops"
         hops = getattr(self.header, count)
-        met = lease.blocker.token if lease.blocker else self.header.met
+        met = self.header.met
+        length = lease.length
+        if lease.blocker is not None:
+            met = lease.blocker.token
+            length = lease.blocker.timeout
         if reason and (not hops or met != self.header.met):
-            if lock.outage:
+            if self.outage is not None:
                 text = "%s: the call of %s is postponed. %s"
-                logger.warning(text, lease, lease.holder, lock.outage)
+                logger.warning(text, lease, lease.holder, self.outage)
             else:
-                report_conflict(lock, reason, "waiting")
-        delay = hop(self.task.app, (lease.blocker or lease.holder).timeout, first, hops, longest)
+                lease.report_conflict(reason, "waiting")
+        delay = hop(self.task.app, length, first, hops, longest)
         fresh = {"outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
         header = dataclasses.replace(self.header, **(fresh | changes))
         header.name, header.key = self.key
         # Task id, chord, chain, headers and retries stay the same. With acks_late this delivery is
         # acknowledged after the next one is published: a process that is killed in between leaves
         # two, and the lock decides between them.
-        task, request = self.task, self.request
+        task = self.task
+        request = self.request
         signature = task.signature_from_request(request, countdown=delay, retries=request.retries)
         # Celery does not keep these by itself: no version keeps the first two, 5.4 not the third.
         names = ("argsrepr", "kwargsrepr", "ignore_result")
@@ -437,48 +503,46 @@ class Delivery:
 
     # What on_conflict says
 
+    def _conflict(self) -> LockConflict:
+        """Return the error of the conflict; it has the lock as other code has it."""
+        lock = self.options.lock(self.key, self.task.name)
+        return self.lease.conflict(lock)
+
+    def refuse(self, reason: str) -> NoReturn:
+        self.lease.report_conflict(reason, "failed")
+        raise self._conflict()
+
     def skip(self) -> Any:
-        report_conflict(self.lock, "skip", "skipped")
+        self.lease.report_conflict("skip", "skipped")
         if self.options.on_skip is None:
             return self.options.skip_result
-        conflict = conflict_of(self.lock)
-        # As other code has it: it raises for a conflict.
-        conflict.lock = self.options.lock(TaskLock, self.key, self.task.name)
-        return self.options.on_skip(conflict, *self.args, **self.kwargs)
+        return self.options.on_skip(self._conflict(), *self.args, **self.kwargs)
+
+    def _tell_skip(self, reason: str) -> None:
+        caller = self.lease.holder
+        self.ref.tell("conflict", caller, of_call=True, reason=reason, result="skipped")
 
     def requeue(self) -> NoReturn:
-        limit = math.inf if self.options.lock_wait is None else self.options.lock_wait
-        since = self.header.requeued_at or time.time()
+        limit = self.options.lock_wait
+        if limit is None:
+            limit = math.inf
+        since = self.header.requeued_at
+        if not since:
+            since = time.time()
         left = since + limit - time.time()
         if left <= 0:
-            if self.lock.outage:
-                raise self.lock.outage
-            note_wait(self.lock, limit)
-            refuse(self.lock, "requeue")
+            if self.outage is not None:
+                raise self.outage
+            self.lease.note_wait(limit)
+            self.refuse("requeue")
         self.postpone("requeue", longest=left, requeued_at=since)
 
-    def rerun(self) -> NoReturn:
-        """Postpone the message behind the holder, as the last one that has met a conflict."""
-        entry, ticket = (address_of(self.lock), self.task.name), None
-        if not self.header.ticket and not self.header.never_gives_way:
-            with suppress(LockUnavailable):  # the next delivery meets the outage itself
-                ticket = take_ticket(*entry)
-        # Without a new one it has one already, or gets one the next time since others were faster.
-        try:
-            self.postpone("rerun", ticket=ticket or self.header.ticket)
-        except Postponed:
-            # From here on the message is queued, and this delivery must not fail.
-            with suppress(SoftTimeLimitExceeded):
-                if ticket:
-                    gives_way(*entry, ticket)
-            raise
-
     def _is_superseded(self) -> bool:
-        """Return whether a later call replaces this one (``"rerun"`` or ``"replace"``)."""
-        address = address_of(self.lock)
-        if not gives_way(address, self.task.name, self.header.ticket):
+        """Return whether a later call replaces this one (``on_duplicate="replace"``)."""
+        ticket = self.header.ticket
+        if not ticket or not gives_way(self.ref, self.task.name, ticket):
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
-            logger.info("%s: a later call replaces task %s.", address, self.header.id)
-            address.tell("conflict", caller=self.caller, reason="superseded", result="skipped")
+            logger.info("%s: a later call replaces task %s.", self.ref, self.header.id)
+            self._tell_skip("superseded")
         return True

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.locks.address import Address
 from django_singletask.locks.keys import LATEST
+from django_singletask.locks.ref import LockRef
 from django_singletask.stores import get_store
 
 # Of all calls that conflict, the last runs ("rerun")
@@ -71,7 +71,7 @@ class State(NamedTuple):
             return cls(os.urandom(8).hex(), 0, 0)
 
 
-def take_ticket(lock: Address, task: str) -> Ticket | None:
+def take_ticket(lock: LockRef, task: str) -> Ticket | None:
     """Take the next number; None if other calls were faster at each attempt."""
     store, key = get_store(lock.cache), lock.lock_key.beside(LATEST, task).key
     for _ in range(TRIES):
@@ -87,7 +87,7 @@ def take_ticket(lock: Address, task: str) -> Ticket | None:
     return None
 
 
-def gives_way(lock: Address, task: str, ticket: Any) -> bool:
+def gives_way(lock: LockRef, task: str, ticket: Any) -> bool:
     """Return whether a later message is noted; if not, note this one, which is published.
 
     If the cache cannot be used, the call runs, and whoever takes the lock next reports it.

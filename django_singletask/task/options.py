@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from django_singletask.arguments import check_choice, check_seconds
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
-from django_singletask.locks.address import Run
 from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, check_slots, template_fields
-from django_singletask.locks.lock import L, lock_of
+from django_singletask.locks.lock import TaskLock, lock_of_task
 from django_singletask.locks.parameters import Parameters
+from django_singletask.locks.ref import LockRef
 from django_singletask.version import DOCS
 
 Problem = tuple[tuple[str, ...], Exception]
@@ -118,26 +119,23 @@ class LockOptions(SimpleNamespace, Attributes):
             vars(options).update(overrides)
         return options
 
-    def lock(
-        self, kind: type[L], key: LockKey, task: str, run: Run | None = None, wait: float = 0
-    ) -> L:
+    def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired.
 
         Raises :class:`LockError` if the call takes none, and ``TypeError`` or ``ValueError`` for
         options that cannot work.
         """
-        _check_run(task, *_values_of_run(self))
+        self.check_run(task)
         if key == NO_LOCK:
             raise LockError(f"lock_name of {task} returned None: this call takes no lock.")
-        return lock_of(
-            kind,
-            key,
-            run or Run(task, quiet=not self.lock_history),
-            timeout=self.lock_timeout,
-            renew=self.lock_renew,
-            wait=wait,
-            slots=self.lock_slots,
+        ref = LockRef(conf.cache, *key, task=task, quiet=not self.lock_history)
+        return lock_of_task(
+            ref, timeout=self.lock_timeout, renew=self.lock_renew, slots=self.lock_slots
         )
+
+    def check_run(self, task: str) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for options with which no run can have its lock."""
+        _check_run(task, *_values_of_run(self))
 
     def key(self, task: Any, args: Any, kwargs: Any, **facts: Any) -> LockKey:
         """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""

@@ -17,11 +17,14 @@ from django_singletask.arguments import MAX_LEASE
 from django_singletask.conf import conf
 from django_singletask.exceptions import DuplicateTask, LockUnavailable
 from django_singletask.holder import Holder, without_process
-from django_singletask.locks.address import Address, Run
-from django_singletask.locks.keys import QUEUED, LockKey
-from django_singletask.locks.lease import Lease
+from django_singletask.locks import liveness
+from django_singletask.locks.keys import QUEUED
+from django_singletask.locks.lease import MAX_RETRIES, Lease
+from django_singletask.locks.ref import LockRef
+from django_singletask.locks.renewal import renewers
 from django_singletask.log import logger
 from django_singletask.stores import get_store
+from django_singletask.stores.base import Slots
 from django_singletask.task.header import Header
 from django_singletask.task.latest import Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
@@ -73,53 +76,41 @@ pool: one that then waits for a thread begins late. After these seconds, it begi
 """
 
 
-class QueuedEntry(Lease):
-    """The entry of a queued call, or of a call with ``"finish"`` that runs; it is not a lock."""
-
-    silent = True
-
-    def pass_to(self, other: QueuedEntry) -> None:
-        """Let another entry take the place of this one, if this one is there."""
-        # A renewal that is on its way would find other bytes, and report a loss.
-        with self.renewing:
-            self.held = not other.replace(self.value)
-
-
 class QueuedCall:
-    """The entry next to a lock that stops duplicates of a call."""
+    """The entry next to a lock that stops duplicates of a call.
 
+    While the call is queued, the entry belongs to no process: it needs no renewal, only to be
+    added, replaced and deleted. While a call with ``"finish"`` runs, the entry is a lease.
+    """
+
+    is_there = False
+    """Whether the entry of the queued call is there, as far as this process knows."""
+    value = b""
+    """The bytes of that entry."""
+    running: Lease | None = None
+    """The lease that a run with ``"finish"`` has instead."""
     ticket: Ticket | None = None
     """The place of the call among the calls that replace each other."""
-    lease = object.__new__(QueuedEntry)
-    """The entry: of the queued call, or of this process while a call with ``"finish"`` runs.
-
-    It is ``held`` until the call frees the entry or leaves it; without an entry it never was.
-    """
     again_until = 0.0
     """When the entry of the next try ends, after the call was sent again."""
-    value = b""
-    """The bytes of the entry while the call is queued."""
     sender: QueuedCall | None = None
     """The call whose run sends this one, if that run has an entry."""
-    taken_from: QueuedEntry | None = None
-    """The entry of the ``sender``, if this call has taken it over."""
+    taken_from: QueuedCall | None = None
+    """The ``sender``, if this call has taken its entry over."""
 
-    def __init__(
-        self, key: LockKey, options: LockOptions, run: Run, queued: str | None = None
-    ) -> None:
+    def __init__(self, lock: LockRef, options: LockOptions, queued: str | None = None) -> None:
         """``queued`` is the entry in the header of the message."""
-        self.lock_key = key
+        self.lock = lock
         self.options = options
-        self.run = run
-        self.task = run.task or ""
-        self.key = key.beside(QUEUED, self.task)
+        self.ref = lock.beside(QUEUED)
         if queued:
-            self.lease = queued_entry(self.key, queued)
-            self.value = self.lease.value
+            self.value = queued.encode(errors="replace")
+            self.is_there = True
 
     @property
-    def lock_address(self) -> Address:
-        return Address(conf.cache, self.lock_key, quiet=not self.options.lock_history)
+    def holder(self) -> Holder:
+        """The record of the queued call."""
+        return Holder.decode(self.value)
 
     # In the producer
 
@@ -146,27 +137,37 @@ class QueuedCall:
         try:
             blocker = self.add(seconds)
             # Without a task id the entry belongs to no call. Send the call; its lock decides.
-            if blocker and blocker.task_id and not awaited:
-                kind = "kept" if blocker.kept else "queued"
-                text = "%s: not sent, duplicate of task %s (%s)."
-                logger.info(text, self.lock_address, blocker.task_id, kind)
-                caller = Run(self.task)
-                self.lock_address.tell("duplicate", caller=caller, blocker=blocker, reason=kind)
+            if blocker is not None and blocker.task_id and not awaited:
+                self._report_duplicate(blocker)
                 if self.options.on_duplicate == "raise":
-                    raise DuplicateTask(self.lock_key.name, blocker.task_id)
+                    raise DuplicateTask(self.lock.name, blocker.task_id)
                 return result_of(blocker.task_id)
-            if self.lease.held:
-                header.queued = self.lease.value.decode()
-            header.ticket = None if awaited else self.ticket
-            header.never_gives_way = awaited and self.ticket is not None
+            if self.is_there:
+                header.queued = self.value.decode()
+            if awaited:
+                header.ticket = None
+                header.never_gives_way = self.ticket is not None
+            else:
+                header.ticket = self.ticket
+                header.never_gives_way = False
             result = publish()
         finally:
             if result is None:
                 self._withdraw()
         if self.ticket and result is not None:
             # Let this call, which is now published, replace the calls before it.
-            gives_way(self.lock_address, self.task, self.ticket)
+            gives_way(self.lock, self.ref.task or "", self.ticket)
         return result
+
+    def _report_duplicate(self, blocker: Holder) -> None:
+        kind = "queued"
+        if blocker.kept:
+            kind = "kept"
+        text = "%s: not sent, duplicate of task %s (%s)."
+        logger.info(text, self.lock, blocker.task_id, kind)
+        # The id of a call that is not sent would lead to nothing.
+        caller = self.lock._replace(task_id=None).holder(0.0)
+        self.lock.tell("duplicate", caller, of_call=True, blocker=blocker, reason=kind)
 
     def add(self, seconds: float) -> Holder | None:
         """Add the entry, or return the holder of the entry of an identical queued call.
@@ -176,49 +177,97 @@ class QueuedCall:
         cannot be used, this raises :class:`LockUnavailable`; if ``on_outage`` is not ``"raise"``,
         the call is sent without an entry.
         """
-        # Store no process: the producer may end while its call is queued.
-        holder = self.run.holder(self.key.name, seconds, pid=0, start="")
-        lease = self.lease = QueuedEntry(conf.cache, self.key, holder)
+        holder = self.ref.holder(seconds)
+        # The producer may end while its call is queued.
+        holder.pid = 0
+        holder.start = ""
+        self.value = holder.encode()
         try:
-            blocker = lease.take()
-            if blocker and self.sender and self._take_over(self.sender.lease, blocker):
+            blocker = self._insert(seconds)
+            if blocker is not None and self._take_over(blocker, seconds):
                 blocker = None
             if self.options.on_duplicate != "replace":
                 return blocker
-            self.ticket = take_ticket(self.lock_address, self.task)
-            if blocker:
-                entry, holder = lease.read_holder()
+            self.ticket = take_ticket(self.lock, self.ref.task or "")
+            if blocker is not None:
+                entry, holder = self.ref.read_holder()
                 # The entry of a run has a process, and stays until the run is finished.
-                if entry and not holder.pid:
-                    lease.replace(entry.value)
-        except LockUnavailable as error:
-            if self.options.on_outage == "raise":
+                if entry is not None and not holder.pid:
+                    self.is_there = self._replace(entry.value, seconds)
+        except BaseException as error:
+            if not isinstance(error, LockUnavailable) or self.options.on_outage == "raise":
+                if not self.is_there:
+                    self._owe()
                 raise
+            self._owe()
             text = "%s: the call is sent, but duplicates of it are not stopped: %s"
-            logger.error(text, self.lock_address, error)
-            lease.abandon()
+            logger.error(text, self.lock, error)
             self.ticket = None
         return None
 
-    def _take_over(self, of_sender: QueuedEntry, blocker: Holder) -> bool:
+    def _insert(self, seconds: float) -> Holder | None:
+        """Add the entry; return None if it was added, otherwise the living holder."""
+        store = get_store(self.ref.cache)
+        slots = Slots((self.ref.key,))
+        for tries in range(MAX_RETRIES, -1, -1):
+            # It protects no run, so it need not wait for holders if the cache forgot its locks.
+            taken = store.take(slots, self.value, seconds, heeds_epoch=False)
+            if isinstance(taken, str):
+                self.is_there = True
+                return None
+            entry = taken[self.ref.key]
+            holder = Holder.decode(entry.value)
+            how = liveness.proof_of_death(holder)
+            if how is None or not tries:
+                break
+            self.ref.free_dead(entry, holder, how)
+        return holder
+
+    def _replace(self, value: bytes, seconds: float) -> bool:
+        """Replace other bytes by those of this call; return whether they were there."""
+        store = get_store(self.ref.cache)
+        return store.replace(self.ref.key, value, self.value, seconds)
+
+    def _take_over(self, blocker: Holder, seconds: float) -> bool:
         """Replace the entry of the sender, if that is the blocker; return whether it was replaced.
 
         In a fork of the sender's process, the parent has the entry.
         """
-        if of_sender.token != blocker.token or not of_sender.held or of_sender.is_inherited():
+        sender = self.sender
+        if sender is None:
             return False
-        self.taken_from = of_sender
-        of_sender.pass_to(self.lease)
-        return self.lease.held
+        running = sender.running
+        if running is not None:
+            if running.token != blocker.token or not running.held or running.is_inherited():
+                return False
+            # A renewal that is on its way would find other bytes, and report a loss.
+            with running.renewing:
+                self.is_there = self._replace(running.value, seconds)
+                running.held = not self.is_there
+        elif sender.is_there and sender.holder.token == blocker.token:
+            self.is_there = self._replace(sender.value, seconds)
+            sender.is_there = not self.is_there
+        if self.is_there:
+            self.taken_from = sender
+        return self.is_there
 
     def _withdraw(self) -> None:
         """Free the entry of a call that is not published, or give it back to its sender."""
         try:
-            if self.taken_from and self.lease.held:
+            if self.taken_from is not None and self.is_there:
                 with suppress(LockUnavailable):
-                    self.lease.pass_to(self.taken_from)
+                    self._pass_back(self.taken_from)
         finally:
-            self.give_back()
+            self._remove()
+
+    def _pass_back(self, sender: QueuedCall) -> None:
+        if sender.running is not None:
+            self.is_there = not sender.running.replace(self.value)
+        else:
+            store = get_store(self.ref.cache)
+            length = sender.holder.timeout
+            sender.is_there = store.replace(self.ref.key, self.value, sender.value, length)
+            self.is_there = not sender.is_there
 
     # In the worker
 
@@ -227,45 +276,51 @@ class QueuedCall:
 
         If the cache cannot be used, the protection against duplicates ends, not the run.
         """
-        until, queued = self.options.unique_until, self.lease
         try:
-            if until == "expiry":
-                queued.held = False
-                self._let_stay(queued)
-            elif until == "finish":
-                length = self.options.lock_timeout or conf.lock_timeout
-                holder = self.run.holder(self.key.name, length)
-                lease = self.lease = QueuedEntry(conf.cache, self.key, holder)
-                lease.at_least = self.options.lock_at_least
-                lease.in_block = True
-                # If the entry has ended, or was freed with a killed earlier run, take it again,
-                # unless another call is queued by now.
-                if not lease.replace(self.value) and lease.take():
-                    logger.warning("%s: an identical call was queued meanwhile.", lease)
+            if self.options.unique_until == "expiry":
+                self.is_there = False
+                self._note_begin()
+            elif self.options.unique_until == "finish":
+                self._hold()
             else:
-                self.give_back()
+                self._remove()
         except LockUnavailable:
-            logger.exception("%s: duplicates of this call are not stopped.", queued)
-        finally:
-            if not self.lease.held:
-                self.lease = queued
+            logger.exception("%s: duplicates of this call are not stopped.", self.ref)
 
-    def _let_stay(self, queued: QueuedEntry) -> None:
+    def _hold(self) -> None:
+        """Let the entry be a lease of this process until the run has finished."""
+        length = self.options.lock_timeout
+        if length is None:
+            length = conf.lock_timeout
+        lease = Lease(self.ref, length)
+        lease.at_least = self.options.lock_at_least
+        lease.in_block = True
+        # If the entry has ended, or was freed with a killed earlier run, take it again, unless
+        # another call is queued by now.
+        if not lease.replace(self.value) and lease.take() is not None:
+            logger.warning("%s: an identical call was queued meanwhile.", lease)
+        if lease.held:
+            self.running = lease
+            self.is_there = False
+
+    def _note_begin(self) -> None:
         """Note in the entry that the call has begun; it cannot expire any more."""
+        queued = self.holder
         length = self.options.unique_for
-        begun = without_process(queued.holder, length, kept=True).encode()
+        begun = without_process(queued, length, kept=True).encode()
         # The clocks of both hosts decide if the entry is gone (freed with a killed run, or lost by
         # the cache), or if the cache does not report its end. A retry adds no entry, because an
         # operator may have cleared it.
-        left = max(0.0, queued.holder.since + length - time.time())
-        store, entry = get_store(queued.cache), queued.read()
-        if not entry:
-            if left and not self.run.retries:
-                store.add(queued.key, begun, left)
+        left = max(0.0, queued.since + length - time.time())
+        store = get_store(self.ref.cache)
+        entry = self.ref.read()
+        if entry is None:
+            if left and not self.ref.retries:
+                store.add(self.ref.key, begun, left)
         elif entry.value == self.value:
             if entry.remaining is not None:
-                left = entry.remaining + length - queued.length
-            store.replace(queued.key, self.value, begun, left)
+                left = entry.remaining + length - queued.timeout
+            store.replace(self.ref.key, self.value, begun, left)
 
     def sent_again(self, delay: float, expires: Any) -> None:
         """Note that the call was sent again now, so that its entry is kept for the next try."""
@@ -276,15 +331,30 @@ class QueuedCall:
 
         Call this before the run's lock is free: after that the entry can belong to the next run.
         """
-        if self.again_until <= clock.now() or not self.lease.held:
+        if self.again_until <= clock.now():
             return
+        is_queued = self.is_there
+        self.is_there = False
         if self.options.unique_until == "expiry":
-            self.lease.held = False  # its end never moves
-            return
+            return  # its end never moves
         try:
-            self.lease.leave(new=self.value, until=self.again_until)
+            if self.running is not None and self.running.held:
+                self.running.leave_to(self.value, self.again_until)
+            elif is_queued:
+                self._prolong()
         except LockUnavailable:
-            logger.exception("%s: duplicates of the next try are not stopped.", self.lease)
+            logger.exception("%s: duplicates of the next try are not stopped.", self.ref)
+
+    def _prolong(self) -> None:
+        """Let the entry of a call that has not begun last until its next try."""
+        key = self.ref.key
+        until = self.again_until
+        try:
+            get_store(self.ref.cache).release(key, self.value, self.value, until)
+        except BaseException:
+            length = self.holder.timeout
+            renewers[self.ref.cache].owe((key,), self.value, length, self.value, until)
+            raise
 
     # In either
 
@@ -293,16 +363,35 @@ class QueuedCall:
 
         ``kept``: the run keeps its lock, and therefore this entry.
         """
-        self.lease.give_back(result="returned" if kept else "raised")
+        if self.running is not None:
+            result = "raised"
+            if kept:
+                result = "returned"
+            self.running.leave_body(result=result)
+        self._remove()
+
+    def _remove(self) -> None:
+        if not self.is_there:
+            return
+        try:
+            get_store(self.ref.cache).release(self.ref.key, self.value)
+            self.is_there = False
+        except LockUnavailable:
+            self._owe()
+            logger.exception("%s could not be released; trying again.", self.ref)
+        except BaseException:
+            self._owe()
+            raise
+
+    def _owe(self) -> None:
+        """Free the entry in the background, wherever the last request has left it."""
+        self.is_there = False
+        owe(self.ref, self.value)
 
 
-def queued_entry(key: LockKey, queued: str) -> QueuedEntry:
-    """Return the entry of a queued call, as the header of its message has it."""
-    value = queued.encode(errors="replace")
-    entry = QueuedEntry(conf.cache, key, Holder.decode(value))
-    entry.value = value
-    entry.held = True
-    return entry
+def owe(ref: LockRef, value: bytes) -> None:
+    """Free the entry of a queued call in the background."""
+    renewers[ref.cache].owe((ref.key,), value, Holder.decode(value).timeout)
 
 
 def discard(headers: Any, task_id: str | None, task: str) -> None:
@@ -313,7 +402,8 @@ def discard(headers: Any, task_id: str | None, task: str) -> None:
     with suppress(ValueError):  # a malformed header names no entry
         header = Header.of(headers, task_id, task)
         if header and header.lock_key and header.queued:
-            queued_entry(header.lock_key.beside(QUEUED, task), header.queued).abandon()
+            ref = LockRef(conf.cache, *header.lock_key, task=task).beside(QUEUED)
+            owe(ref, header.queued.encode(errors="replace"))
 
 
 def seconds_to_block(options: LockOptions, delay: float, expires: Any) -> float:

@@ -18,11 +18,11 @@ from django.test.utils import TestContextDecorator
 from django_singletask.arguments import check_seconds
 from django_singletask.conf import Conf, conf
 from django_singletask.exceptions import DuplicateTask, LockConflict, LockError
-from django_singletask.holder import Holder
+from django_singletask.holder import Holder, without_process
 from django_singletask.locks import renewal
-from django_singletask.locks.address import Run
-from django_singletask.locks.keys import NO_LOCK, QUEUED, LockKey
+from django_singletask.locks.keys import NO_LOCK, QUEUED
 from django_singletask.locks.lock import TaskLock
+from django_singletask.locks.ref import LockRef
 from django_singletask.stores import open_with
 from django_singletask.stores.base import Entry, Store
 from django_singletask.stores.locmem import LocMemStore
@@ -230,15 +230,17 @@ class hold(_Elsewhere):
     def _begin(self) -> Holder:
         task, args, kwargs = self._call
         lock = _lock(task, args, kwargs)
-        run = Run(task.name if isinstance(task, SingletonTask) else None, str(uuid.uuid4()))
-        # Without a process, so it never counts as dead.
-        holder = run.holder(lock.name, DAY, host=ELSEWHERE, pid=0, start="")
-        return self._add(
-            lock.cache or conf.cache, LockKey(lock.name, lock.key).slots(lock.slots), holder
-        )
+        name = task.name if isinstance(task, SingletonTask) else None
+        ref = LockRef(lock.cache or conf.cache, lock.name, lock.key, name, str(uuid.uuid4()))
+        return self._add(ref.cache, ref.lock_key.slots(lock.slots), _elsewhere(ref, DAY))
 
     def _refusal(self, holder: Holder, entry: Entry) -> Exception:
         return LockConflict(holder.name, holder, entry.remaining)
+
+
+def _elsewhere(ref: LockRef, seconds: float) -> Holder:
+    """Return the record of a holder without a process, so that it never counts as dead."""
+    return without_process(ref.holder(seconds), seconds, host=ELSEWHERE)
 
 
 def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLock:
@@ -283,9 +285,8 @@ class queued(_Elsewhere):
         key = options.key(task, args, kwargs, partial=True)
         if key == NO_LOCK:
             raise ValueError(f"queued(): this call of {task.name} has no lock, so no duplicates.")
-        run = Run(task.name, str(uuid.uuid4()))
-        holder = run.holder(key.name, options.unique_for, host=ELSEWHERE, pid=0, start="")
-        return self._add(conf.cache, [key.beside(QUEUED, task.name).key], holder)
+        ref = LockRef(conf.cache, *key, task=task.name, task_id=str(uuid.uuid4())).beside(QUEUED)
+        return self._add(ref.cache, [ref.key], _elsewhere(ref, options.unique_for))
 
     def _refusal(self, holder: Holder, entry: Entry) -> Exception:
         return DuplicateTask(holder.name, holder.task_id or "")

@@ -16,16 +16,16 @@ from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
 from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
-from django_singletask.locks.keys import QUEUED, LockKey
+from django_singletask.locks.keys import NO_LOCK, QUEUED
 from django_singletask.locks.liveness import is_gone
-from django_singletask.locks.lock import TaskLock, place_of
+from django_singletask.locks.ref import LockRef
 from django_singletask.log import in_words, logger
 from django_singletask.stores import get_store, look_at_epoch
 from django_singletask.stores.base import CannotList, epoch_of
 from django_singletask.task.ended import DIED, note
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
-from django_singletask.task.unique import queued_entry
+from django_singletask.task.unique import owe
 from django_singletask.threads import Background
 
 CHECK = 0.2
@@ -47,30 +47,35 @@ class Accepted:
         self.request = request
         self.header = header
 
-    def lock(self) -> TaskLock | None:
-        """Return the lock of the delivery, not acquired; None if it takes none."""
-        task, header = self.request.task, self.header
+    def lock(self) -> tuple[LockRef, LockOptions] | None:
+        """Return the lock of the delivery and its options; None if it takes none."""
+        task = self.request.task
+        header = self.header
         try:
-            key, options = header.lock_key, LockOptions.of(task, header.options)
+            key = header.lock_key
+            options = LockOptions.of(task, header.options)
             if key is None:
                 args, kwargs, _embed = self.request._payload  # noqa: SLF001, Celery has no other way
                 key = options.key(task, args, kwargs)
-            return options.lock(TaskLock, key, task.name)
         except (TypeError, ValueError, LockError):
-            return None  # the run itself failed with this error, or it takes no lock
+            return None  # the run itself failed with this error
+        if key == NO_LOCK:
+            return None
+        quiet = not options.lock_history
+        return LockRef(conf.cache, *key, task=task.name, quiet=quiet), options
 
-    def free(self, lock: TaskLock, how: str) -> None:
+    def free(self, ref: LockRef, slots: int, how: str) -> None:
         """Free the lock of the process that is dead, and the entry of its queued call."""
-        header, token = self.header, self.header.token or ""
-        key = LockKey(lock.name, lock.key)
-        note(key, header.id, DIED)
-        place_of(lock, token).free_killed(token, how)
+        header = self.header
+        token = header.token or ""
+        note(ref.lock_key, header.id, DIED)
+        ref.of_token(token, slots).free_killed(token, how)
         if header.queued:
-            entry = queued_entry(key.beside(QUEUED, header.task), header.queued)
+            beside = ref.beside(QUEUED)
             if not self.ended:
                 # A delivery that has ended may have queued its call again with that entry.
-                entry.abandon()
-            entry.free_killed(token, how)
+                owe(beside, header.queued.encode(errors="replace"))
+            beside.free_killed(token, how)
 
 
 # Which process frees the lock of a killed process
@@ -135,10 +140,14 @@ class Watcher(Background):
             if self.deliveries.get(pid) is delivery:
                 del self.deliveries[pid]
             self.someone_died = True
-            lock = delivery.lock()
-            if lock is not None:
-                until = time.monotonic() + (lock.timeout or conf.lock_timeout)
-                self.killed.append((until, partial(delivery.free, lock, how)))
+            found = delivery.lock()
+            if found is not None:
+                ref, options = found
+                length = options.lock_timeout
+                if length is None:
+                    length = conf.lock_timeout
+                free = partial(delivery.free, ref, options.lock_slots, how)
+                self.killed.append((time.monotonic() + length, free))
 
     def free(self) -> None:
         """Free the locks of killed runs; if the store is down, the next check tries again."""
