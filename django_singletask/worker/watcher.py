@@ -46,9 +46,10 @@ class Accepted:
 
     def lock(self) -> TaskLock | None:
         """Return the lock of the delivery, not acquired; None if it takes none."""
-        task, header = self.request.task, self.header
+        task = self.request.task
         try:
-            key, options = header.lock_key, LockOptions.of(task, header.options)
+            key = self.header.lock_key
+            options = LockOptions.of(task, self.header.options)
             if key is None:
                 args, kwargs, _embed = self.request._payload  # noqa: SLF001, Celery has no other way
                 key = options.key(task, args, kwargs)
@@ -58,7 +59,9 @@ class Accepted:
 
     def free(self, lock: TaskLock, how: str) -> None:
         """Free the lock of the process that is dead, and the entry of its queued call."""
-        header, token = self.header, self.header.token or ""
+        header = self.header
+        token = header.token
+        assert token is not None  # hand_out_token() chose it
         key = LockKey(lock.name, lock.key)
         note(key, header.id, DIED)
         place_of(lock, token).free_killed(token, how)
@@ -127,21 +130,26 @@ class Watcher(Background):
         for pid, delivery in list(self.deliveries.items()):
             how = is_gone(pid, delivery.start)
             if how is None:
-                delivery.start = delivery.start or start_time(pid)
+                if not delivery.start:
+                    delivery.start = start_time(pid)
                 continue
             if self.deliveries.get(pid) is delivery:
                 del self.deliveries[pid]
             self.someone_died = True
             lock = delivery.lock()
             if lock is not None:
-                until = time.monotonic() + (lock.timeout or conf.lock_timeout)
+                lease = lock.timeout
+                if lease is None:
+                    lease = conf.lock_timeout
+                until = time.monotonic() + lease
                 self.killed.append((until, partial(delivery.free, lock, how)))
 
     def free(self) -> None:
         """Free the locks of killed runs; if the store is down, the next check tries again."""
         if not self.killed:
             return
-        left, failure = [], None
+        left = []
+        failure = None
         for until, free in self.killed:
             try:
                 free()
@@ -152,7 +160,8 @@ class Watcher(Background):
         if failure is not None and not self.free_failed:  # logged once per outage
             text = "The locks of killed runs are not freed yet; trying again: %s"
             logger.warning(text, failure)
-        self.free_failed, self.killed = failure is not None, left
+        self.free_failed = failure is not None
+        self.killed = left
         connections.close_all()
 
 
