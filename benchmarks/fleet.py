@@ -79,7 +79,8 @@ def simulate(load: Workload, warm_up: float, seconds: float, seed: int = 14) -> 
     is due, or else a new one, which wants a lock of its own or the one that another process holds.
     A lock is a list with the time until which it is held. Looks and renewals follow from that.
     """
-    from django_singletask.worker.watcher import LEARN, SWEEP
+    from django_singletask.worker.sweeper import SWEEP
+    from django_singletask.worker.watcher import LEARN
 
     chance = random.Random(seed)
     n, begins, ends = load.processes, warm_up, warm_up + seconds

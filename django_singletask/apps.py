@@ -19,7 +19,7 @@ class SingletaskConfig(AppConfig):
         # Imported here, because these modules import models.
         from django_singletask import checks
         from django_singletask.history import recorder
-        from django_singletask.worker import startup  # noqa: F401, it connects the worker's signals
+        from django_singletask.worker import startup, sweeper  # noqa: F401, they connect signals
 
         checks.register()
         recorder.connect()

@@ -7,13 +7,19 @@ import hashlib
 import re
 import reprlib
 import string
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from django.core.signals import setting_changed
 
 from django_singletask.conf import conf
-from django_singletask.locks.parameters import Parameters, encode, formattable
+from django_singletask.locks.parameters import (
+    Arguments,
+    Parameters,
+    encode,
+    formattable,
+    list_names,
+)
 from django_singletask.log import in_words
 from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
 
@@ -28,6 +34,10 @@ ENDED = f"{PREFIX}@ended:"
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_IN_KEYS = re.compile(r"[^A-Za-z0-9_.:()=-]+")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}>")
+
+
+LockName: TypeAlias = str | Callable[..., str | None]
+"""A format string over the arguments of a call, or a function of them."""
 
 
 class LockKey(NamedTuple):
@@ -63,10 +73,12 @@ def lock_of_slot(key: str) -> str:
 
 def check_slots(what: str, slots: Any) -> int:
     """Return a valid number of slots, or raise an error whose text begins with ``what``."""
-    if type(slots) is int and 1 <= slots <= MAX_SLOTS:
-        return slots
-    error = ValueError if type(slots) is int else TypeError
-    raise error(f"{what} must be a whole number from 1 to {MAX_SLOTS}, not {slots!r}.")
+    text = f"{what} must be a whole number from 1 to {MAX_SLOTS}, not {slots!r}."
+    if type(slots) is not int:
+        raise TypeError(text)
+    if not 1 <= slots <= MAX_SLOTS:
+        raise ValueError(text)
+    return slots
 
 
 NO_LOCK = LockKey("no lock", "none")
@@ -82,7 +94,10 @@ def name_key(name: str) -> LockKey:
     characters.
     """
     _check_name("name", name)
-    key = _key(PREFIX, name if conf.record_arguments else "", "name", name)
+    slug = ""
+    if conf.record_arguments:
+        slug = name
+    key = _key(PREFIX, slug, "name", name)
     if len(name) > MAX_NAME:
         mark = f"…{_mark(key)}"
         name = f"{name[: MAX_NAME - len(mark)]}{mark}"
@@ -96,50 +111,75 @@ def call_key(
     task: str,
     parameters: Parameters,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Arguments,
     *,
     lock_on: Sequence[str] | None = None,
-    lock_name: str | Callable[..., str | None] | None = None,
+    lock_name: LockName | None = None,
     shown: str | None = None,
-    option: str = "lock_name",
     partial: bool = False,
 ) -> LockKey:
     """Return the lock of a call of ``task`` with these arguments; NO_LOCK if it takes none.
 
     Arguments that equal their defaults are not in the name or the key, but ``lock_name`` sees them.
     ``partial``: arguments that are not part of the lock may be missing. ``shown`` replaces the
-    arguments in the readable name. ``option`` is what the user calls ``lock_name``. Raises
-    ``TypeError`` if the arguments do not fit the parameters, if one has no stable form, or if
-    ``lock_on`` names another, and ``ValueError`` if the result of ``lock_name`` is no valid name.
+    arguments in the readable name. Raises ``TypeError`` if the arguments do not fit the parameters,
+    if one has no stable form, or if ``lock_on`` names another; and as :func:`named_key` does.
     """
-    # An argument that lock_name needs is noticed when the name is made.
-    required = (lock_on or ()) if partial and (lock_on is not None or lock_name) else None
-    arguments = parameters.bind(task, args, kwargs, required, defaults=lock_name is not None)
-    if lock_name is None:
-        if lock_on is not None:
-            parameters.check_names(f"lock_on of {task}", lock_on, arguments)
-            arguments = {name: arguments[name] for name in lock_on if name in arguments}
-        forms = parameters.forms(task, arguments)
-        key = _key(PREFIX, task, "call", task, forms)
-        if shown is None and forms and not conf.record_arguments:
+    if lock_name is not None:
+        required: Sequence[str] | None = None
+        if partial:
+            required = ()  # one that lock_name needs is noticed when the name is made
+        arguments = parameters.bind(task, args, kwargs, required, defaults=True)
+        return named_key("lock_name", lock_name, task, parameters, arguments, shown)
+    required = None
+    if partial:
+        required = lock_on
+    arguments = parameters.bind(task, args, kwargs, required)
+    if lock_on is not None:
+        parameters.check_names(f"lock_on of {task}", lock_on, arguments)
+        arguments = {name: arguments[name] for name in lock_on if name in arguments}
+    forms = parameters.forms(task, arguments)
+    key = _key(PREFIX, task, "call", task, forms)
+    if shown is None:
+        if forms and not conf.record_arguments:
             shown = _mark(key)
-        if shown is None:
+        else:
             shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
-        name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
-        return LockKey(name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 2]}…)", key)
+    name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
+    if len(name) > MAX_NAME:
+        name = f"{name[: MAX_NAME - 2]}…)"
+    return LockKey(name, key)
+
+
+def named_key(
+    option: str,
+    lock_name: LockName,
+    task: str,
+    parameters: Parameters,
+    arguments: Arguments,
+    shown: str | None = None,
+) -> LockKey:
+    """Return the lock that ``lock_name`` names for these arguments; NO_LOCK if it returns None.
+
+    ``option`` is what the user calls ``lock_name``. If anything is ``shown`` instead of the
+    arguments, the readable name has a mark in place of what was made of them. Raises ``TypeError``
+    if ``lock_name`` cannot be filled, and ``ValueError`` if its result is no valid name.
+    """
     if callable(lock_name):
-        what, public = f"the result of {option} of {task}", f"{task}.{option}"
+        what = f"the result of {option} of {task}"
+        public = f"{task}.{option}"
         name = parameters.call(lock_name, arguments)
         if name is None:
             return NO_LOCK
     else:
-        what, public = f"{option}={lock_name!r} of {task}", lock_name
+        what = f"{option}={lock_name!r} of {task}"
+        public = lock_name
         template_fields(what, lock_name, parameters)
         try:
             name = lock_name.format(**{each: formattable(arguments[each]) for each in arguments})
         except (LookupError, AttributeError, TypeError, ValueError, RecursionError) as error:
             raise TypeError(
-                f"{what} cannot be filled from the arguments ({', '.join(arguments) or 'none'}): "
+                f"{what} cannot be filled from the arguments ({list_names(arguments)}): "
                 f"{in_words(error)}"
             ) from error
     _check_name(what, name)
@@ -148,11 +188,11 @@ def call_key(
             f"{what} contains the memory address of an object, which differs in each process. "
             "Use plain values (an id instead of an object)."
         )
-    key_of_name = name_key(str(name))
+    lock = name_key(str(name))
     if conf.record_arguments and shown is None:
-        return key_of_name
-    mark = _mark(key_of_name.key)
-    return key_of_name._replace(name=f"{public[: MAX_NAME - len(mark)]}{mark}")
+        return lock
+    mark = _mark(lock.key)
+    return LockKey(f"{public[: MAX_NAME - len(mark)]}{mark}", lock.key)
 
 
 def template_fields(what: str, template: str, parameters: Parameters) -> list[str]:
@@ -169,8 +209,10 @@ def template_fields(what: str, template: str, parameters: Parameters) -> list[st
     if not "".join([text for text, _ in parts]).strip():
         raise ValueError(f"{what} has no fixed text: two tasks could share a lock by accident.")
     names = [re.split(r"[.\[]", field)[0] for _, field in parts if field is not None]
-    extra = filter(str.isidentifier, names) if parameters.extra else ()
-    parameters.check_names(what, names, [*extra])
+    passed: list[str] = []
+    if parameters.extra:
+        passed = [name for name in names if name.isidentifier()]
+    parameters.check_names(what, names, passed)
     return names
 
 
@@ -189,8 +231,10 @@ def _check_name(option: str, name: str) -> None:
     if not name.strip():
         raise ValueError(f"{option} is empty: a lock needs a name.")
     if _UNPRINTABLE.search(name):
-        shown = f": {name!r}" if conf.record_arguments else ""
-        raise ValueError(f"{option} contains control characters or lone surrogates{shown}.")
+        text = f"{option} contains control characters or lone surrogates"
+        if conf.record_arguments:
+            text = f"{text}: {name!r}"
+        raise ValueError(f"{text}.")
 
 
 # Keys

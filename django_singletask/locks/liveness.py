@@ -20,17 +20,24 @@ def proof_of_death(holder: Process) -> str | None:
     pid and its start mean another process. No proof does not mean that the process is alive.
     """
     process = this_process()
-    if (holder.pid, holder.start) == (process.pid, process.start) or not _is_here(holder):
+    if (holder.pid, holder.start) == (process.pid, process.start):
+        return None
+    if not _is_here(holder):
         return None
     return is_gone(holder.pid, holder.start)
 
 
 def _is_here(holder: Process) -> bool:
+    """Return whether the holder is a process that can be judged from here."""
     here = this_process()
-    known = here.boot_id and (here.pid_ns or not sys.platform.startswith("linux"))
-    # Records of older versions have no time namespace.
-    place = holder.boot_id, holder.pid_ns, holder.time_ns or here.time_ns
-    return bool(known and holder.pid > 0 and place == (here.boot_id, here.pid_ns, here.time_ns))
+    if holder.pid <= 0 or not here.boot_id:
+        return False
+    if not here.pid_ns and sys.platform.startswith("linux"):
+        return False
+    # A record of an older version has no time namespace.
+    if holder.time_ns not in ("", here.time_ns):
+        return False
+    return (holder.boot_id, holder.pid_ns) == (here.boot_id, here.pid_ns)
 
 
 def is_gone(pid: int, start: str) -> str | None:
@@ -52,19 +59,26 @@ def is_gone(pid: int, start: str) -> str | None:
 def _read_proof(pid: int, start: str, _now: float) -> str | None:
     # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
     fields = read_stat(pid)
+    if not fields:
+        return None
     # If its main thread has ended before the others, the process lives on.
-    if fields and fields[0] == "Z" and fields[17] in {"0", "1"}:
+    if fields[0] == "Z" and fields[17] in {"0", "1"}:
         return f"process {pid} has ended"
-    if fields and start and fields[19] != start:
+    if start and fields[19] != start:
         return f"process id {pid} now belongs to another process"
     return None
 
 
 def is_alive(holder: Process) -> bool | None:
     """Return whether a holder's process is alive; None if this host cannot know."""
-    return proof_of_death(holder) is None if _is_here(holder) else None
+    if not _is_here(holder):
+        return None
+    return proof_of_death(holder) is None
 
 
 def is_stopped(holder: Process) -> bool:
     """Return whether a holder's process is stopped, by SIGSTOP or in a debugger."""
-    return bool(is_alive(holder)) and read_stat(holder.pid)[:1] in (["T"], ["t"])
+    if not is_alive(holder):
+        return False
+    state = read_stat(holder.pid)[:1]  # empty if the process has just ended
+    return state in (["T"], ["t"])

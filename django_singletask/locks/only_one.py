@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
 
-from django_singletask.locks.keys import NO_LOCK, call_key, name_key, template_fields
+from django_singletask.locks.keys import NO_LOCK, LockKey, name_key, named_key, template_fields
 from django_singletask.locks.lock import TaskLock, conflict_of
 from django_singletask.locks.parameters import Parameters, refuse_deferred
 
@@ -63,57 +62,74 @@ def only_one(  # type: ignore[misc] # mypy would have each option listed twice
     if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
         raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
 
-    def decorate(function: Any) -> Any:
-        key_of = _key_maker(function, key)
-        awaits = inspect.iscoroutinefunction(function)
-        if inspect.iscoroutinefunction(on_skip) and not awaits:
-            raise TypeError(
-                f"on_skip={on_skip!r} is a coroutine function, but {function!r} is not."
-            )
-
-        def lock_for(args: Any, kwargs: Any) -> Any:
-            lock_key = key_of(args, kwargs)
-            return nullcontext(True) if lock_key is NO_LOCK else make_lock(lock_key)
-
-        def skip(lock: TaskLock, args: Any, kwargs: Any) -> Any:
-            if on_skip is None:
-                return skip_result
-            return on_skip(conflict_of(lock), *args, **kwargs)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with lock_for(args, kwargs) as lock:
-                if lock:
-                    return function(*args, **kwargs)
-            return skip(lock, args, kwargs)
-
-        @functools.wraps(function)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
-            async with lock_for(args, kwargs) as lock:
-                if lock:
-                    return await function(*args, **kwargs)
-            result = skip(lock, args, kwargs)
-            return await result if inspect.isawaitable(result) else result
-
-        return call_async if awaits else call
-
-    return decorate if function is None else decorate(function)
+    guard = functools.partial(_guard, key, make_lock, on_skip, skip_result)
+    if function is None:
+        return guard
+    return guard(function)
 
 
-def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], Any]:
+def _guard(key: Any, make_lock: Any, on_skip: Any, skip_result: Any, function: Any) -> Any:
+    """Return the function as its callers see it."""
+    key_of = _key_maker(function, key)
+
+    def skip(lock: TaskLock, args: Any, kwargs: Any) -> Any:
+        if on_skip is None:
+            return skip_result
+        return on_skip(conflict_of(lock), *args, **kwargs)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        lock_key = key_of(args, kwargs)
+        if lock_key is NO_LOCK:
+            return function(*args, **kwargs)
+        with make_lock(lock_key) as lock:
+            if lock.blocker is None:
+                return function(*args, **kwargs)
+        return skip(lock, args, kwargs)
+
+    @functools.wraps(function)
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        lock_key = key_of(args, kwargs)
+        if lock_key is NO_LOCK:
+            return await function(*args, **kwargs)
+        async with make_lock(lock_key) as lock:
+            if lock.blocker is None:
+                return await function(*args, **kwargs)
+        result = skip(lock, args, kwargs)
+        if inspect.isawaitable(result):
+            return await result
+        return result
+
+    if inspect.iscoroutinefunction(function):
+        return call_async
+    if inspect.iscoroutinefunction(on_skip):
+        text = f"on_skip={on_skip!r} is a coroutine function, but {function!r} is not."
+        raise TypeError(text)
+    return call
+
+
+def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
+    """Return what makes the key of a call's lock (or NO_LOCK) from its arguments."""
     if hasattr(function, "apply_async") or hasattr(function, "enqueue"):
         raise TypeError(f"{function!r} is a task: put @only_one below @shared_task or @task.")
     if inspect.isclass(function) or not callable(function):
         raise TypeError(f"only_one guards a function or a method, not {function!r}: use key=….")
     refuse_deferred(function, "only_one", awaits=True)
-    path = name = f"{function.__module__}.{function.__qualname__}"
-    if key is not None:
-        parameters = Parameters(inspect.signature(function))
-        what = f"key={key!r} of {path}"
-        if not isinstance(key, str) and not callable(key):
-            raise TypeError(f"{what} must be a format string or a callable.")
-        if callable(key) or template_fields(what, key, parameters):
-            return functools.partial(call_key, path, parameters, lock_name=key, option="key")
-        name = key.format()
-    name_key(name)  # raises for an invalid name, at decoration
-    return lambda args, kwargs: name_key(name)
+    path = f"{function.__module__}.{function.__qualname__}"
+    if key is None:
+        return lambda args, kwargs: name_key(path)
+    parameters = Parameters(inspect.signature(function))
+    what = f"key={key!r} of {path}"
+    if isinstance(key, str):
+        if not template_fields(what, key, parameters):
+            name = key.format()
+            name_key(name)  # raises for an invalid name, at decoration
+            return lambda args, kwargs: name_key(name)
+    elif not callable(key):
+        raise TypeError(f"{what} must be a format string or a callable.")
+
+    def key_of(args: Any, kwargs: Any) -> LockKey:
+        arguments = parameters.bind(path, args, kwargs, defaults=True)
+        return named_key("key", key, path, parameters, arguments)
+
+    return key_of

@@ -9,8 +9,7 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
-from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from django.utils.functional import Promise
 
@@ -26,12 +25,20 @@ TOO_DEEP = (
 _TOO_LONG = 10**4300
 
 
+Arguments: TypeAlias = Mapping[str, Any]
+"""The arguments of a call by name."""
+
+
 class Unstable(Exception):
     """A value has no canonical form; the text follows the name of the argument."""
 
 
 def formattable(value: Any) -> Any:
-    """Return the same form for values that a message may confuse; dates stay dates."""
+    """Return the same form for values that a message may confuse, for a format string.
+
+    Other values stay as they are, unlike in :func:`canonical`: a format string may ask for the
+    attributes of a value, ``{feed.pk}``, or give a date its form, ``{day:%Y-%m}``.
+    """
     if isinstance(value, enum.Enum):
         return formattable(value.value)
     if type(value) in (list, tuple):
@@ -89,7 +96,9 @@ def canonical(value: Any) -> Any:
 
 def _name(name: Any) -> str:
     name = canonical(name)
-    return name if isinstance(name, str) else encode(name)
+    if isinstance(name, str):
+        return name
+    return encode(name)
 
 
 def refuse_deferred(function: Any, what: str, *, awaits: bool = False) -> None:
@@ -97,14 +106,23 @@ def refuse_deferred(function: Any, what: str, *, awaits: bool = False) -> None:
 
     The text of the error begins with ``what``.
     """
-    is_coroutine = inspect.iscoroutinefunction(function) and not awaits
-    is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-    if is_coroutine or is_generator:
-        raise TypeError(
-            f"{what}: {function.__qualname__} is a {'coroutine' if is_coroutine else 'generator'} "
-            "function: its lock would be free before its body runs. Take a TaskLock inside the "
-            "body of a plain function instead."
-        )
+    if inspect.iscoroutinefunction(function) and not awaits:
+        kind = "coroutine"
+    elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        kind = "generator"
+    else:
+        return
+    raise TypeError(
+        f"{what}: {function.__qualname__} is a {kind} function: its lock would be free before its "
+        "body runs. Take a TaskLock inside the body of a plain function instead."
+    )
+
+
+def list_names(names: Collection[str]) -> str:
+    """Return names as text, for an error."""
+    if not names:
+        return "none"
+    return ", ".join(names)
 
 
 class Parameters:
@@ -121,7 +139,7 @@ class Parameters:
         """The name of ``**kwargs``, which takes arguments of any name."""
         self.rest: str | None = None
         """The name of ``*args``."""
-        self._required: set[str] = set()
+        self._required: list[str] = []
         self._defaults: dict[str, str] = {}  # encoded, because 1 differs from 1.0 and from True
         self._unstable: dict[str, Any] = {}
         for name, parameter in signature.parameters.items():
@@ -136,7 +154,7 @@ class Parameters:
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 self.rest = name
             else:
-                self._required.add(name)
+                self._required.append(name)
 
     def check_names(self, what: str, names: Collection[str], passed: Collection[str] = ()) -> None:
         """Raise ``TypeError`` if one of the names is no parameter, and was not ``passed``."""
@@ -144,18 +162,18 @@ class Parameters:
             if name not in self.names and name not in passed:
                 raise TypeError(
                     f"{what} names {name!r}, which is not an argument. "
-                    f"Its arguments are: {', '.join(self.names) or 'none'}."
+                    f"Its arguments are: {list_names(self.names)}."
                 )
 
     def bind(
         self,
         task: str,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Arguments,
         required: Collection[str] | None = None,
         *,
         defaults: bool = False,
-    ) -> dict[str, Any]:
+    ) -> Arguments:
         """Return the arguments of a call by name, including those of ``**kwargs``.
 
         The arguments in ``required`` must be passed; None: all without a default. ``defaults`` adds
@@ -163,10 +181,10 @@ class Parameters:
         arguments do not fit.
         """
         try:
-            bind = self.signature.bind if required is None else self.signature.bind_partial
-            bound = bind(*args, **kwargs)
-            for name in self._required.intersection(required or ()) - bound.arguments.keys():
-                raise TypeError(f"missing a required argument: {name!r}")
+            bound = self.signature.bind_partial(*args, **kwargs)
+            for name in self._required:
+                if name not in bound.arguments and (required is None or name in required):
+                    raise TypeError(f"missing a required argument: {name!r}")
         except TypeError as error:
             raise TypeError(f"{task}: {error}") from None
         if defaults:
@@ -175,11 +193,12 @@ class Parameters:
         if self.extra in arguments:
             for name, value in sorted(arguments.pop(self.extra).items()):
                 # f(1, a=2) of def f(a, /, **kwargs) has two arguments called a: a and **a.
-                twice = name in self.names or name.startswith("**")
-                arguments[f"**{name}" if twice else name] = value
+                if name in self.names or name.startswith("**"):
+                    name = f"**{name}"
+                arguments[name] = value
         return arguments
 
-    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def call(self, function: Callable[..., Any], arguments: Arguments) -> Any:
         """Call a function of the project with the arguments of a call, by name if it takes them.
 
         So it gets the same however the call is written. One with ``*args`` or with arguments that
@@ -191,10 +210,15 @@ class Parameters:
             return function(**arguments)
         if kinds <= BY_NAME:
             return function(**{name: arguments[name] for name in taken if name in arguments})
-        values = [value if name == self.rest else [value] for name, value in arguments.items()]
-        return function(*chain(*values))
+        values: list[Any] = []
+        for name, value in arguments.items():
+            if name == self.rest:
+                values += value
+            else:
+                values.append(value)
+        return function(*values)
 
-    def forms(self, task: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def forms(self, task: str, arguments: Arguments) -> dict[str, Any]:
         """Return the canonical forms of the arguments that differ from their defaults.
 
         Raises ``TypeError`` for an argument without a stable form. A default without a stable form
@@ -206,9 +230,10 @@ class Parameters:
                 continue
             try:
                 form = canonical(value)
-            except (Unstable, RecursionError) as error:
-                text = error if isinstance(error, Unstable) else TOO_DEEP
-                raise TypeError(f"argument {name!r} of {task} {text}") from None
+            except Unstable as error:
+                raise TypeError(f"argument {name!r} of {task} {error}") from None
+            except RecursionError:
+                raise TypeError(f"argument {name!r} of {task} {TOO_DEEP}") from None
             if name not in self._defaults or encode(form) != self._defaults[name]:
                 forms[name] = form
         return forms

@@ -1,4 +1,28 @@
-"""Keep the leases of this process: renew them, release later, notice a cache that forgot them."""
+"""Keep the leases of this process: renew them, release later, notice a cache that forgot them.
+
+What the thread does
+--------------------
+
+Each cache has one thread (:class:`Renewer`), so that a cache that hangs delays no other cache. The
+thread has a client of its own, whose requests take at most a sixth of the shortest lease.
+
+*It sleeps* while no lease is kept and no release is owed, because a switch of threads would slow
+down each short run. The first lease, a shorter one and an owed release wake it.
+
+*It ticks* otherwise: each 0.4 seconds, or each quarter of the shortest lease. A tick
+
+1. leaves the entries of blocks that a signal ended before they could;
+2. looks at the epoch, from which it learns whether the cache has forgotten its locks;
+3. renews the leases that are *due*, of which about a third has passed. After an outage, or if the
+   epoch has changed, it renews all of them at once, and asks for those that are never renewed.
+
+*It makes the releases that are owed*, when one wakes it and after each tick: until its lease has
+ended, an entry that could not be left is tried again.
+
+An error stops nothing: the next tick tries again, and an outage is logged once. The lease itself
+knows from its deadline whether it is lost. A second thread is never started, since two renewals of
+a lease could settle in another order than in the store. A thread that hangs is reported.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import connections
 
@@ -27,25 +51,22 @@ MAX_OWED = 10_000
 """How many releases can be owed to one cache. A lock beyond them is free when its lease ends."""
 
 
-Owed = tuple[Sequence[str], bytes, float, bytes, float]
-"""An entry that must be left: the cache was down, or a signal interrupted the request.
+class Owed(NamedTuple):
+    """An entry that must be left: the cache was down, or a signal interrupted the request.
 
-The keys of the slots where it may be, and its value; until when it is tried, since its lease has
-ended then; the value that replaces the entry, and until when.
-"""
+    ``keys`` are those of the slots where it may be. It is tried ``until`` its lease has ended. It
+    is replaced by ``new`` until ``new_until``; if ``new`` is empty, it is deleted.
+    """
+
+    keys: Sequence[str]
+    value: bytes
+    until: float
+    new: bytes
+    new_until: float
 
 
 class Renewer(Background):
     """Keep the leases of this process in one cache, in one thread.
-
-    While a lease is held or a release is owed, the thread *ticks*: each 0.4 seconds, or each
-    quarter of the shortest lease. A tick looks whether the cache has forgotten its locks, renews
-    each lease when about a third of it has passed, and makes the releases that are owed. The
-    first lease, a shorter one and an owed release wake the thread. Otherwise it sleeps, because a
-    switch of threads would slow down each short run.
-
-    The thread has a client of its own, whose requests take at most a sixth of the shortest lease.
-    A cache that hangs has its own thread, so it delays no other cache.
 
     The references to leases are weak. If a signal comes at the very beginning of ``__exit__``, no
     other reference to the lease remains. Then the thread leaves the entry:
@@ -114,8 +135,12 @@ class Renewer(Background):
 
     def find(self, token: str, key: str, origin: object) -> Any:
         """Return the lease of an entry that this thread and asyncio task took, or None."""
-        lease = self.leases.get((token, key), lambda: None)()
-        return lease if lease and lease.origin == origin else None
+        reference = self.leases.get((token, key))
+        if reference is not None:
+            lease = reference()
+            if lease is not None and lease.origin == origin:
+                return lease
+        return None
 
     def owe(
         self, keys: Sequence[str], value: bytes, lease: float, new: bytes = b"", until: float = 0.0
@@ -124,16 +149,12 @@ class Renewer(Background):
         if len(self.owed) >= MAX_OWED:
             logger.warning("%s is not released; it is free when its lease ends.", keys[0])
             return
-        self.owed.append((keys, value, clock.now() + lease, new, until))
+        self.owed.append(Owed(keys, value, clock.now() + lease, new, until))
         self.wake()
         self.check_thread()
 
     def check_thread(self) -> None:
-        """Start the thread if there is none; report one that hangs.
-
-        A second one is never started, since two renewals of a lease could settle in another order
-        than in the store.
-        """
+        """Start the thread if there is none; report one that hangs."""
         self.begin()
         if clock.now() > self.late_at:
             self.late_at = math.inf  # reported once
@@ -155,11 +176,15 @@ class Renewer(Background):
             if clock.now() >= self.tick_at:
                 self.try_to(self.tick)
             self.try_to(self.release_some)
-            if self.error is not None and not self.failed:  # logged once per outage
+            if self.error is None:
+                self.failed = False
+            elif not self.failed:
+                self.failed = True  # logged once per outage
+                unknown: Exception | None = self.error
+                if isinstance(self.error, LockUnavailable):
+                    unknown = None
                 text = "Locks cannot be renewed or released now; trying again. %s"
-                unknown = None if isinstance(self.error, LockUnavailable) else self.error
                 logger.warning(text, self.error, exc_info=unknown)
-            self.failed = self.error is not None
 
     def try_to(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do some work, and note its error: of several servers, another may be reachable."""
@@ -175,68 +200,81 @@ class Renewer(Background):
     def pause(self) -> None:
         """Sleep until the next tick, or until a release is owed."""
         if not self.leases and not self.owed:
-            close_stores()
-            # If one cannot be closed, such as a connection from before gevent patched, no lock is
-            # affected, and the thread must sleep all the same.
-            with suppress(Exception):
-                connections.close_all()
-            # Set shortest before the test: a lease that keep() adds after it wakes the thread.
-            self.shortest = self.late_at = math.inf
-            if not self.leases and not self.owed:
-                self.sleep(None)
-            self.read_at = 0.0
-            self.tick_at = clock.now() + self.interval
+            self.rest()
         self.late_at = self.tick_at + 2 * LONGEST
-        while (left := self.tick_at - clock.now()) > 0 and (self.failed or not self.owed):
+        while self.failed or not self.owed:  # in an outage, releases wait for the tick
+            left = self.tick_at - clock.now()
+            if left <= 0:
+                return
             if self.sleep(left):  # there may be a shorter lease
                 self.read_at = 0.0
                 self.tick_at = min(self.tick_at, clock.now() + self.interval)
 
-    def tick(self) -> None:
-        """Look at the epoch, and renew the leases that are due, or all of them.
+    def rest(self) -> None:
+        """Close the stores, and sleep until there is something to do."""
+        close_stores()
+        # If one cannot be closed, such as a connection from before gevent patched, no lock is
+        # affected, and the thread must sleep all the same.
+        with suppress(Exception):
+            connections.close_all()
+        # Set shortest before the test: a lease that keep() adds after it wakes the thread.
+        self.shortest = math.inf
+        self.late_at = math.inf
+        if not self.leases and not self.owed:
+            self.sleep(None)
+        self.read_at = 0.0
+        self.tick_at = clock.now() + self.interval
 
-        With long leases the due times are read less often than at each tick: there may be very
-        many leases.
-        """
+    def tick(self) -> None:
+        """Look at the epoch, and renew the leases that are due, or all of them."""
         self.tick_at = clock.now() + self.interval
         self.is_unsure = False
         self.leave_entries()
-        leases, epoch = self.held(), epoch_of(self.cache)
+        leases = self.held()
         if not leases:
             return
         store = self.store()
+        epoch = epoch_of(self.cache)
         # A run that is shorter than a tick costs no look.
-        age = clock.now() - max(leases[0].taken_at, epoch.seen_at)
-        if age > self.interval / 2:
+        known_at = max(leases[0].taken_at, epoch.seen_at)
+        if clock.now() - known_at > self.interval / 2:
             self.try_to(store.look, (lease.key for lease in leases))
         changes = epoch.changes
-        # After an outage the server may be back with an old snapshot, which has the same epoch.
-        everything = self.failed or changes != self.changes
+        everything = changes != self.changes
+        if self.failed:
+            # The server may be back with an old snapshot, which has the same epoch.
+            everything = True
         now = clock.now()
         if now < self.read_at and not everything:
             return
+        self.find_shortest()
+        # With long leases the due times are read less often than at each tick: there may be very
+        # many leases. A lease that is due within half of the period is renewed now.
+        period = max(self.interval, self.shortest / 12)
+        self.read_at = now + period - self.interval / 2
+        soon = now + period / 2
+        if everything:
+            soon = math.inf
+        due = [lease for lease in leases if lease.renews and lease.due_at <= soon]
+        for start in range(0, len(due), store.batch):
+            self.try_to(self.renew, store, due[start : start + store.batch])
+            self.late_at = clock.now() + 2 * LONGEST
+        if everything:
+            self.check_fixed(leases)
+        if self.is_unsure:
+            self.tick_at = min(self.tick_at, clock.now() + LOOK_AGAIN)
+            self.read_at = self.tick_at
+        elif self.error is None:
+            self.changes = changes
+
+    def find_shortest(self) -> None:
+        """Note how long the shortest lease is that is kept now."""
         # keep() wakes the thread again for a lease that is added meanwhile:
         #
         #   thread: shortest = inf   reads leases                    shortest = 60   wakes again
         #   keep():                                adds; 1 < inf: wake
         self.shortest = math.inf
         self.shortest = min([lease.length for lease in self.held()], default=math.inf)
-        again = max(self.interval, self.shortest / 12)
-        soon = math.inf if everything else now + again / 2
-        due = [lease for lease in leases if lease.renews and lease.due_at <= soon]
-        for start in range(0, len(due), store.batch):
-            self.try_to(self.renew, store, due[start : start + store.batch])
-            self.late_at = clock.now() + 2 * LONGEST
-        if everything:
-            for lease in leases:
-                if not lease.renews and not lease.is_there() and lease.held:
-                    lease.lose()
-        self.read_at = now + again - self.interval / 2
-        if self.is_unsure:
-            self.tick_at = min(self.tick_at, clock.now() + LOOK_AGAIN)
-            self.read_at = self.tick_at
-        elif self.error is None:
-            self.changes = changes
 
     def store(self) -> Store:
         store = get_store(self.cache)
@@ -247,7 +285,7 @@ class Renewer(Background):
         """Return the leases that are kept, the oldest first."""
         # list() is atomic, even if another thread takes a lock meanwhile.
         leases = [reference() for reference in list(self.leases.values())]
-        return [lease for lease in leases if lease]
+        return [lease for lease in leases if lease is not None]
 
     def leave_entries(self) -> None:
         """Leave the entries of blocks that did not; their bodies have returned."""
@@ -259,23 +297,36 @@ class Renewer(Background):
 
     def renew(self, store: Store, leases: list[Any]) -> None:
         """Renew leases in one request."""
-        # Leave out a lease that the task's thread extends now: its request may hang.
-        mine = [each for each in leases if each.held and each.renewing.acquire(blocking=False)]
+        mine = []
         try:
+            for lease in leases:
+                # Leave out a lease that the task's thread extends now: its request may hang.
+                if lease.held and lease.renewing.acquire(blocking=False):
+                    mine.append(lease)
             due = [lease for lease in mine if not lease.has_ended()]
+            if not due:
+                return
             requests = [(lease.key, lease.value, lease.length) for lease in due]
             sent = clock.now()
-            outcomes = store.renew_many(requests) if requests else []
-            for lease, (_, _, length), outcome in zip(due, requests, outcomes, strict=True):
+            outcomes = store.renew_many(requests)
+            for lease, request, outcome in zip(due, requests, outcomes, strict=True):
                 if isinstance(outcome, LockUnavailable):  # for this lease alone
                     self.error = outcome
                 elif outcome is Outcome.UNSURE:
                     self.is_unsure = True
                 else:
+                    _key, _value, length = request
                     lease.settle(sent, length, outcome)
         finally:
             for lease in mine:
                 lease.renewing.release()
+
+    def check_fixed(self, leases: list[Any]) -> None:
+        """Find out which leases that are never renewed the cache has forgotten."""
+        for lease in leases:
+            # Its body may end during the request.
+            if not lease.renews and not lease.is_there() and lease.held:
+                lease.lose()
 
     def release_some(self) -> None:
         """Make owed releases until the next tick is due.
@@ -284,22 +335,29 @@ class Renewer(Background):
         """
         soon = clock.now() + self.interval / 10
         for _ in range(len(self.owed)):
-            keys, value, until, new, new_until = owed = self.owed[0]
+            owed = self.owed[0]
             try:
-                store = self.store()
-                if len(keys) > 1:
-                    found = store.read_many(keys)
-                    keys = [key for key in found if found[key].value == value]
-                for key in keys:
-                    store.release(key, value, new, new_until)
+                self.release(owed)
             except Exception as error:
                 self.error = error
-                if clock.now() < until:
+                if clock.now() < owed.until:
                     self.owed.append(owed)
             finally:
-                self.owed.popleft()
-            if clock.now() >= (self.tick_at if self.error is None else soon):
+                self.owed.popleft()  # last: release_owed() waits for it
+            end = self.tick_at
+            if self.error is not None:
+                end = soon
+            if clock.now() >= end:
                 break
+
+    def release(self, owed: Owed) -> None:
+        store = self.store()
+        keys = owed.keys
+        if len(keys) > 1:
+            found = store.read_many(keys)
+            keys = [key for key, entry in found.items() if entry.value == owed.value]
+        for key in keys:
+            store.release(key, owed.value, owed.new, owed.new_until)
 
 
 class Renewers(dict[str, Renewer]):
@@ -315,7 +373,9 @@ renewers = Renewers()
 def release_owed(seconds: float) -> None:
     """Wait at most so long until all entries are left that must be, before the process ends."""
     until = clock.now() + seconds
-    while any(each.owed or each.dead for each in list(renewers.values())) and clock.now() < until:
+    while clock.now() < until:
+        if not any(each.owed or each.dead for each in list(renewers.values())):
+            return
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Free the lock of a run whose pool process is dead, and let one of all workers sweep."""
+"""Free the lock of a run whose pool process is dead."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from django.db import connections
 from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
-from django_singletask.history import sweep as history
 from django_singletask.holder import start_time
 from django_singletask.locks.keys import NO_LOCK, QUEUED
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.ref import LockRef
-from django_singletask.log import in_words, logger
-from django_singletask.stores import get_store, look_at_epoch
-from django_singletask.stores.base import CannotList, epoch_of
+from django_singletask.log import logger
+from django_singletask.stores import look_at_epoch
+from django_singletask.stores.base import epoch_of
 from django_singletask.task.ended import DIED, note
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
@@ -30,8 +29,6 @@ from django_singletask.threads import Background
 
 CHECK = 0.2
 """Seconds between two checks of the processes of the pool."""
-SWEEP = 60.0
-"""Seconds between two sweeps of the history."""
 LEARN = 1.0
 """Seconds between two looks at the epoch of the cache."""
 
@@ -67,7 +64,8 @@ class Accepted:
     def free(self, ref: LockRef, slots: int, how: str) -> None:
         """Free the lock of the process that is dead, and the entry of its queued call."""
         header = self.header
-        token = header.token or ""
+        token = header.token
+        assert token is not None  # hand_out_token() chose it
         note(ref.lock_key, header.id, DIED)
         ref.of_token(token, slots).free_killed(token, how)
         if header.queued:
@@ -135,7 +133,8 @@ class Watcher(Background):
         for pid, delivery in list(self.deliveries.items()):
             how = is_gone(pid, delivery.start)
             if how is None:
-                delivery.start = delivery.start or start_time(pid)
+                if not delivery.start:
+                    delivery.start = start_time(pid)
                 continue
             if self.deliveries.get(pid) is delivery:
                 del self.deliveries[pid]
@@ -153,7 +152,8 @@ class Watcher(Background):
         """Free the locks of killed runs; if the store is down, the next check tries again."""
         if not self.killed:
             return
-        left, failure = [], None
+        left = []
+        failure = None
         for until, free in self.killed:
             try:
                 free()
@@ -164,48 +164,13 @@ class Watcher(Background):
         if failure is not None and not self.free_failed:  # logged once per outage
             text = "The locks of killed runs are not freed yet; trying again: %s"
             logger.warning(text, failure)
-        self.free_failed, self.killed = failure is not None, left
+        self.free_failed = failure is not None
+        self.killed = left
         connections.close_all()
 
 
-class Sweeper(Background):
-    """Sweep each minute, in a thread of its own, since a database may hang."""
-
-    name = "singletask-sweep"
-
-    def run(self) -> None:
-        failed = False
-        while True:
-            time.sleep(SWEEP)
-            failed = try_to_sweep(failed)
-
-
-def try_to_sweep(failed: bool = False) -> bool:
-    """Close the history's rows of locks that are no longer held, and clean up the lock table.
-
-    Return whether that failed. The error is logged unless the sweep before ``failed``, too.
-    """
-    try:
-        if history.takes_turn():
-            with suppress(CannotList):  # a key function hides which entries are locks
-                get_store(conf.cache).purge()
-            if conf.history != "off":
-                history.sweep()
-        return False
-    except Exception as error:
-        if not failed:
-            logger.warning(
-                "The history cannot be cleaned up (%s); trying again each minute. Until then the "
-                "history may show killed runs as held.",
-                in_words(error),
-            )
-        return True
-    finally:
-        connections.close_all()
-
-
-watcher, sweeper = Watcher(), Sweeper()
-"""Those of this process; they begin if it is the main process of a worker."""
+watcher = Watcher()
+"""That of this process; it begins if it is the main process of a worker."""
 
 
 def has_processes(consumer: Any) -> bool:
@@ -216,7 +181,6 @@ def has_processes(consumer: Any) -> bool:
 def watch(sender: Any, **kwargs: Any) -> None:
     """Start to watch the processes; called again after each lost connection to the broker."""
     watcher.begin()
-    sweeper.begin()
     if has_processes(sender) and sender.hub:
         # The pool itself replaces a dead process only within 5 seconds. Without a hub (filesystem
         # broker), it has a thread for that.

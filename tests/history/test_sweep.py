@@ -14,7 +14,7 @@ from django.utils import timezone
 from django_singletask import TaskLock
 from django_singletask.history import sweep as history
 from django_singletask.models import TaskLockEvent
-from django_singletask.worker import watcher
+from django_singletask.worker import sweeper
 from tests import inside
 from tests.command_line import locks_as_json
 from tests.deadline import wait_for
@@ -228,7 +228,7 @@ def test_prune_deletes_conflicts_before_the_runs_that_they_met():
 
 @pytest.mark.parametrize("cache_alias", ["db_sqlite", "redis"], indirect=True)
 def test_of_two_workers_one_takes_each_turn(cache_alias, monkeypatch):
-    assert history.TURN < watcher.SWEEP
+    assert history.TURN < sweeper.SWEEP
     monkeypatch.setattr(history, "TURN", 1)
     assert history.takes_turn()
     assert not history.takes_turn()
@@ -246,7 +246,7 @@ def sweeps(monkeypatch):
 
 def test_one_worker_sweeps(sweeps):
     for _ in range(3):
-        assert not watcher.try_to_sweep()
+        assert not sweeper.try_to_sweep()
     assert len(sweeps) == 1
     assert locks_as_json("list")["locks"] == []
     assert not TaskLockEvent.objects.exists()
@@ -267,7 +267,7 @@ def test_two_projects_on_one_cache_both_sweep(settings, difference):
 
 def test_without_a_history_only_the_lock_table_is_cleaned(settings, sweeps):
     settings.SINGLETASK_HISTORY = "off"
-    watcher.try_to_sweep()
+    sweeper.try_to_sweep()
     assert sweeps == []
 
 
@@ -282,6 +282,6 @@ def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, sweeps, capl
     monkeypatch.setattr(history, "takes_turn", lambda: True)
     failed = False
     for _ in range(4):
-        failed = watcher.try_to_sweep(failed)
+        failed = sweeper.try_to_sweep(failed)
     assert caplog.text.count("cannot be cleaned up (OperationalError: the server is away);") == 2
     assert "Traceback" not in caplog.text

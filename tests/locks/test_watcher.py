@@ -1,4 +1,7 @@
-"""What the watcher of a worker's main process does with killed runs. See also tests/worker."""
+"""What the watcher of a worker's main process does with killed runs, and its sweeper.
+
+See also tests/worker.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from django.db import connections
 
-from django_singletask.worker import watcher
+from django_singletask.worker import sweeper, watcher
 from tests import inside
 from tests.deliveries import collect_sent, wait_for_debts
 from tests.testapp.tasks import hold, unique
@@ -178,8 +181,8 @@ class TestSweep:
                 raise Stop
 
         seen = []
-        monkeypatch.setattr(watcher, "try_to_sweep", sweep)
-        monkeypatch.setattr(watcher, "time", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(sweeper, "try_to_sweep", sweep)
+        monkeypatch.setattr(sweeper, "time", SimpleNamespace(sleep=sleep))
         with pytest.raises(Stop):
-            watcher.Sweeper().run()
+            sweeper.Sweeper().run()
         assert seen == [False, False, True, False]
