@@ -6,7 +6,6 @@ import dataclasses
 import math
 import random
 import time
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from celery import Celery, Task
@@ -30,7 +29,7 @@ from django_singletask.locks.lock import (
 from django_singletask.log import logger
 from django_singletask.task.ended import DONE, may_store, note
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
-from django_singletask.task.latest import gives_way, take_ticket
+from django_singletask.task.latest import gives_way
 from django_singletask.task.options import LockOptions
 from django_singletask.task.started import store_started
 from django_singletask.task.unique import QueuedCall
@@ -139,7 +138,7 @@ class Delivery:
         retries = (request and request.retries) or 0
         if request and request.is_eager:
             request, header = None, Header(header.id, header.task)  # the rest is about a message
-        if request is None and options.on_conflict in ("requeue", "rerun"):
+        if request is None and options.on_conflict == "requeue":
             options.on_conflict = "raise"  # it cannot be postponed
         self.task = task
         self.request = request
@@ -280,14 +279,12 @@ class Delivery:
             return self.skip()
         if policy == "requeue":
             self.requeue()
-        if policy == "rerun":
-            self.rerun()
         refuse(self.lock, policy)  # "wait" has already waited
 
     def _run_body(self) -> Any:
         if self.header.ticket is not None and self.request is not None:
             # From now on, no later call replaces this call or its retries.
-            self.header.ticket, self.header.never_gives_way = None, True
+            self.header.ticket = None
             self.request.update(self.header.into(None))
         if self.queued_call:
             self.queued_call.start()
@@ -457,24 +454,8 @@ class Delivery:
             refuse(self.lock, "requeue")
         self.postpone("requeue", longest=left, requeued_at=since)
 
-    def rerun(self) -> NoReturn:
-        """Postpone the message behind the holder, as the last one that has met a conflict."""
-        entry, ticket = (address_of(self.lock), self.task.name), None
-        if not self.header.ticket and not self.header.never_gives_way:
-            with suppress(LockUnavailable):  # the next delivery meets the outage itself
-                ticket = take_ticket(*entry)
-        # Without a new one it has one already, or gets one the next time since others were faster.
-        try:
-            self.postpone("rerun", ticket=ticket or self.header.ticket)
-        except Postponed:
-            # From here on the message is queued, and this delivery must not fail.
-            with suppress(SoftTimeLimitExceeded):
-                if ticket:
-                    gives_way(*entry, ticket)
-            raise
-
     def _is_superseded(self) -> bool:
-        """Return whether a later call replaces this one (``"rerun"`` or ``"replace"``)."""
+        """Return whether a later call replaces this one (``on_duplicate="replace"``)."""
         address = address_of(self.lock)
         if not gives_way(address, self.task.name, self.header.ticket):
             return False

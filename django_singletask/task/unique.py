@@ -158,7 +158,6 @@ class QueuedCall:
             if self.lease.held:
                 header.queued = self.lease.value.decode()
             header.ticket = None if awaited else self.ticket
-            header.never_gives_way = awaited and self.ticket is not None
             result = publish()
         finally:
             if result is None:
