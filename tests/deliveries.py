@@ -121,12 +121,6 @@ class held_by:
         inside.free(self.lock, self.value)
 
 
-def noted(key: str, task: Any = tasks.rerun) -> int:
-    """Return the highest number that a message of "rerun" has noted."""
-    _taken, noted = inside.numbers(task.lock(key), task) or (0, 0)
-    return noted
-
-
 def wait_for_debts() -> None:
     """Wait until all entries are freed that the background had to free in Redis so far."""
     last = TaskLock("the last debt")

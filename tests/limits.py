@@ -77,7 +77,7 @@ OPTIONS = {
         wrong_values=[],
     ),
     "on_conflict": one_of(
-        *("skip", "raise", "wait", "requeue", "rerun"),
+        *("skip", "raise", "wait", "requeue"),
         extreme=[Policy.REQUEUE],
         types=[1, None],
         values=["never", ""],

@@ -112,9 +112,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     * ``lock_name``: the lock's name: a format string over the arguments, or a function of them.
     * ``lock_slots`` (1): how many runs may hold the lock at once, at most 1,000.
     * ``on_conflict``: ``"skip"`` (default); ``"raise"`` (:class:`LockConflict`); ``"wait"``;
-      ``"requeue"``: postpone the call until it can run; ``"rerun"``: of all calls that conflict,
-      only the last runs afterwards. A call without a message (direct, ``apply()``) raises instead
-      of these two.
+      ``"requeue"``: postpone the call until it can run. A call without a message (direct,
+      ``apply()``) raises instead.
     * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
     * ``lock_at_least`` (0): a run that returns keeps the lock until so many seconds after its
       start.
@@ -348,7 +347,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         key = merged.key(self, args, kwargs, shown=hidden_arguments(options))
         if key.key != (header.was or header.key):
             # The duplicate entry and the ticket belong to the previous lock.
-            header.queued, header.ticket, header.never_gives_way = None, None, False
+            header.queued = None
+            header.ticket = None
         header.name, header.key = key
         header.was = None
         if callable(merged.lock_name) and header.options:

@@ -134,7 +134,7 @@ class Delivery:
         retries = (request and request.retries) or 0
         if request and request.is_eager:
             request, header = None, Header(header.id, header.task)  # the rest is about a message
-        if request is None and options.on_conflict in ("requeue", "rerun"):
+        if request is None and options.on_conflict == "requeue":
             options.on_conflict = "raise"  # it cannot be postponed
         self.task = task
         self.request = request
@@ -345,7 +345,6 @@ class Delivery:
         if self.header.ticket is not None and self.request is not None:
             # From now on, no later call replaces this call or its retries.
             self.header.ticket = None
-            self.header.never_gives_way = True
             self.request.update(self.header.into(None))
         if self.queued_call:
             self.queued_call.start()

@@ -81,8 +81,8 @@ class Header:
     Bodies pass ``headers=self.request.headers`` to other calls. So a header contains the id and
     the task of the call that it was made for, and other calls ignore it.
 
-    ``apply_async`` writes the fields up to ``queued``, ``due``, ``delay``, and the ticket of
-    ``"replace"`` or that the call never gives way. The delivery writes the others, unless noted.
+    ``apply_async`` writes the fields up to ``queued``, ``due``, ``delay`` and ``ticket``. The
+    delivery writes the others, unless noted.
     """
 
     id: str
@@ -101,11 +101,8 @@ class Header:
     redelivered: int = 0  # WAITS or READS
     marked: bool = False  # it may have been delivered before, but has not met its first run
     received: float | int = 0.0  # when the worker got this delivery (Unix time); never sent on
-    # Its place among the calls of "rerun" or "replace".
+    # Its place among the calls that replace each other, until its body begins.
     ticket: list | None = None  # type: ignore[type-arg]
-    # It has taken a number, but no later call replaces it: other calls wait for it, or its body has
-    # begun. "rerun" takes no second number.
-    never_gives_way: bool = False
     # The key before retry() or replace() changed the arguments: from signature_from_request to
     # apply_async, which does not send it.
     was: str | None = None

@@ -1,4 +1,4 @@
-"""Find out which message is the last of those that conflict or replace each other."""
+"""Find out which message is the last of those that replace each other."""
 
 from __future__ import annotations
 
@@ -11,44 +11,34 @@ from django_singletask.locks.keys import LATEST
 from django_singletask.locks.ref import LockRef
 from django_singletask.stores import get_store
 
-# Of all calls that conflict, the last runs ("rerun")
-#
-# An entry next to the lock counts the calls that meet a conflict. Each call takes the next number,
-# publishes its message again with that number, and then notes the number in the entry. A message
-# that arrives again ends if a higher number is noted. A noted number has a message in the queue,
-# so no work is lost.
-#
-#   holder: ..... runs ......................................................... releases
-#   B:        takes 1, publishes B', notes 1      B' is back: 2 is noted -> ends
-#   C:           takes 2, publishes C', notes 2                    C' is back: the highest -> runs
-#
-# If C is killed before it notes 2, B is the highest: no harm, and C' notes 2 when it is back.
-# Noting 2 after 3 changes nothing. In another order the last call can be lost:
-#
-#   C: notes 2, killed                  B' is back: 2 is noted -> ends        no call is left
-#
-# The number must be taken before publishing; otherwise the older of two simultaneous calls could
-# win. If the cache loses the entry, a new epoch begins: a number that is noted in it belongs to a
-# later conflict than every message of the old epoch.
-#
 # Of identical queued calls, the last runs (on_duplicate="replace")
 #
-# Each call takes its number when it is sent. A call that others wait for, or whose body has begun,
-# is not replaced by a later one; its number is noted all the same. If it then meets a conflict
-# ("rerun"), it takes no second number, because that would replace a newer call.
+# An entry next to the lock counts the calls. Each call takes the next number when it is sent,
+# publishes its message with that number, and then notes the number in the entry. A delivery ends
+# if a higher number is noted. A noted number has a message in the queue, so no work is lost. A
+# call that others wait for, or whose body has begun, has a number, but no later call replaces it.
 #
 #   producer A: takes 1, publishes A, notes 1
 #   producer B:                          takes 2, publishes B, notes 2
 #   worker:                                                          A: 2 is noted -> ends   B runs
+#
+# If B's producer is killed before it notes 2, A is the highest: no harm, and B notes 2 when it is
+# delivered. Noting 1 after 2 changes nothing. In another order the last call can be lost:
+#
+#   producer B: notes 2, killed                A: 2 is noted -> ends             no call is left
+#
+# The number must be taken before publishing; otherwise the older of two simultaneous calls could
+# win. If the cache loses the entry, a new epoch begins: a number that is noted in it belongs to a
+# later call than every message of the old epoch.
 
 LEASE = 24 * 60 * 60
-"""Seconds; far longer than a hop, and than most runs."""
+"""Seconds; far longer than most calls are queued."""
 
 TRIES = 100
 
 
 Ticket = list[Any]
-"""The epoch and the number under which a message met its conflict."""
+"""The epoch, and the number of a call."""
 
 
 class State(NamedTuple):

@@ -31,7 +31,7 @@ SECONDS: dict[str, dict[str, bool]] = {
 """The options that are seconds, and what :func:`check_seconds` allows for each."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "on_conflict": ("skip", "raise", "wait", "requeue", "rerun"),
+    "on_conflict": ("skip", "raise", "wait", "requeue"),
     "on_outage": ("raise", "run", "skip"),
     "unique_until": (None, "start", "finish", "expiry"),
     "on_duplicate": ("return", "raise", "replace"),
@@ -39,6 +39,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "lock_history": (True, False),
 }
 """The options that are one of a few values."""
+INSTEAD_OF_RERUN = 'unique_until="start", on_duplicate="replace", on_conflict="requeue"'
+"""What to say for a policy of earlier versions, by which the last call that conflicts runs."""
 WAITING = ("wait", "requeue")
 WHY = f"Change or remove one of them; see {DOCS}/reference/options.html#pairs"
 
@@ -55,6 +57,8 @@ def check_value(option: str, where: str, value: Any) -> None:
         check_seconds(what, value, **SECONDS[option])
     elif option == "lock_slots":
         check_slots(what, value)
+    elif option == "on_conflict" and value == "rerun":
+        raise ValueError(f"{option}={value!r} {where} is gone: say {INSTEAD_OF_RERUN}.")
     elif option in CHOICES:
         check_choice(option, value, CHOICES[option], f" {where}")
     elif option == "lock_on" and is_text:

@@ -144,12 +144,9 @@ class QueuedCall:
                 return result_of(blocker.task_id)
             if self.is_there:
                 header.queued = self.value.decode()
-            if awaited:
-                header.ticket = None
-                header.never_gives_way = self.ticket is not None
-            else:
+            header.ticket = None
+            if not awaited:
                 header.ticket = self.ticket
-                header.never_gives_way = False
             result = publish()
         finally:
             if result is None:

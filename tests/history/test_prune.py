@@ -29,7 +29,7 @@ def test_prune_that_stops_halfway_lets_nothing_starve(limit):
     ran(90_000, 1000, name="other")
     ran(700, 20_000, token="a")
     skipped(20_600, 720, 9, blocked_by="a", reason="skip")
-    skipped(20_000, 800, 9, blocked_by="a", reason="rerun")
+    skipped(20_000, 800, 9, blocked_by="a", reason="requeue")
     assert starving(3600) == []
     assert sum(prune(older_than=600, limit=limit)) == min(limit, 4)
     assert starving(3600) == []

@@ -198,7 +198,7 @@ class TestItsOwnMessageAgain:
         header = {"options": KEEP, **inside.READS}
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
-    @pytest.mark.parametrize("policy", ["raise", "wait", "requeue", "rerun"])
+    @pytest.mark.parametrize("policy", ["raise", "wait", "requeue"])
     def test_is_dropped_with_another_policy_if_no_result_comes(self, sent, result, policy):
         """The kept lock proves that the body has returned.
 

@@ -17,7 +17,7 @@ from django_singletask.testing import hold
 from tests import inside
 from tests.command_line import hold as put
 from tests.command_line import locks, locks_as_json
-from tests.deliveries import collect_sent, deliver, receive, wait_for_debts
+from tests.deliveries import collect_sent, deliver, receive, receive_sent, wait_for_debts
 from tests.testapp import tasks
 
 pytestmark = [
@@ -277,9 +277,8 @@ class TestTasks:
         with inside.postponed():
             receive(hold, "a", parent_id="parent", replaced_task_nesting=1)
 
-    @pytest.mark.parametrize("policy", ["requeue", "rerun"])
-    def test_what_was_postponed_runs_when_a_slot_is_free(self, hold, sent, monkeypatch, policy):
-        monkeypatch.setattr(hold, "on_conflict", policy)
+    def test_what_was_postponed_runs_when_a_slot_is_free(self, hold, sent, monkeypatch):
+        monkeypatch.setattr(hold, "on_conflict", "requeue")
         keys = [hold_slot(number) for number in (1, 2, 3)]
         with inside.postponed():
             receive(hold, "a")
@@ -288,16 +287,15 @@ class TestTasks:
         caches["redis"].delete(keys[1])
         assert receive(hold, "a", header=header) == "ran"
 
-    def test_of_all_that_conflict_the_last_reruns(self, hold, sent, monkeypatch):
-        monkeypatch.setattr(hold, "on_conflict", "rerun")
+    def test_of_the_calls_that_replace_each_other_the_last_runs(self, hold, sent):
         keys = [hold_slot(number) for number in (1, 2, 3)]
-        for task_id in ("first", "last"):
-            with inside.postponed():
-                receive(hold, "a", task_id=task_id)
+        first, _last = [hold.apply_async(("a",), lock_options=tasks.LATEST) for _ in range(2)]
+        with inside.postponed():
+            receive_sent(hold, sent[1])
         caches["redis"].delete(keys[2])
-        headers = [inside.header_of(message["headers"]) for message in sent]
-        assert receive(hold, "a", task_id="first", header=headers[0]) == "skipped"
-        assert receive(hold, "a", task_id="last", header=headers[1]) == "ran"
+        assert sent[0]["task_id"] == first.id
+        assert receive_sent(hold, sent[0]) == "skipped"
+        assert receive_sent(hold, sent[2]) == "ran"
 
     def test_raise_and_wait_meet_the_holders(self, hold, monkeypatch):
         for number in (1, 2, 3):

@@ -578,11 +578,11 @@ def test_history_shows_the_first_of_counted_conflicts():
 
 
 def test_history_says_what_became_of_a_call_and_why():
-    for reason in ("skip", "outage", "superseded", "raise", "wait", "rerun", "requeue"):
+    for reason in ("skip", "outage", "superseded", "raise", "wait", "redelivery", "requeue"):
         skipped(1, reason=reason)
     assert re.findall(r"conflict.*?(?=  )", locks("history")) == [
         "conflict waiting: requeue",
-        "conflict waiting: rerun",
+        "conflict waiting: redelivery",
         "conflict failed: wait",
         "conflict failed",
         "conflict skipped: superseded",

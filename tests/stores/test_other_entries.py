@@ -11,7 +11,6 @@ from django_singletask import TaskLock
 from tests import inside
 from tests.admin_pages import CLEAR, log_in
 from tests.command_line import locks, locks_as_json
-from tests.deliveries import collect_sent, deliver, held_by
 from tests.testapp import tasks
 
 pytestmark = [
@@ -31,14 +30,12 @@ KINDS = [
 
 
 @pytest.fixture
-def entries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def entries() -> list[str]:
     """Write an entry of each kind, beside a lock that is held; return their keys."""
     lock = TaskLock("nightly")
     assert lock.acquire()
     lock.fencing_token()
-    collect_sent(tasks.rerun.app, monkeypatch)
-    with held_by("another", task=tasks.rerun):
-        deliver(tasks.rerun, "a")
+    assert inside.take_number(lock, tasks.latest)
     assert inside.take_turn_to_sweep()
     weekly = [TaskLock("weekly", slots=2) for _slot in range(2)]
     assert all(slot.acquire() for slot in weekly)

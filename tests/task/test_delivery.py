@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from contextlib import nullcontext
@@ -15,18 +14,16 @@ from celery import Celery
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded
 from kombu import Queue
 
-from django_singletask import LockConflict, SingletonTask, TaskLock
+from django_singletask import LockConflict, SingletonTask
 from django_singletask.models import TaskLockEvent
 from tests import inside
 from tests.deliveries import (
-    at_once,
     at_the_first_pause,
     collect_sent,
     elsewhere,
     header_of,
     held_by,
     receive,
-    receive_sent,
     refuse,
 )
 from tests.inside import READS, WAITS, dropped, postponed
@@ -289,12 +286,10 @@ class TestMarkedByTheBroker:
 
     def test_it_is_dropped_before_it_is_superseded(self, succeeded, sent):
         """A result of "superseded" would replace the one of the run."""
-        with held_by("holder", task=tasks.rerun):
-            for task_id in ("B", "C"):
-                with postponed():
-                    receive(tasks.rerun, "a", task_id=task_id)
+        older, _newer = tasks.latest.delay("a"), tasks.latest.delay("a")
+        header = {**header_of(sent[0]), **DUE}
         with dropped():
-            receive(tasks.rerun, "a", task_id="B", header={**header_of(sent[0]), **DUE}, **MARKED)
+            receive(tasks.latest, "a", task_id=older.id, header=header, **MARKED)
 
     @pytest.mark.parametrize("info", [None, {}, {"redelivered": False}], ids=str)
     def test_a_message_without_the_mark_asks_for_no_result(self, monkeypatch, info):
@@ -635,243 +630,14 @@ class TestRequeue:
             receive(tasks.requeue, "a", id="the-call")
         assert re.search("policy for task the-call on .*: requeue.$", caplog.text.strip())
 
-    @pytest.mark.parametrize("task", [tasks.requeue, tasks.rerun], ids=["requeue", "rerun"])
     @pytest.mark.parametrize("call", ["direct", "apply"])
-    def test_a_call_without_a_message_raises(self, sent, task, call):
+    def test_a_call_without_a_message_raises(self, sent, call):
+        task = tasks.requeue
         with held_by("another", task=task), pytest.raises(LockConflict):
             task("a") if call == "direct" else task.apply(("a",), throw=True)
         assert not sent
         row = TaskLockEvent.objects.get()
         assert (row.reason, row.result) == ("raise", "failed")
-
-
-def state():
-    """Return the highest number taken and noted."""
-    return inside.numbers(tasks.rerun.lock("a"), tasks.rerun)
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """Collect the ids of the messages whose body ran."""
-    ids = []
-    monkeypatch.setattr(tasks, "body", lambda key, seconds, task_id, **facts: ids.append(task_id))
-    return ids
-
-
-def deliver_again(message):
-    """Deliver a message that was postponed."""
-    return receive_sent(tasks.rerun, message)
-
-
-class TestRerun:
-    def conflict(self, sent, *ids):
-        with held_by("holder", task=tasks.rerun):
-            for task_id in ids:
-                with postponed():
-                    receive(tasks.rerun, "a", task_id=task_id)
-        return sent[-len(ids) :]
-
-    def note(self, message):
-        """Go on where a process has slept that had published this message."""
-        inside.note_number(tasks.rerun.lock("a"), tasks.rerun, header_of(message)["ticket"])
-
-    def test_the_last_message_runs(self, sent, ran):
-        b, c, d = self.conflict(sent, "B", "C", "D")
-        assert state() == (3, 3)
-        assert deliver_again(c) == "superseded"
-        deliver_again(d)
-        assert deliver_again(b) == "superseded"
-        assert ran == ["D"]
-        assert not tasks.rerun.lock("a").locked()
-
-    def test_while_the_lock_is_held_the_last_message_hops_and_the_others_end(self, sent, ran):
-        b, c = self.conflict(sent, "B", "C")
-        with held_by("holder", task=tasks.rerun):
-            assert deliver_again(b) == "superseded"
-            with postponed():
-                deliver_again(c)
-        assert header_of(sent[-1])["ticket"] == header_of(c)["ticket"]
-        assert header_of(sent[-1])["hops"] == 2
-        assert not ran
-
-    def test_a_superseded_message_takes_no_lock(self, sent, ran):
-        """Another task that wants the lock at this moment would be skipped for nothing."""
-        b, _c = self.conflict(sent, "B", "C")
-        deliver_again(b)
-        assert not TaskLockEvent.objects.filter(kind="run").exists()
-
-    def test_each_burst_has_a_last_message_of_its_own(self, sent, ran):
-        deliver_again(*self.conflict(sent, "B"))
-        deliver_again(*self.conflict(sent, "C"))
-        assert ran == ["B", "C"]
-
-    def test_a_process_is_killed_before_it_notes_its_message(self, sent, ran):
-        """The message is noted when it is delivered again."""
-        (b,) = self.conflict(sent, "B")
-        with inside.killed_before_the_note():
-            (c,) = self.conflict(sent, "C")
-        assert state() == (2, 1)
-        with held_by("holder", task=tasks.rerun), postponed():
-            deliver_again(c)
-        assert state() == (2, 2)
-        assert deliver_again(b) == "superseded"
-        deliver_again(sent[-1])
-        assert ran == ["C"]
-
-    def test_a_process_is_killed_before_it_publishes_its_message(self, sent, ran, monkeypatch):
-        """The messages before it do not give way, because it has no message that could run."""
-        (b,) = self.conflict(sent, "B")
-        with monkeypatch.context() as patch:
-            patch.setattr(tasks.rerun.app, "send_task", lambda *args, **options: 1 / 0)
-            with held_by("holder", task=tasks.rerun), pytest.raises(ZeroDivisionError):
-                receive(tasks.rerun, "a", task_id="C")
-        deliver_again(b)
-        assert ran == ["B"]
-
-    def test_two_processes_are_killed_before_they_note_their_messages(self, sent, ran):
-        self.conflict(sent, "B")
-        with inside.killed_before_the_note():
-            c, d = self.conflict(sent, "C", "D")
-        deliver_again(c)
-        deliver_again(d)
-        assert ran[-1] == "D"
-        assert deliver_again(c) == "superseded"
-
-    def test_the_first_message_is_noted_after_a_later_one(self, sent, ran):
-        """Its process sleeps until the conflict of a later run is noted."""
-        with inside.killed_before_the_note():
-            (b,) = self.conflict(sent, "B")
-        deliver_again(b)
-        (d,) = self.conflict(sent, "D")
-        self.note(b)
-        deliver_again(d)
-        assert ran == ["B", "D"]
-
-    def test_a_message_that_is_noted_late_does_not_displace_the_last(self, sent, ran):
-        (b,) = self.conflict(sent, "B")
-        with inside.killed_before_the_note():
-            (c,) = self.conflict(sent, "C")
-        (d,) = self.conflict(sent, "D")
-        self.note(c)
-        assert state() == (3, 3)
-        assert deliver_again(b) == deliver_again(c) == "superseded"
-        deliver_again(d)
-        assert ran == ["D"]
-
-    def test_the_number_is_taken_before_the_message_is_sent(self, sent, ran, monkeypatch, settings):
-        """Of two messages that meet one holder at the same time, the later one runs last."""
-        settings.SINGLETASK_HISTORY = "off"  # else the thread waits for the transaction of the test
-        send = tasks.rerun.app.send_task
-
-        def slow(*args, **options):
-            monkeypatch.setattr(tasks.rerun.app, "send_task", send)
-            elsewhere(meet, "C")
-            send(*args, **options)
-
-        def meet(task_id):
-            with postponed():
-                receive(tasks.rerun, "a", task_id=task_id)
-
-        monkeypatch.setattr(tasks.rerun.app, "send_task", slow)
-        with held_by("holder", task=tasks.rerun):
-            meet("B")
-        c, b = sent
-        assert (c["task_id"], b["task_id"]) == ("C", "B")
-        assert deliver_again(b) == "superseded"
-        deliver_again(c)
-        assert ran == ["C"]
-
-    def test_a_soft_time_limit_after_the_message_does_not_fail_it(self, sent, monkeypatch):
-        def interrupt(*args):
-            raise SoftTimeLimitExceeded
-
-        send = tasks.rerun.app.send_task
-
-        def send_and_interrupt(*args, **options):
-            inside.answer(monkeypatch, "read", interrupt)
-            return send(*args, **options)
-
-        monkeypatch.setattr(tasks.rerun.app, "send_task", send_and_interrupt)
-        with held_by("holder", task=tasks.rerun), postponed():
-            receive(tasks.rerun, "a", task_id="B")
-
-    def test_a_message_that_gets_no_number_is_postponed_without_one(self, sent, ran, monkeypatch):
-        """Others were faster each time; the message takes a number at its next conflict."""
-        self.conflict(sent, "B")
-        with monkeypatch.context() as patch:
-            inside.answer(patch, "replace", lambda *args: False)
-            (c,) = self.conflict(sent, "C")
-        assert "ticket" not in header_of(c)
-        with held_by("holder", task=tasks.rerun), postponed():
-            deliver_again(c)
-        assert header_of(sent[-1])["ticket"][1] == 2
-        deliver_again(sent[-1])
-        assert ran == ["C"]
-
-    def test_a_message_that_cannot_be_noted_runs(self, sent, ran, monkeypatch):
-        with inside.killed_before_the_note():
-            (b,) = self.conflict(sent, "B")
-        with monkeypatch.context() as patch:
-            inside.answer(patch, "replace", lambda *args: False)
-            deliver_again(b)
-        assert ran == ["B"]
-
-    def test_a_message_runs_if_the_numbers_cannot_be_read(self, sent, ran, monkeypatch):
-        (b,) = self.conflict(sent, "B")
-        with monkeypatch.context() as patch:
-            inside.answer(patch, "read", refuse)
-            deliver_again(b)
-        assert ran == ["B"]
-
-    def test_a_cache_that_forgets_lets_each_run(self, sent, ran, empty_cache):
-        b, c = self.conflict(sent, "B", "C")
-        empty_cache("redis")
-        deliver_again(b)
-        deliver_again(c)
-        assert ran == ["B", "C"]
-
-    def test_a_new_epoch_is_later_than_the_one_before(self, sent, ran, empty_cache):
-        b, c = self.conflict(sent, "B", "C")
-        empty_cache("redis")
-        (d,) = self.conflict(sent, "D")
-        assert deliver_again(b) == deliver_again(c) == "superseded"
-        deliver_again(d)
-        assert ran == ["D"]
-
-    def test_an_entry_that_something_else_wrote_is_replaced(self, sent, ran):
-        inside.spoil_numbers(tasks.rerun.lock("a"), tasks.rerun)
-        deliver_again(*self.conflict(sent, "B"))
-        assert ran == ["B"]
-
-    def test_the_retry_of_a_message_has_no_ticket(self, sent, monkeypatch):
-        def body(*args, **facts):
-            raise tasks.rerun.retry()
-
-        monkeypatch.setattr(tasks, "body", body)
-        (b,) = self.conflict(sent, "B")
-        with pytest.raises(Retry):
-            deliver_again(b)
-        assert not {"ticket", "hops"} & header_of(sent[-1]).keys()
-
-    @pytest.mark.usefixtures("ran")
-    def test_on_every_store(self, cache_alias, sent):
-        lock = tasks.rerun.lock("a")
-        assert lock.acquire()
-        for task_id in ("B", "C"):
-            with postponed():
-                receive(tasks.rerun, "a", task_id=task_id)
-        lock.release()
-        assert deliver_again(sent[0]) == "superseded"
-        assert deliver_again(sent[1]) is None
-
-    def test_threads_never_take_the_same_number(self, cache_alias):
-        lock = TaskLock("shared")
-
-        def take_five():
-            return [inside.take_number(lock, tasks.rerun)[1] for _ in range(5)]
-
-        numbers = at_once(take_five, [()] * 8)
-        assert sorted(itertools.chain(*numbers)) == list(range(1, 41))
 
 
 class TestBrokerIsAway:
@@ -882,10 +648,9 @@ class TestBrokerIsAway:
 
         monkeypatch.setattr(tasks.hold.app, "send_task", fail)
 
-    @pytest.mark.parametrize("task", [tasks.requeue, tasks.rerun], ids=["requeue", "rerun"])
-    def test_a_message_that_is_acknowledged_fails_visibly(self, task):
-        with held_by("another", task=task), pytest.raises(OSError, match="away"):
-            receive(task, "a")
+    def test_a_message_that_is_acknowledged_fails_visibly(self):
+        with held_by("another", task=tasks.requeue), pytest.raises(OSError, match="away"):
+            receive(tasks.requeue, "a")
 
     def test_a_message_with_late_acks_goes_back_to_the_broker(self, monkeypatch):
         monkeypatch.setattr(tasks.requeue.__class__, "acks_late", True)

@@ -26,7 +26,7 @@ WRONG: list[dict[str, Any]] = [
     *({field: {"x": 1}} for field in ("name", "key", "queued", "token", "was", "ticket")),
     *({field: "x"} for field in ("options", "ticket", "due", "requeued_at", "hops")),
     *({field: ["x"]} for field in ("due", "requeued_at", "hops", "redelivered")),
-    *({field: {}} for field in ("due", "requeued_at", "hops", "redelivered", "never_gives_way")),
+    *({field: {}} for field in ("due", "requeued_at", "hops", "redelivered", "marked")),
     {"redelivered": "yes"},
     {"key": "x" * 100_000, "queued": 7},
     {"queued": ["x" * 100_000]},

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 KINDS: dict[str, type[Server]] = {"redis": Redis, "pylibmc": Memcached, "pymemcache": Memcached}
-POLICIES = ["skip", "raise", "wait", "requeue", "rerun"]
+POLICIES = ["skip", "raise", "wait", "requeue"]
 
 WAITS, READS = 1, 2
 """What a header says of a redelivery, which waits for its first run, or reads its result."""
@@ -282,7 +282,7 @@ class TestPromised:
         assert [message["countdown"] for message in hops.sent[1:]] == [1, 1, 1.5, 2]
 
     def test_it_is_logged_once(self, hops: Hops, caplog: Any) -> None:
-        hops.start("raise", {"hops": 3, "ticket": ["epoch", 1]}, on_conflict="rerun")
+        hops.start("raise", {"hops": 3, "ticket": ["epoch", 1]}, on_conflict="requeue")
         for _hop in range(3):
             hops.hop()
         [record] = [record for record in caplog.records if record.name == "django_singletask"]
@@ -334,7 +334,7 @@ class TestPromised:
 
     def test_lock_wait_limits_no_other_policy(self, hops: Hops) -> None:
         header = {"hops": 1, "requeued_at": time.time() - 10}
-        hops.start("raise", header, on_conflict="rerun", lock_wait=1)
+        hops.start("raise", header, on_conflict="raise", lock_wait=1)
         assert hops.hop().info.state == "IGNORED"
 
     def test_expires_is_kept(self, hops: Hops) -> None:
@@ -342,9 +342,8 @@ class TestPromised:
         hops.hop(expires="2030-01-01T00:00:00+00:00")
         assert hops.sent[-1]["expires"] == "2030-01-01T00:00:00+00:00"
 
-    @pytest.mark.parametrize("policy", ["requeue", "rerun"])
-    def test_run_keeps_no_message_waiting(self, hops: Hops, policy: str) -> None:
-        hops.start("run", {"hops": 3, "ticket": ["epoch", 1]}, on_conflict=policy)
+    def test_run_keeps_no_message_waiting(self, hops: Hops) -> None:
+        hops.start("run", {"hops": 3, "ticket": ["epoch", 1]}, on_conflict="requeue")
         assert hops.deliver().retval == "ran"
         assert log == [False]
 

@@ -150,7 +150,7 @@ def test_a_coroutine_function_is_refused(define):
         define(on_skip=on_skip)
 
 
-@pytest.mark.parametrize("policy", ["raise", "wait", "requeue", "rerun"])
+@pytest.mark.parametrize("policy", ["raise", "wait", "requeue"])
 def test_other_policies_do_not_call_it(define, policy):
     task = define(on_skip=note, on_conflict=policy, lock_wait=0.01)
     with pytest.raises(LockConflict):

@@ -283,6 +283,16 @@ def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define):
         task.apply_async((1,), lock_options={"unique_for": 10**8})
 
 
+def test_a_policy_of_earlier_versions_names_what_takes_its_place(define):
+    text = 'is gone: say unique_until="start", on_duplicate="replace", on_conflict="requeue".'
+    message = the_message_of_the_check(define(on_conflict="rerun"))
+    assert message.id == "django_singletask.E012"
+    assert message.msg == f"on_conflict='rerun'{OF_TASK} {text}"
+    with pytest.raises(ValueError, match="rerun") as caught:
+        define().apply_async((1,), lock_options={"on_conflict": "rerun"})
+    assert str(caught.value) == f"on_conflict='rerun'{OF_CALL} {text}"
+
+
 @pytest.mark.parametrize(
     ("option", "help"),
     [
@@ -314,7 +324,6 @@ FULL = header.Header(
     marked=True,
     received=1_700_000_002.5,
     ticket=["epoch", 7],
-    never_gives_way=True,
     was="singletask:before",
 )
 """A header with a value in each field, and an option that JSON has no number for."""
@@ -369,7 +378,7 @@ class TestMessageOfAnotherVersion:
     BEFORE |= {"redelivered", "ticket", "was"}
     """What the first version with this header wrote, and finds in the messages of this one."""
 
-    NEW = {"met": None, "outage_hops": 0, "requeued_at": 0.0, "never_gives_way": False}
+    NEW = {"met": None, "outage_hops": 0, "requeued_at": 0.0}
     NEW |= {"version": header.VERSION, "delay": 0.0, "marked": False, "received": 0.0}
     """What this version makes of its messages."""
 
@@ -377,10 +386,6 @@ class TestMessageOfAnotherVersion:
         assert wire().keys() == self.BEFORE | self.NEW.keys()
         before = {name: wire()[name] for name in self.BEFORE}
         assert read({header.HEADER: before}) == replace(FULL, **self.NEW)
-
-    def test_to_the_version_before_a_call_that_never_gives_way_has_no_ticket(self):
-        """That version would let it give way, and its work would be lost."""
-        assert "ticket" not in replace(FULL, ticket=None).into({})[header.HEADER]
 
     def test_fields_and_options_of_a_newer_version_are_ignored(self):
         options = {**wire()["options"], "lock_from_2030": 2}

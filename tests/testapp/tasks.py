@@ -164,8 +164,11 @@ def requeue_late(self, key: str, seconds: float = 0, value: int = 0) -> str:
     return body(key, seconds, self.request.id, value=value)
 
 
-@shared_task(**POLICY, on_conflict="rerun", skip_result="superseded")
-def rerun(self, key: str, seconds: float = 0, value: int = 0) -> str:
+LATEST = {"unique_until": "start", "on_duplicate": "replace", "on_conflict": "requeue"}
+
+
+@shared_task(**POLICY, **LATEST, skip_result="superseded")
+def latest(self, key: str, seconds: float = 0, value: int = 0) -> str:
     return body(key, seconds, self.request.id, value=value)
 
 

@@ -34,7 +34,6 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "raise": {**LOCK, "on_conflict": "raise"},
     "wait": {**LOCK, "on_conflict": "wait", "lock_wait": 30},
     "requeue": {**LOCK, "on_conflict": "requeue"},
-    "rerun": {**SKIPS, "on_conflict": "rerun"},
     "start": {**SKIPS, "unique_until": "start"},
     "finish": {**SKIPS, "unique_until": "finish"},
 }

@@ -7,32 +7,29 @@ from contextlib import ExitStack
 import pytest
 
 from tests.deadline import wait_for
-from tests.deliveries import noted
 from tests.testapp import log, tasks
 from tests.worker.harness import burst, get
 
 EACH_FAMILY = pytest.mark.parametrize("cache", ["redis", "pymemcache"])
 
 
-def test_rerun_runs_only_the_last_call(worker, key):
-    calls = []
-    with tasks.rerun.lock(key):
-        for value in range(1, 8):
-            calls.append(worker.send(tasks.rerun, key, 0, value))
-            wait_for(lambda: noted(key) == value, "it has met the conflict")  # noqa: B023
+def test_of_calls_that_replace_each_other_only_the_last_runs(worker, key):
+    with tasks.latest.lock(key):
+        calls = [worker.send(tasks.latest, key, 0, value) for value in range(1, 8)]
+        wait_for(lambda: len(worker.events("conflict")) == 7, "each has met the conflict")
     assert [get(call) for call in calls] == ["superseded"] * 6 + ["ran"]
     assert [line["value"] for line in worker.events("start")] == [7]
 
 
-def test_of_rerun_in_bursts_the_last_to_meet_the_conflict_runs(worker, key):
+def test_of_calls_that_replace_each_other_in_bursts_the_last_runs(worker, key):
     """8 processes send a call to each of 5 keys at the same time, and this one sends the last."""
     keys = [f"{key} {number}" for number in range(5)]
     with ExitStack() as stack:
         for each in keys:
-            stack.enter_context(tasks.rerun.lock(each))
-        calls = burst(worker, tasks.rerun, *keys)
+            stack.enter_context(tasks.latest.lock(each))
+        calls = burst(worker, tasks.latest, *keys)
         wait_for(lambda: sum(not call.ready() for call in calls) == 5, "one of each key is left")
-        last = [worker.send(tasks.rerun, each) for each in keys]
+        last = [worker.send(tasks.latest, each) for each in keys]
         wait_for(lambda: all(call.ready() for call in calls), "they have given way as well")
     assert [get(call) for call in last] == ["ran"] * 5
     assert [get(call) for call in calls] == ["superseded"] * 40

@@ -115,11 +115,11 @@ def test_requeue(site):
     requeue(site, "")
 
 
-def test_rerun(site):
-    first = site.start(tasks.rerun, 1)
+def test_replace(site):
+    first = site.start(tasks.latest, 1)
     later = []
     for _ in range(3):
-        later.append(site.send(tasks.rerun))
+        later.append(site.send(tasks.latest))
         site.wait_for("conflict", later[-1])
     answers = [get(result) for result in [first, *later]]
     assert answers == ["ran", "superseded", "superseded", "ran"]

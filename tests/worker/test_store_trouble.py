@@ -10,7 +10,6 @@ import pytest
 from django_singletask import LockUnavailable
 from tests import servers
 from tests.deadline import wait_for
-from tests.deliveries import noted
 from tests.testapp import tasks
 from tests.testapp.celery import app
 from tests.worker.harness import get
@@ -76,16 +75,15 @@ def test_a_store_that_is_down_for_5_seconds(start_worker, key, own_redis):
 @pytest.mark.only_all("it starts a server and a worker")
 @that_keeps_its_data
 def test_calls_that_wait_while_the_store_is_down_run_when_it_is_back(start_worker, key, own_redis):
-    """Of the calls of rerun the last one runs."""
+    """Of the calls that replace each other, the last one runs."""
     worker = start_worker()
-    calls = {tasks.requeue: [], tasks.requeue_late: [], tasks.rerun: []}
+    calls = {tasks.requeue: [], tasks.requeue_late: [], tasks.latest: []}
     locks = [task.lock(key) for task in calls]
     for lock in locks:
         assert lock.acquire()
     for value in range(1, 11):
         for task, of_task in calls.items():
             of_task.append(worker.send(task, key, 0, value))
-        wait_for(lambda: noted(key) == value, "it has met the conflict")  # noqa: B023
     wait_for(lambda: len(worker.events("conflict")) == 30, "all have met the conflict")
     own_redis.kill()
     expiring = worker.send(tasks.requeue, f"other {key}", expires=3)
@@ -101,7 +99,7 @@ def test_calls_that_wait_while_the_store_is_down_run_when_it_is_back(start_worke
         lock.release()
     answers = {task: [get(call) for call in of_task] for task, of_task in calls.items()}
     assert answers[tasks.requeue] == answers[tasks.requeue_late] == ["ran"] * 10
-    assert answers[tasks.rerun] == ["superseded"] * 9 + ["ran"]
+    assert answers[tasks.latest] == ["superseded"] * 9 + ["ran"]
     assert not worker.events("start", key=f"other {key}")
 
 

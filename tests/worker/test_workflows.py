@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:Depreca
 
 LOCKED = [flavour for flavour in FLAVOURS if flavour != "plain"]
 SKIPPING = ["skip", "start", "finish"]  # a member that finds its lock held is skipped
-POSTPONING = ["requeue", "rerun"]
+POSTPONING = ["requeue"]
 
 ONE_BY_ONE = [name for name, shape in canvases.SHAPES.items() if shape.one_by_one]
 SIDE_BY_SIDE = [name for name in canvases.SHAPES if name not in ONE_BY_ONE]
@@ -138,7 +138,7 @@ def test_equal_links_run_one_after_the_other(flow, flavour):
     assert not flow.conflicts(*keys.values())
 
 
-@pytest.mark.parametrize("flavour", ["skip", "raise", "wait", "requeue", "rerun", "finish"])
+@pytest.mark.parametrize("flavour", ["skip", "raise", "wait", "requeue", "finish"])
 def test_equal_members_of_groups(flow, flavour):
     keys = {shape: flow.key(f"slow {shape}") for shape in SIDE_BY_SIDE}
     results = flow.send_all(flavour, lambda shape: canvases.equal(keys[shape]), SIDE_BY_SIDE)
@@ -239,21 +239,7 @@ def test_a_member_waits(flow, first_held):
     assert get_all(results) == results_of(["chain", "chord"])
 
 
-def test_superseded_members_give_way_and_the_bodies_run(flow):
-    add, total = tasks.add["rerun"], tasks.total["rerun"]
-    keys = [flow.key() for _ in range(3)]
-    with held(*keys):
-        results = [
-            flow.send(chord([add.s(n, key) for n in (0, 10, 20)], total.s(flow.key())))
-            for key in keys
-        ]
-        wait_for(lambda: flow.conflicts(*keys) >= 9, "all members have met the conflict")
-    for key, result in zip(keys, results, strict=True):
-        assert get(result) in [2 * SKIPPED + number for number in (1, 11, 21)]
-        assert len(flow.events(key)) == 1
-
-
-@pytest.mark.parametrize("flavour", ["skip", "raise", "wait", "requeue", "rerun", "finish"])
+@pytest.mark.parametrize("flavour", ["skip", "raise", "wait", "requeue", "finish"])
 def test_the_body_of_a_chord_finds_its_lock_held(flow, flavour):
     add, key = tasks.add["plain"], flow.key()
     header = group(add.si(0, flow.key()), add.si(10, flow.key()))
