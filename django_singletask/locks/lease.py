@@ -263,8 +263,10 @@ class Lease:
         if self.slots.allowed > 1:
             outer = self._outer_lease()
             if outer is not None:
-                rest = max(0.0, outer.deadline - clock.now())
-                return self._meet(outer.key, outer.holder, rest)
+                self.move_to(outer.key)
+                self.blocker = outer.holder
+                self.blocker_remaining = max(0.0, outer.deadline - clock.now())
+                return self.blocker
         try:
             for retries in range(MAX_RETRIES, -1, -1):
                 store = get_store(self.cache)
@@ -326,19 +328,15 @@ class Lease:
         self.others = list(holders.values())
         key = min(ranks, key=ranks.__getitem__)
         entry, holder, how = entries[key], holders[key], deaths[key]
-        self.move_to(key)
+        if key != self.key:
+            self.move_to(key)
         if how is None or not may_free:
-            self._meet(key, holder, entry.remaining)
+            self.blocker = holder
+            self.blocker_remaining = entry.remaining
             return False
         if self.ref.free_dead(entry, holder, how) and holder.is_run_of(self.ref.task_id):
             self.took_over = True
         return True
-
-    def _meet(self, key: str, blocker: Holder, remaining: float | None) -> Holder:
-        self.move_to(key)
-        self.blocker = blocker
-        self.blocker_remaining = remaining
-        return blocker
 
     def may_wait(self, wait: float, until: float) -> bool:
         """Return whether to try again after a conflict, until a time by the clock."""

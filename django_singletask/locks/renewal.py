@@ -292,7 +292,7 @@ class Renewer(Background):
         for twin in list(self.dead):
             self.store()  # limits the request
             self.drop(twin)
-            self.try_to(twin.give_back)
+            self.try_to(twin.leave_body)
             self.dead.pop(twin)  # last: release_owed() waits for it
 
     def renew(self, store: Store, leases: list[Any]) -> None:
