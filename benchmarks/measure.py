@@ -19,7 +19,12 @@ CALLS, WARM_UP = 10, 2
 
 
 class Series(dict[str, list[float]]):
-    """The figures of each candidate: one for each round, at the same index for all candidates."""
+    """The figures of each candidate: one for each round, at the same index for all candidates.
+
+    ``processor`` has the processor times of the same rounds, if they were measured.
+    """
+
+    processor: Series | None = None
 
     def median(self, name: str) -> float:
         return median(self[name])
@@ -38,14 +43,18 @@ def in_turns(
     after: Step | None = None,
     until_written: bool = False,
 ) -> Series:
-    """Return microseconds for a call. In each round, the candidates have a turn in random order.
+    """Return microseconds for a call, and how much of it this thread used a processor.
+
+    In each round, the candidates have a turn in random order.
 
     A turn makes ``calls`` calls. The history is written in the background, except for the
     ``silent`` candidates. What is left to write after a turn is written before the next turn, so
-    that it slows no other candidate; with ``until_written`` that time belongs to the turn.
+    that it slows no other candidate; with ``until_written`` that time belongs to the turn, but not
+    the processor time of the thread that writes.
     ``after`` cleans up after each turn, and is not measured.
     """
     series = Series({name: [] for name in candidates})
+    series.processor = Series({name: [] for name in candidates})
     order = list(candidates.items())
     shuffle = random.Random(6).shuffle
     for number in range(-WARM_UP, rounds):
@@ -53,14 +62,17 @@ def in_turns(
         for name, step in order:
             with history("off" if name in silent else "background"):
                 began = time.perf_counter()
+                had_used = time.thread_time_ns()
                 for _ in range(calls):
                     step()
+                used = time.thread_time_ns() - had_used
                 took = time.perf_counter() - began
                 wait_for_history()
                 if until_written:
                     took = time.perf_counter() - began
             if number >= 0:
                 series[name].append(took / calls * 1e6)
+                series.processor[name].append(used / calls / 1e3)
             if after is not None:
                 after()
     return series

@@ -1,11 +1,12 @@
 """Measure django-singletask, its alternatives, and the floor.
 
     pip install -e ".[bench]"
-    python benchmarks/run.py [--quick] [--only PART]
+    python benchmarks/run.py [--quick] [--only PART] [--beside TREE]
 
 Starts servers on free ports, and writes benchmarks/RESULTS.rst and the picture of the README.
 --quick takes a minute or two and only shows that everything works. --quick and --only print the
-tables and write no file.
+tables and write no file. --beside names the folder of another version of this project: in the part
+"message", its workers take turns with those of this one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,25 +34,30 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS.rst"
 PICTURE = ROOT / "docs/pictures/benchmarks.svg"
 PARTS = ["redis", "loop", "memcached", "database", "conflict", "enqueue", "keys", "worker"]
-PARTS += ["history", "requeue", "held", "admin"]
+PARTS += ["message", "history", "requeue", "held", "admin"]
 BUSY_PARTS = ["redis", "memcached", "conflict", "worker"]
 """They are measured again while another process keeps one core busy: no user's machine is quiet."""
+
+SPREAD_PARTS = ["worker", "message", "requeue", "admin"]
+"""They use all cores, as workers do; in the others, the servers have a core of their own."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a minute or two; writes no file")
     parser.add_argument("--only", choices=PARTS, action="append", help="one part; writes no file")
+    parser.add_argument("--beside", type=Path, metavar="TREE", action="append", default=[])
     arguments = parser.parse_args()
+    trees = [tree.resolve(strict=True) for tree in arguments.beside]
     began, load = time.monotonic(), os.getloadavg()[0]
     with running() as versions:
         tables_of = {}
         for part in arguments.only or PARTS:
             print(f"{part} …", file=sys.stderr, flush=True)
-            with nullcontext() if part in ("worker", "requeue", "admin") else kept_apart():
-                tables_of[part] = measure(part, arguments.quick)
+            with nullcontext() if part in SPREAD_PARTS else kept_apart():
+                tables_of[part] = measure(part, arguments.quick, trees=trees)
             if part in BUSY_PARTS and not arguments.quick:
-                with nullcontext() if part == "worker" else kept_apart(), one_core_busy():
+                with nullcontext() if part in SPREAD_PARTS else kept_apart(), one_core_busy():
                     tables_of[part] += measure(part, busy=True)
     from benchmarks import picture, report
 
@@ -143,9 +149,21 @@ def version_of(server: servers.Server) -> str:
     return f"{type(server).__name__} {number.lstrip('v=')}"
 
 
-def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
+def measure(
+    part: str, quick: bool = False, busy: bool = False, trees: Sequence[Path] = ()
+) -> list[Table]:
     """Measure one part. "held" comes last, because many held locks slow down everything else."""
-    from benchmarks import admin_pages, calls, conflicts, held, history, locks, requeue, workers
+    from benchmarks import (
+        admin_pages,
+        calls,
+        conflicts,
+        held,
+        history,
+        locks,
+        messages,
+        requeue,
+        workers,
+    )
 
     rounds = 5 if quick else 300
     pages = {"postgresql": 5000 if quick else 10**7, "sqlite": 5000 if quick else 10**6}
@@ -165,6 +183,7 @@ def measure(part: str, quick: bool = False, busy: bool = False) -> list[Table]:
             workers.throughput(*((1, 50) if quick else (11, 1000)), busy),
             workers.working(*((1, 10) if quick else (11, 200)), busy),
         ],
+        "message": lambda: [messages.messages(*((3, 50) if quick else (25, 200)), trees)],
         "history": lambda: history.cost(*((1, 200) if quick else (5, 3000))),
         "requeue": lambda: [requeue.requeue(100 if quick else 20_000)],
         "held": lambda: [held.held(rounds, levels)],

@@ -42,6 +42,7 @@ class Candidate(NamedTuple):
     queue: str
     marks: Path
     history: bool
+    process: subprocess.Popen[bytes]
 
 
 class Turn(NamedTuple):
@@ -122,44 +123,50 @@ def rates(tasks: Tasks, rounds: int, calls: int) -> tuple[Series, list[float]]:
 
 
 @contextmanager
-def running(folder: Path, tasks: Tasks = CANDIDATES) -> Iterator[list[Candidate]]:
+def running(
+    folder: Path, tasks: Tasks = CANDIDATES, processes: int = 2
+) -> Iterator[list[Candidate]]:
     """Run a worker for each candidate. Print the workers' logs if something fails."""
-    candidates, processes = [], []
+    candidates: list[Candidate] = []
     try:
         for number, (name, (task, variables)) in enumerate(tasks.items()):
             queue = f"queue-{number}"
+            marks = folder / f"{queue}.marks"
+            process = start(queue, {**variables, "BENCHMARK_MARKS": str(marks)}, folder, processes)
             history = variables.get("BENCHMARK_HISTORY") == "background"
-            candidates.append(Candidate(name, task, queue, folder / f"{queue}.marks", history))
-            processes.append(start(candidates[-1], variables, folder / f"{queue}.log"))
+            candidates.append(Candidate(name, task, queue, marks, history, process))
         yield candidates
     except Exception:
         for log in sorted(folder.glob("*.log")):
             print(f"{log.name}:\n{log.read_text(errors='replace')[-2000:]}", file=sys.stderr)
         raise
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
+        for candidate in candidates:
+            candidate.process.terminate()
+        for candidate in candidates:
             try:
-                process.wait(15)
+                candidate.process.wait(15)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                os.killpg(candidate.process.pid, signal.SIGKILL)
+                candidate.process.wait()
 
 
-def start(candidate: Candidate, variables: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
+def start(
+    queue: str, variables: dict[str, str], folder: Path, processes: int
+) -> subprocess.Popen[bytes]:
     command = [
         *(sys.executable, "-m", "celery", "-A", "benchmarks.app", "worker", "-P", "prefork"),
-        *("-c", "2", "-Q", candidate.queue, "-n", f"{candidate.queue}@benchmarks"),
+        *("-c", str(processes), "-Q", queue, "-n", f"{queue}@benchmarks"),
         *("-l", "WARNING", "--without-gossip", "--without-mingle", "--without-heartbeat"),
     ]
     # The launcher ends the worker when this process ends, as it does with the servers.
     launcher = [sys.executable, "-I", "-S", "-c", servers.LAUNCHER, str(os.getpid()), "", ""]
-    with output.open("wb") as log:
+    environment = {**os.environ, **variables}
+    with (folder / f"{queue}.log").open("wb") as log:
         return subprocess.Popen(
             [*launcher, str(int(signal.SIGTERM)), *command],
-            cwd=ROOT,
-            env={**os.environ, **variables, "BENCHMARK_MARKS": str(candidate.marks)},
+            cwd=environment["PYTHONPATH"],
+            env=environment,
             stdout=log,
             stderr=log,
             start_new_session=True,

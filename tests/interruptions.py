@@ -72,7 +72,7 @@ class Interruption:
         self.end()
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "return" or event == "c_exception":
+        if event in ("return", "c_exception"):
             return
         if event == "c_call" and getattr(argument, "__name__", "") not in WAITS:
             return

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import fleet
-from benchmarks.measure import Series
+from benchmarks.measure import Series, in_turns
 
 pytestmark = pytest.mark.only_all("the benchmarks are no part of the package")
 
@@ -21,6 +22,13 @@ SLOWER_MACHINE_LATER = Series(
 
 def test_a_ratio_is_taken_within_a_round() -> None:
     assert SLOWER_MACHINE_LATER.ratio("django-singletask", "floor") == 1.1
+
+
+def test_processor_time_does_not_include_what_a_call_waits() -> None:
+    series = in_turns({"waits": lambda: time.sleep(0.01)}, 3, calls=2)
+    assert series.processor is not None
+    assert series.median("waits") > 10_000
+    assert series.processor.median("waits") < 5000
 
 
 def test_ten_processes_send_the_commands_that_the_model_of_a_fleet_says() -> None:
