@@ -131,7 +131,9 @@ class TaskFilter(admin.SimpleListFilter):
         return [(name, name) for name in known_tasks()]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset.of_task(str(self.value())) if self.value() else queryset
+        if not self.value():
+            return queryset
+        return queryset.of_task(str(self.value()))
 
 
 def known_tasks() -> list[str]:
@@ -188,10 +190,13 @@ class EventList(ChangeList):
         """Keep what the window and the filter for what happened leave."""
         rows: Any = super().get_queryset(request, exclude_parameters)
         self.form = window_form(request, timezone.now())
-        if window := self.form["window"]:
+        window = self.form["window"]
+        if window:
             rows = rows.since(window.start, window.until)
         what = request.GET.get(WhatFilter.parameter_name, "")
-        rows, is_whole = of_what(rows, what if what in words.WORDS else "")
+        if what not in words.WORDS:
+            what = ""
+        rows, is_whole = of_what(rows, what)
         if not is_whole:
             text = _("Only the newest {} rows were searched: choose a time, a task or a lock.")
             messages.info(request, text.format(number_format(SCANNED, force_grouping=True)))
@@ -199,10 +204,12 @@ class EventList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
-        is_filtered = self.query.strip() or self.get_filters_params() or self.form["window"]
         # Only if these differ, Django says how many results there are, and offers to show all.
-        self.full_result_count = None if is_filtered else self.result_count
-        events = self.result_list = sorted(self.result_list, key=attrgetter("at"), reverse=True)
+        self.full_result_count = self.result_count
+        if self.query.strip() or self.get_filters_params() or self.form["window"]:
+            self.full_result_count = None
+        events = sorted(self.result_list, key=attrgetter("at"), reverse=True)
+        self.result_list = events
         judge(events)
         if not events and self.query.strip():
             messages.info(request, NOT_RECORDED)
@@ -287,8 +294,9 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
         """Return whether the user may clear locks, which needs the permission to view, too."""
-        may_clear = request.user.has_perm(f"{self.opts.app_label}.clear_lock")
-        return may_clear and self.has_view_permission(request)
+        if not request.user.has_perm(f"{self.opts.app_label}.clear_lock"):
+            return False
+        return self.has_view_permission(request)
 
     # What is held now
 
@@ -300,17 +308,20 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
         query = request.GET.get("q", "").strip()
         order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-held")
-        locks, trouble = attempt((), listed, query, column, order != column)
+        locks, trouble = attempt((), search_locks, query, column, order != column)
         hungry, unknown = attempt((), starving)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
         refresh = request.GET.get("refresh", "")
         if refresh not in REFRESH:
             refresh = ""
+        dead = 0
+        if not query:
+            dead = sum(lock.state == "dead" for lock in locks)
         response = self.render(
             request,
             "changelist",
             locks=held.with_history([*page.object_list]),
-            dead=0 if query else sum(lock.state == "dead" for lock in locks),
+            dead=dead,
             page=page,
             query=request.GET,
             searched=query,
@@ -332,24 +343,31 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """
         if not self.has_clear_permission(request):
             raise PermissionDenied
-        query = request.POST if request.method == "POST" else request.GET
-        asked = [] if "dead" in query else query.getlist("lock")
-        if not (asked or "dead" in query):
+        query = request.GET
+        if request.method == "POST":
+            query = request.POST
+        asked = query.getlist("lock")
+        if "dead" in query:
+            asked = []
+        elif not asked:
             messages.warning(request, _("No lock was named: choose here which one to clear."))
             return HttpResponseRedirect(self.url("changelist"))
         keys = [text.rpartition(" ")[0] for text in asked]
-        found, trouble = attempt((), held.read, keys) if asked else attempt((), held.held)
+        if asked:
+            found, trouble = attempt((), held.read, keys)
+            locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
+        else:
+            found, trouble = attempt((), held.list_held)
+            locks = [lock for lock in found if lock.state == "dead"]
         if trouble:
             messages.error(request, trouble)
             return HttpResponseRedirect(self.url("changelist"))
-        locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
-        if not asked:
-            locks = [lock for lock in found if lock.state == "dead"]
         if locks and "reason" not in request.POST:
             return self.ask_to_clear(request, locks, asked)
         missing = {*keys} - {lock.key for lock in locks}
         # A holder may have changed since this look: the store decides.
-        actor, reason = request.user.get_username(), query.get("reason", "").strip()
+        actor = request.user.get_username()
+        reason = query.get("reason", "").strip()
         freed, refused = held.clear_all(locks, actor=actor, reason=reason)
         self.report_cleared(request, freed, reason)
         missing |= {lock.key for lock in refused.pop(held.GONE, ())}
@@ -370,23 +388,31 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Show who holds the locks, and a form that frees them."""
         states = {lock.state for lock in locks}
         is_queued = states <= {"queued", "blocking"}
-        running = locks[0].task_id if len(locks) == 1 and states & {"held", "queued"} else None
+        title = _("Clear these locks?")
+        if is_queued:
+            title = _("Forget these calls?")
+        running = locks[0].task_id
+        stop = ""
+        if running and len(locks) == 1 and states & {"held", "queued"}:
+            stop = words.stop_command(running, queued=is_queued)
         return self.render(
             request,
             "clear",
-            title=_("Forget these calls?") if is_queued else _("Clear these locks?"),
+            title=title,
             locks=locks,
             notes=[note for state, note in NOTES.items() if state in states],
             is_queued=is_queued,
             asked=asked,
-            stop=words.stop_command(running, queued=is_queued) if running else "",
+            stop=stop,
         )
 
     def report_cleared(self, request: HttpRequest, locks: list[HeldLock], reason: str) -> None:
         """Tell the user and the admin's own log; the locks themselves tell the history."""
         read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
         runs, _trouble = attempt((), read, [lock.token for lock in locks])
-        because = _(" Reason: {}").format(clean(reason, 255)) if reason else ""
+        because = ""
+        if reason:
+            because = _(" Reason: {}").format(clean(reason, 255))
         pks = {run.token: run.pk for run in runs}
         for lock in locks:
             event = TaskLockEvent(name=lock.name, outcome="cleared", pk=pks.get(lock.token))
@@ -396,7 +422,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             (False, _("Freed: {}. A task that still runs keeps running.")),
             (True, _("Forgotten: {}. Identical calls can be sent again.")),
         ):
-            if names := [lock.name for lock in locks if lock.queued is queued]:
+            names = [lock.name for lock in locks if lock.queued is queued]
+            if names:
                 messages.success(request, text.format(words.few(names)))
 
     # The timeline, and the tasks
@@ -404,11 +431,17 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     @for_viewers
     def timeline_view(self, request: HttpRequest) -> HttpResponse:
         """Draw a window of the history; of one lock or task if the address names it."""
-        now, name = timezone.now(), request.GET.get("name", "")
-        task = "" if name else request.GET.get("task", "")
+        now = timezone.now()
+        name = request.GET.get("name", "")
+        task = request.GET.get("task", "")
+        if name:
+            task = ""
         form = window_form(request, now)
         window = form.pop("window") or Window.past("1h", now)
-        known, unknown = attempt(None, why, name or task) if name or task else (None, "")
+        known = None
+        unknown = ""
+        if name or task:
+            known, unknown = attempt(None, why, name or task)
         event = self.get_object(request, request.GET.get("event", ""))
         rows: Any = self.get_queryset(request)
         return self.render(
@@ -467,8 +500,9 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def response_delete(self, request: HttpRequest, obj_display: str, obj_id: int) -> HttpResponse:
         """Go back to the history; Django goes to the index if the user may not change events."""
         response: HttpResponse = super().response_delete(request, obj_display, obj_id)
-        is_redirect = isinstance(response, HttpResponseRedirect)
-        return HttpResponseRedirect(self.url("events")) if is_redirect else response
+        if isinstance(response, HttpResponseRedirect):
+            return HttpResponseRedirect(self.url("events"))
+        return response
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return EventList
@@ -497,8 +531,11 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     @admin.display(description=gettext_lazy("what happened"))
     def what(self, event: Any) -> SafeString:
         """Say how the hold ended, or what became of calls, how often, why, and who noticed it."""
-        retaken = _("retaken × {}").format(event.retaken) if event.retaken else ""
-        if blocker := event.blocked_by_task_id or event.blocked_by:
+        retaken = ""
+        if event.retaken:
+            retaken = _("retaken × {}").format(event.retaken)
+        blocker = event.blocked_by_task_id or event.blocked_by
+        if blocker:
             shown = long_id(blocker)
             if event.blocker_pk:
                 shown = format_html(
@@ -514,7 +551,9 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @admin.display(description=gettext_lazy("run"))
     def run(self, event: TaskLockEvent) -> SafeString:
-        shown = task_id(event.task_id) if event.task_id else ""
+        shown = ""
+        if event.task_id:
+            shown = task_id(event.task_id)
         return lines(shown, words.process(event.host, event.pid)) or SafeString("-")
 
 
@@ -530,8 +569,14 @@ def sorting(
     if column not in columns:
         order = default
         column = order.removeprefix("-")
-    headings = {name: ("-" * bool(place) + name, "") for place, name in enumerate(columns)}
-    headings[column] = (column, "descending") if order != column else (f"-{column}", "ascending")
+    headings = {}
+    for place, name in enumerate(columns):
+        headings[name] = (f"-{name}", "")
+        if place == 0:
+            headings[name] = (name, "")
+    headings[column] = (column, "descending")
+    if order == column:
+        headings[column] = (f"-{column}", "ascending")
     return order, column, headings
 
 
@@ -548,9 +593,9 @@ def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
     return {"window": window, "others": others, "only": only}
 
 
-def listed(text: str, column: str, backwards: bool) -> list[HeldLock]:
+def search_locks(text: str, column: str, backwards: bool) -> list[HeldLock]:
     """Return the locks that mention a text, sorted by a column."""
-    locks = [lock for lock in held.held() if lock.mentions(text)]
+    locks = [lock for lock in held.list_held() if lock.mentions(text)]
     if column == "conflicts":
         held.with_history(locks)
     return sorted(locks, key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)

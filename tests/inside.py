@@ -698,7 +698,7 @@ def shown_key(name: str) -> str:
 
 def held_now(*typed: str) -> list[Any]:
     """Return what the operators are shown: all that is held, or what some texts mean."""
-    return held.held([names.select(text) for text in typed])
+    return held.list_held([names.select(text) for text in typed])
 
 
 def starving(longer_than: float, *typed: str) -> list[Any]:

@@ -21,7 +21,9 @@ from django_singletask.operators.starving import Starving
 
 def width() -> int | None:
     """Return the columns of the terminal, 80 at least; None where there is none."""
-    return max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    return max(80, shutil.get_terminal_size().columns)
 
 
 def table(
@@ -32,20 +34,23 @@ def table(
     On a terminal, the column ``name`` and the last one are cut in the middle where there is no
     room; otherwise nothing is cut. The columns ``right`` are aligned to the right.
     """
-    # There may be very many rows, and most need no cleaning.
-    lines = [row if "".join(row).isprintable() else [*map(clean, row)] for row in rows]
+    lines = [[*map(clean, row)] for row in rows]
     if not lines:
         return
-    lines.insert(0, heads)
-    widths, last = [max(map(len, column)) for column in zip(*lines, strict=True)], len(heads) - 1
-    if room := width():
+    lines.insert(0, [*heads])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    room = width()
+    if room is not None:
+        last = len(heads) - 1
         for column, least in ((name, 24), (last, 8), (name, 10)):
-            fitting = room - (sum(widths) - widths[column] + 2 * last)
-            widths[column] = min(widths[column], max(least, fitting))
+            others = sum(widths) - widths[column] + 2 * last
+            widths[column] = min(widths[column], max(least, room - others))
         lines = [[*map(cut, line, widths)] for line in lines]
-    form = "  ".join(f"{{:{'>' if n in right else '<'}{wide}}}" for n, wide in enumerate(widths))
     for line in lines:
-        yield form.format(*line).rstrip()
+        cells = [text.ljust(wide) for text, wide in zip(line, widths, strict=True)]
+        for column in right:
+            cells[column] = line[column].rjust(widths[column])
+        yield "  ".join(cells).rstrip()
 
 
 def cut(text: str, width: int) -> str:
@@ -56,10 +61,13 @@ def cut(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     task, parenthesis, _arguments = text.partition("(")
-    if parenthesis and (modules := task.rfind(".") + 1):
+    modules = task.rfind(".") + 1
+    if parenthesis and modules:
         text = f"…{text[min(modules, len(text) - width + 1) :]}"
+    if len(text) <= width:
+        return text
     head = (width - 1) // 2
-    return text if len(text) <= width else f"{text[:head]}…{text[head + 1 - width :]}"
+    return f"{text[:head]}…{text[head + 1 - width :]}"
 
 
 def lock_table(locks: Iterable[HeldLock]) -> Iterator[str]:
@@ -68,15 +76,21 @@ def lock_table(locks: Iterable[HeldLock]) -> Iterator[str]:
 
 
 def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
-    conflicts = "-" if lock.conflicts is None else str(lock.conflicts)
-    return (
-        lock.name,
-        f"{lock.condition} ({lock.share})" if lock.share else lock.condition,
-        words.duration(lock.held_for),
-        words.duration(None if lock.queued else lock.remaining),
-        f"{conflicts} ({lock.waiting} waiting)" if lock.waiting else conflicts,
-        (lock.queued and lock.task_id) or words.place(lock, "unknown"),
-    )
+    state = lock.condition
+    if lock.share:
+        state += f" ({lock.share})"
+    lease = words.duration(lock.remaining)
+    holder = words.place(lock, "unknown")
+    if lock.queued:
+        lease = "-"
+        if lock.task_id:
+            holder = lock.task_id
+    conflicts = "-"
+    if lock.conflicts is not None:
+        conflicts = str(lock.conflicts)
+    if lock.waiting:
+        conflicts += f" ({lock.waiting} waiting)"
+    return lock.name, state, words.duration(lock.held_for), lease, conflicts, holder
 
 
 def starving_table(states: Sequence[Starving]) -> Iterator[str]:
@@ -101,17 +115,25 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
 
 def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     """Say what a row is about, what became of a call, and who cleared the lock, or had it."""
-    what, by, held = words.word(row), words.place(row, "unknown"), "-"
+    what = words.word(row)
     if row.kind == "conflict":
         what += f" {words.reason(row)}"
-    what += f", {RETAKEN}" * bool(row.retaken) + f" ×{row.count}" * (row.count > 1)
+    if row.retaken:
+        what += f", {RETAKEN}"
+    if row.count > 1:
+        what += f" ×{row.count}"
+    held = "-"
     if row.hold_ended_at is not None:
+        held = words.lasted(row)
         # Of a run that expired only the time at which a sweep noticed it is known.
-        held = "≤" * (row.outcome == "expired") + words.lasted(row)
+        if row.outcome == "expired":
+            held = f"≤{held}"
+    by = words.place(row, "unknown")
     if row.outcome == "cleared":
         # There is no room for the host of somebody who used the command.
         by = re.sub(r" on \S+ \(manage\.py locks\)$", "", row.actor)
-        by += f": {row.reason}" if row.reason else ""
+        if row.reason:
+            by += f": {row.reason}"
     # There is no room for the year.
     return words.clock_time(row.at, dated=True).partition("-")[2], row.name, what, held, by
 
@@ -126,9 +148,26 @@ def fact_lines(name: str, state: str, known: Iterable[tuple[str, str]]) -> Itera
 VERSION = 2
 """Of the keys of the JSON: it grows when a key goes, or gets another meaning."""
 LOCK = (
-    *("name", "key", "slots", "slots_held", "state", "queued", "held_for", "remaining"),
-    *("conflicts", "waiting", "usual", "slow", "stopped"),
-    *("token", "task", "task_id", "host", "pid", "since", "timeout"),
+    "name",
+    "key",
+    "slots",
+    "slots_held",
+    "state",
+    "queued",
+    "held_for",
+    "remaining",
+    "conflicts",
+    "waiting",
+    "usual",
+    "slow",
+    "stopped",
+    "token",
+    "task",
+    "task_id",
+    "host",
+    "pid",
+    "since",
+    "timeout",
 )
 ROW = [field.name for field in TaskLockEvent._meta.concrete_fields if field.name != "ref"]
 SHOWN = {HeldLock: LOCK, TaskLockEvent: [*ROW, "token"]}
@@ -139,7 +178,10 @@ def to_json(known: dict[str, Any]) -> str:
     """Write an object in which only what could steer a terminal, or what it lacks, is escaped."""
     ascii_only = "utf" not in str(getattr(sys.stdout, "encoding", "utf-8")).lower()
     text = json.dumps({"version": VERSION, **known}, default=as_json, ensure_ascii=ascii_only)
-    return re.sub("[^ -~]", lambda c: c[0] if c[0].isprintable() else json.dumps(c[0])[1:-1], text)
+    for character in {*text}:
+        if not character.isprintable():
+            text = text.replace(character, json.dumps(character)[1:-1])
+    return text
 
 
 def as_json(fact: Any) -> Any:
@@ -149,5 +191,9 @@ def as_json(fact: Any) -> Any:
     """
     if isinstance(fact, datetime):
         return round(timestamp(fact), 3)
-    values = ((name, getattr(fact, name)) for name in SHOWN.get(type(fact), vars(fact)))
-    return {name: round(x, 6) if isinstance(x, float) else x for name, x in values}
+    names = SHOWN.get(type(fact), vars(fact))
+    values = {name: getattr(fact, name) for name in names}
+    for name, value in values.items():
+        if isinstance(value, float):
+            values[name] = round(value, 6)
+    return values

@@ -56,6 +56,8 @@ COLUMNS = ("kind", "key", "at", "outcome", "ended_at", "noticed_at")
 SHARES = {"p50": 0.5, "p95": 0.95, "longest": 1}
 Ends = dict[int, Counter[str]]
 """Numbers of calls by the step in which they began, and by their state."""
+Lanes = dict[str, list[dict[str, Any]]]
+"""The marks of each lock, or of each task."""
 
 
 def draw(
@@ -75,64 +77,105 @@ def draw(
     the window were read; else ``unread`` is the width of the part before that time. The number of
     rows that are read has a limit, and an index finds each of them. ``event`` is drawn in any case.
     """
-
-    def chosen(rows: TaskLockEventQuerySet) -> TaskLockEventQuerySet:
-        return rows.named(name) if name else rows.of_task(task) if task else rows.newest()
-
-    newest, cut = chosen(rows.since(window.start, window.until)), None
+    newest = _choose(rows.since(window.start, window.until), name, task)
     events = list(newest[: ROWS + 1])
     is_summed = len(events) > ROWS
-    field = "task" if is_summed and not (name or task) else "name"
-    # However many others there are, what is open and what is trouble is drawn one by one.
-    alone = [(rows.open().filter(at__lte=window.end), ROWS)]
-    single = [event] if event else []
-    if is_summed:
-        # A run whose trouble lies in the window may have begun before.
-        inside = rows.since(window.start - DAY, window.until)
-        alone += [(inside.of_trouble(trouble), TROUBLES) for trouble in SIGNS]
-    else:
-        single += [*events, *chosen(rows.since(window.start - DAY, window.start))[:ROWS]]
-    for part, limit in alone:
-        # The name and the task are compared here: by their indexes, the database would read all
-        # the rows of a lock to find the few that are open or trouble.
-        read = part[: OPEN if name or task else limit]
-        single += [row for row in read if name in ("", row.name) and task in ("", row.task)][:limit]
-    judge(single := [*dict.fromkeys(single)])
-    lanes = defaultdict[str, list[dict[str, Any]]](list)
+    single = _one_by_one(rows, window, events, name, task)
+    if event:
+        single = [event, *single]
+    single = [*dict.fromkeys(single)]
+    judge(single)
+    field = "name"
+    if is_summed and not (name or task):
+        field = "task"
+    lanes: Lanes = defaultdict(list)
     for row in single:
         lanes[getattr(row, field)] += marks_of(row, window, now, is_summed)
     labels = _important(lanes)
     if field == "name":
         labels += [row.name for row in events]
         newest = newest.filter(name__in=[*dict.fromkeys(labels)][:LANES])
+    sums = {"summed": "", "read_back_to": "", "unread": ""}
     if is_summed:
-        ends_of, cut = ends_by(newest, window, BUCKETS, field)
-        for label, ends in ends_of.items():
-            filters = {"task" if field == "task" else "q": label} if label else {}
-            lanes[label] += bars(ends, window, BUCKETS, **filters)
+        sums |= _add_sums(lanes, newest, window, field)
     important = _important(lanes)
     drawn = {label: lanes[label] for label in sorted(important[:LANES])}
     marks = [mark for lane in drawn.values() for mark in lane if "event" in mark]
-    legend = {
-        (mark["state"], str(WORDS[mark["state"]]), mark["shape"], mark["path"]) for mark in marks
-    }
-    if is_summed:
-        legend |= {(look, str(word), "bar", "") for look, word in LOOKS.items()}
     return {
         "lanes": drawn,
         "field": field,
         "lanes_left_out": len({*labels, *important}) - len(drawn),
         "labels": list(window.labels()),
         "marks": sorted(marks, key=lambda mark: mark["event"].at, reverse=True),
-        "legend": sorted(legend),
+        "legend": _legend(marks, is_summed),
         "most": ROWS,
-        "summed": words.duration(window.rounded(BUCKETS)[1].total_seconds()) if is_summed else "",
-        "read_back_to": window.clock_time(cut) if cut else "",
-        "unread": f"{window.percent(cut):.2f}%" if cut else "",
+        **sums,
     }
 
 
-def _important(lanes: dict[str, list[dict[str, Any]]]) -> list[str]:
+def _choose(rows: TaskLockEventQuerySet, name: str, task: str) -> TaskLockEventQuerySet:
+    if name:
+        return rows.named(name)
+    if task:
+        return rows.of_task(task)
+    return rows.newest()
+
+
+def _one_by_one(
+    rows: TaskLockEventQuerySet, window: Window, events: list[TaskLockEvent], name: str, task: str
+) -> list[TaskLockEvent]:
+    """Return what is drawn one by one: what is open and what is trouble, or all if it is little."""
+    parts = [(rows.open().filter(at__lte=window.end), ROWS)]
+    found: list[TaskLockEvent] = []
+    # A run whose trouble or end lies in the window may have begun before.
+    start = window.start - DAY
+    if len(events) > ROWS:
+        inside = rows.since(start, window.until)
+        parts += [(inside.of_trouble(trouble), TROUBLES) for trouble in SIGNS]
+    else:
+        found += [*events, *_choose(rows.since(start, window.start), name, task)[:ROWS]]
+    for part, limit in parts:
+        most = limit
+        if name or task:
+            # They are compared here: by their indexes, the database would read all the rows of a
+            # lock to find the few that are open or trouble.
+            most = OPEN
+        meant = [row for row in part[:most] if name in ("", row.name) and task in ("", row.task)]
+        found += meant[:limit]
+    return found
+
+
+def _add_sums(
+    lanes: Lanes, rows: TaskLockEventQuerySet, window: Window, field: str
+) -> dict[str, str]:
+    """Add the bars of sums to their lanes; say how long a step is, and how far back they go."""
+    ends_of, cut = ends_by(rows, window, BUCKETS, field)
+    parameter = "q"
+    if field == "task":
+        parameter = "task"
+    for label, ends in ends_of.items():
+        filters = {}
+        if label:
+            filters[parameter] = label
+        lanes[label] += bars(ends, window, BUCKETS, **filters)
+    _start, step = window.rounded(BUCKETS)
+    facts = {"summed": words.duration(step.total_seconds())}
+    if cut:
+        facts["read_back_to"] = window.clock_time(cut)
+        facts["unread"] = f"{window.percent(cut):.2f}%"
+    return facts
+
+
+def _legend(marks: list[dict[str, Any]], is_summed: bool) -> list[tuple[str, str, str, str]]:
+    """Return each look of a mark, with its word, shape and path."""
+    looks = {(mark["state"], mark["shape"], mark["path"]) for mark in marks}
+    legend = {(look, str(WORDS[look]), *shape) for look, *shape in looks}
+    if is_summed:
+        legend |= {(look, str(word), "bar", "") for look, word in LOOKS.items()}
+    return sorted(legend)
+
+
+def _important(lanes: Lanes) -> list[str]:
     """Return the lanes with marks: those with trouble, those that are held, the last used."""
     ranks = {label: max(mark["rank"] for mark in marks) for label, marks in lanes.items() if marks}
     return sorted(ranks, key=ranks.__getitem__, reverse=True)
@@ -150,16 +193,18 @@ def marks_of(
     is_open = event.is_hold and not event.outcome
     state = words.status(event)
     # The clocks of two hosts differ: a hold may seem to end before it begins, or in the future.
-    end = max(now if is_open else event.end, event.at)
+    end = event.end
+    if is_open:
+        end = now
+    end = max(end, event.at)
     noticed_at = max(event.noticed_at or end, event.at)
+    facts = [words.reason(event), words.witness(event)]
     blocker = event.blocked_by_task_id or event.blocked_by
-    facts = [
-        words.reason(event),
-        words.witness(event),
-        blocker and _("blocked by {}").format(blocker),
-        event.task_id and _("task {}").format(event.task_id),
-        words.process(event.host, event.pid),
-    ]
+    if blocker:
+        facts.append(_("blocked by {}").format(blocker))
+    if event.task_id:
+        facts.append(_("task {}").format(event.task_id))
+    facts.append(words.process(event.host, event.pid))
     looks = []
     if event.is_counted:
         part = (state, 64, min(36, 12 + 5 * math.log2(event.count)))
@@ -172,20 +217,27 @@ def marks_of(
     if event.outcome in TROUBLE:
         looks.append(("sign", state, words.word(event), noticed_at, noticed_at, []))
     for shape, look, text, start, until, parts in looks:
-        x = window.percent(start if shape == "bar" else until)
-        if until >= window.start:
-            yield {
-                "event": event,
-                "shape": shape,
-                "state": look,
-                "text": ", ".join(filter(None, [text, *facts])),
-                "when": " – ".join(dict.fromkeys(map(window.clock_time, (start, until)))),
-                "x": min(x, 100 - NARROW),  # no part of a mark lies beyond the edge
-                "width": max(window.percent(until) - x, NARROW),
-                "parts": parts,
-                "path": SIGNS[look] if shape == "sign" else "",
-                "rank": (shape == "sign", is_open, until),
-            }
+        if until < window.start:
+            continue
+        times = dict.fromkeys(map(window.clock_time, (start, until)))
+        x = window.percent(until)
+        path = ""
+        if shape == "bar":
+            x = window.percent(start)
+        elif shape == "sign":
+            path = SIGNS[look]
+        yield {
+            "event": event,
+            "shape": shape,
+            "state": look,
+            "text": ", ".join(filter(None, [text, *facts])),
+            "when": " – ".join(times),
+            "x": min(x, 100 - NARROW),  # no part of a mark lies beyond the edge
+            "width": max(window.percent(until) - x, NARROW),
+            "parts": parts,
+            "path": path,
+            "rank": (shape == "sign", is_open, until),
+        }
 
 
 def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
@@ -196,9 +248,10 @@ def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
     word = words.word(event)
     if event.count > 1:
         word = f"{word} × {event.count}"
-    if event.hold_ended_at or until:
-        text = _("{} after {}") if event.hold_ended_at else _("{} for {}")
-        word = text.format(word, words.lasted(event, until))
+    if event.hold_ended_at:
+        return _("{} after {}").format(word, words.lasted(event))
+    if until:
+        return _("{} for {}").format(word, words.lasted(event, until))
     return word
 
 
@@ -210,33 +263,27 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
     words. ``p50``, ``p95`` and ``longest`` are the seconds that half, 95 %, and all of the newest
     holds do not exceed, or None. The locks without a task are one task, "".
     """
-    recent, tasks = rows.since(window.start), []
+    recent = rows.since(window.start)
+    tasks = []
     lanes, cut = ends_by(recent, window, BARS, "task")
     for task, ends in lanes.items():
         numbers: Counter[str] = sum(ends.values(), Counter())
-        lengths = sorted(
-            max(0.0, (end - at).total_seconds())
-            # Objects of so many rows would take several times as long.
-            for kind, key, at, *facts in recent.of_task(task).values_list(*COLUMNS)[:NEWEST]
-            if kind == "run" and not key.startswith(QUEUED)
-            # When the hold of a run that expired has ended is not known, only a time before which.
-            if facts[0] not in ("", "unguarded", "expired") and (end := hold_end(*facts))
-        ) or [None]
-        spans = {each: lengths[math.ceil(part * len(lengths)) - 1] for each, part in SHARES.items()}
+        others = numbers.copy()
+        for state in ("conflict", "duplicate", "returned", "raised", "held"):
+            del others[state]
         tasks.append(
             {
                 "task": task,
                 "bars": bars(ends, window, BARS),
-                "conflicts": numbers.pop("conflict", 0),
-                "duplicates": numbers.pop("duplicate", 0),
-                # What is left are runs; then, their other ends.
-                "runs": numbers.total(),
-                "returned": numbers.pop("returned", 0),
-                "raised": numbers.pop("raised", 0),
-                "held": numbers.pop("held", 0),
-                "other": numbers.total(),
-                "others": sorted((str(WORDS[state]), number) for state, number in numbers.items()),
-                **spans,
+                "conflicts": numbers["conflict"],
+                "duplicates": numbers["duplicate"],
+                "runs": numbers.total() - numbers["conflict"] - numbers["duplicate"],
+                "returned": numbers["returned"],
+                "raised": numbers["raised"],
+                "held": numbers["held"],
+                "other": others.total(),
+                "others": sorted((str(WORDS[state]), number) for state, number in others.items()),
+                **_spans(recent.of_task(task)),
             }
         )
     return {
@@ -245,6 +292,22 @@ def per_task(rows: TaskLockEventQuerySet, window: Window) -> dict[str, Any]:
         "start": window.start,
         "cut": cut,
     }
+
+
+def _spans(rows: TaskLockEventQuerySet) -> dict[str, float | None]:
+    """Return the seconds that each of ``SHARES`` of the newest holds do not exceed."""
+    lengths = []
+    # Objects of so many rows would take several times as long.
+    for kind, key, at, *ends in rows.values_list(*COLUMNS)[:NEWEST]:
+        end = hold_end(*ends)
+        # When the hold of a run that expired has ended is not known, only a time before which.
+        is_known = end and ends[0] not in ("", "unguarded", "expired")
+        if is_known and kind == "run" and not key.startswith(QUEUED):
+            lengths.append(max(0.0, (end - at).total_seconds()))
+    if not lengths:
+        return dict.fromkeys(SHARES)
+    lengths.sort()
+    return {name: lengths[math.ceil(share * len(lengths)) - 1] for name, share in SHARES.items()}
 
 
 def ends_by(
@@ -269,13 +332,19 @@ def bars(ends: Ends, window: Window, parts: int, **filters: str) -> Iterator[dic
     steps = defaultdict[int, Counter[str]](Counter)
     for step, states in ends.items():
         for state in states.keys() - {"duplicate"}:
-            look = "expired" if state in TROUBLE else state if state in LOOKS else "returned"
+            look = "returned"
+            if state in TROUBLE:
+                look = "expired"
+            elif state in LOOKS:
+                look = state
             steps[step][look] += states[state]
     highest = max((looks.total() for looks in steps.values()), default=1)
     for step, looks in sorted(steps.items()):
         at = start + step * length
         part = Window(max(at, window.start), min(at + length, window.end))
-        x, y, rects = window.percent(part.start), 100.0, []
+        x = window.percent(part.start)
+        y = 100.0
+        rects = []
         for look in filter(looks.get, LOOKS):
             height = 100 * looks[look] / highest
             y -= height

@@ -17,7 +17,7 @@ from django_singletask.history.queries import NEWEST, NoHistory, ago, reading
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
-from django_singletask.operators.held import HeldLock, held, must_be_known, with_history
+from django_singletask.operators.held import HeldLock, list_held, must_be_known, with_history
 from django_singletask.operators.names import Selector, UnknownName, find, select
 from django_singletask.operators.starving import starvation
 from django_singletask.operators.words import duration
@@ -52,7 +52,10 @@ class Why(SimpleNamespace):
         if not self.held:
             return "not held"
         holder = self.held[0]
-        return f"{holder.condition} ({holder.share} slots)" if holder.share else holder.condition
+        state: str = holder.condition
+        if holder.share:
+            state += f" ({holder.share} slots)"
+        return state
 
 
 def why(text: str) -> Why:
@@ -61,10 +64,13 @@ def why(text: str) -> Why:
     ``text`` is what :func:`select` reads, but no pattern. Raises :class:`UnknownName` if there is
     nothing, :class:`CannotList` for a task, and :class:`LockUnavailable`.
     """
-    selector = select(lock_of_slot(text) if is_key(text) else text)
+    asked = text
+    if is_key(text):
+        asked = lock_of_slot(text)
+    selector = select(asked)
     locks: list[HeldLock] = []
     try:
-        locks = held([selector])
+        locks = list_held([selector])
     except CannotList:
         # "No lock of this task is held" would be a guess.
         if selector.tasks:
@@ -73,7 +79,8 @@ def why(text: str) -> Why:
     if any(lock.lock_key in selector.locks for lock in locks):
         return _gather(text, selector, locks)
     names = sorted({lock.name for lock in locks})
-    if len(several := selector.tasks or names[:SHOWN]) > 1:
+    several = selector.tasks or names[:SHOWN]
+    if len(several) > 1:
         raise UnknownName(text, several, several=True)
     if selector.tasks:
         [task] = selector.tasks
@@ -96,45 +103,54 @@ def why(text: str) -> Why:
 
 def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = "") -> Why:
     """Gather what is known of a task, or else of the lock that is named."""
-    rows, no_history, history = list[Any](), "", TaskLockEvent.objects
+    history = TaskLockEvent.objects
     names = {*(lock.name for lock in with_history(locks)), *selector.locks.values()}
+    recorded = history.named(*names)
+    if task:
+        recorded = history.of_task(task)
+    rows: list[Any] = []
+    no_history = ""
     try:
         with reading():
-            rows = [*(history.of_task(task) if task else history.named(*names))[:NEWEST]]
+            rows = list(recorded[:NEWEST])
     except NoHistory as error:
         no_history = str(error)
-    within = DAY if len(rows) < NEWEST else min(DAY, ago(rows[-1].last_at or rows[-1].at))
-    name, key, same_name = task, "", list[str]()
+    within = DAY
+    if len(rows) == NEWEST:
+        within = min(DAY, ago(rows[-1].last_at or rows[-1].at))
+    name = task
+    key = ""
+    same_name: list[str] = []
     if not task:
         # The slot that was named comes first, then those that are held.
         locks.sort(key=lambda lock: (lock.key != text, lock.state not in HOLDING))
         about: dict[str, Any] = {}
         for each in [*locks, *rows]:
             about.setdefault(lock_of_slot(each.key), each)
-        unseen, name = next(iter(selector.locks.items()), (selector.text, selector.text))
-        keys = [each for each in about if not each.startswith(QUEUED)] or [unseen]
-        key, task = selector.text if is_key(selector.text) else keys[0], name.partition("(")[0]
-        if key in about:
-            name, task = about[key].name, about[key].task or ""
+        key, name, task = _choose_lock(selector, about)
         meant = {key, LockKey("", key).beside(QUEUED, task).key}
-        # Two long names may be shown alike.
-        same_name = [] if key == selector.text else [each for each in keys if each not in meant]
+        if key != selector.text:
+            # Two long names may be shown alike.
+            same_name = [k for k in about if k not in meant and not k.startswith(QUEUED)]
         locks = [lock for lock in locks if lock.lock_key in meant]
         rows = [row for row in rows if lock_of_slot(row.key) in meant]
     holding = [lock for lock in locks if lock.state in HOLDING]
-    holder = holding[0] if holding and key else None
     # A free lock of which neither the key nor a name that the history knows was given may be
     # misspelled: the others of its task help.
     others: list[HeldLock] = []
     if key and task and not (holding or selector.is_exact):
         with suppress(CannotList):
-            others = held([Selector(task, {}, [task])])
-    newest = {trouble: row for row in reversed(rows) for trouble in row.troubles}
+            others = list_held([Selector(task, {}, [task])])
+    newest: dict[str, Any] = {}
+    for row in rows:
+        for trouble in row.troubles:
+            newest.setdefault(trouble, row)
     met = [row for row in rows if row.is_counted]
     conflicts: Counter[str] = Counter()
     for row in met:
-        conflicts[row.result or "duplicates"] += row.count * (ago(row.end) <= within)
-    return Why(
+        if ago(row.end) <= within:
+            conflicts[row.result or "duplicates"] += row.count
+    known = Why(
         name=name,
         key=key,
         free=not holding,
@@ -142,19 +158,36 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
         held=holding,
         queued=[lock for lock in locks if lock.queued],
         expired=[lock for lock in locks if lock.state == "expired"],
-        alive=holder and holder.alive,
-        death=holder and holder.death,
+        alive=None,
+        death=None,
         usual=history.usual_hold(name, task),
         completed=next((row for row in rows if row.is_completed), None),
         conflict=max(met, key=attrgetter("end"), default=None),
-        conflicts=+conflicts,
+        conflicts=conflicts,
         within=within,
         troubles=sorted({*newest.values()}, key=attrgetter("pk"), reverse=True),
-        starving=starvation(name, rows) if key else None,
+        starving=None,
         same_name=same_name,
         others=[lock.name for lock in others if lock.state in HOLDING],
         no_history=no_history,
     )
+    if key:
+        known.starving = starvation(name, rows)
+        if holding:
+            known.alive = holding[0].alive
+            known.death = holding[0].death
+    return known
+
+
+def _choose_lock(selector: Selector, about: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the key, the name and the task of the lock that is meant, of those that are there."""
+    key, name = next(iter(selector.locks.items()), (selector.text, selector.text))
+    keys = [each for each in about if not each.startswith(QUEUED)]
+    if keys and not is_key(selector.text):
+        key = keys[0]
+    if key in about:
+        return key, about[key].name, about[key].task or ""
+    return key, name, name.partition("(")[0]
 
 
 # In words
@@ -162,18 +195,16 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
 
 def facts(why: Why) -> Iterator[tuple[str, str]]:
     """Yield what is known, each fact with its label; an empty one is not known."""
-    holder = why.held[0] if why.key and why.held else None
-    if run := why.run:
-        blocker = run.blocked_by_task_id or run.blocked_by
-        when = duration(ago(run.at if run.is_counted else run.end))
-        what = f"{run.holder()}: {words.word(run)} {when} ago"
-        by = f"blocked by {blocker}" if blocker else ""
-        yield "run", _joined(what, words.reason(run) if run.is_counted else "", by)
+    holder = None
+    if why.key and why.held:
+        holder = why.held[0]
+    if why.run:
+        yield "run", _run(why.run)
     if why.same_name:
-        yield "same name", _joined(f"this is {why.key}", *why.same_name)
-    if starving := why.starving:
-        met = words.plural(starving.conflicts, "conflict")
-        yield "starving", f"{met} in {duration(starving.unmet)}; no run completed"
+        yield "same name", _join(f"this is {why.key}", *why.same_name)
+    if why.starving:
+        met = words.plural(why.starving.conflicts, "conflict")
+        yield "starving", f"{met} in {duration(why.starving.unmet)}; no run completed"
     if holder:
         yield "held", _state(holder)
         if holder.state in ("held", "dead"):
@@ -184,38 +215,69 @@ def facts(why: Why) -> Iterator[tuple[str, str]]:
             yield "held", f"{lock.name}: {lock.condition}, {_state(lock)}"
         if len(why.held) > SHOWN:
             yield "held", f"and {len(why.held) - SHOWN} more"
-    if why.usual is not None:
-        slow = "; this hold is slow" * any(lock.slow for lock in why.held if why.key)
-        median, longest = words.hold_time(why.usual.median), words.hold_time(why.usual.longest)
-        yield "usual", f"{median}, longest {longest}{slow}"
-    yield "others", f"also held: {words.few(why.others)}" if why.others else ""
-    if not why.no_history:
-        yield "conflicts", _conflicts(why)
-    if last := why.completed:
-        raised = " with an error" if last.result == "raised" else ""
-        yield "completed", f"{_ago(last)}{raised}, after {words.lasted(last)}, by {last.holder()}"
-    elif not why.no_history:
-        yield "completed", "none is recorded"
-    for row in () if why.held else why.troubles:
-        trouble = f"{' and '.join(row.troubles)} {_ago(row)}"
-        yield "trouble", _joined(trouble, str(row.holder()), words.witness(row), row.reason)
+    yield from _past(why)
     if holder:
         if holder.state == "held":
-            yield "continue", f"kill -CONT {holder.pid}" if holder.stopped else ""
-            yield "stop", words.stop_command(holder.task_id) if holder.task_id else ""
-            kill = "kill -9 {}    # if it ignores SIGTERM" if holder.task_id else "kill {}"
-            yield "stop", kill.format(holder.pid) if holder.alive else ""
+            if holder.stopped:
+                yield "continue", f"kill -CONT {holder.pid}"
+            kill = f"kill {holder.pid}"
+            if holder.task_id:
+                yield "stop", words.stop_command(holder.task_id)
+                kill = f"kill -9 {holder.pid}    # if it ignores SIGTERM"
+            if holder.alive:
+                yield "stop", kill
         yield "free", _clear(holder)
         for lock in why.held[1:]:
             yield "slot", f"{lock.condition}, {_state(lock)}"
             yield "free", _clear(lock)
     for lock in why.queued:
-        stopped = "" if lock.conflicts is None else f"; {words.plural(lock.conflicts, 'duplicate')}"
-        yield "queued", f"{_state(lock)}{stopped}"
+        text = _state(lock)
+        if lock.conflicts is not None:
+            text += f"; {words.plural(lock.conflicts, 'duplicate')}"
+        yield "queued", text
         yield "forget", _clear(lock)
     for lock in why.expired:
         yield "expired", _state(lock)
     yield "history", why.no_history
+
+
+def _run(run: TaskLockEvent) -> str:
+    """Say what became of the run, or the call, whose id was asked for."""
+    when = run.end
+    reason = ""
+    if run.is_counted:
+        when = run.at
+        reason = words.reason(run)
+    by = ""
+    blocker = run.blocked_by_task_id or run.blocked_by
+    if blocker:
+        by = f"blocked by {blocker}"
+    return _join(f"{run.holder()}: {words.word(run)} {duration(ago(when))} ago", reason, by)
+
+
+def _past(why: Why) -> Iterator[tuple[str, str]]:
+    """Yield what the history knows."""
+    if why.usual is not None:
+        text = f"{words.hold_time(why.usual.median)}, longest {words.hold_time(why.usual.longest)}"
+        if why.key and any(lock.slow for lock in why.held):
+            text += "; this hold is slow"
+        yield "usual", text
+    if why.others:
+        yield "others", f"also held: {words.few(why.others)}"
+    if not why.no_history:
+        yield "conflicts", _conflicts(why)
+    last = why.completed
+    if last:
+        when = _ago(last)
+        if last.result == "raised":
+            when += " with an error"
+        yield "completed", f"{when}, after {words.lasted(last)}, by {last.holder()}"
+    elif not why.no_history:
+        yield "completed", "none is recorded"
+    if not why.held:
+        for row in why.troubles:
+            trouble = f"{' and '.join(row.troubles)} {_ago(row)}"
+            yield "trouble", _join(trouble, str(row.holder()), words.witness(row), row.reason)
 
 
 STATES = {
@@ -237,48 +299,70 @@ def _state(lock: HeldLock) -> str:
     if lock.death:
         process = f"dead: {lock.death}; the next call on this host takes the lock over"
     elif lock.alive:
-        process = f"{'stopped' if lock.stopped else 'alive'} on this host"
-    since = f"for {ago} " if lock.since else ""
-    return f"{since}by {lock} ({process})"
+        process = "alive on this host"
+        if lock.stopped:
+            process = "stopped on this host"
+    text = f"by {lock} ({process})"
+    if lock.since:
+        return f"for {ago} {text}"
+    return text
 
 
 def _lease(lock: HeldLock) -> str:
     if lock.remaining is None:
         return duration(lock.timeout)
     age = max(0.0, lock.timeout - lock.remaining)
-    renewed = f"renewed {duration(age)} ago, " if lock.held_for - age > 1 else ""
-    unless = " unless renewed" * (lock.state == "held")
-    return f"{duration(lock.timeout)}, {renewed}ends in {duration(lock.remaining)}{unless}"
+    text = duration(lock.timeout)
+    if lock.held_for - age > 1:
+        text += f", renewed {duration(age)} ago"
+    text += f", ends in {duration(lock.remaining)}"
+    if lock.state == "held":
+        text += " unless renewed"
+    return text
 
 
 def _conflicts(why: Why) -> str:
-    last = f"; the last {_ago(why.conflict)}" if why.conflict else ""
+    last = ""
+    if why.conflict:
+        last = f"; the last {_ago(why.conflict)}"
     if why.held and why.key:
         count = sum(lock.conflicts or 0 for lock in why.held)
+        if not count:
+            return "none during this hold"
         waiting = sum(lock.waiting or 0 for lock in why.held)
-        postponed = f", {waiting} waiting" if waiting else ""
-        return f"{count or 'none'} during this hold{postponed}{last if count else ''}"
-    conflicts = sorted(why.conflicts.items())
-    # "1 duplicate": no other of these words ends with "s".
-    counts = _joined(*(f"{n} {word.removesuffix('s' * (n == 1))}" for word, n in conflicts))
-    blocker = why.conflict and why.conflict.blocked_by_task_id
-    by = f", blocked by task {blocker}" if blocker else ""
-    return f"{counts or 'none'} in the last {duration(why.within)}{last}{by}"
+        text = f"{count} during this hold"
+        if waiting:
+            text += f", {waiting} waiting"
+        return text + last
+    counts = []
+    for word, count in sorted(why.conflicts.items()):
+        if count == 1:
+            word = word.removesuffix("s")  # of "duplicates": no other word ends with "s"
+        counts.append(f"{count} {word}")
+    text = "none"
+    if counts:
+        text = ", ".join(counts)
+    text += f" in the last {duration(why.within)}{last}"
+    if why.conflict and why.conflict.blocked_by_task_id:
+        text += f", blocked by task {why.conflict.blocked_by_task_id}"
+    return text
 
 
 def _clear(lock: HeldLock) -> str:
     """Return the command that frees a lock, or forgets a queued call, and no other one."""
     # Where the cache cannot list its entries, a queued call is found by its name or key alone. An
     # entry that something else wrote has no token.
-    which = shlex.quote(lock.token)
-    if lock.queued or not lock.token:
-        which = f"{'--queued ' * lock.queued}{shlex.quote(lock.key)}"
-    return f"manage.py locks clear {which}"
+    command = "manage.py locks clear"
+    if lock.queued:
+        command += " --queued"
+    elif lock.token:
+        return f"{command} {shlex.quote(lock.token)}"
+    return f"{command} {shlex.quote(lock.key)}"
 
 
 def _ago(row: TaskLockEvent) -> str:
     return f"{duration(ago(row.end))} ago"
 
 
-def _joined(*texts: str) -> str:
+def _join(*texts: str) -> str:
     return ", ".join(filter(None, texts))

@@ -31,7 +31,6 @@ from django_singletask.stores.base import (
     CannotList,
     Entry,
     NotMarked,
-    Store,
     is_key,
 )
 from django_singletask.stores.database import CURES, trouble
@@ -76,8 +75,11 @@ class HeldLock(Holder):
     usual: UsualHold | None = None
 
     def __post_init__(self) -> None:
-        self.name = self.name or clean(self.key, 255)
-        self.held_for = max(0.0, time.time() - self.since) if self.since else 0.0
+        if not self.name:
+            self.name = clean(self.key, 255)
+        self.held_for = 0.0
+        if self.since:
+            self.held_for = max(0.0, time.time() - self.since)
 
     @property
     def lock_key(self) -> str:
@@ -96,8 +98,9 @@ class HeldLock(Holder):
     @property
     def left(self) -> float:
         """Seconds until an entry ends that nobody renews, by clocks if the store cannot tell."""
-        left = self.timeout - self.held_for if self.remaining is None else self.remaining
-        return max(0.0, left)
+        if self.remaining is None:
+            return max(0.0, self.timeout - self.held_for)
+        return max(0.0, self.remaining)
 
     @property
     def word(self) -> str:
@@ -117,7 +120,9 @@ class HeldLock(Holder):
     @property
     def share(self) -> str:
         """How many of its slots are held, as ``2 of 3``; empty if it has only one."""
-        return _("{} of {}").format(self.slots_held, self.slots) if self.slots > 1 else ""
+        if self.slots <= 1:
+            return ""
+        return _("{} of {}").format(self.slots_held, self.slots)
 
     @property
     def slow(self) -> bool:
@@ -126,9 +131,10 @@ class HeldLock(Holder):
         Of runs that are all alike, the next is longer than the five before it in one case of six:
         so the limit is twice the longest. A second instead of a hundredth is nothing to look at.
         """
-        if (usual := self.usual) and usual.runs >= ENOUGH:
-            return self.held_for > max(2 * usual.longest, usual.median + CLEARLY)
-        return False
+        usual = self.usual
+        if usual is None or usual.runs < ENOUGH:
+            return False
+        return self.held_for > max(2 * usual.longest, usual.median + CLEARLY)
 
 
 SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, UnknownName)
@@ -154,26 +160,28 @@ USUAL = 30
 """Locks whose usual hold is looked up."""
 
 
-def among(locks: Sequence[HeldLock], selector: Selector) -> list[HeldLock]:
+def match(locks: Sequence[HeldLock], selector: Selector) -> list[HeldLock]:
     """Return the locks, or slots of them, that are meant: those of the first way that finds any.
 
     These are: a name or key; an id; a task, call or pattern; a host. An entry of unknown origin has
     an empty token and host, so an empty text means no lock; nor does one in which all is cut out.
     """
-    if not selector.text.strip("…"):
+    text = selector.text
+    if not text.strip("…"):
         return []
-    text, keys = selector.text, {selector.text, *selector.locks}
-    found = [[lock for lock in locks if {lock.key, lock.lock_key, lock.name} & keys]]
-    if not selector.is_exact:
-        found += [
-            [lock for lock in locks if text in (lock.token, lock.task_id)],
-            [lock for lock in locks if selector.covers(lock.name, lock.task)],
-            [lock for lock in locks if text == lock.host],
-        ]
-    return next(filter(None, found), [])
+    keys = {text, *selector.locks}
+    found = [lock for lock in locks if {lock.key, lock.lock_key, lock.name} & keys]
+    if found or selector.is_exact:
+        return found
+    found = [lock for lock in locks if text in (lock.token, lock.task_id)]
+    if not found:
+        found = [lock for lock in locks if selector.covers(lock.name, lock.task)]
+    if not found:
+        found = [lock for lock in locks if text == lock.host]
+    return found
 
 
-def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
+def list_held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     """List the locks that are held, dead, queued or expired, the longest held first.
 
     They match one of ``selectors``, if there are any. A store that cannot list its entries is asked
@@ -209,20 +217,21 @@ def held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     # A call that is unique until it has finished has its lock as well while it runs.
     locks = [lock for lock in locks if not (lock.queued and lock.pid)]
     if selectors:
-        locks = [*{id(lock): lock for each in selectors for lock in among(locks, each)}.values()]
+        meant = {id(lock) for each in selectors for lock in match(locks, each)}
+        locks = [lock for lock in locks if id(lock) in meant]
     return sorted(locks, key=lambda lock: (-lock.held_for, lock.name))
 
 
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
     """Raise :class:`UnknownName` if a selector means no lock and nothing else that is known."""
     for selector in selectors:
-        if among(locks, selector) or selector.is_known():
+        if match(locks, selector) or selector.is_known():
             continue
-        there = list[HeldLock]()
+        all_locks = list[HeldLock]()
         with suppress(CannotList, LockUnavailable):
-            there = held()
-        if not among(there, selector):
-            raise unknown(selector.text, [lock.name for lock in there])
+            all_locks = list_held()
+        if not match(all_locks, selector):
+            raise unknown(selector.text, [lock.name for lock in all_locks])
 
 
 def with_history(locks: list[HeldLock]) -> list[HeldLock]:
@@ -233,20 +242,23 @@ def with_history(locks: list[HeldLock]) -> list[HeldLock]:
     """
     if conf.history == "off":
         return locks
-    met, waiting = Counter[str](), Counter[str]()
+    met = Counter[str]()
+    waiting = Counter[str]()
     try:
         with reading():
             tokens = [lock.token for lock in locks]
             counts = TaskLockEvent.objects.values_list("blocked_by", "result", "count")
             for token, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
                 met[token] += count
-                waiting[token] += count * (result == "waiting")
+                if result == "waiting":
+                    waiting[token] += count
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     holds: dict[str, UsualHold | None] = {}
     for lock in locks:
-        lock.conflicts, lock.waiting = met[lock.token], waiting[lock.token]
+        lock.conflicts = met[lock.token]
+        lock.waiting = waiting[lock.token]
         if lock.state == "held":
             owner = lock.task or lock.name
             if owner not in holds and len(holds) < USUAL:
@@ -314,11 +326,10 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
 
     Keys of anything but locks are left out.
     """
-    store, locks = get_store(conf.cache), []
-    found = store.entries() if keys is None else _read_slots(store, keys).items()
+    locks = []
 
     @cache  # Many locks share a process: it is kept once, and judged once.
-    def judged(*facts: Any) -> dict[str, Any]:
+    def facts_of(*facts: Any) -> dict[str, Any]:
         process = Process(*facts)
         return {
             **vars(process),
@@ -327,28 +338,35 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
             "stopped": is_stopped(process),
         }
 
-    for key, entry in found:
+    for key, entry in _entries(keys):
         holder = Holder.decode(entry.value)
-        facts = {**vars(holder), **judged(*PROCESS(holder))}
-        state = "dead" if facts["death"] else "held"
+        facts = {**vars(holder), **facts_of(*PROCESS(holder))}
+        lock = HeldLock(**facts, key=key, state="held", remaining=entry.remaining)
         if key.startswith(QUEUED):
-            state = "blocking" if holder.kept else "queued"
+            lock.state = "queued"
+            if holder.kept:
+                lock.state = "blocking"
         elif holder.kept:
-            state = "kept"
+            lock.state = "kept"
         elif holder.token and not holder.pid:
-            state = "handed_over"
-        locks.append(HeldLock(**facts, key=key, state=state, remaining=entry.remaining))
+            lock.state = "handed_over"
+        elif lock.death:
+            lock.state = "dead"
+        locks.append(lock)
     holders = Counter(map(attrgetter("lock_key"), locks))
     for lock in locks:
         lock.slots_held = holders[lock.lock_key]
     return locks
 
 
-def _read_slots(store: Store, keys: Iterable[str]) -> dict[str, Entry]:
-    """Return the entries under the keys of locks, and of as many slots as their holders count.
+def _entries(keys: Iterable[str] | None) -> Iterable[tuple[str, Entry]]:
+    """Return all entries; or those under some keys, and of as many slots as their holders count.
 
     No request reads more than ``BATCH`` keys: Redis does nothing else meanwhile.
     """
+    store = get_store(conf.cache)
+    if keys is None:
+        return store.entries()
     entries = dict[str, Entry]()
     wanted = dict.fromkeys(filter(is_key, keys))
     start = 0
@@ -360,4 +378,4 @@ def _read_slots(store: Store, keys: Iterable[str]) -> dict[str, Entry]:
         locks = {(lock_of_slot(key), Holder.decode(found[key].value).slots) for key in found}
         for key, count in locks:
             wanted |= dict.fromkeys(LockKey("", key).slots(min(count, MAX_SLOTS)))
-    return entries
+    return entries.items()

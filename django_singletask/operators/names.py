@@ -65,7 +65,9 @@ def find(
     with reading(even_if_off=True):
         history = TaskLockEvent.objects.all()
         if since or until:
-            history = history.since(since or django_now() - timedelta(seconds=LONGEST), until)
+            if since is None:
+                since = django_now() - timedelta(seconds=LONGEST)
+            history = history.since(since, until)
         parts = [_find(history, what, limit, **condition) for condition in conditions]
     rows = {row for part, _complete in parts for row in part}
     newest = sorted(rows, key=attrgetter("pk"), reverse=True)[:limit]
@@ -75,13 +77,17 @@ def find(
 
 
 def _find(
-    history: Any, what: str, limit: int, task: str = "", like: str = "*", **facts: Any
+    rows: Any, what: str, limit: int, task: str = "", like: str = "*", **facts: Any
 ) -> tuple[list[Any], bool]:
-    rows = (history.of_task(task) if task else history).filter(**facts)
-    if start := re.split("[*…]", like)[0]:
-        named = TaskLockEvent.objects.order_by().named_like(start).values_list("pk", flat=True)
-        ids = list(named[: FREQUENT + 1])
-        rows = rows.filter(pk__in=ids) if len(ids) <= FREQUENT else rows
+    if task:
+        rows = rows.of_task(task)
+    rows = rows.filter(**facts)
+    start = re.split("[*…]", like)[0]
+    if start:
+        rows_of_names = TaskLockEvent.objects.order_by().named_like(start)
+        ids = list(rows_of_names.values_list("pk", flat=True)[: FREQUENT + 1])
+        if len(ids) <= FREQUENT:
+            rows = rows.filter(pk__in=ids)
     rows, complete = of_what(rows, what)
     if like == "*":
         return list(rows[:limit]), complete
@@ -99,20 +105,26 @@ def of_what(rows: Any, what: str) -> tuple[Any, bool]:
     No index serves the result of a run or call, so only the newest rows are looked at for it.
     """
     if what in Result.values:
-        rows = rows.of_state("conflict") if what in OF_CALLS else rows
+        if what in OF_CALLS:
+            rows = rows.of_state("conflict")
         rows, all_seen = rows.newest_of_them(SCANNED)
         return rows.filter(result=what, outcome__in=("", "released")), all_seen
     if what in COUNTED:
         return rows.of_state(what), True
     if what in {"held", "dead", "expired"}:  # an open hold can be any of these
-        judge(open_rows := list(rows.open()[:OPEN]))
-        closed, complete = rows.of_trouble(what), len(open_rows) < OPEN
-        if pks := [row.pk for row in open_rows if row.state == what]:
+        open_rows = list(rows.open()[:OPEN])
+        judge(open_rows)
+        pks = [row.pk for row in open_rows if row.state == what]
+        closed = rows.of_trouble(what)
+        complete = len(open_rows) < OPEN
+        if pks:
             closed, all_seen = closed.newest_of_them(SCANNED)
             pks += closed.values_list("pk", flat=True)
             return rows.filter(pk__in=pks), complete and all_seen
         return closed, complete
-    return (rows.of_trouble(what) if what else rows), True
+    if what:
+        rows = rows.of_trouble(what)
+    return rows, True
 
 
 def judge(rows: Iterable[TaskLockEvent]) -> None:
@@ -125,10 +137,18 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
     except Exception as error:  # each cache client has errors of its own
         logger.warning("The states of open holds are not known: %s", error)
         return
-    holders = [Holder.decode(entry.value) for entry in entries.values()]
-    states = {each.token: "dead" if proof_of_death(each) else "held" for each in holders}
+    states = {}
+    for entry in entries.values():
+        holder = Holder.decode(entry.value)
+        states[holder.token] = "held"
+        if proof_of_death(holder):
+            states[holder.token] = "dead"
     for row in rows:
-        row.state = states.get(row.token, "expired" if is_over(row) else "held")
+        row.state = "held"
+        if row.token in states:
+            row.state = states[row.token]
+        elif is_over(row):
+            row.state = "expired"
 
 
 RECORDED = 100
@@ -145,10 +165,13 @@ class UnknownName(Exception):
     """Nothing is known by the name that was typed, or more than one thing: the matches."""
 
     def __init__(self, name: str, matches: Sequence[str], *, several: bool = False) -> None:
-        names = ", or ".join(f'"{clean(match)}"' for match in matches)
         hint = f"'manage.py locks' lists what is held, 'locks --help' the actions. {NOT_RECORDED}"
-        hint = f"Did you mean {names}?" if names else hint
-        problem = "More than one is meant by" if several else "No lock or task is known as"
+        if matches:
+            names = ", or ".join(f'"{clean(match)}"' for match in matches)
+            hint = f"Did you mean {names}?"
+        problem = "No lock or task is known as"
+        if several:
+            problem = "More than one is meant by"
         super().__init__(f"{problem} '{clean(name, 255)}'. {hint}")
 
 
@@ -222,16 +245,21 @@ def select(text: str) -> Selector:
                 lock = LockKey(text, lock_of_slot(key))
                 locks |= {lock.key: text, lock.beside(QUEUED, task).key: text}
             return Selector(text, locks, is_exact=True)
-    return Selector(text, locks, [] if "(" in text else tasks_of(text))
+    tasks: list[str] = []
+    if "(" not in text:
+        tasks = tasks_of(text)
+    return Selector(text, locks, tasks)
 
 
 def tasks_of(text: str) -> list[str]:
     """Return the tasks whose name is, or else ends with, a text: of the project, or the history."""
     for list_tasks in (task_names, recorded_tasks):
         tasks = list_tasks()
-        ends = [text] if text in tasks else [each for each in tasks if each.endswith(f".{text}")]
-        if ends:
-            return sorted(ends)
+        if text in tasks:
+            return [text]
+        tasks = [task for task in tasks if task.endswith(f".{text}")]
+        if tasks:
+            return sorted(tasks)
     return []
 
 
@@ -285,7 +313,10 @@ def locks_of(name: str) -> dict[str, str]:
         if isinstance(call, ast.Call) and not call.args:
             shown = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
             end = ast.unparse(call.func)
-            for task in tasks_of(end) or [end]:
+            tasks = tasks_of(end)
+            if not tasks:
+                tasks = [end]
+            for task in tasks:
                 lock = call_key(task, AS_SHOWN, (), shown)
                 locks |= {lock.key: lock.name, lock.beside(QUEUED, task).key: lock.name}
     with suppress(ValueError):

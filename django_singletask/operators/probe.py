@@ -62,12 +62,14 @@ def probe(alias: str) -> SimpleNamespace:
             pass
 
     spans = timeit.repeat(acquire_and_release, repeat=TURNS, number=1)
-    median, slowest = statistics.median(spans), statistics.quantiles(spans, n=100)[98]
+    median = statistics.median(spans)
+    slowest = statistics.quantiles(spans, n=100)[98]
     times = f"{median * 1000:.2f} ms (median), {slowest * 1000:.2f} ms (99%)"
     findings += [Finding("ok", f"a lock is acquired and released in {times}"), *look_at(store)]
+    backend = type(store.cache)
     return SimpleNamespace(
         cache=alias,
-        backend=f"{type(store.cache).__module__}.{type(store.cache).__qualname__}",
+        backend=f"{backend.__module__}.{backend.__qualname__}",
         server=store.place,
         findings=findings,
         median=median,
@@ -109,8 +111,10 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
             "another process does not see the lock that this process holds: the processes do not "
             "share the cache, or use different keys (KEY_PREFIX, KEY_FUNCTION)",
         )
-    last_line = done.stderr.strip().rpartition("\n")[2]
-    raise RuntimeError(f"The other process failed: {last_line or f'exit {done.returncode}'}")
+    why = done.stderr.strip().rpartition("\n")[2]
+    if not why:
+        why = f"exit {done.returncode}"
+    raise RuntimeError(f"The other process failed: {why}")
 
 
 def look_at(store: Store) -> Iterator[Finding]:
@@ -125,7 +129,8 @@ def _answers(store: Any) -> Iterator[tuple[str, str]]:
     if store.family == "memcached":
         yield "note", "a restart loses all locks, and memcached cannot list locks"
         yield "note", "memcached evicts locks too when its memory is full: use a dedicated server"
-        if (servers := len(store.cache.client_servers)) > 1:
+        servers = len(store.cache.client_servers)
+        if servers > 1:
             text = "if one fails, its locks are lost; all processes need the same list of servers"
             yield "warning", f"{servers} servers: {text}"
     if store.family == "database":
@@ -137,20 +142,23 @@ def _answers(store: Any) -> Iterator[tuple[str, str]]:
     if store.family == "redis":
         for server, client in store.clients().items():
             for level, text in _of_redis(client):
-                yield level, f"{server}: {text}" if server else text
+                if server:
+                    text = f"{server}: {text}"
+                yield level, text
 
 
 def _of_redis(client: Any) -> Iterator[tuple[str, str]]:
     info = client.info()
     yield "note", f"{info.get('server_name', 'redis')} {info.get('redis_version')}"
-    policy, evicted = info.get("maxmemory_policy"), info.get("evicted_keys", 0)
+    policy = info.get("maxmemory_policy")
     if policy == "noeviction":
         yield "ok", "the server evicts nothing: maxmemory-policy is noeviction"
     elif not info.get("maxmemory"):
         text = f"with a limit it would evict locks too (maxmemory-policy is {policy})"
         yield "note", f"the server evicts nothing, as maxmemory is not set; {text}"
     else:
-        text = f"evicts locks too when the memory is full ({plural(evicted, 'key')} so far)"
+        evicted = plural(info.get("evicted_keys", 0), "key")
+        text = f"evicts locks too when the memory is full ({evicted} so far)"
         cure = "set noeviction, and use a dedicated server for locks"
         yield "warning", f"maxmemory-policy {policy} {text}: {cure}"
     if info.get("role") != "master":

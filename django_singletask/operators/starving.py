@@ -81,29 +81,31 @@ def starvation(
     ``newest`` are its rows, the newest first.
     """
     ended_at = next((row.ended_at for row in newest if row.is_completed), None)
+    tokens = {row.token for row in newest if row.is_completed}
+    # A message that met its own first run is no other call; a call that was stopped although the
+    # one before it has begun (unique_until="expiry") is not meant to run.
+    met = [row for row in newest if row.is_counted and row.reason not in {"redelivery", "kept"}]
     # A call that met a completed run came before the end of that run, whatever the clock of the
     # caller's host says.
-    tokens = {row.token for row in newest if row.is_completed}
-    met = [
-        row
-        for row in newest
-        if row.is_counted
-        # A message that met its own first run is no other call; a call that was stopped although
-        # the one before it has begun (unique_until="expiry") is not meant to run.
-        and row.reason not in {"redelivery", "kept"}
-        and row.blocked_by not in tokens
-        and (ended_at is None or row.end > ended_at)
-    ]
+    met = [row for row in met if row.blocked_by not in tokens]
+    if ended_at:
+        met = [row for row in met if row.end > ended_at]
     if not met:
         return None
     began_at = min(row.at for row in met)
-    first, last = ago(max(began_at, ended_at or began_at)), ago(max(row.end for row in met))
+    since_completed = None
+    if ended_at:
+        began_at = max(began_at, ended_at)
+        since_completed = ago(ended_at)
+    unmet = ago(began_at)
+    last = ago(max(row.end for row in met))
+    lasted = unmet - last
     count = sum(row.count for row in met)
-    lasted = first - last
-    if lasted < longer_than or last > max(longer_than, 2 * lasted / max(1, count - 1)):
+    between_two = lasted / max(1, count - 1)
+    if lasted < longer_than or last > max(longer_than, 2 * between_two):
         return None
     task = next((row.task for row in met if row.task), "")
-    return Starving(name, task, count, ago(ended_at) if ended_at else None, first, last)
+    return Starving(name, task, count, since_completed, unmet, last)
 
 
 def _since_completed(name: str) -> list[TaskLockEvent]:

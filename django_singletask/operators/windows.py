@@ -14,7 +14,8 @@ from django.utils.translation import gettext_lazy
 
 from django_singletask.operators import words
 
-HOUR, DAY = timedelta(hours=1), timedelta(days=1)
+HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
 SPANS = {
     "15m": gettext_lazy("15 minutes"),
     "1h": gettext_lazy("1 hour"),
@@ -41,13 +42,16 @@ class Window:
 
     def query(self, **others: Any) -> str:
         """Return an address's parameters: ``others``, and those that name this window."""
-        ends = {"from": self.start.isoformat(), "to": self.end.isoformat()}
-        return urlencode(others | ({"range": self.span} if self.span else ends))
+        if self.span:
+            return urlencode({**others, "range": self.span})
+        return urlencode({**others, "from": self.start.isoformat(), "to": self.end.isoformat()})
 
     @property
     def until(self) -> datetime | None:
         """The end for a query; None if it is now: the clock of another host may be ahead."""
-        return None if self.span else self.end
+        if self.span:
+            return None
+        return self.end
 
     def clock_time(self, at: datetime) -> str:
         """Write a time within it, with the date where that is needed."""
@@ -70,10 +74,17 @@ class Window:
         """Return the places and the texts of the round times."""
         start, step = self.rounded(LABELS)
         at = words.to_local(start)
-        text = "D j" if step >= DAY else "H:i:s" if step < STEPS[3] else "H:i"
-        while (at := at + step) <= self.end:
+        form = "H:i"
+        if step >= DAY:
+            form = "D j"
+        elif step < STEPS[3]:
+            form = "H:i:s"
+        at += step
+        while at <= self.end:
             # Converted, since the clock change may leave the hour out.
-            yield f"{self.percent(at):.2f}%", date_format(words.to_local(words.to_utc(at)), text)
+            text = date_format(words.to_local(words.to_utc(at)), form)
+            yield f"{self.percent(at):.2f}%", text
+            at += step
 
 
 def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, str]:
@@ -84,11 +95,16 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
     texts = [query.get(name, "").strip() for name in ("from", "to")]
     if not any(texts):
         span = query.get("range", "")
-        return Window.past(span, now) if span in SPANS else None, ""
+        if span in SPANS:
+            return Window.past(span, now), ""
+        return None, ""
+    first, last = texts
     try:
-        first, last = (words.to_moment(text) if text else None for text in texts)
-        end = min(last or now, now)
-        start = max(first or end - HOUR, now - STEPS[-1])
+        end = now
+        if last:
+            end = min(words.to_moment(last), now)
+        start = words.to_moment(first) if first else end - HOUR
+        start = max(start, now - STEPS[-1])
     except (ValueError, OverflowError):
         text = _("{} is not a time: write it as {}.")
         typed = repr(" … ".join(filter(None, texts)))

@@ -56,9 +56,10 @@ def parse_duration(text: str) -> float:
 
     Raises the error of ``argparse``, which shows its message, for anything else.
     """
-    match = GRAMMAR.fullmatch(text)
-    numbers = zip(match.groups("0") if match else (), UNITS.values(), strict=False)
-    seconds = float(sum(int(number) * unit for number, unit in numbers))
+    seconds = 0.0
+    if match := GRAMMAR.fullmatch(text):
+        for number, unit in zip(match.groups("0"), UNITS.values(), strict=True):
+            seconds += int(number) * unit
     if not 0 < seconds <= LONGEST:
         message = f"{text!r} is not a duration: write it as 90s, 15m, 2h or 7d, up to 36500d."
         raise argparse.ArgumentTypeError(message)
@@ -76,13 +77,17 @@ def duration(seconds: float | None) -> str:
         if seconds >= size:
             number, left = divmod(int(seconds), size)
             left //= smaller
-            return f"{number}{unit} {left:02d}{part}" if left else f"{number}{unit}"
+            if left:
+                return f"{number}{unit} {left:02d}{part}"
+            return f"{number}{unit}"
     return f"{int(seconds)}s"
 
 
 def hold_time(seconds: float | None) -> str:
     """Write how long a lock was held, to the hundredth of a second if that was short."""
-    return duration(seconds) if seconds is None or seconds >= 10 else f"{seconds:.2f}s"
+    if seconds is None or seconds >= 10:
+        return duration(seconds)
+    return f"{seconds:.2f}s"
 
 
 def lasted(row: TaskLockEvent, now: datetime | None = None) -> str:
@@ -101,7 +106,12 @@ def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False)
     """
     if not isinstance(at, datetime):
         at = datetime.fromtimestamp(at, tz=UTC)
-    return date_format(to_local(at), f"{'Y-m-d ' * dated}H:i:s{' T' * zone}")
+    form = "H:i:s"
+    if dated:
+        form = f"Y-m-d {form}"
+    if zone:
+        form += " T"
+    return date_format(to_local(at), form)
 
 
 def to_moment(text: str) -> datetime:
@@ -109,22 +119,32 @@ def to_moment(text: str) -> datetime:
     at = parse_datetime(text)
     if at is None:
         raise ValueError(text)
-    if not settings.USE_TZ:
-        return at if is_naive(at) else make_naive(at)
-    return to_utc(make_aware(at) if is_naive(at) else at)
+    if settings.USE_TZ:
+        if is_naive(at):
+            at = make_aware(at)
+        return to_utc(at)
+    if is_naive(at):
+        return at
+    return make_naive(at)
 
 
 def to_local(at: datetime) -> datetime:
-    return at if is_naive(at) else localtime(at)
+    if is_naive(at):
+        return at
+    return localtime(at)
 
 
 def to_utc(at: datetime) -> datetime:
-    return at if is_naive(at) else at.astimezone(UTC)
+    if is_naive(at):
+        return at
+    return at.astimezone(UTC)
 
 
 def process(host: str, pid: int) -> str:
     """Name a process, as in ``web-1:8121``; empty if it is not known, or there is none."""
-    return f"{host}:{pid}" if host and pid else ""
+    if host and pid:
+        return f"{host}:{pid}"
+    return ""
 
 
 def place(run: Holder | TaskLockEvent, unknown: str = "-") -> str:
@@ -144,21 +164,25 @@ def stop_command(task_id: str, *, queued: bool = False) -> str:
     """Return the shell command that stops a running task, or discards a queued call."""
     app = app_or_default()
     # Any module of the application will do; the shortest name is that of the package.
-    modules = [
-        name
-        for name, module in sys.modules.copy().items()
-        if any(getattr(module, "__dict__", {}).get(each) is app for each in CELERY_APPS)
-    ]
-    package = min({*modules} - {"__main__"}, key=len, default="<app>")
-    what = ["revoke"] if queued else ["terminate", "SIGTERM"]
-    return f"celery -A {package} control {shlex.join([*what, task_id])}"
+    modules = []
+    for name, module in sys.modules.copy().items():
+        names = getattr(module, "__dict__", {})
+        if name != "__main__" and any(names.get(each) is app for each in CELERY_APPS):
+            modules.append(name)
+    package = min(modules, key=len, default="<app>")
+    stop = "terminate SIGTERM"
+    if queued:
+        stop = "revoke"
+    return f"celery -A {package} control {stop} {shlex.quote(task_id)}"
 
 
 def status(event: TaskLockEvent) -> str:
     """Return how a hold ended, or what else happened, as a code of ``WORDS``."""
     if event.is_counted:
         return event.kind
-    return (event.outcome == "released" and event.result) or event.outcome or event.state
+    if event.outcome == "released" and event.result:
+        return event.result
+    return event.outcome or event.state
 
 
 def word(event: TaskLockEvent) -> str:
@@ -172,24 +196,31 @@ def reason(event: TaskLockEvent) -> str:
     if event.kind != "conflict":
         return event.reason
     result = event.get_result_display()
-    # The result of these policies says as much as the policy.
-    return result if event.reason in ("skip", "raise") else f"{result}: {event.reason}"
+    if event.reason in ("skip", "raise"):
+        return result  # it says as much as these policies
+    return f"{result}: {event.reason}"
 
 
 def witness(event: TaskLockEvent) -> str:
     """Say who cleared a lock, or who noticed how a hold ended; empty if the holder itself did."""
     if not event.actor:
         return ""
-    text = _("by {}") if event.outcome == "cleared" else _("noticed by {}")
+    text = _("noticed by {}")
+    if event.outcome == "cleared":
+        text = _("by {}")
     return str(text).format(event.actor)
 
 
 def few(names: Sequence[str]) -> str:
     """Write the first five names, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(clean, names[:5])) + more
+    text = ", ".join(map(clean, names[:5]))
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text
 
 
 def plural(count: int, noun: str) -> str:
     """Write a count with its noun: ``1 lock``, ``2 locks``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {noun}s"

@@ -28,5 +28,8 @@ def long_id(text: str | None) -> SafeString:
 @register.filter
 def task_id(text: str | None) -> SafeString:
     """Show the beginning of a task's id, with a link to its page (``SINGLETASK_TASK_URL``)."""
-    shown, page = long_id(text), task_page(text)
-    return format_html('<a href="{}" rel="noopener">{}</a>', page, shown) if page else shown
+    shown = long_id(text)
+    page = task_page(text)
+    if not page:
+        return shown
+    return format_html('<a href="{}" rel="noopener">{}</a>', page, shown)

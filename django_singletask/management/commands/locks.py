@@ -8,10 +8,9 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -32,7 +31,7 @@ from django_singletask.operators.held import SAID, cannot_ask
 from django_singletask.operators.names import SCANNED, find, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.words import STATES, WORDS, duration, few, parse_duration, plural
+from django_singletask.operators.words import WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
 from django_singletask.stores.base import PREFIX
 from django_singletask.stores.locmem import LocMemStore
@@ -51,11 +50,16 @@ LOCKS = (
     "a lock (its name or key), a call such as 'import_feed(feed_id=7)', a task (its name, or the "
     "last part of it), a task id, a token or a host (not of history); * stands for any text"
 )
+IN_USE = HOLDING - {"kept"}
+"""States in which a lock can be held for too long."""
+FREE = ("lock", "free", "Freed")
+FORGET = ("queued call", "forget", "Forgot")
+"""What is cleared, and the words for that."""
 UNKNOWN = 3
 """Exit code if nothing can be said; Django itself uses 1, for broken settings."""
 
 
-def named(text: str) -> str:
+def check_name(text: str) -> str:
     """Refuse an empty text, as from an unset variable of the shell, and broken Unicode."""
     if not text or text != text.encode(errors="replace").decode():
         raise argparse.ArgumentTypeError(f"'{clean(text)}' is not a name.")
@@ -79,8 +83,11 @@ def count(text: str) -> int:
 
 
 def usage_exit(status: int = 0, message: str | None = None) -> NoReturn:
-    sys.stderr.write(message or "")
-    sys.exit(UNKNOWN if status else 0)
+    if message:
+        sys.stderr.write(message)
+    if status:
+        sys.exit(UNKNOWN)
+    sys.exit(0)
 
 
 class Alarm(CommandError):
@@ -111,14 +118,15 @@ class Command(BaseCommand):
         # Options may stand between the words, and a wrong one is no alarm.
         parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
         parser.exit = usage_exit  # type: ignore[method-assign]
-        parser.add_argument("names", nargs="*", type=named, metavar="LOCK", help=LOCKS)
+        parser.add_argument("names", nargs="*", type=check_name, metavar="LOCK", help=LOCKS)
         parser.add_argument("--json", action="store_true", help="print JSON")
         parser.usage = "%(prog)s [ACTION] [LOCK ...] [options]"
         groups = {name: parser.add_argument_group(name, what) for name, what in ACTIONS.items()}
         self.options: list[tuple[str, argparse.Action]] = []
 
         def add(actions: str, option: str, what: str, **facts: Any) -> None:
-            facts = facts or {"action": "store_true"}
+            if not facts:
+                facts = {"action": "store_true"}
             added = groups[actions.split()[0]].add_argument(option, help=what, **facts)
             self.options.append((actions, added))
 
@@ -145,10 +153,14 @@ class Command(BaseCommand):
 
     @no_translations  # only the words that the admin has, too, are translated
     def handle(self, *args: Any, **options: Any) -> None:
-        self.prints_json, names = options["json"], options["names"]
-        action = names.pop(0) if names and names[0] in ACTIONS else "list"
+        self.prints_json = options["json"]
+        names = options["names"]
+        action = "list"
+        if names and names[0] in ACTIONS:
+            action = names.pop(0)
         try:
-            if problem := self.problem_of(action, options):
+            problem = self.problem_of(action, options)
+            if problem:
                 raise CommandError(problem, returncode=UNKNOWN)
             getattr(self, action)(options)
         except (*SAID, LockUnavailable, RuntimeError) as error:
@@ -162,20 +174,21 @@ class Command(BaseCommand):
         for actions, option in self.options:
             if action not in actions and options[option.dest] != option.default:
                 return f"{option.option_strings[0]} is an option of {actions}."
-        names, is_clear = options["names"], action == "clear"
+        names = options["names"]
         if action in {"probe", "prune"} and names:
             return f"{action!r} takes no name."
         if action == "why" and (len(names) != 1 or "*" in names[0]):
             return (
                 "'why' explains one lock or one task. 'manage.py locks' lists what fits a pattern."
             )
-        if is_clear and options["json"] and not (options["yes"] or options["dry_run"]):
-            return "With --json the command cannot ask you: add --yes or --dry-run."
-        if is_clear and not (names or any(options[each] for each in ("dead", "queued", "all"))):
-            return (
-                "Say what to clear: a lock, a call, a task, an id or a host, or --dead, --queued "
-                "or --all. 'manage.py locks' lists what is held."
-            )
+        if action == "clear":
+            if options["json"] and not (options["yes"] or options["dry_run"]):
+                return "With --json the command cannot ask you: add --yes or --dry-run."
+            if not (names or options["dead"] or options["queued"] or options["all"]):
+                return (
+                    "Say what to clear: a lock, a call, a task, an id or a host, or --dead, "
+                    "--queued or --all. 'manage.py locks' lists what is held."
+                )
         if action in {"history", "prune"}:
             return ""
         try:
@@ -193,33 +206,41 @@ class Command(BaseCommand):
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
         selectors = [*map(select, options["names"])]
-        locks = held.with_history(held.held(selectors))
+        locks = held.with_history(held.list_held(selectors))
         held.must_be_known(selectors, locks)
         hungry = list[Starving]()
         with nullcontext() if options["starving"] else suppress(NoHistory):
             hungry = starving(HOUR, selectors)
-        lines, none = output.lock_table(locks), "is held"
+        lines = output.lock_table(locks)
+        none = "lock is held"
         if options["starving"]:
-            lines, none = output.starving_table(hungry), "starves"
-        matching = "matching " * bool(selectors)
-        self.show({"starving": hungry, "locks": locks}, lines, f"No {matching}lock {none}.")
+            lines = output.starving_table(hungry)
+            none = "lock starves"
+        if selectors:
+            none = f"matching {none}"
+        self.show({"starving": hungry, "locks": locks}, lines, f"No {none}.")
         if hungry and not (options["json"] or options["starving"]):
-            number = f"{plural(len(hungry), 'lock')} starve{'s' * (len(hungry) == 1)}"
+            number = f"{len(hungry)} locks starve"
+            if len(hungry) == 1:
+                number = "1 lock starves"
             self.stdout.write(f"{number}: manage.py locks --starving names them.")
-        alarms = {}
-        if limit := options["fail_if_held_over"]:
-            alarms[f"Held for more than {duration(limit)}"] = [
-                f"{lock.name} ({duration(lock.held_for)})"
-                for lock in locks
-                if lock.state in HOLDING - {"kept"} and lock.held_for > limit
-            ]
-        if limit := options["fail_if_starving"]:
-            alarms[f"Starving for {duration(limit)} or more"] = [
-                f"{state.name} ({plural(state.conflicts, 'conflict')} in {duration(state.unmet)})"
-                for state in starving(limit, selectors)
-            ]
-        if sentences := [f"{what}: {few(names)}." for what, names in alarms.items() if names]:
-            raise Alarm(" ".join(sentences), returncode=2)
+        alarms = []
+        limit = options["fail_if_held_over"]
+        if limit:
+            late = [lock for lock in locks if lock.state in IN_USE and lock.held_for > limit]
+            names = [f"{lock.name} ({duration(lock.held_for)})" for lock in late]
+            if names:
+                alarms.append(f"Held for more than {duration(limit)}: {few(names)}.")
+        limit = options["fail_if_starving"]
+        if limit:
+            names = []
+            for state in starving(limit, selectors):
+                met = plural(state.conflicts, "conflict")
+                names.append(f"{state.name} ({met} in {duration(state.unmet)})")
+            if names:
+                alarms.append(f"Starving for {duration(limit)} or more: {few(names)}.")
+        if alarms:
+            raise Alarm(" ".join(alarms), returncode=2)
 
     def why(self, options: dict[str, Any]) -> None:
         known = why(options["names"][0])
@@ -227,17 +248,20 @@ class Command(BaseCommand):
 
     def clear(self, options: dict[str, Any]) -> None:
         """Show the locks that were asked for, ask, and free them."""
-        queued, dead, dry_run = options["queued"], options["dead"], options["dry_run"]
-        of_calls, of_locks = ("queued call", "forget", "Forgot"), ("lock", "free", "Freed")
-        noun, verb, done = of_calls if queued else of_locks
+        queued = options["queued"]
+        dead = options["dead"]
+        dry_run = options["dry_run"]
+        noun, verb, done = FREE
+        if queued:
+            noun, verb, done = FORGET
         selectors = [*map(select, options["names"])]
-        locks = held.held(selectors)
+        locks = held.list_held(selectors)
         held.must_be_known(selectors, locks)
-        states = {"dead"} if dead else STATES.keys() - {"expired"}
-        chosen = held.with_history(
-            [lock for lock in locks if lock.queued == queued and lock.state in states]
-        )
-        missing = [each.text for each in selectors if not held.among(chosen, each)]
+        chosen = [lock for lock in locks if lock.queued == queued and lock.state != "expired"]
+        if dead:
+            chosen = [lock for lock in chosen if lock.state == "dead"]
+        chosen = held.with_history(chosen)
+        missing = [each.text for each in selectors if not held.match(chosen, each)]
         nothing = _not_there(missing, {lock.state for lock in locks}, queued, dead)
         if queued and (missing or not chosen):  # the history does not say which calls are queued
             next(get_store(conf.cache).entries(), None)
@@ -261,20 +285,24 @@ class Command(BaseCommand):
             result = f"Would {verb} {number}."
         keys = {lock.key for lock in freed}
         rows = [{**output.as_json(lock), "freed": lock.key in keys} for lock in chosen]
-        self.show({"locks": rows}, iter(()), result)
+        self.show({"locks": rows}, (), result)
         problems = []
         for why_not, kept in refused.items():
             names = ", ".join(lock.name for lock in kept)
             problems.append(f"Not freed: {names}. {clean(why_not)}")
         if problems:
-            status = 1 if refused.keys() == {held.GONE} else UNKNOWN
+            status = UNKNOWN
+            if refused.keys() == {held.GONE}:
+                status = 1
             raise CommandError(" ".join(problems), returncode=status)
 
     def history(self, options: dict[str, Any]) -> None:
         selectors = [*map(select, options["names"])]
-        conditions = [each for selector in selectors for each in selector.conditions()]
+        conditions: list[dict[str, Any]] = [{}]
+        if selectors:
+            conditions = [each for selector in selectors for each in selector.conditions()]
         narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
-        rows, complete = find(conditions if selectors else [{}], **narrowed)
+        rows, complete = find(conditions, **narrowed)
         held.must_be_known(selectors)
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
@@ -289,9 +317,10 @@ class Command(BaseCommand):
         result = probe(conf.cache)
         found = map(attrgetter("level", "text"), result.findings)
         server = f"{result.backend.rpartition('.')[2]}, {result.server}"
-        lines = output.fact_lines(f"Cache {result.cache!r}", server, found)
-        end = ["Fit to hold locks."] if result.fit else []
-        self.show(output.as_json(result), chain(lines, end))
+        lines = [*output.fact_lines(f"Cache {result.cache!r}", server, found)]
+        if result.fit:
+            lines.append("Fit to hold locks.")
+        self.show(output.as_json(result), lines)
         if not result.fit:
             raise CommandError(f"The cache {conf.cache!r} cannot hold locks: see 'unfit' above.")
 
@@ -300,21 +329,26 @@ class Command(BaseCommand):
         seconds = options["older_than"] or conf.history_days * 86_400
         dry_run = options["dry_run"]
         with reading(even_if_off=True):
-            old = TaskLockEvent.objects.primary().older_than(seconds)
-            number = old.count() if dry_run else sum(prune(older_than=seconds))
-        rows = f"{plural(number, 'row')} older than {duration(seconds)}"
+            if dry_run:
+                done = "Would delete"
+                number = TaskLockEvent.objects.primary().older_than(seconds).count()
+            else:
+                done = "Deleted"
+                number = sum(prune(older_than=seconds))
         facts = {"deleted": number, "older_than": seconds, "dry_run": dry_run}
-        self.show(facts, iter(()), f"{'Would delete' if dry_run else 'Deleted'} {rows}.")
+        self.show(facts, (), f"{done} {plural(number, 'row')} older than {duration(seconds)}.")
 
-    def show(self, known: dict[str, Any], lines: Iterator[str], none: str = "") -> None:
+    def show(self, known: dict[str, Any], lines: Iterable[str], none: str = "") -> None:
         """Print JSON, or else a table, its head in colour on a terminal; without rows, say so."""
         if self.prints_json:
-            text = output.to_json(known)
-        elif head := next(lines, ""):
-            text = "\n".join([self.style.MIGRATE_HEADING(head), *lines])
+            self.stdout.write(output.to_json(known))
+            return
+        printed = [*lines]
+        if printed:
+            printed[0] = self.style.MIGRATE_HEADING(printed[0])
         else:
-            text = none
-        self.stdout.write(text)
+            printed = [none]
+        self.stdout.write("\n".join(printed))
 
 
 def confirm(number: str, queued: bool, dead: bool) -> None:
@@ -345,8 +379,14 @@ def actor() -> str:
 
 def _not_there(missing: list[str], states: set[str], queued: bool, dead: bool) -> str:
     """Say that what was asked for is not there, and why, where that is known."""
-    what = "call is queued" if queued else f"lock is held{' by a dead process' * dead}"
-    text = f"No matching {what}: {', '.join(missing)}." if missing else f"No {what}."
+    what = "lock is held"
+    if queued:
+        what = "call is queued"
+    elif dead:
+        what = "lock is held by a dead process"
+    text = f"No {what}."
+    if missing:
+        text = f"No matching {what}: {', '.join(missing)}."
     if "expired" in states:
         text += " An expired lock is not held: there is nothing to free."
     if "queued" in states and not (queued or dead):
