@@ -15,7 +15,7 @@ from django.core.signals import setting_changed
 from django_singletask.conf import conf
 from django_singletask.locks.parameters import Parameters, encode, formattable
 from django_singletask.log import in_words
-from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
+from django_singletask.stores.keys import MAX_SLOTS, PREFIX, SLOT
 
 MAX_NAME = 255
 MAX_SLUG = 100

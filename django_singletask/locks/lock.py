@@ -28,7 +28,8 @@ from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.renewal import renewers
 from django_singletask.log import logger, warn_once
 from django_singletask.stores import get_store
-from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT, Entry, Slots
+from django_singletask.stores.base import Entry, Slots
+from django_singletask.stores.keys import MAX_SLOTS, PREFIX, SLOT
 
 Origin = tuple[object, int | None]
 """A mark of a thread, and the id of the asyncio task that runs in it."""

@@ -21,7 +21,8 @@ from django_singletask.operators.held import HeldLock, held, must_be_known, with
 from django_singletask.operators.names import Selector, UnknownName, find, select
 from django_singletask.operators.starving import starvation
 from django_singletask.operators.words import duration
-from django_singletask.stores.base import CannotList, is_key
+from django_singletask.stores.base import CannotList
+from django_singletask.stores.keys import is_key
 
 DAY = 86_400.0
 SHOWN = 5

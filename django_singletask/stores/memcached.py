@@ -10,11 +10,13 @@ from urllib.parse import urlsplit
 
 from django_singletask import clock
 from django_singletask.stores import base
-from django_singletask.stores.base import EPOCH, TRIES, Entry, Outcome, Slots, Store
+from django_singletask.stores.base import TRIES, Entry, Outcome, Slots, Store
+from django_singletask.stores.epoch import Forgotten
+from django_singletask.stores.keys import EPOCH, MAX_KEY
 
 LATEST = 0.6 * base.PATIENCE
 """Seconds after which an error leaves no time to send the request again."""
-PLAIN_KEY = re.compile(rf"[!-~]{{1,{base.MAX_KEY}}}")
+PLAIN_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY}}}")
 """Keys that memcached accepts; Django's own check takes fifty times as long."""
 FRESH = 0.1
 """Seconds for which a cas number is used.
@@ -92,7 +94,7 @@ class MemcachedStore(Store):
             self._look_after_add(taken, value)
             try:
                 self.epoch.check()
-            except base.Forgotten:
+            except Forgotten:
                 self.release(taken, value)
                 raise
         return taken

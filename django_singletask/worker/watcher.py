@@ -21,7 +21,8 @@ from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock, place_of
 from django_singletask.log import in_words, logger
 from django_singletask.stores import get_store, look_at_epoch
-from django_singletask.stores.base import CannotList, epoch_of
+from django_singletask.stores.base import CannotList
+from django_singletask.stores.epoch import epoch_of
 from django_singletask.task.ended import DIED, note
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions
