@@ -40,7 +40,6 @@ from django_singletask.operators import charts, explain, held, names, words
 from django_singletask.operators import starving as starvation
 from django_singletask.signals import LockEvent
 from django_singletask.stores import base, epoch
-from django_singletask.stores.keys import marker_key
 from django_singletask.task import delivery, ended, header, latest, options, unique
 from django_singletask.worker import startup, watcher
 from tests.deadline import wait_for
@@ -56,7 +55,7 @@ def slot_keys(lock: TaskLock) -> Sequence[str]:
 
 def marker_of(key: str, value: bytes) -> str:
     """Return the key of the marker that is left if somebody clears the entry ``value``."""
-    return marker_key(key, value)
+    return f"{key}:cleared:{Holder.decode(value).token}"
 
 
 def store_of(cache: str) -> Any:

@@ -181,10 +181,8 @@ class Store(ABC):
 
     def unavailable(self, error: Exception, next_step: str = "") -> LockUnavailable:
         """Return what to raise for an error of the client: an outage is never "held" or "free"."""
-        text = (
-            f"The cache {self.cache_alias!r} cannot be used: {in_words(error)}{next_step}. "
-            f"It is {type(self.cache).__name__} on {self.place}."
-        )
+        text = f"The cache {self.cache_alias!r} cannot be used: {in_words(error)}{next_step}."
+        text += f" It is {type(self.cache).__name__} on {self.place}."
         if self.cache_alias == conf.cache:
             text += " 'manage.py locks probe' tests it."
         outage = LockUnavailable(text)

@@ -262,9 +262,14 @@ CURES = {
 # On MySQL, two takes and a release of one key can cause a deadlock. On PostgreSQL, the loser of a
 # race gets an error if the default isolation level is not READ COMMITTED.
 CODES = {
-    **dict.fromkeys((1205, 1213, "40001", "40P01"), "race"),
-    **dict.fromkeys((1146, "42P01"), "table"),
-    **dict.fromkeys((1054, "42703"), "column"),
+    1205: "race",
+    1213: "race",
+    "40001": "race",
+    "40P01": "race",
+    1146: "table",
+    "42P01": "table",
+    1054: "column",
+    "42703": "column",
 }
 SQLITE_ERRORS = re.compile(
     "(?P<busy>database (table |schema )?is locked)|(?P<table>no such table)"

@@ -18,11 +18,11 @@ from django.core.cache import caches
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import base, epoch, get_store
 from django_singletask.stores.base import TRIES, Forgotten
-from django_singletask.stores.keys import EPOCH
 from tests.entries import eventually, holder, key_of
 from tests.servers import Memcached, Redis, Valkey, ask
 
 ROOT = Path(__file__).parents[2]
+EPOCH = "singletask:@epoch"
 SECONDS = 2.0  # shorter than a third of the lease, so that no renewal is due
 
 
