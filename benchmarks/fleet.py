@@ -36,7 +36,7 @@ from django.conf import settings
 from benchmarks import clients
 from benchmarks.clients import BETWEEN, Costs, at_a_rate
 from django_singletask.locks.lease import Lease
-from django_singletask.stores.base import HOLD_BACK, LOOK
+from django_singletask.stores.epoch import HOLD_BACK, LOOK
 from django_singletask.task.delivery import FIRST_HOP, hop
 from tests import servers
 from tests.deadline import wait_for

@@ -91,8 +91,9 @@ class Background:
         woken = False
         try:
             while True:
-                self.wakes.get(timeout=0 if woken else seconds)
+                self.wakes.get(timeout=seconds)
                 woken = True
+                seconds = 0  # there may be more of them
         except queue.Empty:
             return woken
 

@@ -35,8 +35,8 @@ def beside(alias: str, seconds: float, fault: str) -> dict[str, Any]:
     """Let one process hold the lock for some seconds while others want it."""
     from django_singletask import TaskLock
     from django_singletask.locks.renewal import Renewer
-    from django_singletask.stores.base import Epoch
     from django_singletask.stores.cluster import Node
+    from django_singletask.stores.epoch import Epoch
     from django_singletask.stores.redis import RedisStore
 
     if fault == "nobody is held back":

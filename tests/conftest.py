@@ -19,7 +19,7 @@ from django_singletask.admin import tasks_of_history
 from django_singletask.locks.renewal import Renewer, renewers
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import Epoch, Forgotten, epoch_of
+from django_singletask.stores.epoch import Epoch, Forgotten, epoch_of
 from tests import deadline, report, servers
 from tests.absent import needed_by
 from tests.routers import LOCK_TABLES

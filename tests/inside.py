@@ -39,7 +39,7 @@ from django_singletask.management.commands import locks
 from django_singletask.operators import charts, explain, held, names, words
 from django_singletask.operators import starving as starvation
 from django_singletask.signals import LockEvent
-from django_singletask.stores import base
+from django_singletask.stores import base, epoch
 from django_singletask.task import delivery, ended, header, latest, options, unique
 from django_singletask.worker import startup, watcher
 from tests.deadline import wait_for
@@ -55,7 +55,7 @@ def slot_keys(lock: TaskLock) -> Sequence[str]:
 
 def marker_of(key: str, value: bytes) -> str:
     """Return the key of the marker that is left if somebody clears the entry ``value``."""
-    return base.marker_key(key, value)
+    return f"{key}:cleared:{Holder.decode(value).token}"
 
 
 def store_of(cache: str) -> Any:
@@ -223,26 +223,26 @@ def share_connections(patch: pytest.MonkeyPatch, cache: str) -> None:
 
 def knows_the_epoch(alias: str) -> bool:
     """Say whether this process knows the epoch of a cache, or of all servers of a cluster."""
-    epoch = base.epoch_of(alias)
-    servers = [*epoch.map.epochs] if hasattr(epoch, "map") else [epoch]
+    known = epoch.epoch_of(alias)
+    servers = [*known.map.epochs] if hasattr(known, "map") else [known]
     return bool(servers) and all(server.value is not None for server in servers)
 
 
 def emptied_long_ago(cache: str) -> None:
     """Let no take wait because the cache was emptied: that seems to be long ago."""
-    base.epoch_of(cache).changed_at = -math.inf
+    epoch.epoch_of(cache).changed_at = -math.inf
 
 
 @contextmanager
 def outside_of_tests() -> Iterator[None]:
     """Hold takes back in a cache that has forgotten its locks, which is not done in tests."""
-    with mock.patch.object(base, "is_test", return_value=False):
+    with mock.patch.object(epoch, "is_test", return_value=False):
         yield
 
 
 def held_back(seconds: float) -> Exception:
     """Return the error of a take that must wait, since the cache has forgotten its locks."""
-    return base.Forgotten(seconds)
+    return epoch.Forgotten(seconds)
 
 
 # == Locks, leases, renewal

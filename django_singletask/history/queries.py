@@ -24,8 +24,8 @@ from django.utils.timezone import now as django_now
 from django_singletask.conf import conf
 from django_singletask.locks.keys import QUEUED
 from django_singletask.log import in_words
-from django_singletask.stores.base import PREFIX
 from django_singletask.stores.database import trouble
+from django_singletask.stores.keys import PREFIX
 
 NEWEST = 1000
 """The maximum number of rows that are read: of a task, of a name, or of a window's beginning."""

@@ -20,7 +20,7 @@ from django_singletask.locks.ref import LockRef
 from django_singletask.log import logger
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
-from django_singletask.stores.base import PREFIX
+from django_singletask.stores.keys import PREFIX
 
 SWEPT = 50_000
 """The maximum number of rows that one sweep deletes."""

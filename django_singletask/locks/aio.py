@@ -23,7 +23,7 @@ from django_singletask.conf import conf
 from django_singletask.forks import at_fork
 from django_singletask.holder import Holder
 from django_singletask.locks.lease import MAX_HELD_BACK, MAX_POLL, POLL, Lease
-from django_singletask.stores.base import Forgotten
+from django_singletask.stores.epoch import Forgotten
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from django_singletask.locks.parameters import (
     list_names,
 )
 from django_singletask.log import in_words
-from django_singletask.stores.base import MAX_SLOTS, PREFIX, SLOT
+from django_singletask.stores.keys import MAX_SLOTS, PREFIX, SLOT
 
 MAX_NAME = 255
 MAX_SLUG = 100

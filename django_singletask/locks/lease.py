@@ -72,7 +72,9 @@ from django_singletask.locks.ref import KEPT, LockRef
 from django_singletask.locks.renewal import renewers
 from django_singletask.log import in_words, logger
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Entry, Forgotten, Outcome, Slots, marker_key
+from django_singletask.stores.base import Entry, Outcome, Slots
+from django_singletask.stores.epoch import Forgotten
+from django_singletask.stores.keys import marker_key
 
 MAX_RETRIES = 3
 """How often a take tries again: it has freed the entry of a dead holder, or its lease ended before

@@ -20,7 +20,8 @@ from django_singletask.locks.ref import LockRef
 from django_singletask.locks.renewal import renewers
 from django_singletask.log import warn_once
 from django_singletask.stores import get_store
-from django_singletask.stores.base import PREFIX, SLOT, Entry, Slots
+from django_singletask.stores.base import Entry, Slots
+from django_singletask.stores.keys import PREFIX, SLOT
 
 HANDLE = re.compile(
     r"([1-9][0-9]{0,3}) ([0-9a-f]{32}) (.+?) "  # slots, token, cache

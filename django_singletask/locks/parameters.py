@@ -193,9 +193,10 @@ class Parameters:
         if self.extra in arguments:
             for name, value in sorted(arguments.pop(self.extra).items()):
                 # f(1, a=2) of def f(a, /, **kwargs) has two arguments called a: a and **a.
+                shown = name
                 if name in self.names or name.startswith("**"):
-                    name = f"**{name}"
-                arguments[name] = value
+                    shown = f"**{name}"
+                arguments[shown] = value
         return arguments
 
     def call(self, function: Callable[..., Any], arguments: Arguments) -> Any:

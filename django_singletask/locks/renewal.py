@@ -42,7 +42,8 @@ from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork
 from django_singletask.log import logger
 from django_singletask.stores import close_stores, get_store
-from django_singletask.stores.base import LOOK, LOOK_AGAIN, Outcome, Store, epoch_of
+from django_singletask.stores.base import Outcome, Store
+from django_singletask.stores.epoch import LOOK, LOOK_AGAIN, epoch_of
 from django_singletask.threads import Background
 
 LONGEST = 2.0

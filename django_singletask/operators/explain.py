@@ -21,7 +21,8 @@ from django_singletask.operators.held import HeldLock, list_held, must_be_known,
 from django_singletask.operators.names import Selector, UnknownName, find, select
 from django_singletask.operators.starving import starvation
 from django_singletask.operators.words import duration
-from django_singletask.stores.base import CannotList, is_key
+from django_singletask.stores.base import CannotList
+from django_singletask.stores.keys import is_key
 
 DAY = 86_400.0
 SHOWN = 5
@@ -336,9 +337,10 @@ def _conflicts(why: Why) -> str:
         return text + last
     counts = []
     for word, count in sorted(why.conflicts.items()):
+        counted = word
         if count == 1:
-            word = word.removesuffix("s")  # of "duplicates": no other word ends with "s"
-        counts.append(f"{count} {word}")
+            counted = word.removesuffix("s")  # of "duplicates": no other word ends with "s"
+        counts.append(f"{count} {counted}")
     text = "none"
     if counts:
         text = ", ".join(counts)

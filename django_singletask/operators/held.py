@@ -26,14 +26,9 @@ from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place
 from django_singletask.stores import get_store
-from django_singletask.stores.base import (
-    MAX_SLOTS,
-    CannotList,
-    Entry,
-    NotMarked,
-    is_key,
-)
+from django_singletask.stores.base import CannotList, Entry, NotMarked
 from django_singletask.stores.database import CURES, trouble
+from django_singletask.stores.keys import MAX_SLOTS, is_key
 
 ENOUGH = 5
 """Runs whose length says what is usual: with fewer, no run is slow."""

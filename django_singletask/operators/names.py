@@ -25,7 +25,7 @@ from django_singletask.log import logger
 from django_singletask.models import Result, TaskLockEvent, is_over
 from django_singletask.operators.words import LONGEST
 from django_singletask.stores import get_store
-from django_singletask.stores.base import is_key
+from django_singletask.stores.keys import is_key
 from django_singletask.task.base import import_tasks
 
 SCANNED = 20_000

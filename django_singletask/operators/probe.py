@@ -142,9 +142,10 @@ def _answers(store: Any) -> Iterator[tuple[str, str]]:
     if store.family == "redis":
         for server, client in store.clients().items():
             for level, text in _of_redis(client):
+                found = text
                 if server:
-                    text = f"{server}: {text}"
-                yield level, text
+                    found = f"{server}: {text}"
+                yield level, found
 
 
 def _of_redis(client: Any) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,42 @@
-"""Choose the store of a cache, and keep one for each process, thread and alias."""
+"""Where locks are kept: choose the store of a cache, and keep one for each thread and alias.
+
+What a store promises
+
+  An entry is a key, the bytes of its holder, and a lease. Whoever adds the entry has the lock.
+  The bytes contain a random token. A change names the bytes that it expects, and compares all of
+  them in the same step, so nobody changes the entry of another. The lease ends by the clock of the
+  server, never early, and then the entry is gone. An outage is an error, neither "held" nor "free".
+  The class Store (base.py) has the details, and keys.py the names of the entries.
+
+The epoch
+
+  A cache can forget its locks, by a restart or a flush, while their holders run. So it keeps one
+  entry without a lease, the epoch: a random value, which the first process adds. If the epoch is
+  another one, the cache has forgotten its locks.
+
+  Who holds a lock looks at the epoch often (LOOK), and takes its lock again after a change. Who
+  wants a lock compares the epoch, and waits after a change (HOLD_BACK) until holders have looked:
+
+    holder:  holds .................... looks: another epoch, takes its lock again
+    cache:           restarts empty
+    taker:                              takes: another epoch     waits 1 s       takes -> held
+
+  A process that starts after the restart knows no epoch, and takes at once.
+
+  Redis compares the epoch in the script that takes. memcached has no scripts: there a taker adds
+  its entry, reads the epoch, and gives the entry back if the epoch has changed. Each process does
+  this once after a change, and each may be slow. So as long as takers wait after a change, a holder
+  that finds the entry of another one is not sure that it has lost its lock (Outcome.UNSURE), and
+  looks again soon (LOOK_AGAIN):
+
+    cache:    flushed
+    taker 1:          adds           reads the epoch: another one, gives it back
+    taker 2:                                                   adds ...            gives it back
+    holder:                looks: not its own                        looks again        ...
+
+  A server that restarts with an old snapshot has the old epoch, so a process also notes which
+  server of Redis answers on a new connection. In a cluster each group of locks has an epoch.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +57,10 @@ from django.utils.module_loading import import_string
 from django_singletask import threads
 from django_singletask.conf import check_installed, conf
 from django_singletask.forks import at_fork, leak
-from django_singletask.stores.base import LONGEST_KEY, Store, epochs
+from django_singletask.stores.base import Store
 from django_singletask.stores.database import DIALECTS
+from django_singletask.stores.epoch import epochs
+from django_singletask.stores.keys import LONGEST_KEY
 from django_singletask.version import DOCS
 
 CLUSTER = "cluster.ClusterStore"
@@ -62,14 +102,16 @@ def open_cache(alias: str) -> Any:
     """
     if alias not in caches.settings:
         raise ImproperlyConfigured(
-            f"{_named(alias)} is not in CACHES. Add that alias to CACHES, or use another one."
+            f"{_setting_of(alias)} is not in CACHES. Add that alias to CACHES, or use another one."
         )
     return caches.create_connection(alias)
 
 
-def _named(alias: str) -> str:
+def _setting_of(alias: str) -> str:
     """Return how the user set the alias: in the setting, or for one TaskLock."""
-    return f"SINGLETASK_CACHE = {alias!r}" if alias == conf.cache else f"TaskLock's cache={alias!r}"
+    if alias == conf.cache:
+        return f"SINGLETASK_CACHE = {alias!r}"
+    return f"TaskLock's cache={alias!r}"
 
 
 def choose(cache: Any) -> tuple[str, str]:
@@ -78,31 +120,53 @@ def choose(cache: Any) -> tuple[str, str]:
     Look up the class of the cache, and then the class of its client. The nearest base that
     ``SINGLETASK_STORES``, STORES or UNSAFE names decides; the setting overrides the other two.
     """
-    own, path = conf.stores, ""
-    if not isinstance(own, dict) or not {*map(type, own), *map(type, own.values())} <= {str}:
-        what = "a dict from the path of a cache's class to the path of its store's class"
-        raise ImproperlyConfigured(f"SINGLETASK_STORES must be {what}, not {own!r}.")
-    # CLIENT_CLASS of django-redis or django-valkey, loaded
-    client = getattr(cache, "_client_cls", type(cache))
-    for kind, cls in {"caches": type(cache), "clients": client}.items():
-        # By name, so that client libraries that are not used are not imported.
-        names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
-        # No generator: Python ignores the error of a signal that strikes while it deletes one.
-        name, *_ = [*[name for name in names if name in own | STORES | UNSAFE], ""]
+    own = _own_stores()
+    name, reason = _look_up(type(cache), "caches")
+    if name in own:
+        return own[name], ""
+    if reason:
+        return "", reason
+    path = f"{__name__}.{STORES[name]}"
+    if hasattr(cache, "_client_cls"):  # CLIENT_CLASS of django-redis or django-valkey, loaded
+        name, reason = _look_up(cache._client_cls, "clients")  # noqa: SLF001
         if name in own:
             return own[name], ""
-        if name not in STORES:
-            return path, f"{names[0]} {UNSAFE.get(name, f'is not one of the supported {kind}')}"
+        if reason:
+            return path, reason
         path = f"{__name__}.{STORES[name]}"
     if STORES[name] == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
         # A cluster chooses the node by what follows it, not by the tag of the lock's group.
         return path, 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
     if hasattr(cache, "cache_model_class"):  # a DatabaseCache
         alias = router.db_for_write(cache.cache_model_class)
-        if (vendor := connections[alias].vendor) not in DIALECTS:
+        vendor = connections[alias].vendor
+        if vendor not in DIALECTS:
             what = f"DATABASES[{alias!r}] is {vendor}"
             return path, f"{what}, not PostgreSQL, MySQL, MariaDB or SQLite"
     return path, ""
+
+
+def _own_stores() -> dict[str, str]:
+    """Return ``SINGLETASK_STORES``; raise ``ImproperlyConfigured`` if it is no such dict."""
+    own = conf.stores
+    if isinstance(own, dict):
+        paths = [*own, *own.values()]
+        if {*map(type, paths)} <= {str}:
+            return own
+    what = "a dict from the path of a cache's class to the path of its store's class"
+    raise ImproperlyConfigured(f"SINGLETASK_STORES must be {what}, not {own!r}.")
+
+
+def _look_up(cls: type, kind: str) -> tuple[str, str]:
+    """Return the nearest base that a table names, and why the class cannot hold locks."""
+    # By name, so that client libraries that are not used are not imported.
+    names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+    for name in names:
+        if name in conf.stores or name in STORES:
+            return name, ""
+        if name in UNSAFE:
+            return name, f"{names[0]} {UNSAFE[name]}"
+    return "", f"{names[0]} is not one of the supported {kind}"
 
 
 def load_store(path: str) -> type[Store]:
@@ -124,14 +188,14 @@ def open_store(alias: str) -> Store:
     path, reason = choose(cache)
     if reason:
         raise ImproperlyConfigured(
-            f"{_named(alias)} cannot hold locks: {reason}. "
+            f"{_setting_of(alias)} cannot hold locks: {reason}. "
             "Use Redis, memcached or Django's DatabaseCache: "
             f"{DOCS}/operating/choosing-a-cache.html lists them."
         )
     try:
         return load_store(path)(cache, alias)
     except ValueError as error:  # a port that is no number
-        raise ImproperlyConfigured(f"{_named(alias)} cannot be opened: {error}.") from error
+        raise ImproperlyConfigured(f"{_setting_of(alias)} cannot be opened: {error}.") from error
 
 
 def find_store(alias: str) -> Store | None:
@@ -195,13 +259,13 @@ def get_store(alias: str) -> Store:
     stores: _Stores | None = getattr(threads.made.get("variables"), "stores", None)
     if stores is None or stores.opener is not _opener:
         stores = threads.put("stores", _Stores())
-    place = alias
-    while place in stores and stores[place].is_asking:
-        place += " beside"
-    if place not in stores:
+    name = alias
+    while name in stores and stores[name].is_asking:
+        name += " beside"
+    if name not in stores:
         # A handler may have opened one meanwhile, and use it.
-        _open_stores.add(stores.setdefault(place, _opener(alias)))
-    return stores[place]
+        _open_stores.add(stores.setdefault(name, _opener(alias)))
+    return stores[name]
 
 
 def look_at_epoch() -> None:
@@ -225,7 +289,9 @@ def open_with(opener: Callable[[str], Store] | None) -> None:
     # Other threads may be using their stores, and close them at their next get_store(). Until then
     # they see another server, which must not look like a change of the epoch.
     epochs.clear()
-    _opener = partial(opener or open_store)  # a new object
+    if opener is None:
+        opener = open_store
+    _opener = partial(opener)  # a new object
     close_stores()
 
 

@@ -1,4 +1,4 @@
-"""What is the same for each kind of cache: the operations of a store, and the epoch.
+"""What is the same for each kind of cache: the operations of a store.
 
 A project can add a store. The page "Add a store" of the documentation is its contract, and
 :mod:`django_singletask.testing.stores` tests it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import math
 import os
-import re
 import select
 import time
 import zlib
@@ -20,27 +19,21 @@ from typing import Any, NamedTuple
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import clock
-from django_singletask.conf import conf, is_test
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.holder import Holder
-from django_singletask.log import in_words, logger
+from django_singletask.log import in_words
+from django_singletask.stores.epoch import LOOK_AGAIN, epoch_of
+from django_singletask.stores.epoch import Forgotten as Forgotten  # for other stores
+from django_singletask.stores.keys import (
+    EPOCH,
+    FENCE,
+    LONGEST_KEY,
+    MAX_KEY,
+    PREFIX,
+    is_key,
+    marker_key,
+)
 
-PREFIX = "singletask:"
-MARKER = ":cleared:"
-SLOT = "#"
-"""Separates the key of the lock from the number of the slot in the key of a slot."""
-MAX_SLOTS = 1000
-"""Limited, because a take that finds no free slot reads all slots."""
-# The key of a marker is that of its lock, which ends in 32 hexadecimal digits and perhaps a slot's
-# number, and then ":cleared:…". Of the entries with "@", operators see only those of queued calls.
-NO_LOCK = re.compile(rf":[0-9a-f]{{32}}({SLOT}\d+)?{MARKER}[^:]*$|^{PREFIX}@(?!queued:)")
-FENCE = f"{PREFIX}@fence"
-"""The key of the last fencing token of all locks in the cache."""
-# memcached takes keys of 250 bytes. The column of DatabaseCache takes 255 characters, and MySQL's
-# INSERT IGNORE would cut a longer key.
-MAX_KEY = 250
-LONGEST_KEY = f"{PREFIX}{'x' * 100}:{'0' * 32}{SLOT}{MAX_SLOTS}{MARKER}{'0' * 32}"
-"""The longest key that the package uses, which is the key of a marker."""
 FOREVER = 100 * 365 * 24 * 60 * 60
 """The lease of the last fencing token in seconds, where an entry needs one."""
 TRIES = 10
@@ -53,8 +46,9 @@ PATIENCE = 10.0
 
 def address(host: str | None, port: object) -> str:
     """Return the address of a server in a uniform spelling."""
-    name = (host or "localhost").lower()
-    return f"{'127.0.0.1' if name in {'localhost', '::1'} else name}:{port}"
+    if not host or host.lower() in {"localhost", "::1"}:
+        host = "127.0.0.1"
+    return f"{host.lower()}:{port}"
 
 
 def watch(sock: Any) -> Callable[[int], Any]:
@@ -64,11 +58,6 @@ def watch(sock: Any) -> Callable[[int], Any]:
         poll.register(sock, select.POLLIN)
         return poll.poll
     return lambda seconds: select.select([sock], [], [], seconds)[0]  # Windows, eventlet
-
-
-def is_key(text: str) -> bool:
-    """Return whether a text can be the key of a lock, or of the entry of a queued call."""
-    return text.startswith(PREFIX) and not NO_LOCK.search(text)
 
 
 class Entry(NamedTuple):
@@ -89,8 +78,12 @@ class Slots(NamedTuple):
     allowed: int = 1
     mark: bytes = b""
 
-    def is_own(self, entry: Entry) -> bool:
-        return bool(self.mark) and self.mark in entry.value
+    def has_own(self, entries: Iterable[Entry]) -> bool:
+        """Return whether an earlier delivery of the same message has one of these entries."""
+        if not self.mark:
+            return False
+        own = [entry for entry in entries if self.mark in entry.value]
+        return len(own) > 0
 
 
 class Outcome(enum.Enum):
@@ -111,98 +104,8 @@ class CannotList(Exception):
     """The store cannot list its locks."""
 
 
-EPOCH = f"{PREFIX}@epoch"
-LOOK = 0.4
-"""Seconds between two looks of a process that holds locks."""
-HOLD_BACK = 1.0
-"""Seconds for which a process takes no lock in a cache that has forgotten its locks."""
-TELL_AGAIN = 60.0
-"""Seconds for which the log does not repeat that a cache has forgotten its locks."""
-LOOK_AGAIN = 0.1
-"""Seconds until a holder looks again at the entry of another one, after a change of the epoch."""
-
-# A cache can forget its locks, by a restart or a flush. The epoch is a random value that it keeps
-# without a lease. The first process adds it. If the epoch changes, the cache has forgotten the
-# locks of current runs. A process that holds a lock looks at the epoch often. A process that wants
-# a lock waits until the holders have looked:
-#
-#   holder:  holds .................... looks: another epoch, takes its lock again
-#   cache:           restarts empty
-#   taker:                              takes: another epoch     waits 1 s       takes -> held
-#
-# A process that starts after the restart knows no epoch, and takes at once. Redis also identifies
-# its server, because a server that restarts with an old snapshot has the old epoch.
-
-
 class NotMarked(LockUnavailable):
     """A lock was not cleared, because the cache did not take the marker for its holder."""
-
-
-class Forgotten(Exception):
-    """The cache has just forgotten its locks; try again after so many seconds (the argument)."""
-
-
-class Epoch:
-    """The epoch of one cache, as this process knows it; a forked child inherits it.
-
-    In a cluster each group of locks has an epoch. It is a part of the ``whole``, which counts the
-    changes of all groups.
-    """
-
-    value: bytes | None = None
-    server: bytes | None = None
-    seen_at = changed_at = told_at = -math.inf
-    changes = 0
-
-    def __init__(self, cache: str, whole: Epoch | None = None) -> None:
-        self.cache = cache
-        self.whole = whole or self
-
-    def see(self, value: bytes) -> None:
-        self.seen_at = clock.now()
-        self.note("value", value)
-
-    def note(self, fact: str, seen: bytes) -> None:
-        """Note the ``"value"`` of the epoch, or the ``"server"`` that answers."""
-        before = getattr(self, fact)
-        if seen == before:
-            return
-        # Set changed_at before the new fact. In the other order another thread would find the epoch
-        # unchanged, and take a lock at once:
-        #
-        #   this thread:   value = new                              changed_at = now
-        #   other thread:                see(new): as before   take
-        self.whole.changes += 1
-        if before is not None:
-            self.changed_at = self.whole.changed_at = now = clock.now()
-            if now >= self.whole.told_at + TELL_AGAIN and not is_test():  # eviction can repeat it
-                self.whole.told_at = now
-                logger.warning(
-                    "The cache %r may have forgotten its locks: it was restarted or flushed, or a "
-                    "replica took over. Holders take their locks again; new runs wait %g s first.",
-                    self.cache,
-                    HOLD_BACK,
-                )
-        setattr(self, fact, seen)
-
-    def pause(self) -> float:
-        """Return for how many seconds nobody takes a lock; in tests, which flush often, for 0."""
-        if is_test():
-            return 0.0
-        return self.changed_at + HOLD_BACK - clock.now()
-
-    def check(self) -> None:
-        """Raise :class:`Forgotten` soon after a change."""
-        pause = self.pause()
-        if pause > 0:
-            raise Forgotten(pause)
-
-
-epochs: dict[str, Epoch] = {}
-
-
-def epoch_of(alias: str) -> Epoch:
-    return epochs.setdefault(alias, Epoch(alias))
 
 
 class Store(ABC):
@@ -272,15 +175,17 @@ class Store(ABC):
 
     @property
     def place(self) -> str:
-        return ", ".join(sorted(self.places)) or f"CACHES[{self.cache_alias!r}]"
+        if not self.places:
+            return f"CACHES[{self.cache_alias!r}]"
+        return ", ".join(sorted(self.places))
 
     def unavailable(self, error: Exception, next_step: str = "") -> LockUnavailable:
         """Return what to raise for an error of the client: an outage is never "held" or "free"."""
-        outage = LockUnavailable(
-            f"The cache {self.cache_alias!r} cannot be used: {in_words(error)}{next_step}. "
-            f"It is {type(self.cache).__name__} on {self.place}."
-            + (" 'manage.py locks probe' tests it." if self.cache_alias == conf.cache else "")
-        )
+        text = f"The cache {self.cache_alias!r} cannot be used: {in_words(error)}{next_step}."
+        text += f" It is {type(self.cache).__name__} on {self.place}."
+        if self.cache_alias == conf.cache:
+            text += " 'manage.py locks probe' tests it."
+        outage = LockUnavailable(text)
         outage.__cause__ = error
         return outage
 
@@ -305,8 +210,11 @@ class Store(ABC):
         for _ in range(TRIES):
             if self.insert(key, value, lease):
                 return None
-            if entry := self.read(key):
-                return None if entry.value == value else entry
+            entry = self.read(key)
+            if entry is not None:
+                if entry.value == value:
+                    return None
+                return entry
             # The lock was released, or it expired, between the two requests: try again.
         return Entry(b"", None)
 
@@ -343,24 +251,38 @@ class Store(ABC):
         if len(slots.keys) == 1:
             (key,) = slots.keys
             entry = self.add(key, value, lease)
-            return {key: entry} if entry else key
-        start = zlib.crc32(slots.mark or os.urandom(4)) % slots.allowed
+            if entry is None:
+                return key
+            return {key: entry}
+        seed = slots.mark
+        if not seed:
+            seed = os.urandom(4)
+        start = zlib.crc32(seed) % slots.allowed
         order = [*slots.keys[start : slots.allowed], *slots.keys[:start]]
         for _ in range(TRIES + slots.allowed):
             entries = self.read_many(slots.keys)
-            free = [key for key in order if key not in entries]
-            if not free or any(map(slots.is_own, entries.values())):
+            if slots.has_own(entries.values()):
                 return entries
-            entry = self.add(free[0], value, lease)
-            if not entry:
-                others = self.read_many(slots.keys) if slots.mark else {}
-                others.pop(free[0], None)
-                if not any(map(slots.is_own, others.values())):
-                    return free[0]
-                self.release(free[0], value)
-                return others
-            entries[free[0]] = entry  # another run was faster
+            free = [key for key in order if key not in entries]
+            if not free:
+                return entries
+            key = free[0]
+            entry = self.add(key, value, lease)
+            if entry is None:
+                return self._check_slot(slots, key, value)
+            entries[key] = entry  # another run was faster
         return entries
+
+    def _check_slot(self, slots: Slots, key: str, value: bytes) -> str | dict[str, Entry]:
+        """Return the key of a slot that was added, unless the message has another: then release."""
+        if not slots.mark:
+            return key
+        others = self.read_many(slots.keys)
+        others.pop(key, None)
+        if not slots.has_own(others.values()):
+            return key
+        self.release(key, value)
+        return others
 
     @abstractmethod
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
@@ -391,13 +313,17 @@ class Store(ABC):
         Return OK, SENT_TWICE, GONE or TAKEN. SENT_TWICE: this request has deleted it, unless the
         lease had ended before, which the caller knows.
         """
-        if new and (left := until - clock.now()) > 0:
-            return self.change(key, value, new, left)
+        if new:
+            left = until - clock.now()
+            if left > 0:
+                return self.change(key, value, new, left)
         changed_at = self.epoch.changed_at
         outcome = self.change(key, value, value, None)
         if outcome is Outcome.SENT_TWICE:
             self.look((key,))
-            if self.epoch.changed_at != changed_at or self.read(marker_key(key, value)):
+            if self.epoch.changed_at != changed_at:
+                return Outcome.GONE
+            if self.read(marker_key(key, value)) is not None:
                 return Outcome.GONE
         return outcome
 
@@ -415,25 +341,15 @@ class Store(ABC):
                 return outcome
             time.sleep(LOOK_AGAIN)
 
-    # In memcached, a process that takes a lock adds its entry before it reads the epoch. If that
-    # has changed, it gives the entry back. Each process does this once after a change, and each may
-    # be slow. So as long as takers wait after a change, the entry of another one says nothing:
-    #
-    #   cache:    flushed
-    #   taker 1:          adds           reads the epoch: another one, gives it back
-    #   taker 2:                                                   adds ...            gives it back
-    #   holder:                looks: not its own                        looks again        ...
-    #
-    # On Redis the script of the take compares the epoch, so there this finds the same entry again.
-
     def renew_many(
         self, requests: Sequence[tuple[str, bytes, float]]
     ) -> list[Outcome | LockUnavailable]:
         """Let each entry (key, value, lease) end ``lease`` seconds from now.
 
         If there is no entry, take the lock again (RETAKEN), unless :meth:`clear` left a marker
-        for this value (GONE). After UNSURE the caller asks again. The outcome is the error for an
-        entry alone that the server refuses to renew or to take again.
+        for this value (GONE). After UNSURE the caller asks again; :mod:`django_singletask.stores`
+        says why. The outcome is the error for an entry alone that the server refuses to renew or
+        to take again.
         """
         outcomes = self._extend(requests)
         try:
@@ -444,7 +360,10 @@ class Store(ABC):
                 # Perhaps nobody here has seen the change yet.
                 self.look([key for key, _, _ in requests])
         except LockUnavailable as error:
-            return [each if each in RENEWED else error for each in outcomes]
+            for i, outcome in enumerate(outcomes):
+                if outcome not in RENEWED:
+                    outcomes[i] = error
+            return outcomes
         for i, outcome in enumerate(outcomes):
             if outcome is Outcome.TAKEN and self.epoch.pause() > 0:
                 outcomes[i] = Outcome.UNSURE
@@ -453,9 +372,9 @@ class Store(ABC):
     def _take_again(self, key: str, value: bytes, lease: float) -> Outcome | LockUnavailable:
         """Add an entry that is gone, unless it was cleared."""
         try:
-            if self.read(marker_key(key, value)):
+            if self.read(marker_key(key, value)) is not None:
                 return Outcome.GONE
-            if self.add(key, value, lease):
+            if self.add(key, value, lease) is not None:
                 return Outcome.TAKEN
             return Outcome.RETAKEN
         except LockUnavailable as error:
@@ -509,14 +428,17 @@ class Store(ABC):
         # Not in a transaction: a stopped process with an open transaction would block all others.
         drawn = False
         while not drawn:
-            number, last = self.microseconds(), self.read(FENCE)
-            if last:
+            number = self.microseconds()
+            last = self.read(FENCE)
+            if last is None:
+                drawn = self.insert(FENCE, b"%d" % number, FOREVER)
+            else:
                 number = max(int(last.value) + 1, number)
                 drawn = self.replace(FENCE, last.value, b"%d" % number, FOREVER)
-            else:
-                drawn = self.insert(FENCE, b"%d" % number, FOREVER)
         entry = self.read(key)
-        return number if entry and entry.value == value else None
+        if entry is None or entry.value != value:
+            return None
+        return number
 
     def microseconds(self) -> int:
         """Return the time of the server; a store in this process has the time of this host."""
@@ -530,7 +452,8 @@ class Store(ABC):
         if not self.forgets:
             return
         for _ in range(TRIES):
-            if entry := self.read(EPOCH):
+            entry = self.read(EPOCH)
+            if entry is not None:
                 return self.epoch.see(entry.value)
             # If several processes find none, one adds its epoch, and all read that.
             self.insert(EPOCH, os.urandom(16).hex().encode(), math.inf)
@@ -573,8 +496,3 @@ class Store(ABC):
 
     def close(self) -> None:  # noqa: B027 - LocMemStore has nothing to close
         """Close what the store opened, at the end of its thread; it is not used again."""
-
-
-def marker_key(key: str, value: bytes) -> str:
-    """Return the key under which :meth:`Store.clear` leaves its marker."""
-    return f"{key}{MARKER}{Holder.decode(value).token}"

@@ -17,7 +17,9 @@ from valkey import ConnectionPool, Valkey, cluster, connection
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores import base
-from django_singletask.stores.base import Entry, Epoch, Outcome, Slots, address, is_key
+from django_singletask.stores.base import Entry, Outcome, Slots, address
+from django_singletask.stores.epoch import LOOK, Epoch
+from django_singletask.stores.keys import EPOCH, PREFIX, is_key
 from django_singletask.stores.redis import RedisStore, Request, reading
 
 # The groups of locks
@@ -108,7 +110,7 @@ class Node(RedisStore):
             return replies
         except LockUnavailable as error:
             if self.limited < math.inf and isinstance(error.__cause__, timeouts):
-                hanging[self.where] = clock.now() + base.LOOK
+                hanging[self.where] = clock.now() + LOOK
             raise
 
     # While a node is down, the others say CLUSTERDOWN, if the cluster must be complete. They have
@@ -135,7 +137,7 @@ class Group(RedisStore):
         self.cluster, self.number = cluster, number
         self.cache_alias, self.epoch = cluster.cache_alias, cluster.map.epochs[number]
         self.make_key = lambda key: f"{cluster.make_key(key)}{{{TAGS[number]}}}"
-        self.epoch_key = self.make_key(base.EPOCH)
+        self.epoch_key = self.make_key(EPOCH)
 
     # A slot that migrates
     #
@@ -332,7 +334,7 @@ class ClusterStore(RedisStore):
             self.look_at(TAGS)
 
     def look_at(self, groups: Iterable[int]) -> None:
-        epoch = base.EPOCH
+        epoch = EPOCH
         requests = {each: reading([epoch], [Group(self, each).epoch_key]) for each in groups}
         for group, entries in self.ask_each(requests):
             if epoch in entries:
@@ -350,5 +352,5 @@ class ClusterStore(RedisStore):
         self.read_map()
         for group in self.one_of_each():
             for names in Group(self, group).names(prefix):
-                keys = [base.PREFIX + name.removeprefix(prefix).partition("{")[0] for name in names]
+                keys = [PREFIX + name.removeprefix(prefix).partition("{")[0] for name in names]
                 yield from self.read_many(filter(is_key, keys)).items()

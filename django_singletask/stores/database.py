@@ -41,35 +41,42 @@ class Dialect(NamedTuple):
 
     ``now`` is the time of the server, ``then`` the time in so many seconds, ``seconds`` a time in
     seconds since 1970. ``timeouts``: the options of the client for the longest time of a request,
-    and their units in a second.
+    and their units in a second. ``exact``: a text that is compared with its case and its spaces.
     """
 
     now: str
     then: str
     seconds: str
     timeouts: dict[str, int]
+    exact: str = "%s"
+
+    def limits(self, seconds: float) -> dict[str, Any]:
+        """Return the options of the client that limit a request to so many seconds."""
+        return {name: math.ceil(seconds * unit) for name, unit in self.timeouts.items()}
 
 
-DIALECTS = {
-    "postgresql": Dialect(
-        now="clock_timestamp()",
-        then="{now} + %s * interval '1 second'",
-        seconds="extract(epoch FROM CAST({} AS timestamptz))",
-        timeouts={"connect_timeout": 1, "tcp_user_timeout": 1000},
-    ),
-    "sqlite": Dialect(
-        now="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '{shift} hours')",
-        then="strftime('%%Y-%%m-%%d %%H:%%M:%%f', {now}, %s || ' seconds')",
-        seconds="(julianday({}) - 2440587.5) * 86400.0",
-        timeouts={"timeout": 1},
-    ),
-    "mysql": Dialect(
-        now="(UTC_TIMESTAMP(6) + INTERVAL {shift} HOUR)",
-        then="({now} + INTERVAL %s * 1000000 MICROSECOND)",
-        seconds="TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {}) / 1000000",
-        timeouts={"connect_timeout": 1, "read_timeout": 1, "write_timeout": 1},
-    ),
-}
+POSTGRESQL = Dialect(
+    now="clock_timestamp()",
+    then="{now} + %s * interval '1 second'",
+    seconds="extract(epoch FROM CAST({} AS timestamptz))",
+    timeouts={"connect_timeout": 1, "tcp_user_timeout": 1000},
+)
+SQLITE = Dialect(
+    now="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '{shift} hours')",
+    then="strftime('%%Y-%%m-%%d %%H:%%M:%%f', {now}, %s || ' seconds')",
+    seconds="(julianday({}) - 2440587.5) * 86400.0",
+    timeouts={"timeout": 1},
+)
+MYSQL = Dialect(
+    now="(UTC_TIMESTAMP(6) + INTERVAL {shift} HOUR)",
+    then="({now} + INTERVAL %s * 1000000 MICROSECOND)",
+    seconds="TIMESTAMPDIFF(MICROSECOND, '1970-01-01', {}) / 1000000",
+    timeouts={"connect_timeout": 1, "read_timeout": 1, "write_timeout": 1},
+    # By default MySQL compares texts without their case and without spaces at their ends.
+    exact="CAST(%s AS BINARY)",
+)
+DIALECTS = {"postgresql": POSTGRESQL, "sqlite": SQLITE, "mysql": MYSQL}
+"""The dialects by the vendor of a connection."""
 
 
 class DatabaseStore(Store):
@@ -91,10 +98,10 @@ class DatabaseStore(Store):
         # Change options that the project chose for its own queries: without autocommit, other
         # processes would not see the locks; and each store would block a connection of the pool.
         chosen = self.connection.settings_dict
-        options = {name: value for name, value in chosen["OPTIONS"].items() if name != "pool"}
+        options = dict(chosen["OPTIONS"])
+        options.pop("pool", None)
         if self.connection.vendor == "postgresql":
-            for name, unit in DIALECTS["postgresql"].timeouts.items():
-                options.setdefault(name, math.ceil(TIMEOUT * unit))
+            options = POSTGRESQL.limits(TIMEOUT) | options
         self.connection.settings_dict = {**chosen, "AUTOCOMMIT": True, "OPTIONS": options}
         # Another thread may close the store. inc_thread_sharing() would allow that, too, but then
         # each use of the connection takes a lock of Django:
@@ -110,14 +117,16 @@ class DatabaseStore(Store):
         self.places = frozenset({f"table {self.table} of DATABASES[{self.alias!r}]"})
         self.quoted = self.connection.ops.quote_name(self.table)
         self.dialect = DIALECTS[self.vendor]
-        self.now = self.dialect.now.format(shift=0 if settings.USE_TZ else SHIFT)
+        shift = SHIFT
+        if settings.USE_TZ:
+            shift = 0
+        self.now = self.dialect.now.format(shift=shift)
         self.then = self.dialect.then.format(now=self.now)
 
     def set_timeouts(self, seconds: float) -> None:
         self.close()
-        units = self.dialect.timeouts.items()
         options = self.connection.settings_dict["OPTIONS"]
-        options.update({name: math.ceil(seconds * unit) for name, unit in units})
+        options.update(self.dialect.limits(seconds))
         if self.vendor == "postgresql":
             if self._options_before is None:
                 self._options_before = options.get("options", "")
@@ -125,7 +134,8 @@ class DatabaseStore(Store):
             options["options"] = f"{self._options_before} {limit}"
 
     def insert(self, key: str, value: bytes, lease: float) -> Any:
-        cache_key, text = self.make_key(key), value.decode()
+        cache_key = self.make_key(key)
+        text = value.decode()
         row = f"INTO {self.quoted} (cache_key, value, expires) VALUES (%s, %s, {self.then})"
         if self.vendor != "mysql":
             upsert = (
@@ -134,32 +144,36 @@ class DatabaseStore(Store):
             )
             return self.execute(upsert, [cache_key, text, lease])
         # The row count of ON DUPLICATE KEY UPDATE is the same for an insert and an unchanged row.
-        return self.execute(f"INSERT IGNORE {row}", [cache_key, text, lease]) or self._update(
-            f"expires <= {self.now}", text, lease, cache_key
-        )
+        inserted = self.execute(f"INSERT IGNORE {row}", [cache_key, text, lease])
+        if inserted:
+            return inserted
+        return self._update(f"expires <= {self.now}", text, lease, cache_key)
 
     def _update(self, condition: str, text: str, *params: Any) -> Any:
         update = f"UPDATE {self.quoted} SET value = %s, expires = {self.then} WHERE cache_key = %s"
         return self.execute(f"{update} AND {condition}", [text, *params])
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        cache_key, before, after = self.make_key(key), old.decode(), new.decode()
-        # By default MySQL compares texts without their case and without spaces at their ends.
-        mark = "CAST(%s AS BINARY)" if self.vendor == "mysql" else "%s"
-        delete = f"DELETE FROM {self.quoted} WHERE cache_key = %s AND value = {mark}"
+        cache_key = self.make_key(key)
+        before = old.decode()
+        after = new.decode()
+        exact = self.dialect.exact
         for _ in range(TRIES):
             if lease is None:
+                delete = f"DELETE FROM {self.quoted} WHERE cache_key = %s AND value = {exact}"
                 changed = self.execute(delete, [cache_key, before])
             else:
                 # The holder still has a row with its value, even an expired one.
-                has_either = f"value IN ({mark}, {mark})"
+                has_either = f"value IN ({exact}, {exact})"
                 changed = self._update(has_either, after, lease, cache_key, before, after)
             if changed:
                 return Outcome.OK
-            deleted_twice = lease is None and self.was_sent_twice
+            was_sent_twice = self.was_sent_twice
             entry = self.read(key)
-            if not entry:
-                return Outcome.SENT_TWICE if deleted_twice else Outcome.GONE
+            if entry is None:
+                if lease is None and was_sent_twice:
+                    return Outcome.SENT_TWICE
+                return Outcome.GONE
             if entry.value not in (old, new):
                 return Outcome.TAKEN
             # Another thread of the holder took it again between the statements: try again.
@@ -167,7 +181,9 @@ class DatabaseStore(Store):
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         names = {key: self.make_key(key) for key in keys}
-        marks = ", ".join(["%s"] * len(names)) or "NULL"
+        if not names:
+            return {}
+        marks = ", ".join(["%s"] * len(names))
         entries = dict(self._live(f"cache_key IN ({marks})", [*names.values()]))
         return {key: entries[name] for key, name in names.items() if name in entries}
 
@@ -205,7 +221,9 @@ class DatabaseStore(Store):
                 self.is_asking = self.vendor != "sqlite"
                 with undivided(self.connection), self.connection.cursor() as cursor:
                     cursor.execute(sql, params)
-                    return cursor.fetchall() if cursor.description else cursor.rowcount
+                    if cursor.description is None:
+                        return cursor.rowcount
+                    return cursor.fetchall()
             except BaseException as error:
                 # After a signal, such as a soft time limit, there may be an unread reply.
                 self.connection.close()
@@ -216,14 +234,17 @@ class DatabaseStore(Store):
                     self.connection.settings_dict["OPTIONS"]["options"] = self._options_before
                     self._options_before = None
                     continue
+                what = trouble(error)
+                if what in CURES:
+                    raise self.unavailable(error, CURES[what].format(self.alias)) from error
                 # If the server has closed the connection, try again: every statement here can be
                 # sent twice. Only a deletion then has another result.
-                was_closed = was_open and isinstance(error, (OperationalError, InterfaceError))
-                what = trouble(error)
-                cure = CURES.get(what, "").format(self.alias)
-                if cure or not (attempts_left and (was_closed or what == "race")):
-                    raise self.unavailable(error, cure) from error
-                self.was_sent_twice |= was_closed
+                if was_open and isinstance(error, (OperationalError, InterfaceError)):
+                    self.was_sent_twice = True
+                elif what != "race":
+                    raise self.unavailable(error) from error
+                if attempts_left == 0:
+                    raise self.unavailable(error) from error
             finally:
                 self.is_asking = False
 
@@ -241,11 +262,16 @@ CURES = {
 # On MySQL, two takes and a release of one key can cause a deadlock. On PostgreSQL, the loser of a
 # race gets an error if the default isolation level is not READ COMMITTED.
 CODES = {
-    **dict.fromkeys((1205, 1213, "40001", "40P01"), "race"),
-    **dict.fromkeys((1146, "42P01"), "table"),
-    **dict.fromkeys((1054, "42703"), "column"),
+    1205: "race",
+    1213: "race",
+    "40001": "race",
+    "40P01": "race",
+    1146: "table",
+    "42P01": "table",
+    1054: "column",
+    "42703": "column",
 }
-SQLITE = re.compile(
+SQLITE_ERRORS = re.compile(
     "(?P<busy>database (table |schema )?is locked)|(?P<table>no such table)"
     "|(?P<column>no such column|has no column named)"
 )
@@ -258,6 +284,13 @@ def trouble(error: Exception) -> str:
     It is a lost ``"race"``, a missing ``"table"`` or ``"column"``, or ``"busy"``: another
     connection blocks this one in an SQLite file.
     """
-    cause, match = error.__cause__, SQLITE.search(str(error))
-    code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)  # psycopg 3, 2
-    return CODES.get(code or next(iter(error.args), None)) or (match and match.lastgroup) or ""
+    cause = error.__cause__
+    # psycopg 3, psycopg2, and mysqlclient, whose errors have the code as their first argument
+    codes = [getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None), *error.args[:1]]
+    for code in codes:
+        if code in CODES:
+            return CODES[code]
+    match = SQLITE_ERRORS.search(str(error))
+    if match is None:
+        return ""
+    return str(match.lastgroup)

@@ -26,15 +26,16 @@ class LocMemStore(Store):
     def insert(self, key: str, value: bytes, lease: float) -> bool:
         cache_key = self.make_key(key)
         with self.lock:
-            if is_free := not self._find(cache_key):
-                self._write(cache_key, value, lease)
-        return is_free
+            if self._find(cache_key) is not None:
+                return False
+            self._write(cache_key, value, lease)
+            return True
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         cache_key = self.make_key(key)
         with self.lock:
             entry = self._find(cache_key)
-            if not entry:
+            if entry is None:
                 return Outcome.GONE
             if entry.value not in (old, new):
                 return Outcome.TAKEN
@@ -46,17 +47,25 @@ class LocMemStore(Store):
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         with self.lock:
-            return {key: entry for key in keys if (entry := self._find(self.make_key(key)))}
+            found = {key: self._find(self.make_key(key)) for key in keys}
+        return {key: entry for key, entry in found.items() if entry is not None}
 
     def scan(self, prefix: str) -> list[tuple[str, Entry]]:
         with self.lock:
-            return [(key, entry) for key in self.values if (entry := self._find(key))]
+            found = [(key, self._find(key)) for key in self.values]
+        return [(key, entry) for key, entry in found if entry is not None]
 
     def _find(self, cache_key: str) -> Entry | None:
         value = self.values.get(cache_key)
-        # A foreign entry may have no expiry.
-        remaining = (self.expiries.get(cache_key) or math.inf) - time.time()
-        return None if value is None or remaining <= 0 else Entry(value, remaining)
+        if value is None:
+            return None
+        expiry = self.expiries.get(cache_key)
+        if expiry is None:  # a foreign entry may have none
+            expiry = math.inf
+        remaining = expiry - time.time()
+        if remaining <= 0:
+            return None
+        return Entry(value, remaining)
 
     def _write(self, cache_key: str, value: bytes, lease: float) -> None:
         self.values[cache_key] = value

@@ -10,11 +10,13 @@ from urllib.parse import urlsplit
 
 from django_singletask import clock
 from django_singletask.stores import base
-from django_singletask.stores.base import EPOCH, TRIES, Entry, Outcome, Slots, Store
+from django_singletask.stores.base import TRIES, Entry, Outcome, Slots, Store
+from django_singletask.stores.epoch import Forgotten
+from django_singletask.stores.keys import EPOCH, MAX_KEY
 
 LATEST = 0.6 * base.PATIENCE
 """Seconds after which an error leaves no time to send the request again."""
-PLAIN_KEY = re.compile(rf"[!-~]{{1,{base.MAX_KEY}}}")
+PLAIN_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY}}}")
 """Keys that memcached accepts; Django's own check takes fifty times as long."""
 FRESH = 0.1
 """Seconds for which a cas number is used.
@@ -40,7 +42,10 @@ def _place(server: str) -> str:
     parts = urlsplit(f"//{server}")
     if parts.path:
         return server.removeprefix("unix:")
-    return base.address(parts.hostname, parts.port or 11211)
+    port = parts.port
+    if port is None:
+        port = 11211
+    return base.address(parts.hostname, port)
 
 
 class MemcachedStore(Store):
@@ -92,7 +97,7 @@ class MemcachedStore(Store):
             self._look_after_add(taken, value)
             try:
                 self.epoch.check()
-            except base.Forgotten:
+            except Forgotten:
                 self.release(taken, value)
                 raise
         return taken
@@ -102,19 +107,25 @@ class MemcachedStore(Store):
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         name = self._name(key)
-        expiry = PAST if lease is None else _expiry(lease)
+        expiry = PAST
+        if lease is not None:
+            expiry = _expiry(lease)
         for _ in range(TRIES):
-            present, cas = self._recall(name, old) or self._ask("gets", name) or (None, None)
+            present, cas = self._get_with_number(name, old)
             if present is None:
-                if not self.read(key):  # otherwise the server only did not answer: try again
+                if self.read(key) is None:
                     return Outcome.GONE
-                continue
+                continue  # the server only did not answer: try again
             if present not in (old, new):
                 return Outcome.TAKEN
             if self._ask("cas", name, new, cas, expiry):
                 return Outcome.OK
             # Another request changed the entry between these two: try again.
         return Outcome.TAKEN
+
+    def _get_with_number(self, name: Any, value: bytes) -> Any:
+        """Return the bytes and the cas number of an entry; the caller expects ``value``."""
+        return self._ask("gets", name)
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
         names = {self._name(key): key for key in keys}
@@ -138,9 +149,6 @@ class MemcachedStore(Store):
             self.cache.validate_key(name)
         return name
 
-    def _recall(self, name: Any, value: bytes) -> Any:
-        """Return the value and its cas number from memory, if it was just added here."""
-
     def _has_unread(self) -> bool:
         """Return whether a reply came late, or the server has closed the connection."""
         return False
@@ -159,7 +167,8 @@ class MemcachedStore(Store):
         """
         while True:
             began = clock.now()
-            was_open, self.is_open = self.is_open, False
+            was_open = self.is_open
+            self.is_open = False
             try:
                 self.is_asking = True
                 if was_open and self._has_unread():
@@ -169,7 +178,9 @@ class MemcachedStore(Store):
                 reply = None
             except BaseException as error:
                 self.close()
-                resends = self.resends_cas if request == "cas" else self.hung_up
+                resends = self.hung_up
+                if request == "cas":
+                    resends = self.resends_cas
                 in_time = clock.now() - began < min(self.limited, LATEST)
                 if was_open and in_time and isinstance(error, resends):
                     continue
@@ -182,37 +193,50 @@ class MemcachedStore(Store):
             return reply
 
 
+def _client_class(pylibmc_client: Any, epoch: bytes | None) -> Any:
+    """Return the class of a store's clients; ``epoch``: its key, if there is one server only."""
+
+    class Client(pylibmc_client):  # type: ignore[misc]
+        """Return bytes unchanged: a lock is never unpickled."""
+
+        def deserialize(self, value: bytes, flags: int) -> bytes:
+            return value
+
+        # gets and get_multi report "no entry" also if the server does not answer, but a get after
+        # them raises. One server always has the epoch, so it finds something if it answers. Of
+        # several servers, only those of the keys are asked, and get asks again for each entry that
+        # is missing. For _ask() this is one request: after an error it begins again, since on a new
+        # connection a get alone may call the entry of a server that hangs missing, too.
+
+        def get_multi(self, names: list[bytes]) -> Any:
+            asked = {*names}
+            if epoch is not None:
+                asked.add(epoch)
+            while True:
+                found = super().get_multi([*asked])
+                if found and epoch is not None:
+                    return found
+                missing = asked.difference(found)
+                there = [name for name in missing if self.get(name) is not None]
+                if not there:
+                    return found
+
+    return Client
+
+
 class PyLibMCStore(MemcachedStore):
     """Keep locks through a separate pylibmc client, with the text or binary protocol."""
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        epoch, has_one = self._name(EPOCH), len(cache.client_servers) == 1
-
-        class Client(cache._class):  # type: ignore[misc] # noqa: SLF001 - it is pylibmc.Client
-            """Return bytes unchanged: a lock is never unpickled."""
-
-            def deserialize(self, value: bytes, flags: int) -> bytes:
-                return value
-
-            # gets and get_multi report "no entry" also if the server does not answer, but a get
-            # after them raises. One server always has the epoch, so it finds something if it
-            # answers. Of several servers, only those of the keys are asked, and get asks again for
-            # each entry that is missing. For _ask() this is one request: after an error it begins
-            # again, since on a new connection a get alone may call the entry of a server that hangs
-            # missing, too.
-
-            def get_multi(self, names: list[bytes]) -> Any:
-                asked = {*names, epoch} if has_one else {*names}
-                while True:
-                    found = super().get_multi([*asked])
-                    doubtful = set() if found and has_one else asked.difference(found)
-                    if {self.get(name) for name in doubtful} <= {None}:
-                        return found
-
+        epoch = None
+        if len(cache.client_servers) == 1:
+            epoch = self._name(EPOCH)
+        client_class = _client_class(cache._class, epoch)  # noqa: SLF001 - it is pylibmc.Client
+        options = dict(cache._options)  # noqa: SLF001
         # Without behaviors, pylibmc 1.6 prints 30 errors on Python 3.13.
-        options = {"behaviors": {}, **cache._options}  # noqa: SLF001
-        self.client = Client(cache.client_servers, **options)
+        options.setdefault("behaviors", {})
+        self.client = client_class(cache.client_servers, **options)
         # Without these the client would report success before the server does.
         self.client.behaviors.update(
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
@@ -250,9 +274,6 @@ class PyLibMCStore(MemcachedStore):
 class PyMemcacheStore(MemcachedStore):
     """Keep locks through a separate pymemcache client."""
 
-    taken: Any = ()
-    """The name, value, cas number and connection of the last take, and until when they count."""
-
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
         pymemcache = cache._lib  # noqa: SLF001
@@ -262,17 +283,15 @@ class PyMemcacheStore(MemcachedStore):
         # miss, and noreply into a success. By default the client stops asking a server after
         # errors, or asks another one, which does not have the locks. With no attempts and no dead
         # time it always asks the server of the key.
-        options = {
-            **dict.fromkeys(("timeout", "connect_timeout"), base.TIMEOUT),
-            **cache._options,  # noqa: SLF001
-            **dict.fromkeys(("serde", "serializer", "deserializer")),
-            "ignore_exc": False,
-            "default_noreply": False,
-            "retry_attempts": 0,
-            "dead_timeout": -1,
-        }
+        options: dict[str, Any] = {"timeout": base.TIMEOUT, "connect_timeout": base.TIMEOUT}
+        options.update(cache._options)  # noqa: SLF001
+        options.update(serde=None, serializer=None, deserializer=None)
+        options.update(ignore_exc=False, default_noreply=False, retry_attempts=0, dead_timeout=-1)
         self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
         self.clients = self.client.clients
+        self.added: dict[Any, Any] = {}
+        """By name and value of the last take: its cas number, connection, and until when it counts.
+        """
         if type(self.client) is pymemcache.HashClient and len(self.clients) == 1:
             # The choice among one server would take longer than the request.
             (self.client,) = self.clients.values()
@@ -293,22 +312,30 @@ class PyMemcacheStore(MemcachedStore):
     # A renewal changes the number, so the server then refuses it, and the release reads it again.
 
     def _look_after_add(self, key: str, value: bytes) -> None:
-        name, epoch = self._name(key), self._name(EPOCH)
+        name = self._name(key)
+        epoch = self._name(EPOCH)
         found = self._ask("gets_many", [name, epoch])
-        present, cas = found.get(name, (None, None))
         sock = getattr(self.client, "sock", None)  # not of several servers, or of a pool
-        if present == value and sock:
-            self.taken = name, value, cas, sock, clock.now() + FRESH
+        if sock is not None and name in found:
+            present, cas = found[name]
+            if present == value:
+                self.added = {(name, value): (cas, sock, clock.now() + FRESH)}
         if epoch in found:
             self.epoch.see(found[epoch][0])
         else:
             self.look()  # adds one
 
-    def _recall(self, name: Any, value: bytes) -> Any:
-        taken, self.taken = self.taken, ()
-        if taken[:2] == (name, value) and taken[3] is self.client.sock and clock.now() < taken[4]:
-            return taken[1:3]
+    def _get_with_number(self, name: Any, value: bytes) -> Any:
+        added = self.added.pop((name, value), None)
+        if added is not None:
+            cas, sock, until = added
+            if sock is self.client.sock and clock.now() < until:
+                return value, cas
+        return super()._get_with_number(name, value)
 
     def _has_unread(self) -> bool:
-        socks = [getattr(client, "sock", None) for client in self.clients.values()]
-        return any(base.watch(sock)(0) for sock in socks if sock)
+        for client in self.clients.values():
+            sock = getattr(client, "sock", None)  # a pool has none
+            if sock is not None and base.watch(sock)(0):
+                return True
+        return False

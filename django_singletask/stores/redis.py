@@ -21,20 +21,18 @@ from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork
 from django_singletask.stores.base import (
-    EPOCH,
-    FENCE,
-    HOLD_BACK,
     PATIENCE,
     TIMEOUT,
     TRIES,
     Entry,
-    Forgotten,
     Outcome,
     Slots,
     Store,
     address,
     watch,
 )
+from django_singletask.stores.epoch import HOLD_BACK, Forgotten
+from django_singletask.stores.keys import EPOCH, FENCE
 from django_singletask.threads import are_greenlets
 
 # The server runs nothing else during a script, so nothing happens between its read and its change:

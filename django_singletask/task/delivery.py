@@ -19,7 +19,8 @@ from django_singletask.locks.keys import NO_LOCK
 from django_singletask.locks.lease import Lease, Postponed, here
 from django_singletask.locks.ref import LockRef
 from django_singletask.log import logger
-from django_singletask.stores.base import MAX_SLOTS, Slots
+from django_singletask.stores.base import Slots
+from django_singletask.stores.keys import MAX_SLOTS
 from django_singletask.task.ended import DONE, may_store, note
 from django_singletask.task.header import READS, WAITS, Header, hidden_in_message
 from django_singletask.task.latest import gives_way

@@ -27,20 +27,10 @@ from django_singletask import clock, stores
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, QUEUED, name_key
-from django_singletask.stores import base, close_stores, get_store
-from django_singletask.stores.base import (
-    EPOCH,
-    FENCE,
-    LONGEST_KEY,
-    MAX_KEY,
-    CannotList,
-    Entry,
-    Forgotten,
-    Outcome,
-    Slots,
-    Store,
-    marker_key,
-)
+from django_singletask.stores import close_stores, epoch, get_store
+from django_singletask.stores.base import CannotList, Entry, Outcome, Slots, Store
+from django_singletask.stores.epoch import Forgotten
+from django_singletask.stores.keys import EPOCH, FENCE, LONGEST_KEY, MAX_KEY, marker_key
 
 __all__ = ["StoreContract"]
 
@@ -852,7 +842,7 @@ class StoreContract:
         known, store.epoch.changed_at = store.epoch.value, -math.inf
         assert known
         # In tests, which empty their cache often, nothing is held back.
-        with mock.patch.object(base, "is_test", return_value=False):
+        with mock.patch.object(epoch, "is_test", return_value=False):
             assert store.take(slots, A, 60, heeds_epoch=True) == KEY
             self.empty()
             with pytest.raises(Forgotten) as caught:

@@ -20,7 +20,7 @@ from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.ref import LockRef
 from django_singletask.log import logger
 from django_singletask.stores import look_at_epoch
-from django_singletask.stores.base import epoch_of
+from django_singletask.stores.epoch import epoch_of
 from django_singletask.task.ended import DIED, note
 from django_singletask.task.header import Header
 from django_singletask.task.options import LockOptions

@@ -16,12 +16,13 @@ import pytest
 from django.core.cache import caches
 
 from django_singletask import LockUnavailable, TaskLock
-from django_singletask.stores import base, get_store
-from django_singletask.stores.base import EPOCH, TRIES, Forgotten
+from django_singletask.stores import base, epoch, get_store
+from django_singletask.stores.base import TRIES, Forgotten
 from tests.entries import eventually, holder, key_of
 from tests.servers import Memcached, Redis, Valkey, ask
 
 ROOT = Path(__file__).parents[2]
+EPOCH = "singletask:@epoch"
 SECONDS = 2.0  # shorter than a third of the lease, so that no renewal is due
 
 
@@ -97,7 +98,7 @@ def outside_of_tests(monkeypatch, cache_alias):
     store = get_store(cache_alias)
     store.look()  # an earlier test has left another epoch
     store.epoch.changed_at = store.epoch.told_at = -math.inf
-    monkeypatch.setattr(base, "is_test", lambda: False)
+    monkeypatch.setattr(epoch, "is_test", lambda: False)
 
 
 on_each_client = pytest.mark.parametrize(
@@ -137,14 +138,14 @@ def test_a_process_that_knew_another_epoch_takes_nothing_for_a_second(cache_alia
 @pytest.mark.usefixtures("outside_of_tests", "db")
 def test_a_holder_that_meets_takers_one_after_another_has_its_lock_back(cache_alias, monkeypatch):
     """In memcached a taker adds its entry, sees the change, and gives the entry back."""
-    monkeypatch.setattr(base, "HOLD_BACK", 60)
+    monkeypatch.setattr(epoch, "HOLD_BACK", 60)
     assert not meets_takers(cache_alias, monkeypatch)
 
 
 @pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
 @pytest.mark.usefixtures("outside_of_tests", "db")
 def test_control_a_holder_that_looks_once_loses_its_lock(cache_alias, monkeypatch):
-    monkeypatch.setattr(base, "HOLD_BACK", 0)
+    monkeypatch.setattr(epoch, "HOLD_BACK", 0)
     assert meets_takers(cache_alias, monkeypatch)
 
 
@@ -164,7 +165,7 @@ def test_extend_waits_until_a_taker_has_given_its_entry_back(cache_alias, monkey
         monkeypatch.setattr(base, "time", SimpleNamespace(sleep=sleep, time_ns=time.time_ns))
         lock.extend()
         assert lock.owned()
-    assert sleeps == [base.LOOK_AGAIN]
+    assert sleeps == [epoch.LOOK_AGAIN]
 
 
 def meets_takers(cache_alias, monkeypatch):

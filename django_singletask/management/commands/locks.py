@@ -33,7 +33,7 @@ from django_singletask.operators.probe import probe
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.words import WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
-from django_singletask.stores.base import PREFIX
+from django_singletask.stores.keys import PREFIX
 from django_singletask.stores.locmem import LocMemStore
 
 __all__ = ["Command"]
