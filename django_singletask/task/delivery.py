@@ -108,7 +108,7 @@ def as_retry(task: Task[..., Any], error: BaseException) -> BaseException:
 
 
 CLOCK_SKEW = 1.0
-"""Seconds by which the clocks of two hosts may differ; see the timelines in header.py."""
+"""Seconds by which the clocks of two hosts may differ; see task/__init__.py."""
 
 
 class Delivery:
@@ -195,6 +195,8 @@ class Delivery:
 
     def _run(self) -> Any:
         try:
+            if self.header.options:  # no message is trusted
+                LockOptions.check_call(self.task, self.header.options)
             waits = {"wait": self.options.lock_wait, "requeue": SHORT_WAIT}
             wait = waits.get(self.options.on_conflict) or 0
             name, ticket = self.task.name, self.header.ticket
@@ -303,7 +305,7 @@ class Delivery:
                 note(self.key, self.request.id, DONE)
         return self.result
 
-    # A message that meets its own earlier run; the timelines are in header.py
+    # A message that meets its own earlier run; see task/__init__.py
 
     def _meet_own_run(self) -> None:
         """Postpone or drop the message if its first run has the lock, or had it; else return."""
