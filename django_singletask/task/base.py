@@ -36,7 +36,7 @@ from django_singletask.task.options import (
     LockOptions,
     unknown_options,
 )
-from django_singletask.task.unique import QueuedCall, seconds_to_block, seconds_until
+from django_singletask.task.unique import QueuedCall, discard, seconds_to_block, seconds_until
 
 UNSENDABLE = {name: f"write lock_options={{{name!r}: …}}." for name in NAMES}
 UNSENDABLE |= {name: f"use {here}. {GUIDE}" for name, here in ELSEWHERE.items()}
@@ -421,13 +421,13 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock."""
-        if not self._options_are_checked:
-            self._check_options()
         request: Any = self.request_stack.top
         # If there are other base classes behind this one with a __call__, this begins a chain of
         # super().__call__(), which Celery's ends.
         call = super().__call__
         if request is None or request.called_directly or request._protected != NOT_BEGUN:  # noqa: SLF001
+            if not self._options_are_checked:
+                self._check_options()
             if request is not None:
                 request._protected = BODY_RUNS  # noqa: SLF001
             return Delivery(self, None, Header("", self.name), call, args, kwargs).run()
@@ -435,6 +435,14 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         header = Header.of(vars(request), request.id, self.name)
         if header is None:
             header = Header(request.id, self.name)
+        try:
+            if not self._options_are_checked:
+                self._check_options()
+            if header.options:  # no message is trusted
+                LockOptions.check_call(self, header.options)
+        except (TypeError, ValueError):
+            discard(vars(request), request.id, self.name)
+            raise
         if getattr(call, "__func__", None) is Task.__call__:
             body = self.run
             request._protected = BODY_RUNS  # noqa: SLF001

@@ -195,8 +195,6 @@ class Delivery:
 
     def _run(self) -> Any:
         try:
-            if self.header.options:  # no message is trusted
-                LockOptions.check_call(self.task, self.header.options)
             waits = {"wait": self.options.lock_wait, "requeue": SHORT_WAIT}
             wait = waits.get(self.options.on_conflict) or 0
             name, ticket = self.task.name, self.header.ticket

@@ -603,7 +603,16 @@ class TestStart:
         header_of(sent[0])["options"] = options
         with pytest.raises((TypeError, ValueError), match=r"^(on_conf|lock_time).* in lock_opt"):
             deliver(sent[0])
-        assert unique.queued("a") is None
+        eventually(lambda: unique.queued("a") is None)
+
+    def test_a_task_with_a_wrong_option_frees_the_entry(self, sent, monkeypatch):
+        unique.delay("a")
+        monkeypatch.setattr(unique, "lock_wait", -1)
+        unique.bind(unique.app)  # as in a process that has not used it yet
+        with pytest.raises(ValueError, match="lock_wait of"):
+            deliver(sent[0])
+        monkeypatch.undo()
+        eventually(lambda: unique.queued("a") is None)
 
     def test_a_postponed_call_is_still_queued(self, sent):
         first = unique.apply_async(("a",), lock_options={"on_conflict": "requeue"})
