@@ -189,7 +189,9 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
     def _check_options(self) -> None:
         """Raise ``TypeError`` or ``ValueError`` if the options of the task cannot work."""
-        LockOptions.check_task(self)
+        for _names, error in LockOptions.problems_of(self):
+            if not isinstance(error, Warning):
+                raise error
         cls = type(self)
         cls._options_are_checked = True
 

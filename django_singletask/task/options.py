@@ -238,15 +238,8 @@ class LockOptions(SimpleNamespace, Attributes):
                     check_value(name, where, value)
 
     @classmethod
-    def check_task(cls, task: Any) -> None:
-        """Raise the first error of the options of a task."""
-        for _names, error in cls.problems_of(task):
-            if not isinstance(error, Warning):
-                raise error
-
-    @classmethod
     def check_call(cls, task: Any, overrides: Mapping[str, Any]) -> None:
-        """Raise the first error of the options of one call, which are not those of its task."""
+        """Raise the first error of the options of one call."""
         if not isinstance(overrides, Mapping):
             raise TypeError(f"lock_options of {task.name} must be a dict, not {overrides!r}.")
         where = f"in lock_options of {task.name}"
