@@ -22,13 +22,8 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.stores import choose, find_store, load_store, open_cache
 from django_singletask.stores.base import Store
 from django_singletask.stores.locmem import LocMemStore
-from django_singletask.task.base import (
-    SingletonTask,
-    import_tasks,
-    singleton_tasks,
-    unknown_options,
-)
-from django_singletask.task.options import SECONDS, LockOptions, parameters_of
+from django_singletask.task.base import SingletonTask, import_tasks, singleton_tasks
+from django_singletask.task.options import SECONDS, LockOptions, unknown_options
 from django_singletask.version import DOCS
 
 Messages = list[checks.CheckMessage]
@@ -229,7 +224,7 @@ def check_tasks(**kwargs: Any) -> Messages:
 
 
 def _task(task: SingletonTask) -> Messages:
-    problems = list(LockOptions.of(task).problems(f"of {task.name}", parameters_of(task)))
+    problems = list(LockOptions.problems_of(task))
     found = []
     for names, error in problems:
         number = "E011" if names[1:] else OF_OPTION.get(names[0], "E012")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partialmethod
 from typing import Any
@@ -29,57 +29,47 @@ from django_singletask.locks.parameters import Parameters, refuse_deferred
 from django_singletask.locks.ref import LockRef
 from django_singletask.task.delivery import Delivery
 from django_singletask.task.header import Header, hidden_arguments
-from django_singletask.task.options import ALL, NAMES, Attributes, LockOptions, guess
-from django_singletask.task.unique import QueuedCall, seconds_to_block, seconds_until
-from django_singletask.version import DOCS
+from django_singletask.task.options import (
+    ELSEWHERE,
+    GUIDE,
+    NAMES,
+    Attributes,
+    LockOptions,
+    unknown_options,
+)
+from django_singletask.task.unique import QueuedCall, discard, seconds_to_block, seconds_until
 
-GUIDE = f"See {DOCS}/guides/coming-from.html"
-ELSEWHERE = {
-    "once": "lock_on, unique_until, unique_for and on_duplicate",
-    "unique_on": "lock_on",
-    "lock_expiry": "unique_for, and lock_timeout for the run",
-    "raise_on_duplicate": "on_duplicate='raise'",
-}
-"""Options of celery-once and celery-singleton, which Celery would accept and ignore."""
-
-OF_ONLY_ONE = {name.removeprefix("lock_"): name for name in NAMES}
-OF_ONLY_ONE |= {"key": "lock_name", "lock_key": "lock_name", "unique": "unique_until"}
-"""Options of ``only_one`` that a user may pass to a task by mistake."""
+UNSENDABLE = {name: f"write lock_options={{{name!r}: …}}." for name in NAMES}
+UNSENDABLE |= {name: f"use {here}. {GUIDE}" for name, here in ELSEWHERE.items()}
+"""Names that are no options of ``apply_async``, and what to do instead."""
+AWAITED = ("chain", "chord", "group_id", "link", "link_error")
+"""Options of a call for which other calls wait."""
 
 
-def unknown_options(names: Iterable[str], base: type) -> Iterator[tuple[str, str]]:
-    """Yield the names that are meant as options, but are none of ``base``, each with a hint."""
-    elsewhere = ELSEWHERE | OF_ONLY_ONE
-    for name in names:
-        if name in dir(base):  # hasattr() would bind the class to an application
-            continue
-        hint = guess(name) or (name.startswith(("lock_", "unique_")) and ALL)
-        if name in elsewhere:
-            hint = f"use {elsewhere[name]}. {GUIDE}"
-        if hint:
-            yield name, hint
+def refuse_unsendable(what: str, options: Mapping[str, Any], lock_options: Any) -> None:
+    """Raise ``TypeError`` for options of ``apply_async`` that cannot be sent."""
+    for name in UNSENDABLE.keys() & options.keys():
+        raise TypeError(f"{what} has no option {name!r}: {UNSENDABLE[name]}")
+    if isinstance(lock_options, Mapping) and callable(lock_options.get("on_skip")):
+        raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
 
 
 def check_definition(cls: type, base: type) -> None:
     """Raise ``TypeError`` for an error in the body of a class, or in its decorator.
 
-    ``base`` is the class whose attributes are valid options. The system check reports numbers that
-    cannot work, with a hint.
+    ``base`` is the class whose attributes are valid options.
     """
-    what = str(cls.__dict__.get("name") or f"{cls.__module__}.{cls.__qualname__}")
-    if "_decorated" in cls.__dict__:
-        for name, hint in unknown_options(cls.__dict__, base):
+    own = vars(cls)
+    what = own.get("name")
+    if not what:
+        what = f"{cls.__module__}.{cls.__qualname__}"
+    if "_decorated" in own:
+        for name, hint in unknown_options(own, base):
             raise TypeError(f"{what} has no option {name!r}: {hint}")
-    # A property has a value only on the task.
-    values = {n: v for n in NAMES if callable(v := getattr(cls, n)) or not hasattr(v, "__get__")}
-    for names, error in LockOptions(**values).problems(f"of {what}"):
-        is_own = not cls.__dict__.keys().isdisjoint(names)
-        # A subclass may still add a lock_timeout that is missing.
-        if is_own and isinstance(error, TypeError) and names != ("lock_renew", "lock_timeout"):
-            raise error
-    run = cls.__dict__.get("run")
+    LockOptions.check_class(cls, f"of {what}")
+    run = own.get("run")
     if run is not None:
-        refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
+        refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), f"{what}")
     for inner in cls.__mro__[cls.__mro__.index(Task) + 1 : -1]:  # all but object
         if "__call__" in inner.__dict__:
             raise TypeError(
@@ -93,8 +83,15 @@ def check_definition(cls: type, base: type) -> None:
 celeryd_after_setup.connect(check_installed)
 
 
+Publish = Callable[[], AsyncResult[Any]]
+
+# ``_protected`` of a request: Celery's private mark, which says how far its call has come. Another
+# call of the task beside a request whose mark is not 0 is a direct call.
+NOT_BEGUN = 0
+BODY_RUNS = 1
 CHAIN_RUNS = 2
-"""``_protected`` of a request for which the ``__call__`` of other bases runs under the lock."""
+"""Of this package: the lock is held, and the ``__call__`` of the base classes behind
+``SingletonTask`` runs, which will end at Celery's."""
 
 
 class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
@@ -136,7 +133,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     * ``lock_history`` (True): False records only trouble.
 
     Creating the class raises ``TypeError`` for options of a wrong type, and for coroutine and
-    generator functions. The system check reports other invalid options.
+    generator functions. The system check reports other invalid options, and the first call that is
+    sent or run raises ``TypeError`` or ``ValueError``.
     """
 
     abstract = True
@@ -144,13 +142,16 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     stores_started = False
     """Whether a delivery stores STARTED when its body begins; see started.py."""
 
+    _options_are_checked = False
+    """Whether the options have been checked since Celery has bound the task."""
+
     # Celery logs these errors without a traceback.
     throws: tuple[type[Exception], ...] = (LockConflict,)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SingletonTask:
         # Not in __init__, which a task class may override without super().
         task: SingletonTask = super().__new__(cls)
-        vars(task).update(_parameters=Parameters(inspect.signature(task.run)))
+        vars(task)["_parameters"] = Parameters(inspect.signature(task.run))
         return task
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -158,23 +159,42 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         check_definition(cls, SingletonTask)
         if LockConflict not in cls.throws:
             cls.throws = (*cls.throws, LockConflict)
-        if "_decorated" in cls.__dict__:
-            # A function from the decorator must not become a method, which would get the task
-            # first. Only on_skip gets the task if the body does, too (bind=True).
-            own = vars(cls)
-            if callable(own.get("lock_name")):
-                cls.lock_name = staticmethod(own["lock_name"])
-            if callable(own.get("on_skip")):
-                is_static = isinstance(own["run"], staticmethod)
-                cls.on_skip = (staticmethod if is_static else partialmethod)(own["on_skip"])
+        own = vars(cls)
+        if "_decorated" not in own:
+            return
+        # A function from the decorator must not become a method, which would get the task first.
+        # Only on_skip gets the task if the body does, too (bind=True).
+        if callable(own.get("lock_name")):
+            cls.lock_name = staticmethod(own["lock_name"])
+        if callable(own.get("on_skip")):
+            if isinstance(own["run"], staticmethod):
+                cls.on_skip = staticmethod(own["on_skip"])
+            else:
+                cls.on_skip = partialmethod(own["on_skip"])
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
-        """Take over ``track_started`` from Celery, which would store STARTED before the call."""
+        """Let the options be checked, with those of ``CELERY_TASK_ANNOTATIONS``, at the next use.
+
+        Not here: Celery binds all tasks together, when something asks for the first of them. One
+        wrong option would stop ``manage.py check``, which reports it, and each other command that
+        looks at the tasks. A worker runs the checks before it takes a message.
+
+        And take over ``track_started`` from Celery, which would store STARTED before the call.
+        """
         super().on_bound(app)
+        cls._options_are_checked = False
         if cls.track_started:
             cls.track_started = False
             cls.stores_started = True
+
+    def _check_options(self) -> None:
+        """Raise ``TypeError`` or ``ValueError`` if the options of the task cannot work."""
+        for _names, error in LockOptions.problems_of(self):
+            if not isinstance(error, Warning):
+                raise error
+        cls = type(self)
+        cls._options_are_checked = True
 
     # The locks of its calls
 
@@ -185,6 +205,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         the lock may be left out. Raises ``TypeError`` if the arguments do not fit the task or have
         no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
         """
+        if not self._options_are_checked:
+            self._check_options()
         options = LockOptions.of(self)
         return options.lock(options.key(self, args, kwargs, partial=True), self.name)
 
@@ -194,6 +216,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
         as :meth:`lock` does.
         """
+        if not self._options_are_checked:
+            self._check_options()
         key = LockOptions.of(self).key(self, args, kwargs, partial=True)
         if key == NO_LOCK:
             return None
@@ -230,25 +254,20 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         # apply_async(self, args, kwargs, **options), and set defaults in its options.
         passed = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
         options |= {name: value for name, value in passed.items() if value is not None}
-        what = f"apply_async of {self.name}"
-        for name in UNSENDABLE & options.keys():
-            hint = f"write lock_options={{{name!r}: …}}."
-            if name in ELSEWHERE:
-                hint = f"use {ELSEWHERE[name]}. {GUIDE}"
-            raise TypeError(f"{what} has no option {name!r}: {hint}")
+        if lock_options or not UNSENDABLE.keys().isdisjoint(options):
+            refuse_unsendable(f"apply_async of {self.name}", options, lock_options)
+        header = Header.of(options.get("headers"), task_id, self.name)
+        is_new = header is None
         # A call with an id (as in a chain or a group), a callback or a chord must be sent, because
         # other calls wait for it.
-        awaited = bool(task_id or any(map(options.get, AWAITED)))
-        earlier = Header.of(options.get("headers"), task_id, self.name)
-        header = earlier or Header(task_id or uuid(), self.name)
+        awaited = any(map(options.get, AWAITED))
+        if task_id:
+            awaited = True
+        else:
+            task_id = uuid()
+        if header is None:
+            header = Header(task_id, self.name)
         merged = self._fill_in(header, args, kwargs, lock_options, options)
-        if lock_options and callable(lock_options.get("on_skip")):
-            raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
-        delay = max(0.0, seconds_until(options.get("countdown") or options.get("eta") or 0))
-        expires = options.get("expires", self.expires)
-        if not header.due:
-            header.due = round(time.time() + delay, 3)
-            header.delay = delay
 
         def publish() -> AsyncResult[Any]:
             options["headers"] = header.into(options.get("headers"))
@@ -256,21 +275,46 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
                 args, kwargs, task_id=header.id, **options
             )
 
+        return self._send(header, merged, options, publish, is_new=is_new, awaited=awaited)
+
+    def _send(
+        self,
+        header: Header,
+        merged: LockOptions,
+        options: dict[str, Any],
+        publish: Publish,
+        *,
+        is_new: bool,
+        awaited: bool,
+    ) -> AsyncResult[Any]:
+        """Publish a call, or stop it if it is new, and a duplicate."""
+        delay = 0.0
+        start = options.get("countdown")
+        if not start:
+            start = options.get("eta")
+        if start:
+            delay = max(0.0, seconds_until(start))
+        expires = options.get("expires", self.expires)
+        if not header.due:
+            header.due = round(time.time() + delay, 3)
+            header.delay = delay
         # The body that sends this call may have an entry.
         of_run = getattr(self.request_stack.top, "singletask_queued_call", None)
-        # Without a lock there are no duplicates, and an eager call is never queued. Celery takes
-        # 5 µs to look up a setting, so that comes last.
         result: AsyncResult[Any]
-        key = None if earlier or not merged.unique_until else header.lock_key
-        if key and key != NO_LOCK and not self.app.conf.task_always_eager:
-            ref = LockRef(
-                conf.cache, *key, task=self.name, task_id=header.id, quiet=not merged.lock_history
-            )
-            queued_call = QueuedCall(ref, merged)
-            queued_call.sender = of_run
-            seconds = seconds_to_block(merged, delay, expires)
-            result = queued_call.send(header, seconds, publish, self.AsyncResult, awaited=awaited)
-            return result
+        if is_new and merged.unique_until:
+            key = header.lock_key
+            # Without a lock there are no duplicates, and an eager call is never queued. Celery
+            # takes 5 µs to look up a setting, so that comes last.
+            if key and key != NO_LOCK and not self.app.conf.task_always_eager:
+                quiet = not merged.lock_history
+                ref = LockRef(conf.cache, *key, task=self.name, task_id=header.id, quiet=quiet)
+                queued_call = QueuedCall(ref, merged)
+                queued_call.sender = of_run
+                seconds = seconds_to_block(merged, delay, expires)
+                result = queued_call.send(
+                    header, seconds, publish, self.AsyncResult, awaited=awaited
+                )
+                return result
         result = publish()
         # Another base may publish the call later, or never. Then it returned None.
         if header.queued and of_run and result is not None:
@@ -303,9 +347,14 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     ) -> EagerResult[Any]:
         """Run the task here and now, under its lock; see :meth:`apply_async`."""
         if lock_options:
-            task_id = options["task_id"] = options.get("task_id") or uuid()
+            task_id = options.get("task_id")
+            if not task_id:
+                task_id = uuid()
             headers = options.get("headers")
-            header = Header.of(headers, task_id, self.name) or Header(task_id, self.name)
+            header = Header.of(headers, task_id, self.name)
+            if header is None:
+                header = Header(task_id, self.name)
+            options["task_id"] = task_id
             self._fill_in(header, args, kwargs, lock_options, options)
             options["headers"] = header.into(headers)
         return super().apply(args, kwargs, *rest, **options)
@@ -315,37 +364,50 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     ) -> Any:
         """Return the signature of a request's next message, as for ``retry()``."""
         signature = super().signature_from_request(request, args, kwargs, *rest, **options)
-        request = self.request if request is None else request
+        if request is None:
+            request = self.request
         header = Header.of(vars(request), request.id, self.name)
         if header:
             header.forget_message()
             if args is not None or kwargs is not None:
                 # Other arguments may need another lock: compute the key again, keep the options.
-                header.was, header.name, header.key = header.key, None, None
+                header.was = header.key
+                header.name = None
+                header.key = None
             signature.options["headers"] = header.into(signature.options["headers"])
         return signature
 
     def on_replace(self, sig: Any) -> Any:
         """Send the replacement of this task; an eager one runs here, so release the lock first."""
         lease = current_lease()
-        if lease is not None and lease.ref.is_delivery and self.request.is_eager:
-            lease.leave_body(result="ignored")
+        if self.request.is_eager and lease is not None:
+            is_own = lease.ref.is_delivery and lease.ref.task_id == self.request.id
+            if is_own:
+                lease.leave_body(result="ignored")
         return super().on_replace(sig)
 
     def _fill_in(
         self, header: Header, args: Any, kwargs: Any, lock_options: Any, options: dict[str, Any]
     ) -> LockOptions:
         """Write options and key of a call's lock into its header; return all its lock options."""
+        if not self._options_are_checked:
+            self._check_options()
         header.token = None
         header.received = 0.0
         if lock_options is not None:
             LockOptions.check_call(self, lock_options)
-            header.options = {**(header.options or {}), **lock_options}
+            earlier = header.options
+            if earlier is None:
+                earlier = {}
+            header.options = {**earlier, **lock_options}
         merged = LockOptions.of(self, header.options)
         if lock_options is None and header.key is not None:
             return merged
         key = merged.key(self, args, kwargs, shown=hidden_arguments(options))
-        if key.key != (header.was or header.key):
+        previous = header.was
+        if previous is None:
+            previous = header.key
+        if key.key != previous:
             # The duplicate entry and the ticket belong to the previous lock.
             header.queued = None
             header.ticket = None
@@ -366,47 +428,70 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock."""
         request: Any = self.request_stack.top
+        # If there are other base classes behind this one with a __call__, this begins a chain of
+        # super().__call__(), which Celery's ends.
         call = super().__call__
-        if request is None or request.called_directly or request._protected:  # noqa: SLF001
+        if request is None or request.called_directly or request._protected != NOT_BEGUN:  # noqa: SLF001
+            if not self._options_are_checked:
+                self._check_options()
             if request is not None:
-                request._protected = 1  # noqa: SLF001
+                request._protected = BODY_RUNS  # noqa: SLF001
             return Delivery(self, None, Header("", self.name), call, args, kwargs).run()
-        # A call by the worker or by apply(): the request is already pushed. Celery uses the same
-        # private mark; with it, a call of this task from its own body counts as a direct call.
-        header = Header.of(vars(request), request.id, self.name) or Header(request.id, self.name)
-        others = getattr(call, "__func__", None) is not Task.__call__
-        request._protected = CHAIN_RUNS if others else 1  # noqa: SLF001
+        # A call by the worker or by apply(): the request is already pushed.
+        header = Header.of(vars(request), request.id, self.name)
+        if header is None:
+            header = Header(request.id, self.name)
         try:
-            body = call if others else self.run
+            if not self._options_are_checked:
+                self._check_options()
+            if header.options:  # no message is trusted
+                LockOptions.check_call(self, header.options)
+        except (TypeError, ValueError):
+            discard(vars(request), request.id, self.name)
+            raise
+        if getattr(call, "__func__", None) is Task.__call__:
+            body = self.run
+            request._protected = BODY_RUNS  # noqa: SLF001
+        else:
+            body = call
+            request._protected = CHAIN_RUNS  # noqa: SLF001
+        try:
             return Delivery(self, request, header, body, args, kwargs).run()
         except TaskPredicate:
             raise
         except Exception:
             # Another base may catch the error and call again: not a direct call, the same message.
-            request._protected = 0  # noqa: SLF001
+            request._protected = NOT_BEGUN  # noqa: SLF001
             raise
 
     def push_request(self, *args: Any, **kwargs: Any) -> None:
-        """Push a new request, or the current one again if its chain of calls ends here.
+        """Push a new request; or, if a chain of ``__call__`` ends here, the current one again.
 
-        Celery's ``__call__`` ends the chain of ``super().__call__()`` of other bases. It pushes
-        another request, empty (Celery 5.4) or a copy, so the request of the message would not see
-        what the body does, such as ``retry()``. In a worker Celery prevents that only for the class
-        that is called first.
+        Celery's ``__call__`` ends the chain of other base classes, and cannot know that the request
+        is already pushed. So it pushes another one, empty (Celery 5.4) or a copy, and the request
+        of the message would not see what the body does, such as ``retry()``. In a worker Celery
+        prevents that itself, but only for the class that is called first:
+
+            tracer: pushes the request
+              SingletonTask.__call__: takes the lock                      CHAIN_RUNS
+                Other.__call__
+                  Task.__call__: push_request(args=…, kwargs=…)           here: BODY_RUNS
+                    run(): self.request is that of the message
+
+        If ``Other`` calls ``run()`` by itself, the chain never ends. Then it is the body that
+        pushes a request, so the end is known by the two arguments that only Celery passes.
         """
         request: Any = self.request_stack.top
-        # Only Celery's __call__ passes exactly these two. If another base calls run() instead, this
-        # request was pushed by the body.
-        ends_here = not args and kwargs.keys() == {"args", "kwargs"}
-        if ends_here and request is not None and request._protected == CHAIN_RUNS:  # noqa: SLF001
-            request._protected = 1  # noqa: SLF001
+        if (
+            request is not None
+            and request._protected == CHAIN_RUNS  # noqa: SLF001
+            and not args
+            and kwargs.keys() == {"args", "kwargs"}
+        ):
+            request._protected = BODY_RUNS  # noqa: SLF001
             self.request_stack.push(request)
         else:
             super().push_request(*args, **kwargs)
-
-
-UNSENDABLE = NAMES | ELSEWHERE.keys()
-AWAITED = ("chain", "chord", "group_id", "link", "link_error")
 
 
 def import_tasks() -> None:

@@ -102,7 +102,7 @@ def as_retry(task: Task[..., Any], error: BaseException) -> BaseException:
 
 
 CLOCK_SKEW = 1.0
-"""Seconds by which the clocks of two hosts may differ; see the timelines in header.py."""
+"""Seconds by which the clocks of two hosts may differ; see task/__init__.py."""
 
 
 class Delivery:
@@ -201,7 +201,6 @@ class Delivery:
     def _run(self) -> Any:
         options = self.options
         try:
-            options.check_run(self.task.name)
             self.lease = self._new_lease()
             if self.header.marked:
                 self._drop_if_done()
@@ -364,7 +363,7 @@ class Delivery:
                 note(self.key, self.request.id, DONE)
         return self.result
 
-    # A message that meets its own earlier run; the timelines are in header.py
+    # A message that meets its own earlier run; see task/__init__.py
 
     def _meet_own_run(self) -> None:
         """Postpone or drop the message if its first run has the lock, or had it; else return."""

@@ -1,4 +1,4 @@
-"""What this package adds to the headers of a message."""
+"""What this package adds to the headers of a message; the story is in task/__init__.py."""
 
 from __future__ import annotations
 
@@ -15,53 +15,6 @@ from django_singletask.task.options import NAMES
 
 HEADER = "singletask"
 """Name of the message header of this package."""
-
-# A message and the lock of its own earlier run
-#
-# The same task id can meet its own lock. A retry or a replacement is published by the body, so it
-# can arrive before the body has ended. A redelivery can arrive while the first run is still
-# running. To skip such a message would lose the work, and to raise would fail the task.
-#
-#   first run: takes the lock ........... result stored? not yet  -> releases -> result SUCCESS
-#   message:             again: postponed     postponed       free: one more hop -> SUCCESS: drop
-#
-# The lock is released before the result is stored, hence one more hop after the release, unless
-# the result is there already. If the first run was killed, there is no result, and the message
-# runs: at least once.
-#
-# A redelivery can also arrive after its first run, if the broker died before the acknowledgement,
-# or if the message waited in a worker for longer than the visibility timeout. The broker marks it.
-# It looks at the result before it takes the lock. If it then has the lock, its first run may have
-# ended just before, so it hops once and looks again:
-#
-#   first run: takes the lock ... releases                        result SUCCESS
-#   message:            marked: no result   takes the lock: hops                 SUCCESS -> drop
-#
-# A message that waited for so long is delivered to several workers, and the delivery without the
-# mark may be the last to run. Its worker knows since when it has waited. It does not hop, since all
-# others do; ended.py says how they know of each other.
-#
-# A caller may use the same id each day, and yesterday's result must not drop today's message. So
-# the message carries the time of its sending, by the clock of its sender. A result counts only if
-# it is newer, by the clock of the host that stored it:
-#
-#   yesterday: message  result SUCCESS        today: message (redelivered)   older -> runs
-#
-# Clocks that NTP sets differ by far less than a second. If it is not certain which is newer, a
-# message that is only marked runs. One that has met its first run is dropped. An id may be sent
-# again only after its earlier call has ended, because a result does not show to which of two calls
-# it belongs.
-
-# Where a request has the header
-#
-# Celery makes the headers of a message attributes of the request. ``request.headers`` are the same
-# headers, but only if the message has no header of the name "headers". Sentry and ddtrace add one:
-#
-#   message: singletask={…}  headers={"trace-id": …}     request.singletask  request.headers: traces
-#   apply(), and a message of protocol 1:                request.headers["singletask"]
-#
-# So the attribute is read first. What a tool has copied into the inner headers can be older: it
-# lacks the token of the worker's main process.
 
 VERSION = 1
 """Grows if a field gets another meaning. Of a newer header only the lock is read."""
@@ -117,15 +70,21 @@ class Header:
         """
         if not fields or task_id is None:
             return None
+        wire = None
         for place in (fields, fields.get("headers")):
-            if not isinstance(place, Mapping):
-                continue
-            wire = place.get(HEADER)
-            if isinstance(wire, dict) and (wire.get("id"), wire.get("task")) == (task_id, task):
-                break
-        else:
+            if isinstance(place, Mapping):
+                found = place.get(HEADER)
+                if (
+                    isinstance(found, dict)
+                    and found.get("id") == task_id
+                    and found.get("task") == task
+                ):
+                    wire = found
+                    break
+        if wire is None:
             return None
-        header, version = cls(wire["id"], task), wire.get("version", VERSION)
+        header = cls(task_id, task)
+        version = wire.get("version", VERSION)
         if isinstance(version, int) and version > VERSION:
             wire = {field: wire[field] for field in ("name", "key") if field in wire}
         for field, value in wire.items():
@@ -143,21 +102,33 @@ class Header:
         return header
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the headers of a message with this one."""
         wire = {field: value for field, value in vars(self).items() if value}
         if self.options and self.options.get("lock_wait") == math.inf:
             wire["options"] = {**self.options, "lock_wait": ENDLESS}
-        return {**(headers or {}), HEADER: wire}
+        if headers is None:
+            headers = {}
+        return {**headers, HEADER: wire}
 
     @property
     def lock_key(self) -> LockKey | None:
-        return LockKey(self.name or self.key, self.key) if self.key else None
+        if not self.key:
+            return None
+        name = self.name
+        if not name:
+            name = self.key
+        return LockKey(name, self.key)
 
     def forget_message(self) -> None:
         """Empty what the next message of the call, such as a retry, does not keep."""
-        self.token, self.met, self.redelivered = None, None, 0
+        self.token = None
+        self.met = None
+        self.redelivered = 0
         self.marked = False
-        self.hops = self.outage_hops = 0
-        self.due = self.requeued_at = 0.0
+        self.hops = 0
+        self.outage_hops = 0
+        self.due = 0.0
+        self.requeued_at = 0.0
 
 
 TYPES = get_type_hints(Header)
@@ -167,7 +138,9 @@ TYPES = get_type_hints(Header)
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:
     """Return the ``argsrepr`` and ``kwargsrepr`` of a caller, shown instead of the arguments."""
     texts = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
-    return ", ".join(map(str, texts)) or None
+    if not texts:
+        return None
+    return ", ".join(map(str, texts))
 
 
 def hidden_in_message(app: Celery, request: Any, args: Any, kwargs: Any) -> str | None:

@@ -1,11 +1,19 @@
-"""The lock options of a task: their defaults, the options of one call, and their errors."""
+"""The lock options of a task: their defaults, the options of one call, and their errors.
+
+What is wrong with options is said by :meth:`LockOptions.problems`, at fixed moments:
+
+* the body of a class refuses a value of a wrong type;
+* the first use of a task, after Celery has bound it, refuses whatever cannot work;
+* ``manage.py check`` reports the same, each with a hint;
+* the options of one call are checked when it is sent, and again when a worker has read them.
+"""
 
 from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from inspect import iscoroutinefunction
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +30,8 @@ from django_singletask.version import DOCS
 Problem = tuple[tuple[str, ...], Exception]
 """Names of options, and their error. A ``UserWarning`` is only reported by the system check."""
 
-SECONDS: dict[str, dict[str, bool]] = {
+Limits = dict[str, bool]
+SECONDS: dict[str, Limits] = {
     "lock_timeout": {},
     "lock_wait": {"zero": True, "infinite": True},
     "lock_at_least": {"zero": True},
@@ -30,29 +39,44 @@ SECONDS: dict[str, dict[str, bool]] = {
 }
 """The options that are seconds, and what :func:`check_seconds` allows for each."""
 
+ON_CONFLICT = ("skip", "raise", "wait", "requeue")
+ON_OUTAGE = ("raise", "run", "skip")
+UNIQUE_UNTIL = (None, "start", "finish", "expiry")
+ON_DUPLICATE = ("return", "raise", "replace")
+BOOLEANS = (True, False)
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "on_conflict": ("skip", "raise", "wait", "requeue"),
-    "on_outage": ("raise", "run", "skip"),
-    "unique_until": (None, "start", "finish", "expiry"),
-    "on_duplicate": ("return", "raise", "replace"),
-    "lock_renew": (True, False),
-    "lock_history": (True, False),
+    "on_conflict": ON_CONFLICT,
+    "on_outage": ON_OUTAGE,
+    "unique_until": UNIQUE_UNTIL,
+    "on_duplicate": ON_DUPLICATE,
+    "lock_renew": BOOLEANS,
+    "lock_history": BOOLEANS,
 }
 """The options that are one of a few values."""
+WAITING = ("wait", "requeue")
+"""The policies that use ``lock_wait``."""
 INSTEAD_OF_RERUN = 'unique_until="start", on_duplicate="replace", on_conflict="requeue"'
 """What to say for a policy of earlier versions, by which the last call that conflicts runs."""
-WAITING = ("wait", "requeue")
 WHY = f"Change or remove one of them; see {DOCS}/reference/options.html#pairs"
 
 
 def shown(value: Any) -> str:
     """Return the value of an option as text; of a function the name, without its address."""
-    return str(getattr(value, "__qualname__", None) or repr(value))
+    name = getattr(value, "__qualname__", None)
+    if name:
+        return str(name)
+    return repr(value)
 
 
-def check_value(option: str, where: str, value: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a value that the option cannot have."""
-    what, is_text = f"{option} {where}", isinstance(value, str)
+def check_value(option: str, where: str, value: Any, parameters: Parameters | None = None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a value that the option cannot have.
+
+    The names of arguments are checked only with the ``parameters`` of the body.
+    """
+    what = f"{option} {where}"
+    kind = None
+    if value is getattr(Attributes, option):
+        return  # the default
     if option in SECONDS:
         check_seconds(what, value, **SECONDS[option])
     elif option == "lock_slots":
@@ -61,18 +85,28 @@ def check_value(option: str, where: str, value: Any) -> None:
         raise ValueError(f"{option}={value!r} {where} is gone: say {INSTEAD_OF_RERUN}.")
     elif option in CHOICES:
         check_choice(option, value, CHOICES[option], f" {where}")
-    elif option == "lock_on" and is_text:
+    elif option == "lock_on" and isinstance(value, str):
         raise TypeError(f"{option}={value!r} {where} is a string; did you mean [{value!r}]?")
-    else:
-        are_names = isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
-        is_valid, kind = {
-            "lock_on": (are_names, "a list of argument names"),
-            "lock_name": (is_text or callable(value), "a format string or a callable"),
-            "on_skip": (callable(value) and not iscoroutinefunction(value), "a plain function"),
-            "skip_result": (not callable(value), "a value (for a function use on_skip)"),
-        }[option]
-        if not is_valid:
-            raise TypeError(f"{what} must be {kind}, not {shown(value)}.")
+    elif option == "lock_on" and not are_names(value):
+        kind = "a list of argument names"
+    elif option == "lock_name" and not (isinstance(value, str) or callable(value)):
+        kind = "a format string or a callable"
+    elif option == "on_skip" and (not callable(value) or iscoroutinefunction(value)):
+        kind = "a plain function"
+    elif option == "skip_result" and callable(value):
+        kind = "a value (for a function use on_skip)"
+    if kind:
+        raise TypeError(f"{what} must be {kind}, not {shown(value)}.")
+    if parameters and option == "lock_on" and not parameters.extra:
+        parameters.check_names(f"{option}={value!r} {where}", value)
+    if parameters and option == "lock_name" and isinstance(value, str):
+        template_fields(f"{option}={value!r} {where}", value, parameters)
+
+
+def are_names(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)):
+        return False
+    return all(isinstance(name, str) for name in value)
 
 
 class Attributes:
@@ -97,16 +131,53 @@ class Attributes:
 
 FIELDS = tuple(Attributes.__annotations__)
 NAMES = frozenset(FIELDS)
-ALL = f"the options are {', '.join(sorted(NAMES))}."
 _values = operator.attrgetter(*FIELDS)
 parameters_of: Callable[[Any], Parameters] = operator.attrgetter("_parameters")
 """Return the parameters of the body of a task."""
 
 
-def guess(name: str) -> str:
-    """Return which option is meant by a misspelled name, for an error; empty if none is."""
+# Names that are no options
+
+ALL = f"the options are {', '.join(sorted(NAMES))}."
+GUIDE = f"See {DOCS}/guides/coming-from.html"
+ELSEWHERE = {
+    "once": "lock_on, unique_until, unique_for and on_duplicate",
+    "unique_on": "lock_on",
+    "lock_expiry": "unique_for, and lock_timeout for the run",
+    "raise_on_duplicate": "on_duplicate='raise'",
+}
+"""Options of celery-once and celery-singleton, which Celery would accept and ignore."""
+OF_ONLY_ONE = {name.removeprefix("lock_"): name for name in FIELDS}
+OTHER_WORDS = {
+    **OF_ONLY_ONE,
+    **ELSEWHERE,
+    "key": "lock_name",
+    "lock_key": "lock_name",
+    "unique": "unique_until",
+}
+"""What a user may write for an option by mistake, and what to use for it."""
+
+
+def guess(name: str, default: str = "") -> str:
+    """Return which option is meant by a misspelled name, for an error."""
     similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
-    return f"did you mean {similar[0]!r}?" if similar else ""
+    if not similar:
+        return default
+    return f"did you mean {similar[0]!r}?"
+
+
+def unknown_options(names: Iterable[str], base: type) -> Iterator[tuple[str, str]]:
+    """Yield the names that are meant as options, but are none of ``base``, each with a hint."""
+    for name in names:
+        if name in dir(base):  # hasattr() would bind the class to an application
+            continue
+        hint = guess(name)
+        if name in OTHER_WORDS:
+            hint = f"use {OTHER_WORDS[name]}. {GUIDE}"
+        elif name.startswith(("lock_", "unique_")):
+            hint = guess(name, ALL)
+        if hint:
+            yield name, hint
 
 
 class LockOptions(SimpleNamespace, Attributes):
@@ -114,22 +185,22 @@ class LockOptions(SimpleNamespace, Attributes):
 
     @classmethod
     def of(cls, task: object, overrides: Mapping[str, Any] | None = None) -> LockOptions:
-        """Return the options of a task, or of other options, with the changes of one call."""
+        """Return the options of a task, with the changes of one call."""
         options = cls(**dict(zip(FIELDS, _values(task), strict=True)))
         if overrides:
-            if {"lock_on", "lock_name"} & overrides.keys():
+            if "lock_on" in overrides or "lock_name" in overrides:
                 # Only one of the two can be set, so the call's one replaces the task's one.
-                options.lock_on = options.lock_name = None
-            vars(options).update(overrides)
+                options.lock_on = None
+                options.lock_name = None
+            for name, value in overrides.items():
+                setattr(options, name, value)
         return options
 
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired.
 
-        Raises :class:`LockError` if the call takes none, and ``TypeError`` or ``ValueError`` for
-        options that cannot work.
+        Raises :class:`LockError` if the call takes none.
         """
-        self.check_run(task)
         if key == NO_LOCK:
             raise LockError(f"lock_name of {task} returned None: this call takes no lock.")
         ref = LockRef(conf.cache, *key, task=task, quiet=not self.lock_history)
@@ -137,50 +208,54 @@ class LockOptions(SimpleNamespace, Attributes):
             ref, timeout=self.lock_timeout, renew=self.lock_renew, slots=self.lock_slots
         )
 
-    def check_run(self, task: str) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for options with which no run can have its lock."""
-        _check_run(task, *_values_of_run(self))
-
     def key(self, task: Any, args: Any, kwargs: Any, **facts: Any) -> LockKey:
         """Return the name and key of a call's lock; ``facts`` are arguments of :func:`call_key`."""
+        if args is None:
+            args = ()
+        if kwargs is None:
+            kwargs = {}
         facts |= {"lock_on": self.lock_on, "lock_name": self.lock_name}
-        return call_key(task.name, parameters_of(task), args or (), kwargs or {}, **facts)
+        return call_key(task.name, parameters_of(task), args, kwargs, **facts)
+
+    # Errors
+
+    @classmethod
+    def check_class(cls, task: type, where: str) -> None:
+        """Raise ``TypeError`` for a value of a wrong type in the body of a task's class."""
+        for name in sorted(NAMES & vars(task).keys()):
+            value = getattr(task, name)
+            # A property has a value only on the task.
+            if callable(value) or not hasattr(value, "__get__"):
+                with suppress(ValueError):  # a subclass may set another one
+                    check_value(name, where, value)
 
     @classmethod
     def check_call(cls, task: Any, overrides: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for invalid options of one call of a task."""
+        """Raise the first error of the options of one call."""
         if not isinstance(overrides, Mapping):
             raise TypeError(f"lock_options of {task.name} must be a dict, not {overrides!r}.")
         where = f"in lock_options of {task.name}"
-        unknown = sorted(map(str, overrides.keys() - NAMES))
-        if unknown:
-            raise TypeError(f"{unknown[0]!r} {where} is unknown; {guess(unknown[0]) or ALL}")
-        cls.of(task, overrides).check(where, frozenset(overrides))
-
-    def check(self, where: str, changed: frozenset[str]) -> None:
-        """Raise the first error of one of the ``changed`` options."""
-        for names, error in self.problems(where):
-            if not isinstance(error, Warning) and not changed.isdisjoint(names):
+        for name in sorted(map(str, overrides.keys() - NAMES)):
+            raise TypeError(f"{name!r} {where} is unknown; {guess(name, ALL)}")
+        for names, error in cls.of(task, overrides).problems(where):
+            if not isinstance(error, Warning) and not overrides.keys().isdisjoint(names):
                 raise error
 
-    def problems(self, where: str, parameters: Parameters | None = None) -> Iterator[Problem]:
-        """Yield the problems of these options: for a class body, for one call and for the check.
+    @classmethod
+    def problems_of(cls, task: Any) -> Iterator[Problem]:
+        """Yield what is wrong with the options of a task."""
+        return cls.of(task).problems(f"of {task.name}", parameters_of(task))
 
-        In the texts, ``where`` follows the name of an option: ``"of shop.tasks.add"``. The names of
-        arguments are checked only with the ``parameters`` of the body. Pairs of options are checked
-        only if each value is valid by itself.
+    def problems(self, where: str, parameters: Parameters | None = None) -> Iterator[Problem]:
+        """Yield what is wrong with these options.
+
+        In the texts, ``where`` follows the name of an option: ``"of shop.tasks.add"``. Pairs of
+        options are checked only if each value is valid by itself.
         """
         is_valid = True
         for option in FIELDS:
-            value = getattr(self, option)
-            if value is getattr(Attributes, option):
-                continue
             try:
-                check_value(option, where, value)
-                if parameters and option == "lock_on" and not parameters.extra:
-                    parameters.check_names(f"{option}={value!r} {where}", value)
-                if parameters and option == "lock_name" and isinstance(value, str):
-                    template_fields(f"{option}={value!r} {where}", value, parameters)
+                check_value(option, where, getattr(self, option), parameters)
             except (TypeError, ValueError) as error:
                 is_valid = False
                 yield (option,), error
@@ -188,7 +263,7 @@ class LockOptions(SimpleNamespace, Attributes):
             yield from self._wrong_pairs(where)
 
     def _wrong_pairs(self, where: str) -> Iterator[Problem]:
-        until, policy = self.unique_until, self.on_conflict
+        policy = self.on_conflict
         replaces = self.on_duplicate == "replace"
         if not self.lock_renew and self.lock_timeout is None:
             text = f"lock_renew=False {where} needs lock_timeout, a lease longer than any run."
@@ -196,36 +271,35 @@ class LockOptions(SimpleNamespace, Attributes):
         if policy == "wait" and not self.lock_wait:
             text = f'on_conflict="wait" {where} needs lock_wait, the longest wait in seconds.'
             yield ("on_conflict", "lock_wait"), ValueError(text)
+        if self.lock_on is not None and self.lock_name is not None:
+            yield self._exclusion(where, "lock_on", "lock_name")
+        if self.lock_slots > 1 and self.unique_until in ("finish", "expiry"):
+            yield self._exclusion(where, "lock_slots", "unique_until")
+        if replaces and self.unique_until == "expiry":
+            yield self._exclusion(where, "unique_until", "on_duplicate")
+        if self.lock_wait is not None and policy not in WAITING:
+            yield self._no_effect(where, "lock_wait", "on_conflict")
+        if self.unique_until is None and self.unique_for != Attributes.unique_for:
+            yield self._no_effect(where, "unique_for", "unique_until")
+        if self.unique_until is None and self.on_duplicate != "return":
+            yield self._no_effect(where, "on_duplicate", "unique_until")
+        if self.on_skip is not None and policy != "skip":
+            yield self._no_effect(where, "on_skip", "on_conflict")
         # An outage and a newer call return skip_result, too.
-        only_skip = not (self.skip_result is None or self.on_outage == "skip" or replaces)
-        excluded = {
-            ("lock_on", "lock_name"): None not in (self.lock_on, self.lock_name),
-            ("lock_slots", "unique_until"): self.lock_slots > 1 and until in ("finish", "expiry"),
-            ("unique_until", "on_duplicate"): replaces and until == "expiry",
-        }
-        useless = {
-            ("lock_wait", "on_conflict"): self.lock_wait is not None and policy not in WAITING,
-            ("unique_for", "unique_until"): not until and self.unique_for != Attributes.unique_for,
-            ("on_duplicate", "unique_until"): not until and self.on_duplicate != "return",
-            ("on_skip", "on_conflict"): self.on_skip is not None and policy != "skip",
-            ("skip_result", "on_conflict"): only_skip and policy in ("raise", *WAITING),
-            ("skip_result", "on_skip"): only_skip and self.on_skip is not None,
-        }
-        for pair, is_wrong in (excluded | useless).items():
-            if is_wrong:
-                one, other = [f"{option}={shown(getattr(self, option))}" for option in pair]
-                if pair in excluded:
-                    yield pair, TypeError(f"{one} and {other} {where} cannot be combined. {WHY}")
-                else:
-                    yield pair, UserWarning(f"{one} {where} has no effect with {other}.")
+        if self.skip_result is None or self.on_outage == "skip" or replaces:
+            return
+        if policy != "skip":
+            yield self._no_effect(where, "skip_result", "on_conflict")
+        if self.on_skip is not None:
+            yield self._no_effect(where, "skip_result", "on_skip")
 
+    def _exclusion(self, where: str, one: str, other: str) -> Problem:
+        text = f"{self._text_of(one)} and {self._text_of(other)} {where} cannot be combined. {WHY}"
+        return (one, other), TypeError(text)
 
-OF_RUN = ("on_conflict", "lock_wait", "lock_timeout", "lock_renew", "lock_at_least", "lock_slots")
-_values_of_run = operator.attrgetter(*OF_RUN)
+    def _no_effect(self, where: str, one: str, other: str) -> Problem:
+        text = f"{self._text_of(one)} {where} has no effect with {self._text_of(other)}."
+        return (one, other), UserWarning(text)
 
-
-@lru_cache(maxsize=1024, typed=True)
-def _check_run(task: str, *values: Any) -> None:
-    """Raise an error for what cannot work in a run: some projects run no system checks."""
-    options = LockOptions(**dict(zip(OF_RUN, values, strict=True)))
-    options.check(f"of {task}", NAMES)
+    def _text_of(self, option: str) -> str:
+        return f"{option}={shown(getattr(self, option))}"

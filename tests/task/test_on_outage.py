@@ -159,9 +159,8 @@ def test_one_call_can_choose_it(app: Celery) -> None:
     assert task.apply("a", lock_options={"on_outage": "skip"}).get() == "skipped"
 
 
-@pytest.mark.usefixtures("down")
-def test_a_wrong_value_raises_as_the_default_does(app: Celery) -> None:
-    with pytest.raises(LockUnavailable):
+def test_a_wrong_value_is_refused(app: Celery) -> None:
+    with pytest.raises(ValueError, match="on_outage='ignore' of"):
         task_of(app, "ignore")("a")
 
 

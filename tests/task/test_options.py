@@ -1,8 +1,8 @@
 """Each option has the limits of the table tests/limits.py, wherever it is set.
 
-In the body of a class, in one call, in a run, on an attribute as ``task_annotations`` set it, and,
-where they have the option, in ``TaskLock`` and ``only_one``. The last part is about the header in
-which the options of a call travel.
+In the body of a class, in one call, at the first use of a task, on an attribute as
+``task_annotations`` set it, and, where they have the option, in ``TaskLock`` and ``only_one``. The
+last part is about the header in which the options of a call travel.
 """
 
 from __future__ import annotations
@@ -154,16 +154,49 @@ def test_the_system_check_reports_a_wrong_value(define, option, value, error):
     assert f" {option}, or remove it. See https://" in message.hint
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "error"), [each for each in WRONG if each[0] in OF_LOCKS]
-)
-def test_a_run_refuses_a_wrong_value_where_no_check_has_run(define, option, value, error):
+@each_wrong_value
+def test_each_use_refuses_a_wrong_value_where_no_check_has_run(define, sent, option, value, error):
     task = define()
     setattr(task, option, value)
-    for run in (task, lambda a: task.apply((a,), throw=True), task.lock):
+    for use in (task, lambda a: task.apply((a,)).get(), task.delay, task.lock, task.queued):
         with pytest.raises(error) as caught:
-            run(1)
+            use(1)
         assert str(caught.value) == OPTIONS[option].message(option, value, OF_TASK)
+    assert sent == []
+
+
+def test_a_wrong_option_stops_neither_the_other_tasks_nor_the_check(app, monkeypatch):
+    """Celery binds all tasks when something asks for the first of them."""
+    app = Celery("annotated", broker="memory://")
+    app.conf.task_annotations = {"shop.sell": {"lock_wait": -1}}
+    sent = collect_sent(app, monkeypatch)
+    for name, policy in {"shop.buy": "skips", "shop.sell": "requeue", "shop.pay": "raise"}.items():
+        app.task(body, base=SingletonTask, name=name, shared=False, on_conflict=policy)
+    texts = {message.obj: message.msg for message in checks.check_tasks()}
+    assert texts.keys() == {"shop.buy", "shop.sell"}
+    app.tasks["shop.pay"].delay(1)
+    for name, text in texts.items():
+        with pytest.raises(ValueError, match=f"of {name} ") as caught:
+            app.tasks[name].delay(1)
+        assert str(caught.value) == text
+    assert [message["name"] for message in sent] == ["shop.pay"]
+
+
+def test_options_are_checked_once_each_time_a_task_is_bound(define, app):
+    task = define()
+    task.lock(1)
+    task.unique_for = 0
+    task.lock(1)
+    task.bind(app)
+    with pytest.raises(ValueError, match="unique_for"):
+        task.lock(1)
+
+
+def test_the_first_use_needs_what_an_abstract_base_may_lack(define):
+    base = type("Base", (SingletonTask,), {"abstract": True, "lock_renew": False})
+    define(base=base, lock_timeout=60).lock(1)
+    with pytest.raises(TypeError, match="needs lock_timeout"):
+        define(base=base).lock(1)
 
 
 @pytest.mark.parametrize(
@@ -278,9 +311,10 @@ def test_a_mixin_may_give_an_option_as_a_property(app):
 
 def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define):
     task = define(unique_for=10**8)
-    task.apply_async((1,), lock_options={"on_conflict": "raise"})
+    with pytest.raises(ValueError, match="unique_for of shop"):
+        task.apply_async((1,), lock_options={"on_conflict": "raise"})
     with pytest.raises(ValueError, match="unique_for in lock_options"):
-        task.apply_async((1,), lock_options={"unique_for": 10**8})
+        define().apply_async((1,), lock_options={"unique_for": 10**8})
 
 
 def test_a_policy_of_earlier_versions_names_what_takes_its_place(define):

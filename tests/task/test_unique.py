@@ -587,15 +587,32 @@ class TestStart:
         assert unique.queued("a") is None
 
     @pytest.mark.parametrize(
-        "options", [{"on_conflict": "wait"}, {"on_conflict": "later"}, {"lock_timeout": -1}]
+        "options",
+        [
+            {"on_conflict": "wait"},
+            {"on_conflict": "later"},
+            {"on_conflict": ["skip"]},
+            {"on_conflict": "rerun"},
+            {"lock_timeout": -1},
+            {"lock_timeout": {}},
+        ],
     )
     def test_a_call_that_cannot_be_delivered_frees_the_entry(self, sent, options):
         """As if a worker of another version had sent it, or the system check were silenced."""
         unique.delay("a")
         header_of(sent[0])["options"] = options
-        with pytest.raises(ValueError, match=r"on_conflict|timeout"):
+        with pytest.raises((TypeError, ValueError), match=r"^(on_conf|lock_time).* in lock_opt"):
             deliver(sent[0])
-        assert unique.queued("a") is None
+        eventually(lambda: unique.queued("a") is None)
+
+    def test_a_task_with_a_wrong_option_frees_the_entry(self, sent, monkeypatch):
+        unique.delay("a")
+        monkeypatch.setattr(unique, "lock_wait", -1)
+        unique.bind(unique.app)  # as in a process that has not used it yet
+        with pytest.raises(ValueError, match="lock_wait of"):
+            deliver(sent[0])
+        monkeypatch.undo()
+        eventually(lambda: unique.queued("a") is None)
 
     def test_a_postponed_call_is_still_queued(self, sent):
         first = unique.apply_async(("a",), lock_options={"on_conflict": "requeue"})
