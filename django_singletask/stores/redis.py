@@ -371,10 +371,11 @@ class RedisStore(Store):
 
     def _exchange(self, connection: Any, requests: Sequence[Request]) -> list[Any]:
         """Send requests on a connection, and return what was read from each reply."""
-        words = [words for _read, *words in requests]
+        words = [request[1:] for request in requests]
         connection.send_packed_command(connection.pack_commands(words), check_health=False)
         replies = list[Any]()
-        for read, *_words in requests:
+        for request in requests:
+            read = request[0]
             try:
                 reply = connection.read_response(disable_decoding=True)
             except self.errors.ResponseError as refusal:
