@@ -125,6 +125,17 @@ class Interposed:
         self.sock = connection._sock
         vars(self).update(methods)
         connection._sock = self
+        # The reader has it too: the compiled one itself, the other one in its buffer.
+        parser = connection._parser
+        for reader in (parser, getattr(parser, "_buffer", None)):
+            if hasattr(reader, "_sock"):
+                reader._sock = self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sock, name)
+
+    def recv_into(self, buffer: bytearray) -> int:
+        """Receive as the compiled reader does."""
+        data = self.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

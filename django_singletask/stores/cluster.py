@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from valkey import ConnectionPool, Valkey, cluster, connection
+from valkey.exceptions import AskError, MovedError, TryAgainError
 
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
@@ -31,8 +32,7 @@ from django_singletask.stores.redis import RedisStore, Request, reading
 # slot is one of 64i to 64i + 63, so that the groups are spread over the nodes as the slots are; 477
 # is the largest. It never changes, because the hash of a cluster does not, and to compute them all
 # takes less than a millisecond.
-HASHED = {str(number): crc_hqx(b"%d" % number, 0) % 16384 for number in reversed(range(478))}
-TAGS = {slot // 64: number for number, slot in HASHED.items()}
+HASHED = {str(number): crc_hqx(b"%d" % number, 0) % 16384 for number in range(478)}
 DIGEST = re.compile(r":([0-9a-f]{2})[0-9a-f]{30}(#\d+)?(:cleared:[^:]*)?$")
 
 PAUSE = 0.05
@@ -40,10 +40,17 @@ PAUSE = 0.05
 NEVER_PROMOTED = b"master_replid2:" + b"0" * 40
 """What INFO says of a node that was no replica before."""
 ASKING = bool, "ASKING"
-ASK = re.compile(r"ASK \d+ (.*):(\d+)$")
-"""The refusal of a node that names another one for this request."""
-PASSING = {"ASK", "MOVED", "TRYAGAIN"}
-"""Refusals of a node that is well."""
+
+
+def _tags() -> dict[int, str]:
+    """Return the smallest number of each group."""
+    tags = dict[int, str]()
+    for number, slot in HASHED.items():
+        tags.setdefault(slot // 64, number)
+    return tags
+
+
+TAGS = _tags()
 
 
 class Map:
@@ -84,11 +91,23 @@ class Map:
 class Node(RedisStore):
     """The requests to one node; for a take, set ``epoch`` to that of the group."""
 
+    in_cluster = True
+
     def __init__(self, cluster: ClusterStore, where: str) -> None:
-        vars(self).update(vars(cluster))
-        self.cluster, self.where = cluster, where
+        self.cluster = cluster
+        self.where = where
+        self.cache = cluster.cache
+        self.cache_alias = cluster.cache_alias
+        self.places = cluster.places
+        self.epoch = cluster.epoch
+        self.errors = cluster.errors
+        self.client_errors = cluster.client_errors
+        self.refusals = cluster.refusals
+        self.connect = cluster.connect
         host, _, port = where.rpartition(":")  # of IPv6, the host has colons
         self.options = cluster.options | {"host": host, "port": int(port)}
+        self.patience = cluster.patience
+        self.pools = cluster.pools
         self.connections = cluster.pools[f"{self.cache_alias} {where}"]
 
     # The thread that renews locks has a limit for each request. If a node hangs, its locks must not
@@ -98,9 +117,9 @@ class Node(RedisStore):
     #   so:     renews a (hangs, 2 s)   b: not sent           ...      renews z
 
     def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
-        hanging, timeouts = self.cluster.hanging, (TimeoutError, self.errors.TimeoutError)
+        hanging = self.cluster.hanging
         if clock.now() < hanging.get(self.where, 0):
-            error = TimeoutError(f"{self.where} has not answered")
+            error = self.errors.TimeoutError(f"{self.where} has not answered")
             raise self.unavailable(error) from error
         try:
             replies = super().ask(*requests, takes=takes)
@@ -109,7 +128,8 @@ class Node(RedisStore):
                     self.cluster.map.ready.add(getattr(connection, "server", b""))
             return replies
         except LockUnavailable as error:
-            if self.limited < math.inf and isinstance(error.__cause__, timeouts):
+            is_limited = self.cluster.limited < math.inf
+            if is_limited and isinstance(error.__cause__, self.errors.TimeoutError):
                 hanging[self.where] = clock.now() + LOOK
             raise
 
@@ -134,8 +154,10 @@ class Group(RedisStore):
     """The locks of one group, on whichever node has it now."""
 
     def __init__(self, cluster: ClusterStore, number: int) -> None:
-        self.cluster, self.number = cluster, number
-        self.cache_alias, self.epoch = cluster.cache_alias, cluster.map.epochs[number]
+        self.cluster = cluster
+        self.number = number
+        self.cache_alias = cluster.cache_alias
+        self.epoch = cluster.map.epochs[number]
         self.make_key = lambda key: f"{cluster.make_key(key)}{{{TAGS[number]}}}"
         self.epoch_key = self.make_key(EPOCH)
 
@@ -155,38 +177,54 @@ class Group(RedisStore):
     # and passed it on before a replica took over. So the deletion is sent twice, as in RedisStore.
 
     def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
-        find, left, asking, was_sent = self.cluster.find, base.TRIES, False, False
-        where = find(self.number)
-        while True:
-            sent = requests
-            if asking:
-                sent = tuple(each for request in requests for each in (ASKING, request))
+        (request,) = requests  # of one lock
+        where = self.cluster.find(self.number)
+        is_named = False
+        was_sent_twice = False
+        for left in reversed(range(base.TRIES)):
             node = Node(self.cluster, where)
             node.epoch = self.epoch
             try:
-                replies = node.ask(*sent, takes=takes)[-len(requests) :]
-                for reply in replies:
-                    if isinstance(reply, LockUnavailable):  # it follows ASKING
+                if is_named:
+                    _answer, reply = node.ask(ASKING, request, takes=takes)
+                    if isinstance(reply, LockUnavailable):
                         raise reply
-                self.was_sent_twice = node.was_sent_twice or was_sent
-                return replies
+                else:
+                    (reply,) = node.ask(request, takes=takes)
             except LockUnavailable as error:
-                code = str(error.__cause__).partition(" ")[0]
-                named = ASK.match(str(error.__cause__))
-                asking, left = named is not None, left - 1
-                if code == "TRYAGAIN":
-                    time.sleep(PAUSE)
-                elif not asking:
-                    self.cluster.read_map(where, answers=code == "MOVED")
-                found = beside(where, *named.groups()) if named else find(self.number)
-                if not left or (found == where and code not in PASSING):
+                if left == 0:
                     raise
-                was_sent, where = was_sent or code not in PASSING, found
+                refusal = error.__cause__
+                is_named = False
+                if isinstance(refusal, MovedError):
+                    self.cluster.read_map(where, answers=True)
+                elif isinstance(refusal, AskError):
+                    is_named = True
+                    where = beside(where, refusal.host, refusal.port)
+                    continue
+                elif isinstance(refusal, TryAgainError):
+                    time.sleep(PAUSE)
+                else:
+                    self.cluster.read_map(where)
+                    was_sent_twice = True
+                found = self.cluster.find(self.number)
+                is_passing = isinstance(refusal, MovedError | TryAgainError)
+                if found == where and not is_passing:
+                    raise
+                where = found
+            else:
+                if node.was_sent_twice:
+                    was_sent_twice = True
+                self.was_sent_twice = was_sent_twice
+                return [reply]
+        raise AssertionError("unreachable")
 
 
-def beside(where: str, host: str, port: object) -> str:
+def beside(where: str, host: str, port: int) -> str:
     """Return an address that a node has named; an empty host is its own."""
-    return f"{host or where.rpartition(':')[0]}:{port}"
+    if not host:
+        host = where.rpartition(":")[0]
+    return f"{host}:{port}"
 
 
 class ClusterStore(RedisStore):
@@ -211,6 +249,8 @@ class ClusterStore(RedisStore):
         urls = map(connection.parse_url, client._server)  # noqa: SLF001 - no public way
         self.seeds = [f"{url.get('host', 'localhost')}:{url.get('port', 6379)}" for url in urls]
         options = cluster.cleanup_kwargs(**client.connection_factory.base_client_cls_kwargs)  # type: ignore[no-untyped-call]
+        # The errors of a cluster have classes only with this parser, which valkey-py uses as well.
+        options["parser_class"] = cluster.ClusterParser
         return Valkey.from_url(client._server[0], **options)  # noqa: SLF001
 
     def clients(self) -> dict[str, Any]:
@@ -221,7 +261,10 @@ class ClusterStore(RedisStore):
     def group(self, key: str) -> Group:
         """Return the group of a lock, given the key of one of its entries."""
         digest = DIGEST.search(key)
-        return Group(self, int(digest[1], 16) if digest else 0)
+        number = 0
+        if digest:
+            number = int(digest[1], 16)
+        return Group(self, number)
 
     def find(self, group: int) -> str:
         """Return the address of the node of a group; any, which refuses, if it has none."""
@@ -230,13 +273,21 @@ class ClusterStore(RedisStore):
         if self.addresses != self.map.addresses:
             self.addresses = self.map.addresses
             self.close()  # so no connection to a node that is gone stays; others connect again
-        return self.map.owners[group] or self.seeds[0]
+        owner = self.map.owners[group]
+        if not owner:
+            return self.seeds[0]
+        return owner
 
     def read_map(self, where: str = "", *, answers: bool = False) -> None:
         """Ask which node has which group: first the node that ``answers``, last one that fails."""
         nodes = self.map
         known = nodes.addresses.union(self.seeds) - {""}
-        for each in sorted(known, key=lambda address: (address == where) != answers):
+        order = [*known - {where}]
+        if where in known:
+            order.append(where)
+            if answers:
+                order.reverse()
+        for each in order:
             try:
                 read = partial(self._owners, each)
                 (owners,) = Node(self, each).ask((read, "CLUSTER", "SLOTS"))
@@ -246,39 +297,54 @@ class ClusterStore(RedisStore):
         else:
             raise failure
         addresses = {*owners}
-        moved = {*(nodes.addresses or addresses)}
-        for owner in addresses - moved:
-            with suppress(LockUnavailable):  # INFO can be forbidden
-                if NEVER_PROMOTED in Node(self, owner).ask((bytes, "INFO"))[0]:
-                    moved.add(owner)
+        moved = addresses
+        if nodes.addresses:
+            moved = nodes.addresses | self._never_promoted(addresses - nodes.addresses)
         for epoch, owner in zip(nodes.epochs, owners, strict=True):
             if owner not in moved:
-                epoch.server = epoch.server or b"unknown"  # None where INFO is forbidden
+                if epoch.server is None:  # INFO is forbidden
+                    epoch.server = b"unknown"
                 epoch.note("server", owner.encode())
             epoch.server = nodes.servers.get(owner)
-        nodes.owners, nodes.addresses = owners, addresses
+        nodes.owners = owners
+        nodes.addresses = addresses
 
     def _owners(self, where: str, ranges: Any) -> list[str]:
         """Return the address of each group's node, from what the node at an address says."""
-        owners = self.map.owners[:] or [""] * len(TAGS)
+        owners = [""] * len(TAGS)
+        if self.map.owners:
+            owners = self.map.owners[:]
         for start, end, (host, port, *_), *_replicas in ranges:
+            if host is None:
+                host = b""
             for group, tag in TAGS.items():
                 if start <= HASHED[tag] <= end:
-                    owners[group] = beside(where, (host or b"").decode(), int(port))
+                    owners[group] = beside(where, host.decode(), int(port))
         return owners
+
+    def _never_promoted(self, addresses: Iterable[str]) -> set[str]:
+        """Return those of new nodes that were no replicas before."""
+        found = set[str]()
+        for each in addresses:
+            with suppress(LockUnavailable):  # INFO can be forbidden
+                (info,) = Node(self, each).ask((bytes, "INFO"))
+                if NEVER_PROMOTED in info:
+                    found.add(each)
+        return found
 
     def ask_each(self, requests: dict[int, Any]) -> Iterator[Any]:
         """Send a request for each group, all of a node in one trip; yield groups and replies.
 
         If a node fails, this raises after the trips to the others.
         """
-        trips, left = defaultdict[str, list[int]](list), list[int]()
+        trips = defaultdict[str, list[int]](list)
+        left = list[int]()
         failures: dict[str, LockUnavailable] = {}
         for group in requests:
             trips[self.find(group)].append(group)
         for where, groups in trips.items():
             try:
-                replies = Node(self, where).ask(*map(requests.__getitem__, groups))
+                replies = Node(self, where).ask(*[requests[group] for group in groups])
             except LockUnavailable as error:
                 replies = [error] * len(groups)
             for group, reply in zip(groups, replies, strict=True):
@@ -287,11 +353,13 @@ class ClusterStore(RedisStore):
                 else:
                     yield group, reply
         for group in left:
-            if (where := self.find(group)) not in failures:
-                try:
-                    yield group, Group(self, group).ask(requests[group])[0]
-                except LockUnavailable as error:
-                    failures[where] = error
+            where = self.find(group)
+            if where in failures:
+                continue
+            try:
+                yield group, Group(self, group).ask(requests[group])[0]
+            except LockUnavailable as error:
+                failures[where] = error
         for failure in failures.values():
             raise failure
 
@@ -312,7 +380,9 @@ class ClusterStore(RedisStore):
         return self.group(key).fence(key, value)
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
-        wanted, parts, found = list(keys), defaultdict[int, list[str]](list), dict[str, Entry]()
+        wanted = list(keys)
+        parts = defaultdict[int, list[str]](list)
+        found = dict[str, Entry]()
         for key in wanted:
             parts[self.group(key).number].append(key)
         requests = {}
@@ -327,10 +397,14 @@ class ClusterStore(RedisStore):
     # others must be read.
 
     def look(self, keys: Iterable[str] = ()) -> None:
-        changes, groups = self.epoch.changes, {self.group(key).number for key in keys}
+        groups = {self.group(key).number for key in keys}
+        if groups:
+            self.look_at(groups)
+            return
+        changes = self.epoch.changes
         unknown = [group for group in TAGS if not self.map.epochs[group].value]
-        self.look_at(groups or {*unknown, *self.one_of_each()})
-        if not groups and self.epoch.changes != changes:
+        self.look_at({*unknown, *self.one_of_each()})
+        if self.epoch.changes != changes:
             self.look_at(TAGS)
 
     def look_at(self, groups: Iterable[int]) -> None:
@@ -345,7 +419,10 @@ class ClusterStore(RedisStore):
 
     def one_of_each(self) -> Iterable[int]:
         """Return a group of each node."""
-        return {owner: group for group, owner in enumerate(self.map.owners)}.values()
+        groups = dict[str, int]()
+        for group, owner in enumerate(self.map.owners):
+            groups.setdefault(owner, group)
+        return groups.values()
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         prefix = self.prefix()

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -55,8 +54,9 @@ end
 # The client reads one text in a small part of the time of an array. It contains for each entry the
 # number of the key, the milliseconds that are left, the length of the value and the value.
 TAKE = f"""{GET}
-local value, lease, allowed, mark, epoch = unpack(ARGV)
-if epoch and get(KEYS[1]) ~= epoch then return '' end
+local value, lease, epoch, allowed, mark = unpack(ARGV)
+if epoch ~= 'any' and get(KEYS[1]) ~= epoch then return '' end
+if mark == '' then mark = nil end
 local entries, free, own = {{}}, false, false
 for i = 2, #KEYS do
     local found = get(KEYS[i])
@@ -67,8 +67,8 @@ for i = 2, #KEYS do
     if found then
         local left = redis.call('PTTL', KEYS[i])
         entries[#entries + 1] = i - 2 .. ' ' .. left .. ' ' .. #found .. ' ' .. found
-        own = own or mark ~= '' and string.find(found, mark, 1, true)
-    elseif i <= allowed + 1 then
+        own = own or mark and string.find(found, mark, 1, true)
+    elseif i <= (allowed or 1) + 1 then
         free = free or i
     end
 end
@@ -76,16 +76,17 @@ if own or not free then return table.concat(entries) end
 redis.call('SET', KEYS[free], value, 'PX', lease)
 return free - 2
 """
-# A full server refuses SET, but neither PEXPIRE nor DEL. So there a holder can still renew its lock
-# and release it.
+# Without a lease this deletes the entry, and without new bytes the entry keeps its own. A full
+# server refuses SET, but neither PEXPIRE nor DEL: so there a holder can still renew its lock and
+# release it.
 CHANGE = f"""{GET}
-local old, new, lease = unpack(ARGV)
+local old, lease, new = unpack(ARGV)
 local value = get(KEYS[1])
 if value == foreign then return -1 end
 if value ~= old and value ~= new then return value and -1 or 0 end
-if lease == '' then
+if not lease then
     redis.call('DEL', KEYS[1])
-elseif value == new then
+elseif not new or value == new then
     redis.call('PEXPIRE', KEYS[1], lease)
 else
     redis.call('SET', KEYS[1], new, 'PX', lease)
@@ -117,72 +118,36 @@ return redis.call('GET', KEYS[2])
 
 HEAD = re.compile(rb"(\d+) (-?\d+) (\d+) ")
 OUTCOMES = {1: Outcome.OK, 0: Outcome.GONE, -1: Outcome.TAKEN}
+ADDED = {b"OK": True, None: False}
+"""What the replies to a SET mean that adds an entry."""
 MOST = 20
 """How many connections all greenlets of a process use at once for one cache."""
 BATCH = 1000
 """Keys that are listed and read in one trip."""
-RECEIVE = 65536
-"""Bytes that are received at once at most."""
 TIMEOUTS = "socket_timeout", "socket_connect_timeout"
-NOT_READY = {"CLUSTERDOWN", "LOADING"}
-OF_ALL = NOT_READY | {"NOSCRIPT", "READONLY"}
-"""The first words of refusals that concern each request to the server."""
 MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading raises if a reply is not one to its request."""
 
 Request = tuple[Any, ...]
 """A function that reads the reply, and the words of the request."""
 
-
-LOADS = [(bool, "SCRIPT", "LOAD", text) for text in (CHANGE, FENCE_SCRIPT, READ, TAKE)]
-SHA = {text: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for *_, text in LOADS}
-
-
-def _replies(
-    data: bytes, start: int, count: int, refusal: type[Exception]
-) -> tuple[list[Any], int]:
-    """Return the replies that start there, and their end.
-
-    The client's reader takes ten times as long.
-    A refusal of the server is the reply to its request. Raises ``EOFError`` if a reply is not whole
-    yet, and ``ValueError`` if one is malformed.
-    """
-    replies = list[Any]()
-    for _ in range(count):
-        stop = data.find(b"\r\n", start)
-        if stop < 0:
-            raise EOFError
-        kind, text = data[start : start + 1], data[start + 1 : stop]
-        start = stop + 2
-        if kind == b"+":
-            reply: Any = text
-        elif kind == b"-":
-            reply = refusal(text.decode(errors="replace"))
-        else:
-            reply = number = int(text)
-            if kind != b":" and number == -1:
-                reply = None
-            elif kind == b"*":
-                reply, start = _replies(data, start, number, refusal)
-            elif kind == b"$":
-                reply = data[start : start + number]
-                start += number + 2
-                if start > len(data):
-                    raise EOFError
-            elif kind != b":":
-                raise ValueError(text)
-        replies.append(reply)
-    return replies, start
+SCRIPTS = CHANGE, FENCE_SCRIPT, READ, TAKE
+SHA = {text: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for text in SCRIPTS}
+LOADS = [(bool, "SCRIPT", "LOAD", text) for text in SCRIPTS]
 
 
 def entries_of(keys: Sequence[str], text: bytes) -> dict[str, Entry]:
     """Return entries by key, from a script's text about those that exist."""
-    entries, end = {}, 0
+    entries = {}
+    end = 0
     while match := HEAD.match(text, end):
         number, left, length = map(int, match.groups())
-        start, end = match.end(), match.end() + length
-        # A foreign entry may have no lease.
-        entries[keys[number]] = Entry(text[start:end], left / 1000 if left >= 0 else None)
+        start = match.end()
+        end = start + length
+        remaining = None  # a foreign entry may have no lease
+        if left >= 0:
+            remaining = left / 1000
+        entries[keys[number]] = Entry(text[start:end], remaining)
     if end != len(text):
         raise ValueError(text)
     return entries
@@ -193,11 +158,11 @@ def reading(keys: Sequence[str], cache_keys: Iterable[str]) -> Request:
     return partial(entries_of, keys), "EVALSHA", SHA[READ], len(keys), *cache_keys
 
 
-class Slot(dict[Any, Any]):
-    """The key of the slot that a take got by its number, or by a text the entries of all slots."""
-
-    def __missing__(self, text: bytes) -> dict[str, Entry]:
-        return entries_of([*self.values()], text)
+def slot_or_entries(keys: Sequence[str], reply: Any) -> str | dict[str, Entry]:
+    """Return the key of the slot that a take got, or the entries of all slots."""
+    if isinstance(reply, bytes):
+        return entries_of(keys, reply)
+    return dict(enumerate(keys))[reply]
 
 
 def _page(reply: Any) -> tuple[int, set[str]]:
@@ -257,14 +222,13 @@ class RedisStore(Store):
     forgets = True
     batch = 500
 
+    in_cluster = False
+    """Whether the server may belong to a cluster."""
+
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
         self.client = self.make_client()
-        is_valkey = any(base.__module__.startswith("django_valkey.") for base in type(cache).mro())
-        self.package = "valkey" if is_valkey else "redis"
-        self.errors: Any = import_module(f"{self.package}.exceptions")
-        self.client_errors = (getattr(self.errors, f"{self.package.title()}Error"), OSError)
-        self.refusals = self.errors.ResponseError
+        self.use_errors()
         self.epoch_key = self.make_key(EPOCH)
         pool = self.client.connection_pool
         # A connection of this store waits for 5 s, unless the user chose otherwise. django-redis
@@ -272,14 +236,44 @@ class RedisStore(Store):
         chosen = caches.settings.get(alias, {}).get("OPTIONS", {})
         nothing = {name: None for name in TIMEOUTS if name.upper() in chosen}
         self.options = dict.fromkeys(TIMEOUTS, TIMEOUT) | nothing | pool.connection_kwargs
+        # Processes with the compiled packer always send keys in UTF-8.
+        self.options["encoding"] = "utf-8"
         self.connect = pool.connection_class
-        host = self.options.get("host") or getattr(pool, "service_name", None)  # of Sentinel
-        server = self.options.get("path") or address(host, self.options.get("port", 6379))
-        self.places = frozenset({f"{server} database {self.options.get('db') or 0}"})
+        self.places = frozenset({self._name_server(pool)})
         self.pools = Pools(Pool)
         if are_greenlets():
             self.pools = _shared
         self.connections = self.pools[alias]
+
+    def use_errors(self) -> None:
+        """Choose the errors of the client's package."""
+        errors: Any
+        if any(base.__module__.startswith("django_valkey.") for base in type(self.cache).mro()):
+            errors = import_module("valkey.exceptions")
+            of_client = errors.ValkeyError
+        else:
+            errors = import_module("redis.exceptions")
+            of_client = errors.RedisError
+        self.errors = errors
+        self.client_errors = (of_client, OSError)
+        self.refusals = (
+            errors.ResponseError,
+            errors.AuthenticationError,
+            errors.BusyLoadingError,
+        )
+
+    def _name_server(self, pool: Any) -> str:
+        """Return the address and the database, for people."""
+        server = self.options.get("path")
+        if not server:
+            host = self.options.get("host")
+            if not host:
+                host = getattr(pool, "service_name", None)  # of Sentinel
+            server = address(host, self.options.get("port", 6379))
+        database = self.options.get("db")
+        if not database:
+            database = 0
+        return f"{server} database {database}"
 
     def make_client(self) -> Any:
         if hasattr(self.cache, "client"):  # of django-redis or django-valkey
@@ -311,24 +305,25 @@ class RedisStore(Store):
     #   server:                        "a is yours"            "b is held"
     #
     # So nothing may be there to read before a request, and nothing after its reply; otherwise the
-    # connection is closed.
+    # connection is closed. A push message of the server counts as something to read.
+    #
+    # A connection is kept only after the whole reply. A signal such as a soft time limit could
+    # leave a reply unread, and the next call would read it. After a failover, an error may be all
+    # that shows that the server is no primary any more.
+    #
+    #   here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
+    #   server:             "a is yours" ->               "b is held" ->
 
     def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
         """Send requests together, and return what was read from each reply.
 
         If the server refuses one of several requests, its reply is the error; if there is only one,
         this raises the error. ``takes``: raise Forgotten if the cache has just forgotten its locks.
-
-        Keep the connection only after the whole reply. A signal such as a soft time limit could
-        leave a reply unread, and the next call would read it. After a failover, an error may be all
-        that shows that the server is no primary any more.
-
-          here:    take a -> sent   SIGUSR1 ...   take b -> sent -> "a is yours"
-          server:             "a is yours" ->               "b is held" ->
         """
-        sent: Sequence[Request] = requests
-        user = kept = None
+        user = None
+        kept = None
         lasts = True
+        loads = False
         self.was_sent_twice = False
         try:
             if self.pools is _shared:
@@ -339,92 +334,118 @@ class RedisStore(Store):
                 connection = self.connect(**self.options)
             while True:
                 was_open = connection._sock is not None  # noqa: SLF001 - public in new versions
-                code = ""
                 try:
                     if was_open and connection.waiting(0):
                         connection.disconnect()
                         was_open = False
                     if not was_open:
                         self._open(connection)
+                    if loads:
+                        self._exchange(connection, LOADS)
                     if takes and clock.now() < self.epoch.changed_at + HOLD_BACK:
                         self.epoch.check()
-                    packed = b""  # in half the time of the client's packer
-                    for request in sent:
-                        _read, *words = request
-                        words = [w if isinstance(w, bytes) else str(w).encode() for w in words]
-                        lines = [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
-                        packed += b"*%d\r\n%b" % (len(words), b"".join(lines))
-                        del words, lines  # of a thousand keys
-                    sock = connection._sock  # noqa: SLF001
-                    sock.sendall(packed)
-                    data = sock.recv(RECEIVE)
-                    while True:
-                        try:
-                            replies, end = _replies(data, 0, len(sent), self.refusals)
-                            break
-                        except EOFError:
-                            received = sock.recv(RECEIVE)
-                            if not received:
-                                raise ConnectionResetError("Connection closed by server") from None
-                            data += received
-                    if end < len(data):
-                        raise ValueError(data[end:])
-                    for number, reply in enumerate(replies):
-                        if not isinstance(reply, self.refusals):
-                            read = sent[number][0]
-                            replies[number] = read(reply)
-                            continue
-                        code = str(reply).partition(" ")[0]
-                        if len(requests) == 1 or code in OF_ALL:
-                            raise reply
-                        replies[number] = self.unavailable(reply)
+                    replies = self._exchange(connection, requests)
                     if lasts:
                         kept = connection
-                    return replies[-len(requests) :]
+                    return replies
                 except BaseException as error:
                     connection.disconnect()
-                    trouble = error
-                    if isinstance(error, MALFORMED):
-                        trouble = ConnectionError(f"Malformed reply: {error!r}")
-                    if code in NOT_READY:
-                        self.note_server(b"not ready")
-                    may_repeat = was_open and (code == "READONLY" or isinstance(trouble, OSError))
-                    limit = connection.socket_timeout
-                    # Without a limit, the system itself has given the connection up.
-                    is_over = isinstance(trouble, TimeoutError) and limit is not None
-                    if code == "NOSCRIPT" and sent is requests:  # a new or flushed server
-                        sent = [*LOADS, *requests]
-                    elif may_repeat and not is_over:
-                        self.was_sent_twice = True
-                    elif may_repeat and limit < self.patience:
-                        left = min(limit, self.patience - limit)
-                        connection = self.connect(**self.options | dict.fromkeys(TIMEOUTS, left))
-                        lasts, self.was_sent_twice = False, True
-                    elif isinstance(trouble, self.client_errors):
-                        raise self.unavailable(trouble) from trouble
-                    else:
+                    if isinstance(error, self.errors.NoScriptError) and not loads:
+                        loads = True  # a new or flushed server
+                        continue
+                    trouble = self._trouble(error)
+                    if trouble is None:
                         raise
+                    again = self._connection_after(connection, trouble, was_open)
+                    if again is None:
+                        raise self.unavailable(trouble) from trouble
+                    lasts = again is connection
+                    connection = again
+                    self.was_sent_twice = True
         finally:
             if kept is not None:
                 self.connections.append(kept)
             del user
 
+    def _exchange(self, connection: Any, requests: Sequence[Request]) -> list[Any]:
+        """Send requests on a connection, and return what was read from each reply."""
+        words = [request[1:] for request in requests]
+        connection.send_packed_command(connection.pack_commands(words), check_health=False)
+        replies = list[Any]()
+        for request in requests:
+            read = request[0]
+            try:
+                reply = connection.read_response(disable_decoding=True)
+            except self.errors.ResponseError as refusal:
+                if len(requests) == 1 or self._concerns_all(refusal):
+                    raise
+                replies.append(self.unavailable(refusal))
+            else:
+                replies.append(read(reply))
+        try:
+            has_more = connection.has_more(0)
+        except (self.errors.ConnectionError, OSError):  # the server has closed it after its reply
+            connection.disconnect()
+            return replies
+        if has_more:
+            raise ValueError("another reply")
+        return replies
+
+    def _concerns_all(self, refusal: Exception) -> bool:
+        """Return whether the server would refuse each other request as well."""
+        errors = self.errors
+        return isinstance(
+            refusal, (errors.ClusterDownError, errors.NoScriptError, errors.ReadOnlyError)
+        )
+
+    def _trouble(self, error: BaseException) -> Exception | None:
+        """Return the outage that an error shows; None if it shows none, such as a signal."""
+        errors = self.errors
+        if isinstance(error, (*MALFORMED, errors.InvalidResponse)):
+            return ConnectionError(f"Malformed reply: {error!r}")
+        if isinstance(error, (errors.BusyLoadingError, errors.ClusterDownError)):
+            self.note_server(b"not ready")
+        if isinstance(error, self.client_errors):
+            return error
+        return None
+
+    def _connection_after(self, connection: Any, trouble: Exception, was_open: bool) -> Any:
+        """Return where to send again what has failed; None: nowhere."""
+        if not was_open:
+            return None
+        is_refusal = isinstance(trouble, self.refusals)
+        if is_refusal and not isinstance(trouble, self.errors.ReadOnlyError):
+            return None
+        limit = connection.socket_timeout
+        if limit is None or not isinstance(trouble, self.errors.TimeoutError):
+            return connection  # without a limit, the system itself has given the connection up
+        left = min(limit, self.patience - limit)
+        if left <= 0:
+            return None
+        return self.connect(**self.options | dict.fromkeys(TIMEOUTS, left))
+
     def _open(self, connection: Any) -> None:
         """Connect, and note the server: another one may have forgotten the locks."""
-        connection.protocol = 2  # the one that _replies() reads
         connection.connect()  # with the retries of the options
         connection.waiting = watch(connection._sock)  # noqa: SLF001
+        # The look of the parser, in its buffer and then at the socket, without that of the client,
+        # which first writes an error message for the case of an error.
+        parser = connection._parser  # noqa: SLF001
+        connection.has_more = getattr(parser, "can_read", connection.can_read)
         connection.send_command("INFO", "server")
         try:
             facts = connection.read_response(disable_decoding=True)
         except self.errors.ResponseError:
-            return  # it is forbidden: only the epoch shows that locks were forgotten
-        if b"redis_mode:cluster" in facts and not hasattr(self, "cluster"):
+            facts = b""  # it is forbidden: only the epoch shows that locks were forgotten
+        if connection.has_more(0):
+            raise ValueError("another reply")
+        if b"redis_mode:cluster" in facts and not self.in_cluster:
             raise ImproperlyConfigured(
                 f"The cache {self.cache_alias!r} cannot hold locks: its server belongs to a Redis "
                 "Cluster. Use django-valkey's ClusterValkeyCache, or a server in no cluster."
             )
-        if found := re.search(rb"\brun_id:\w+", facts):
+        found = re.search(rb"\brun_id:\w+", facts)
+        if found:
             connection.server = found[0]
             self.note_server(found[0])
 
@@ -443,27 +464,38 @@ class RedisStore(Store):
         self, slots: Slots, value: bytes, lease: float, *, heeds_epoch: bool
     ) -> str | dict[str, Entry]:
         keys = [self.epoch_key, *map(self.make_key, slots.keys)]
-        read = Slot(enumerate(slots.keys)).__getitem__
-        script = read, "EVALSHA", SHA[TAKE], len(keys), *keys
-        args = value, max(1, int(lease * 1000)), slots.allowed, slots.mark
+        read = partial(slot_or_entries, slots.keys)
+        script = read, "EVALSHA", SHA[TAKE], len(keys), *keys, value, max(1, int(lease * 1000))
+        several: Request = ()
+        if slots.allowed > 1 or slots.mark:
+            several = slots.allowed, slots.mark
         for _ in range(TRIES):
-            epoch = []
+            epoch: bytes | None = b"any"
             if heeds_epoch:
-                epoch = [b"unknown" if self.epoch.value is None else self.epoch.value]
+                epoch = self.epoch.value
+                if epoch is None:
+                    epoch = b"unknown"
+            request = *script, epoch, *several
             taken: str | dict[str, Entry]
-            (taken,) = self.ask((*script, *args, *epoch), takes=heeds_epoch)
+            (taken,) = self.ask(request, takes=heeds_epoch)
             if taken:
                 return taken
             self.look()  # if the epoch has changed, the next check raises
         raise Forgotten(HOLD_BACK)
 
     def insert(self, key: str, value: bytes, lease: float) -> Any:
-        expiry = () if lease == math.inf else ("PX", max(1, int(lease * 1000)))
-        return self.ask(((b"OK",).__contains__, "SET", self.make_key(key), value, "NX", *expiry))[0]
+        words: list[Any] = ["SET", self.make_key(key), value, "NX"]
+        if lease != math.inf:
+            words += ["PX", max(1, int(lease * 1000))]
+        (was_added,) = self.ask((ADDED.__getitem__, *words))
+        return was_added
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
-        milliseconds = "" if lease is None else max(1, int(lease * 1000))
-        words = "EVALSHA", SHA[CHANGE], 1, self.make_key(key), old, new, milliseconds
+        words = ["EVALSHA", SHA[CHANGE], 1, self.make_key(key), old]
+        if lease is not None:
+            words.append(max(1, int(lease * 1000)))
+            if new != old:
+                words.append(new)
         outcome: Outcome
         (outcome,) = self.ask((OUTCOMES.__getitem__, *words))
         if lease is None and outcome is Outcome.GONE and self.was_sent_twice:
@@ -473,9 +505,10 @@ class RedisStore(Store):
     def _extend(
         self, requests: Sequence[tuple[str, bytes, float]]
     ) -> list[Outcome | LockUnavailable]:
-        script, sent = (OUTCOMES.__getitem__, "EVALSHA", SHA[CHANGE], 1), []
+        script = OUTCOMES.__getitem__, "EVALSHA", SHA[CHANGE], 1
+        sent = []
         for key, value, lease in requests:
-            sent.append((*script, self.make_key(key), value, value, max(1, int(lease * 1000))))
+            sent.append((*script, self.make_key(key), value, max(1, int(lease * 1000))))
         return self.ask(*sent)
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
@@ -501,17 +534,20 @@ class RedisStore(Store):
     def names(self, prefix: str) -> Iterator[list[str]]:
         """Yield the cache keys that begin with a prefix, many at a time."""
         pattern = re.sub(r"([*?[\]\\])", r"\\\1", prefix) + "*"
-        cursor, seen = 0, set[str]()
+        cursor = 0
+        seen = set[str]()
         while True:
             request = _page, "SCAN", cursor, "MATCH", pattern, "COUNT", BATCH
             ((cursor, names),) = self.ask(request)
-            new = [*names.difference(seen)]  # SCAN may name an entry twice
-            seen.update(new)
-            yield new
+            new = names - seen  # SCAN may name an entry twice
+            seen |= new
+            yield [*new]
             if cursor == 0:
                 return
 
     def close(self) -> None:
-        if not are_greenlets():  # those share their connections
-            for connection in filter(None, chain(*self.pools.values())):
+        if are_greenlets():  # those share their connections
+            return
+        for pool in [*self.pools.values()]:
+            for connection in pool:
                 connection.disconnect()

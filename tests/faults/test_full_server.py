@@ -80,7 +80,7 @@ def test_a_take_on_a_full_server_is_an_outage_and_a_conflict_is_a_conflict(clien
     with TaskLock("held"):
         fill(client)
         assert not TaskLock("held").acquire()
-        with pytest.raises(LockUnavailable, match="OOM"):
+        with pytest.raises(LockUnavailable, match="OutOfMemoryError"):
             TaskLock("free").acquire()
     assert not TaskLock("free").locked()
 
@@ -95,7 +95,7 @@ def test_a_lock_that_cannot_be_taken_again_is_told_of_alone(client: Client) -> N
     first, second, third = store.renew_many([(key, A, 60) for key in KEYS])
     assert (first, third) == (Outcome.OK, Outcome.OK)
     assert isinstance(second, LockUnavailable)
-    with pytest.raises(LockUnavailable, match="OOM"):
+    with pytest.raises(LockUnavailable, match="OutOfMemoryError"):
         store.renew(KEYS[1], A, 60)
     client.delete("filler")
     assert store.renew(KEYS[1], A, 60) is Outcome.RETAKEN
@@ -151,7 +151,7 @@ def test_a_lock_is_kept_for_a_time_by_the_bytes_of_its_run(
     assert 60 < entry.remaining <= 300
     [event] = [event for event in events if event.kind == "released"]
     assert event.reason.startswith("kept for 300 s from its start, if its process lives so long: ")
-    assert "OOM" in event.reason
+    assert "OutOfMemoryError" in event.reason
     assert event.result == "returned"
     assert [record.levelname for record in caplog.records if "kept" in record.message] == [
         "WARNING"
@@ -163,7 +163,7 @@ def test_a_lock_that_cannot_be_handed_over_is_freed(client: Client) -> None:
     lock = TaskLock("nightly")
     assert lock.acquire()
     fill(client)
-    with pytest.raises(LockUnavailable, match="OOM"):
+    with pytest.raises(LockUnavailable, match="OutOfMemoryError"):
         lock.hand_over(for_=60)
     assert not lock
     wait_for(lambda: not lock.locked(), "the lock is free")
@@ -234,7 +234,7 @@ def test_the_page_clears_the_locks_of_the_dead_among_several(several: list[dict[
 
 def test_without_an_epoch_a_full_server_takes_no_lock(client: Client) -> None:
     fill(client)
-    with pytest.raises(LockUnavailable, match="OOM"):
+    with pytest.raises(LockUnavailable, match="OutOfMemoryError"):
         TaskLock("nightly").acquire()
 
 

@@ -74,6 +74,7 @@ def test_a_reply_that_comes_again_is_no_answer_to_the_next_request(store, proxy)
 def test_control_without_the_look_a_held_lock_is_taken(store, proxy, monkeypatch) -> None:
     if store.family == "redis":
         store.connections[-1].waiting = lambda seconds: []
+        store.connections[-1].has_more = lambda seconds: False
         monkeypatch.setattr(redis, "MALFORMED", ())
         sock = store.connections[-1]._sock
         assert inside.take(store, B, OTHER) == OTHER
