@@ -16,7 +16,7 @@ from django.core.cache.backends.locmem import LocMemCache
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import HISTORY_MODES, TASK_URL, conf, is_test
+from django_singletask.conf import HISTORY_MODES, TASK_URL, conf
 from django_singletask.log import in_words
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import choose, find_store, load_store, open_cache
@@ -97,8 +97,9 @@ def check_cache(**kwargs: Any) -> Messages:
         return [_message("E018", error, "Correct SINGLETASK_STORES, or remove it.")]
     if path == f"{LocMemStore.__module__}.LocMemStore":
         text = f"{named} is in the memory of a process: other processes do not see its locks."
-        if current_app.conf.task_always_eager or is_test():
+        if current_app.conf.task_always_eager or conf.testing:
             return [_message("W001", text, "Use it for tests in one process, never for workers.")]
+        hint += " In the settings of tests, set SINGLETASK_TESTING = True."
         return [_message("E004", text, hint)]
     if reason:
         number = next(number for kind, number in REFUSED.items() if isinstance(cache, kind))
@@ -146,7 +147,7 @@ def check_history(**kwargs: Any) -> Messages:
     """Check that those who write to the history's SQLite file wait for each other."""
     alias = router.db_for_write(TaskLockEvent)
     database: Any = connections[alias]
-    if conf.history == "off" or database.vendor != "sqlite" or is_test():
+    if conf.history == "off" or database.vendor != "sqlite" or conf.testing:
         return []
     options = str(database.settings_dict["OPTIONS"]).lower()
     missing = [text for text, found in SQLITE_OPTIONS.items() if not re.search(found, options)]
@@ -206,6 +207,13 @@ def check_settings(**kwargs: Any) -> Messages:
             "'background'",
         ),
         ("E014", "record_arguments", is_boolean, "True or False", "False to hide arguments"),
+        (
+            "E019",
+            "testing",
+            isinstance(conf.testing, bool),
+            "True or False",
+            "True in the settings of tests",
+        ),
         (
             "E017",
             "task_url",

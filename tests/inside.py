@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 from celery.app.task import Context
 from django.conf import settings
+from django.test import override_settings
 
 from django_singletask import (
     Holder,
@@ -236,7 +237,7 @@ def emptied_long_ago(cache: str) -> None:
 @contextmanager
 def outside_of_tests() -> Iterator[None]:
     """Hold takes back in a cache that has forgotten its locks, which is not done in tests."""
-    with mock.patch.object(base, "is_test", return_value=False):
+    with override_settings(SINGLETASK_TESTING=False):
         yield
 
 

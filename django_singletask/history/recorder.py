@@ -13,7 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.core.signals import request_finished, setting_changed
 from django.db import Error, close_old_connections, connections, router, transaction
 
-from django_singletask.conf import conf, is_test
+from django_singletask.conf import conf
 from django_singletask.forks import at_fork, close_before_forks, leak, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
@@ -59,7 +59,7 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
             writer.add(event)
             if writer.thread is None:
                 writer.begin()
-        elif is_test():
+        elif conf.testing:
             write_in_test(event)
             writer.succeed()
         else:
@@ -68,7 +68,7 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
     except SoftTimeLimitExceeded:
         raise  # it is meant for the task
     except Exception as error:
-        writer.fail(error, is_kept=not is_test())
+        writer.fail(error, is_kept=not conf.testing)
 
 
 def write_here() -> None:

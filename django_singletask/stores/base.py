@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask import clock
-from django_singletask.conf import conf, is_test
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.log import in_words, logger
@@ -175,7 +175,8 @@ class Epoch:
         self.whole.changes += 1
         if before is not None:
             self.changed_at = self.whole.changed_at = now = clock.now()
-            if now >= self.whole.told_at + TELL_AGAIN and not is_test():  # eviction can repeat it
+            # An eviction can repeat it, and tests do.
+            if now >= self.whole.told_at + TELL_AGAIN and not conf.testing:
                 self.whole.told_at = now
                 logger.warning(
                     "The cache %r may have forgotten its locks: it was restarted or flushed, or a "
@@ -187,7 +188,7 @@ class Epoch:
 
     def pause(self) -> float:
         """Return for how many seconds nobody takes a lock; in tests, which flush often, for 0."""
-        if is_test():
+        if conf.testing:
             return 0.0
         return self.changed_at + HOLD_BACK - clock.now()
 

@@ -13,6 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import router
 
 from django_singletask.checks import run
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.recorder import flush
 from django_singletask.locks.renewal import release_owed
@@ -80,12 +81,17 @@ def free_unreadable(message: Any, **kwargs: Any) -> None:
 
 
 @signals.worker_init.connect
-def refuse(**kwargs: Any) -> None:
+def refuse(sender: Any = None, **kwargs: Any) -> None:
     """Stop a worker whose locks would not work.
 
     Celery's Django fixup runs the system checks, but ignores their result. Only SystemExit stops
     the worker from here: Celery logs any other error of a receiver, and continues.
     """
+    from celery.apps.worker import Worker  # only workers need it
+
+    # The worker of celery.contrib.testing, in a thread of a test, is not of this class.
+    if conf.testing and isinstance(sender, Worker):
+        end_worker("Set SINGLETASK_TESTING = True only in the settings of tests.")
     if os.environ.get("CELERY_SKIP_CHECKS"):
         return
     errors = [message for message in run() if message.is_serious() and not message.is_silenced()]
