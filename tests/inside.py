@@ -30,7 +30,7 @@ from django_singletask import (
     checks,
     clock,
     conf,
-    holder,
+    process,
     stores,
 )
 from django_singletask.history import queries, recorder, sweep, writing
@@ -674,12 +674,12 @@ def take_turn_to_sweep() -> bool:
 
 def this_process() -> dict[str, Any]:
     """Return what the entry of a lock says of the process that holds it, if it is this one."""
-    return vars(holder.this_process())
+    return vars(process.this_process())
 
 
 def start_of(pid: int) -> str:
     """Return when a process of this host began, as the entry of a lock says it."""
-    return holder.start_time(pid)
+    return process.start_time(pid)
 
 
 def call_lock(task: str, **arguments: Any) -> tuple[str, str]:

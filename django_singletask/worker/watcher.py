@@ -15,11 +15,11 @@ from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
 from django_singletask.history import sweep as history
-from django_singletask.holder import start_time
 from django_singletask.locks.keys import QUEUED, LockKey
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.lock import TaskLock, place_of
 from django_singletask.log import in_words, logger
+from django_singletask.process import start_time
 from django_singletask.stores import get_store, look_at_epoch
 from django_singletask.stores.base import CannotList, epoch_of
 from django_singletask.task.ended import DIED, note
