@@ -96,11 +96,13 @@ def write_all() -> None:
 
 def end_request(**kwargs: Any) -> None:
     """Write what a rollback, or an outage of the database, has left."""
-    has_thread = conf.history != "inline" and has_threads()
-    if writer.events and not has_thread:
-        with suppress(Exception):  # such as those of a database that is still down
-            write_here()
-        close_old_connections()  # Django's own receiver has done so before this one
+    if not writer.events:
+        return
+    if conf.history != "inline" and has_threads():
+        return  # the thread writes them
+    with suppress(Exception):  # such as those of a database that is still down
+        write_here()
+    close_old_connections()  # Django's own receiver has done so before this one
 
 
 request_finished.connect(end_request)
@@ -253,7 +255,9 @@ class Writer(Background):
         This is logged once; if a database is only busy, after ``PATIENCE``.
         """
         now = time.monotonic()
-        until = self.failing_since or now  # another thread may forget it meanwhile
+        until = self.failing_since  # another thread may forget it meanwhile
+        if until is None:
+            until = now
         self.failing_since = until
         if is_kept:
             consequence = f"; up to {BOUND} events of each process are kept and written later"

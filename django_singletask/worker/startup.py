@@ -37,9 +37,11 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
         return
     name = request.task.name
     try:
-        header = Header.of(request.request_dict, request.id, name) or Header(request.id, name)
+        header = Header.of(request.request_dict, request.id, name)
     except ValueError:
         return  # the run itself fails with this error
+    if header is None:
+        header = Header(request.id, name)
     header.received = time.time()
     has_pool = has_processes(sender)
     if has_pool:
@@ -48,7 +50,8 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     if not has_pool:
         return
     delivery = Accepted(request, header)
-    accepted, succeeded = request.on_accepted, request.on_success
+    accepted = request.on_accepted
+    succeeded = request.on_success
 
     def on_accepted(pid: int, time_accepted: float) -> None:
         del request.on_accepted  # a cycle, which would keep the request until a collection
@@ -76,8 +79,9 @@ def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> 
 @signals.task_unknown.connect
 def free_unreadable(message: Any, **kwargs: Any) -> None:
     """Free the entry of a call whose message or task the worker does not know."""
-    headers = message.headers or {}
-    discard(headers, headers.get("id"), str(headers.get("task")))
+    headers = message.headers
+    if headers:
+        discard(headers, headers.get("id"), str(headers.get("task")))
 
 
 @signals.worker_init.connect
