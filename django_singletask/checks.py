@@ -16,7 +16,7 @@ from django.core.cache.backends.locmem import LocMemCache
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import HISTORY_MODES, TASK_URL, conf, is_test
+from django_singletask.conf import HISTORY_MODES, TASK_URL, conf
 from django_singletask.log import in_words
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import choose, find_store, load_store, open_cache
@@ -29,6 +29,12 @@ from django_singletask.version import DOCS
 Messages = list[checks.CheckMessage]
 
 MAX_DAYS = 36_500
+
+USE_ANOTHER = (
+    "Set CACHES[{!r}]['BACKEND'] to Redis, memcached or Django's DatabaseCache on a supported "
+    "database, or SINGLETASK_CACHE to such a cache, or add the cache's class to SINGLETASK_STORES."
+)
+"""The hint for a cache that cannot hold locks."""
 
 REFUSED = {DummyCache: "E002", FileBasedCache: "E003", DatabaseCache: "E015", object: "E006"}
 """The ids of the messages about these caches, and about others; about an unfit client E005."""
@@ -65,7 +71,9 @@ def run() -> Messages:
 
 def _message(number: str, text: str | Exception, hint: str, obj: str | None = None) -> Any:
     """Return an error for ``E…``, but a warning for ``W…`` and for the text of a ``Warning``."""
-    message = checks.Warning if "W" in number or isinstance(text, Warning) else checks.Error
+    message: Any = checks.Error
+    if "W" in number or isinstance(text, Warning):
+        message = checks.Warning
     hint = f"{hint} See {DOCS}/reference/checks.html#{number.lower()}"
     return message(f"{text}", hint=hint, obj=obj, id=f"django_singletask.{number}")
 
@@ -73,16 +81,12 @@ def _message(number: str, text: str | Exception, hint: str, obj: str | None = No
 def check_cache(**kwargs: Any) -> Messages:
     """Check that ``SINGLETASK_CACHE`` can hold locks."""
     alias = conf.cache
-    named = f"SINGLETASK_CACHE = {alias!r}"
-    if alias not in [*settings.CACHES]:  # it may be unhashable
-        hint = f"Add CACHES[{alias!r}], or set SINGLETASK_CACHE to one of {[*settings.CACHES]}."
-        return [_message("E001", f"{named} is not in CACHES.", hint)]
+    aliases = [*settings.CACHES]
+    if alias not in aliases:  # it may be unhashable
+        text = f"SINGLETASK_CACHE = {alias!r} is not in CACHES."
+        hint = f"Add CACHES[{alias!r}], or set SINGLETASK_CACHE to one of {aliases}."
+        return [_message("E001", text, hint)]
     cache = open_cache(alias)
-    hint = (
-        f"Set CACHES[{alias!r}]['BACKEND'] to Redis, memcached or Django's DatabaseCache on a "
-        "supported database, or SINGLETASK_CACHE to such a cache, or add the cache's class to "
-        "SINGLETASK_STORES."
-    )
     try:
         path, reason = choose(cache)
         stores = {path: load_store(path) for path in conf.stores.values()}
@@ -91,18 +95,41 @@ def check_cache(**kwargs: Any) -> Messages:
     except ImproperlyConfigured as error:
         return [_message("E018", error, "Correct SINGLETASK_STORES, or remove it.")]
     if path == f"{LocMemStore.__module__}.LocMemStore":
-        text = f"{named} is in the memory of a process: other processes do not see its locks."
-        if current_app.conf.task_always_eager or is_test():
-            return [_message("W001", text, "Use it for tests in one process, never for workers.")]
-        return [_message("E004", text, hint)]
+        return [_in_memory()]
     if reason:
-        number = next(number for kind, number in REFUSED.items() if isinstance(cache, kind))
-        if hasattr(cache, "_client_cls"):
-            number, change = "E005", "remove OPTIONS['CLIENT_CLASS'] (or '{' from its keys)"
-            hint = f"In CACHES[{alias!r}], {change}, or set SINGLETASK_CACHE to another cache."
-        return [_message(number, f"{named}: {reason}.", hint)]
-    if not isinstance(cache, DatabaseCache):
-        return []
+        return [_refused(cache, reason)]
+    if isinstance(cache, DatabaseCache):
+        return _in_table(cache)
+    return []
+
+
+def _in_memory() -> Any:
+    """Return the message about locks in the memory of a process."""
+    text = (
+        f"SINGLETASK_CACHE = {conf.cache!r} is in the memory of a process: other processes do not "
+        "see its locks."
+    )
+    if current_app.conf.task_always_eager or conf.testing:
+        return _message("W001", text, "Use it for tests in one process, never for workers.")
+    hint = USE_ANOTHER + " In the settings of tests, set SINGLETASK_TESTING = True."
+    return _message("E004", text, hint.format(conf.cache))
+
+
+def _refused(cache: Any, reason: str) -> Any:
+    """Return the message about a cache that cannot hold locks for this reason."""
+    number = next(number for kind, number in REFUSED.items() if isinstance(cache, kind))
+    hint = USE_ANOTHER.format(conf.cache)
+    if hasattr(cache, "_client_cls"):
+        number = "E005"
+        hint = (
+            f"In CACHES[{conf.cache!r}], remove OPTIONS['CLIENT_CLASS'] (or '{{' from its keys), "
+            "or set SINGLETASK_CACHE to another cache."
+        )
+    return _message(number, f"SINGLETASK_CACHE = {conf.cache!r}: {reason}.", hint)
+
+
+def _in_table(cache: DatabaseCache) -> Messages:
+    """Check that the table of the locks is used for nothing else, and can be locked."""
     found = _shared(
         "W005",
         "cache.clear() and the culling of a full cache delete locks.",
@@ -112,9 +139,10 @@ def check_cache(**kwargs: Any) -> Messages:
     database = router.db_for_write(cache.cache_model_class)
     if database == "default" and connections[database].vendor == "sqlite":
         text = (
-            f"{named} keeps the locks in DATABASES['default'], an SQLite file: no lock can be "
-            "acquired while a transaction is open there. Without a transaction_mode, "
-            "transactions also fail with 'database is locked' when several processes write."
+            f"SINGLETASK_CACHE = {conf.cache!r} keeps the locks in DATABASES['default'], an SQLite "
+            "file: no lock can be acquired while a transaction is open there. Without a "
+            "transaction_mode, transactions also fail with 'database is locked' when several "
+            "processes write."
         )
         hint = (
             "Add another SQLite file to DATABASES, and a router that sends the cache table "
@@ -141,7 +169,7 @@ def check_history(**kwargs: Any) -> Messages:
     """Check that those who write to the history's SQLite file wait for each other."""
     alias = router.db_for_write(TaskLockEvent)
     database: Any = connections[alias]
-    if conf.history == "off" or database.vendor != "sqlite" or is_test():
+    if conf.history == "off" or database.vendor != "sqlite" or conf.testing:
         return []
     options = str(database.settings_dict["OPTIONS"]).lower()
     missing = [text for text, found in SQLITE_OPTIONS.items() if not re.search(found, options)]
@@ -161,59 +189,57 @@ def _shared(number: str, loss: str, hint: str, *others: type) -> Messages:
 
     ``others``: caches about which another check says this.
     """
-    alias, store = conf.cache, find_store(conf.cache)
+    alias = conf.cache
+    store = find_store(alias)
     if store is None or isinstance(store.cache, others):
         return []
-    users = [
-        f"CACHES[{other!r}]"
-        for other in settings.CACHES
-        if other != alias and (found := find_store(other)) and found.places & store.places
-    ]
-    who = " and ".join(users) or "other code"
+    users = []
+    for other in settings.CACHES:
+        other_store = find_store(other)
+        if other != alias and other_store and other_store.places & store.places:
+            users.append(f"CACHES[{other!r}]")
+    if not users and alias == "default":
+        users = ["other code"]
+    if not users:
+        return []
+    who = " and ".join(users)
     text = f"The locks in CACHES[{alias!r}] are on {store.place}, also used by {who}: {loss}"
-    return [_message(number, text, hint)] if users or alias == "default" else []
+    return [_message(number, text, hint)]
 
 
 def check_settings(**kwargs: Any) -> Messages:
     """Check the other ``SINGLETASK_…`` settings."""
-    found, days, url = [], conf.history_days, conf.task_url
+    found = []
     try:
         _ = conf.lock_timeout
     except (TypeError, ValueError) as error:
         hint = "Set SINGLETASK_LOCK_TIMEOUT to seconds, such as 60, or remove it."
         found.append(_message("E007", error, hint))
-    is_number = type(days) in (int, float) and 0 < days <= MAX_DAYS
-    is_boolean = isinstance(conf.record_arguments, bool)
-    is_url = not url or (isinstance(url, str) and TASK_URL.fullmatch(url))
-    for number, setting, is_valid, rule, example in (
-        (
-            "E016",
-            "history_days",
-            is_number,
-            f"a number of days above 0 and up to {MAX_DAYS}",
-            "days, such as 30",
-        ),
-        (
-            "E013",
-            "history",
-            conf.history in HISTORY_MODES,
-            f"one of {HISTORY_MODES}",
-            "'background'",
-        ),
-        ("E014", "record_arguments", is_boolean, "True or False", "False to hide arguments"),
-        (
-            "E017",
-            "task_url",
-            is_url,
-            "an http or https address whose only field is {task_id}",
-            "'https://flower.example/task/{task_id}'",
-        ),
-    ):
-        if not is_valid:
-            name = f"SINGLETASK_{setting.upper()}"
-            text = f"{name} must be {rule}, not {getattr(conf, setting)!r}."
-            found.append(_message(number, text, f"Set {name} to {example}, or remove it."))
+    days = conf.history_days
+    if type(days) not in (int, float) or not 0 < days <= MAX_DAYS:
+        rule = f"a number of days above 0 and up to {MAX_DAYS}"
+        found.append(_wrong("E016", "history_days", rule, "days, such as 30"))
+    if conf.history not in HISTORY_MODES:
+        found.append(_wrong("E013", "history", f"one of {HISTORY_MODES}", "'background'"))
+    if not isinstance(conf.record_arguments, bool):
+        example = "False to hide arguments"
+        found.append(_wrong("E014", "record_arguments", "True or False", example))
+    if not isinstance(conf.testing, bool):
+        example = "True in the settings of tests"
+        found.append(_wrong("E019", "testing", "True or False", example))
+    url = conf.task_url
+    if url and not (isinstance(url, str) and TASK_URL.fullmatch(url)):
+        rule = "an http or https address whose only field is {task_id}"
+        example = "'https://flower.example/task/{task_id}'"
+        found.append(_wrong("E017", "task_url", rule, example))
     return found
+
+
+def _wrong(number: str, name: str, rule: str, example: str) -> Any:
+    """Return the message about a setting: what it must be, and what it could be."""
+    setting = f"SINGLETASK_{name.upper()}"
+    text = f"{setting} must be {rule}, not {getattr(conf, name)!r}."
+    return _message(number, text, f"Set {setting} to {example}, or remove it.")
 
 
 def check_tasks(**kwargs: Any) -> Messages:
@@ -227,9 +253,15 @@ def _task(task: SingletonTask) -> Messages:
     problems = list(LockOptions.problems_of(task))
     found = []
     for names, error in problems:
-        number = "E011" if names[1:] else OF_OPTION.get(names[0], "E012")
-        step = "Set" if getattr(task, names[-1]) is None else "Change"
-        hint = f"{step} {names[-1]}, or remove {names[0] if names[1:] else 'it'}."
+        number = OF_OPTION.get(names[0], "E012")
+        unwanted = "it"
+        if len(names) > 1:
+            number = "E011"
+            unwanted = names[0]
+        step = "Change"
+        if getattr(task, names[-1]) is None:
+            step = "Set"
+        hint = f"{step} {names[-1]}, or remove {unwanted}."
         found.append(_message(number, error, hint, task.name))
     for annotation in resolve_all(task.app.annotations, task):
         for name, hint in unknown_options(annotation, type(task).__mro__[1]):
@@ -241,10 +273,7 @@ def _task(task: SingletonTask) -> Messages:
         text = f"lock_slots={task.lock_slots} of {task.name}: each conflict reads all of them."
         hint = f"Use at most {MANY_SLOTS}, or divide the work among several locks."
         found.append(_message("W007", text, hint, task.name))
-    limit = max(
-        getattr(task, name) or getattr(task.app.conf, f"task_{name}") or 0
-        for name in ("time_limit", "soft_time_limit")
-    )
+    limit = _time_limit(task)
     lease = task.lock_timeout
     if lease and not task.lock_renew and limit > lease:
         text = (
@@ -256,22 +285,31 @@ def _task(task: SingletonTask) -> Messages:
     return found
 
 
+def _time_limit(task: SingletonTask) -> float:
+    """Return the longest time in seconds that Celery lets a run take; 0 without a limit."""
+    longest = 0.0
+    for name in ("time_limit", "soft_time_limit"):
+        limit = getattr(task, name)
+        if not limit:
+            limit = getattr(task.app.conf, f"task_{name}")
+        if limit:
+            longest = max(longest, limit)
+    return longest
+
+
 def _late(tasks: list[SingletonTask]) -> Messages:
-    late: dict[str, str | None] = {}
-    for task in tasks:
-        if task.acks_late and not task.reject_on_worker_lost:
-            late[f"{task.name} has acks_late"] = task.name
-    option = "reject_on_worker_lost"
+    late = [task for task in tasks if task.acks_late and not task.reject_on_worker_lost]
     if late and current_app.conf.task_acks_late:
         # A setting for all tasks is reported once, not for each task.
-        late = {"task_acks_late": None}
-        option = "task_reject_on_worker_lost"
+        return [_lost("task_acks_late", "task_reject_on_worker_lost")]
+    option = "reject_on_worker_lost"
+    return [_lost(f"{task.name} has acks_late", option, task.name) for task in late]
+
+
+def _lost(what: str, option: str, task: str | None = None) -> Any:
     loss = "when a process is killed, Celery acknowledges its message and the run is lost."
     hint = f"Set {option}=True as well, if runs may be repeated."
-    return [
-        _message("W004", f"{what} without {option}: {loss}", hint, name)
-        for what, name in late.items()
-    ]
+    return _message("W004", f"{what} without {option}: {loss}", hint, task)
 
 
 def check_deployment(**kwargs: Any) -> Messages:

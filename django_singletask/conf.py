@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 from django.apps import apps
@@ -28,6 +27,8 @@ DEFAULTS: dict[str, Any] = {
     "record_arguments": True,
     # The address of a task's page in another tool, with the field {task_id}.
     "task_url": None,
+    # Whether this process runs the tests of a project.
+    "testing": False,
 }
 TASK_URL = re.compile(r"https?://[^{}\s/?#]+[/?#](?:[^{}\s]*\{task_id\})+[^{}\s]*", re.IGNORECASE)
 """A valid ``SINGLETASK_TASK_URL``: no scheme that runs code, and no field in the host name."""
@@ -41,42 +42,31 @@ class Conf:
     """
 
     history: str
-    """In tests an attribute of the class, which :meth:`forget` leaves."""
-    was_changed = False
-    """Whether a test has changed a setting; nothing else sends ``setting_changed``."""
+    """The helpers of ``testing`` set it on the class, where :meth:`forget` leaves it."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in DEFAULTS:
             raise AttributeError(name)
-        values, default = vars(self), DEFAULTS[name]
-        if name == "history" and is_test():
+        values = vars(self)
+        default = DEFAULTS[name]
+        if name == "history" and self.testing:
             # A thread would write outside the test's transaction and keep the database open.
             default = "inline"
         setting = f"SINGLETASK_{name.upper()}"
         value = getattr(settings, setting, default)
         if name == "lock_timeout":
             check_seconds(setting, value)
-        if apps.ready:  # before that, a test environment is not known yet
+        if apps.ready:  # before that, ready() of another app may change a setting
             values[name] = value
         return value
 
     def forget(self, **kwargs: Any) -> None:
         """Read the settings again. A thread that reads one now writes it into the old dict."""
-        self.__dict__ = {"was_changed": True}
+        self.__dict__ = {}
 
 
 conf = Conf()
 setting_changed.connect(conf.forget)
-
-
-def is_test() -> bool:
-    """Return whether this process runs the tests of a project.
-
-    Django's test runner and pytest-django both call ``setup_test_environment()``, which adds this
-    outbox and this host. A test can change the hosts.
-    """
-    has_outbox = hasattr(sys.modules.get("django.core.mail"), "outbox")
-    return has_outbox and (conf.was_changed or "testserver" in settings.ALLOWED_HOSTS)
 
 
 def check_installed(**kwargs: Any) -> None:

@@ -32,8 +32,11 @@ class LockConflict(LockError):
     ) -> None:
         if isinstance(holder, dict):
             holder = Holder.from_dict(holder)
+        record = None
+        if holder is not None:
+            record = dict(vars(holder))
         # Plain values only: Celery stores these as JSON and calls the class with them again.
-        super().__init__(name, holder and dict(vars(holder)), remaining, note)
+        super().__init__(name, record, remaining, note)
         self.name = name
         self.holder = holder
         self.remaining = remaining
@@ -49,7 +52,9 @@ class LockConflict(LockError):
                 text += f"; kept for {self.remaining:.0f} s more"
             else:
                 text += f"; its lease ends in {self.remaining:.0f} s unless renewed"
-        return f"{text}; {self.note}" if self.note else text
+        if self.note:
+            text += f"; {self.note}"
+        return text
 
     def __repr__(self) -> str:
         # Celery logs it. The default would show the holder's whole record, with token and boot id.

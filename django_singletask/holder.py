@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import re
-import socket
-import subprocess
-import sys
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, get_args, get_type_hints
 from unicodedata import category
 
-from django_singletask.forks import at_fork
+from django_singletask.process import Process
 
 # A token is part of the key of a marker, and memcached must accept that key.
 IS_TOKEN = re.compile("[!-9;-~]{0,32}")
@@ -29,23 +25,6 @@ VERSION = 1
 LIMITS = {"since": 2**32, "timeout": 30 * 24 * 60 * 60, "version": VERSION}
 """The largest other numbers: the year 2106, and a month."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
-@dataclasses.dataclass
-class Process:
-    """Identify one process on one boot of one host.
-
-    ``boot_id`` and ``pid_ns`` distinguish hosts and containers that have the same name. ``start``,
-    in clock ticks since the boot, distinguishes a process from a later one with the same pid; it is
-    another number in each time namespace. Each is empty where the system does not provide it.
-    """
-
-    host: str
-    boot_id: str
-    pid_ns: str
-    time_ns: str
-    pid: int
-    start: str
 
 
 @dataclasses.dataclass
@@ -77,11 +56,15 @@ class Holder(Process):
     @lru_cache(maxsize=64)
     def decode(cls, value: bytes) -> Holder:
         """Read a record. Bytes of another origin become :data:`UNKNOWN`."""
+        if len(value) > LARGEST:
+            return UNKNOWN
         try:
-            data = json.loads(value.decode()) if len(value) <= LARGEST else None
+            data = json.loads(value.decode())
         except (ValueError, RecursionError):
             return UNKNOWN
-        return cls.from_dict(data) if isinstance(data, dict) else UNKNOWN
+        if not isinstance(data, dict):
+            return UNKNOWN
+        return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Holder:
@@ -97,20 +80,31 @@ class Holder(Process):
                 return UNKNOWN
             if type(value) is str:
                 value = clean(value, LONGEST)
-            elif not 0 <= (value or 0) <= LIMITS.get(name, COLUMN):
+            elif value is not None and not 0 <= value <= LIMITS.get(name, COLUMN):
                 return UNKNOWN
             fields[name] = value
-        return cls(**fields) if IS_TOKEN.fullmatch(data.get("token", "")) else UNKNOWN
+        if not IS_TOKEN.fullmatch(data.get("token", "")):
+            return UNKNOWN
+        return cls(**fields)
 
     def is_run_of(self, task_id: str | None) -> bool:
         """Return whether the task with this id is the holder, also if the record cleaned the id."""
-        return task_id is not None and self.task_id == clean(task_id, LONGEST)
+        if task_id is None:
+            return False
+        return self.task_id == clean(task_id, LONGEST)
 
     def __str__(self) -> str:
         """Return the run and its process as text: ``task 3f0c on web-3, process 8121``."""
-        run = f"task {self.task_id}" if self.task_id else "code outside a task"
-        process = f", process {self.pid}" if self.pid else ""
-        return f"{run} on {self.host or 'an unknown host'}{process}"
+        text = "code outside a task"
+        if self.task_id:
+            text = f"task {self.task_id}"
+        if self.host:
+            text += f" on {self.host}"
+        else:
+            text += " on an unknown host"
+        if self.pid:
+            text += f", process {self.pid}"
+        return text
 
 
 UNKNOWN = Holder("", "", "", "", 0, "", "", "", None, None, 0, 0.0, 0.0)
@@ -129,7 +123,9 @@ def mark_of(task_id: str | None) -> bytes:
 
     Quotes in other fields are escaped, so no other field can contain these bytes.
     """
-    return b"" if task_id is None else f'"task_id":{_encode(task_id)}'.encode("ascii")
+    if task_id is None:
+        return b""
+    return f'"task_id":{_encode(task_id)}'.encode("ascii")
 
 
 def clean(text: str, length: int | None = None) -> str:
@@ -141,72 +137,25 @@ def clean(text: str, length: int | None = None) -> str:
     text = text[:length]
     if text.isprintable():
         return text
+    return "".join(map(_printable, text))[:length]
+
+
+def _printable(character: str) -> str:
     # Python does not count the spaces of Japanese and French as printable.
-    return "".join(
-        c if c.isprintable() or category(c) == "Zs" else c.encode("unicode_escape").decode()
-        for c in text
-    )[:length]
+    if character.isprintable() or category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode()
 
 
-def _escape(record: logging.LogRecord) -> bool:
+def _clean_line(record: logging.LogRecord) -> bool:
     """Let a line into the log; :func:`clean` its names, ids and texts of errors first."""
     line = record.getMessage()
-    if (cleaned := clean(line)) != line:
-        record.msg, record.args = cleaned, ()
+    cleaned = clean(line)
+    if cleaned != line:
+        record.msg = cleaned
+        record.args = ()
     return True
 
 
 # On the logger, not on a handler: the handlers are the project's.
-logging.getLogger("django_singletask").addFilter(_escape)
-
-
-@cache
-def this_process() -> Process:
-    """Return the running process; computed once per process, and again after a fork."""
-    pid, pid_ns, time_ns = os.getpid(), _namespace("pid"), _namespace("time")
-    return Process(socket.gethostname(), boot_id(), pid_ns, time_ns, pid, start_time(pid))
-
-
-at_fork(after_in_child=this_process.cache_clear)
-
-
-def boot_id() -> str:
-    """Return the id of this boot of the machine; empty where unknown."""
-    if sys.platform == "darwin":
-        command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return _read("/proc/sys/kernel/random/boot_id")
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return ""
-
-
-def start_time(pid: int) -> str:
-    """Return when a process started, in clock ticks since the boot; empty where unknown."""
-    fields = read_stat(pid)
-    return fields[19] if fields else ""
-
-
-def read_stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/<pid>/stat`` from the state on; an empty list if unreadable."""
-    # The program's name is in parentheses, and may itself contain spaces and parentheses. After
-    # the last one, the first field is the state, the 18th is the number of threads, and the 20th
-    # the start time.
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields if len(fields) > 19 else []
-
-
-def _read(path: str) -> str:
-    # A third of the time of open(), and each conflict reads a file.
-    try:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            return os.read(file, 4096).decode(errors="replace").strip()
-        finally:
-            os.close(file)
-    except OSError:
-        return ""
+logging.getLogger("django_singletask").addFilter(_clean_line)

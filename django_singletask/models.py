@@ -60,14 +60,19 @@ def hold_end(
     outcome: str, ended_at: datetime | None, noticed_at: datetime | None
 ) -> datetime | None:
     """Return when a hold with this outcome ended, from two columns of its row."""
-    known = ended_at or noticed_at
-    # A run goes on without its lock; or its lock was cleared that it kept after its end.
-    return min(known, noticed_at or known) if known and outcome == "cleared" else known
+    if outcome == "cleared" and ended_at and noticed_at:
+        # A run goes on without its lock; or its lock was cleared that it kept after its end.
+        return min(ended_at, noticed_at)
+    if ended_at is None:
+        return noticed_at
+    return ended_at
 
 
 def is_over(row: TaskLockEvent) -> bool:
     """Say whether the first lease of a hold has ended, if it is of the cache of this process."""
-    return row.cache in ("", conf.cache) and ago(row.at) > row.timeout
+    if row.cache not in ("", conf.cache):
+        return False
+    return ago(row.at) > row.timeout
 
 
 class TaskLockEvent(models.Model):
@@ -151,22 +156,32 @@ class TaskLockEvent(models.Model):
         )
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.get_outcome_display() or self.get_kind_display()}"
+        what = self.get_kind_display()
+        if self.outcome:
+            what = self.get_outcome_display()
+        return f"{self.name}: {what}"
 
     @property
     def token(self) -> str:
         """The token of the run; empty if the row counts calls."""
-        return "" if self.is_counted else self.ref
+        if self.is_counted:
+            return ""
+        return self.ref
 
     def holder(self) -> Holder:
         """Return the holder of the lock, as far as the row describes it."""
-        facts = {"task": self.task or None, "task_id": self.task_id or None, "token": self.token}
-        return Holder.from_dict({**vars(self), **facts, "since": timestamp(self.at)})
+        # A holder has None or another value of its own where a column is empty.
+        facts = {name: value for name, value in vars(self).items() if value}
+        facts["token"] = self.token
+        facts["since"] = timestamp(self.at)
+        return Holder.from_dict(facts)
 
     @property
     def is_hold(self) -> bool:
         """Whether the row is about a run that had a lock; not about a queued call, for example."""
-        return not (self.is_counted or self.outcome == "unguarded" or self.key.startswith(QUEUED))
+        if self.is_counted or self.outcome == "unguarded":
+            return False
+        return not self.key.startswith(QUEUED)
 
     @property
     def hold_ended_at(self) -> datetime | None:
@@ -178,7 +193,12 @@ class TaskLockEvent(models.Model):
     @property
     def end(self) -> datetime:
         """When it ended, or happened last, as far as is known."""
-        return self.hold_ended_at or self.last_at or self.at
+        ended_at = self.hold_ended_at
+        if ended_at is not None:
+            return ended_at
+        if self.last_at is not None:
+            return self.last_at
+        return self.at
 
     @property
     def is_counted(self) -> bool:
@@ -187,12 +207,18 @@ class TaskLockEvent(models.Model):
     @property
     def is_completed(self) -> bool:
         """Whether this run had the lock and its body returned or raised."""
-        ended = self.outcome == "released"
+        if self.kind != "run" or self.result not in ("returned", "raised"):
+            return False
         if self.outcome == "cleared" and self.ended_at and self.noticed_at:
-            ended = self.ended_at <= self.noticed_at  # what was cleared is the lock that it kept
-        return self.kind == "run" and ended and self.result in ("returned", "raised")
+            return self.ended_at <= self.noticed_at  # what was cleared is the lock that it kept
+        return self.outcome == "released"
 
     @property
     def troubles(self) -> list[str]:
         """What could let another run work at the same time."""
-        return [RETAKEN] * bool(self.retaken) + [self.outcome] * (self.outcome in TROUBLE)
+        troubles = []
+        if self.retaken:
+            troubles.append(RETAKEN)
+        if self.outcome in TROUBLE:
+            troubles.append(self.outcome)
+        return troubles

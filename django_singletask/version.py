@@ -6,5 +6,8 @@ VERSION = "0.1.0.dev0"
 """The version of the package: the build and the documentation read it from here."""
 
 DOCS = "https://django-singletask.readthedocs.io/en/"
-DOCS += "latest" if "dev" in VERSION else VERSION
+if "dev" in VERSION:
+    DOCS += "latest"
+else:
+    DOCS += VERSION
 """Where the documentation of this version is, for messages that name a page of it."""

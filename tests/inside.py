@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 from celery.app.task import Context
 from django.conf import settings
+from django.test import override_settings
 
 from django_singletask import (
     Holder,
@@ -29,7 +30,7 @@ from django_singletask import (
     checks,
     clock,
     conf,
-    holder,
+    process,
     stores,
 )
 from django_singletask.history import queries, recorder, sweep, writing
@@ -236,7 +237,7 @@ def emptied_long_ago(cache: str) -> None:
 @contextmanager
 def outside_of_tests() -> Iterator[None]:
     """Hold takes back in a cache that has forgotten its locks, which is not done in tests."""
-    with mock.patch.object(epoch, "is_test", return_value=False):
+    with override_settings(SINGLETASK_TESTING=False):
         yield
 
 
@@ -678,12 +679,12 @@ def take_turn_to_sweep() -> bool:
 
 def this_process() -> dict[str, Any]:
     """Return what the entry of a lock says of the process that holds it, if it is this one."""
-    return vars(holder.this_process())
+    return vars(process.this_process())
 
 
 def start_of(pid: int) -> str:
     """Return when a process of this host began, as the entry of a lock says it."""
-    return holder.start_time(pid)
+    return process.start_time(pid)
 
 
 def call_lock(task: str, **arguments: Any) -> tuple[str, str]:

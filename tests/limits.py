@@ -137,6 +137,14 @@ SETTINGS = {
         wrong_types=["False", 0, None],
         wrong_values=[],
     ),
+    "SINGLETASK_TESTING": Limit(
+        "E019",
+        " must be True or False, not {value}.",
+        usual=[True, False],
+        extreme=[],
+        wrong_types=["False", 0, None],
+        wrong_values=[],
+    ),
     "SINGLETASK_HISTORY_DAYS": Limit(
         "E016",
         " must be a number of days above 0 and up to 36500, not {value}.",

@@ -9,6 +9,7 @@ installed: tests/absent.py says what becomes of the tests of it.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -158,6 +159,9 @@ CACHES["default"] = CACHES["redis"]
 SINGLETASK_STORES = {
     "tests.file_locks.FileCache": "tests.file_locks.FileStore",
 }
+
+# Not in the workers and programs that tests start.
+SINGLETASK_TESTING = "pytest" in sys.modules
 
 # What the workers that tests start are told beside.
 SINGLETASK_CACHE = os.environ.get("SINGLETASK_TEST_CACHE", "redis")

@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -68,9 +68,11 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
     if conf.history == "off" and not even_if_off:
         raise NoHistory("SINGLETASK_HISTORY = 'off': no history is recorded.")
     alias = router.db_for_read(apps.get_model("django_singletask", "TaskLockEvent"))
-    in_transaction = connections[alias].in_atomic_block
+    savepoint: AbstractContextManager[Any] = nullcontext()
+    if connections[alias].in_atomic_block:
+        savepoint = transaction.atomic(using=alias)
     try:
-        with transaction.atomic(using=alias) if in_transaction else nullcontext():
+        with savepoint:
             yield
     except Error as error:
         text = f"The history cannot be read: {in_words(error)}.{remedy(error)}"
@@ -136,7 +138,9 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         The newest released runs are found without an index, since there are so many.
         """
         rows = self.filter(kind=kind, outcome=outcome)
-        return rows if outcome == "released" else rows.extra(where=[STATE])  # type: ignore[return-value]
+        if outcome == "released":
+            return rows
+        return rows.extra(where=[STATE])  # type: ignore[return-value]
 
     def of_trouble(self, trouble: str) -> TaskLockEventQuerySet:
         """Keep the runs with an outcome, or those that took their lock again, the newest first."""
@@ -236,10 +240,14 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def task_names(self, limit: int) -> list[str]:
         # DISTINCT would read the whole index.
         rows = self.order_by("task").values_list("task", flat=True)
-        tasks = [""]
-        while len(tasks) <= limit and (after := rows.filter(task__gt=tasks[-1]).first()):
-            tasks.append(after)
-        return tasks[1:]
+        tasks: list[str] = []
+        last: str | None = ""
+        while len(tasks) < limit:
+            last = rows.filter(task__gt=last).first()
+            if last is None:
+                break
+            tasks.append(last)
+        return tasks
 
     def usual_hold(self, name: str, task: str = "") -> UsualHold | None:
         """Return how long the last runs of a task, or of a name without a task, held their lock.
@@ -247,16 +255,19 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         Only runs that returned count; otherwise a run that hung until it was stopped would make
         the next one look normal. None without such runs or without a history.
         """
-        rows = self.of_task(task) if task else self.named(name)
+        rows = self.named(name)
+        if task:
+            rows = self.of_task(task)
         fields = rows.values_list("outcome", "result", "at", "ended_at")
         holds = []
         with suppress(NoHistory), reading():
-            holds = [
-                max(0.0, (ended_at - at).total_seconds())
-                for outcome, result, at, ended_at in fields[:NEWEST]
-                if (outcome, result) == ("released", "returned") and ended_at is not None
-            ][:RUNS]
-        return UsualHold(statistics.median(holds), max(holds), len(holds)) if holds else None
+            for outcome, result, at, ended_at in fields[:NEWEST]:
+                if outcome == "released" and result == "returned" and ended_at is not None:
+                    holds.append(max(0.0, (ended_at - at).total_seconds()))
+        if not holds:
+            return None
+        holds = holds[:RUNS]
+        return UsualHold(statistics.median(holds), max(holds), len(holds))
 
 
 def ago(at: datetime) -> float:
@@ -266,7 +277,9 @@ def ago(at: datetime) -> float:
 
 def timestamp(at: datetime) -> float:
     """Return the Unix time of a time of the history, which is naive without ``USE_TZ``."""
-    return (make_aware(at, get_default_timezone()) if is_naive(at) else at).timestamp()
+    if is_naive(at):
+        at = make_aware(at, get_default_timezone())
+    return at.timestamp()
 
 
 class Seconds(models.Func):
@@ -289,7 +302,9 @@ def sums(
     """
     rows, is_whole = rows.newest_of_them(MOST)
     rows = rows.exclude(kind="run", key__startswith=QUEUED)
-    cut = None if is_whole else rows.order_by("pk").values_list("at", flat=True).first()
+    cut = None
+    if not is_whole:
+        cut = rows.order_by("pk").values_list("at", flat=True).first()
     # SQLite's time is not exact: a round one must not fall into the step before.
     seconds = Seconds("at") - Seconds(models.Value(start)) + 0.001
     slot = Floor(seconds / step.total_seconds())

@@ -13,7 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.core.signals import request_finished, setting_changed
 from django.db import Error, close_old_connections, connections, router, transaction
 
-from django_singletask.conf import conf, is_test
+from django_singletask.conf import conf
 from django_singletask.forks import at_fork, close_before_forks, leak, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
@@ -59,7 +59,7 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
             writer.add(event)
             if writer.thread is None:
                 writer.begin()
-        elif is_test():
+        elif conf.testing:
             write_in_test(event)
             writer.succeed()
         else:
@@ -68,7 +68,7 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
     except SoftTimeLimitExceeded:
         raise  # it is meant for the task
     except Exception as error:
-        writer.fail(error, is_kept=not is_test())
+        writer.fail(error, is_kept=not conf.testing)
 
 
 def write_here() -> None:
@@ -96,11 +96,13 @@ def write_all() -> None:
 
 def end_request(**kwargs: Any) -> None:
     """Write what a rollback, or an outage of the database, has left."""
-    has_thread = conf.history != "inline" and has_threads()
-    if writer.events and not has_thread:
-        with suppress(Exception):  # such as those of a database that is still down
-            write_here()
-        close_old_connections()  # Django's own receiver has done so before this one
+    if not writer.events:
+        return
+    if conf.history != "inline" and has_threads():
+        return  # the thread writes them
+    with suppress(Exception):  # such as those of a database that is still down
+        write_here()
+    close_old_connections()  # Django's own receiver has done so before this one
 
 
 request_finished.connect(end_request)
@@ -253,7 +255,9 @@ class Writer(Background):
         This is logged once; if a database is only busy, after ``PATIENCE``.
         """
         now = time.monotonic()
-        until = self.failing_since or now  # another thread may forget it meanwhile
+        until = self.failing_since  # another thread may forget it meanwhile
+        if until is None:
+            until = now
         self.failing_since = until
         if is_kept:
             consequence = f"; up to {BOUND} events of each process are kept and written later"

@@ -20,6 +20,7 @@ from django_singletask.locks.ref import LockRef
 from django_singletask.log import logger
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import get_store
+from django_singletask.stores.base import Entry
 from django_singletask.stores.keys import PREFIX
 
 SWEPT = 50_000
@@ -39,7 +40,8 @@ def takes_turn() -> bool:
     if conf.history != "off":
         migrations = MigrationRecorder.Migration.objects.using(router.db_for_write(TaskLockEvent))
         migration = migrations.filter(app="django_singletask", name="0001_initial").first()
-        key += f":{migration and migration.applied.timestamp()}"
+        if migration is not None:
+            key += f":{migration.applied.timestamp()}"
     return get_store(conf.cache).add(key, uuid4().hex.encode(), TURN) is None
 
 
@@ -77,14 +79,10 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     for row in rows:
         ref = LockRef(cache, row.name, row.key)
         entry = entries.get(row.key)
-        holder = Holder.decode(b"" if entry is None else entry.value)
-        if entry and holder.token == row.token:
+        if entry is not None and Holder.decode(entry.value).token == row.token:
             if row.noticed_at:
                 found.append(row.pk)
-            if holder.kept:  # the process was killed before it could write that it had returned
-                ref.tell("released", row.holder(), outcome="released", result="returned")
-            elif how := proof_of_death(holder):
-                ref.free_dead(entry, holder, how)
+            _check_entry(ref, entry, row)
         elif row.noticed_at is None:
             missed.append(row.pk)
         elif ago(row.noticed_at) >= row.timeout:
@@ -96,6 +94,17 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     still_open.filter(pk__in=found).update(noticed_at=None)
 
 
+def _check_entry(ref: LockRef, entry: Entry, row: TaskLockEvent) -> None:
+    """Report the end of a run whose entry is still in the cache, if it has ended."""
+    holder = Holder.decode(entry.value)
+    if holder.kept:  # the process was killed before it could write that it had returned
+        ref.tell("released", row.holder(), outcome="released", result="returned")
+        return
+    proof = proof_of_death(holder)
+    if proof:
+        ref.free_dead(entry, holder, proof)
+
+
 def prune(
     batch: int = 1000, *, older_than: float | None = None, limit: int = sys.maxsize
 ) -> Iterator[int]:
@@ -105,8 +114,12 @@ def prune(
     the number of rows of each batch.
     """
     rows = TaskLockEvent.objects.primary()
-    rest = old = rows.older_than(older_than).order_by("at")
-    while oldest := list(rest.values_list("pk", "at", "ref")[: min(batch, limit)]):
+    old = rows.older_than(older_than).order_by("at")
+    rest = old
+    while True:
+        oldest = list(rest.values_list("pk", "at", "ref")[: min(batch, limit)])
+        if not oldest:
+            return
         # Delete calls before the runs that they met, since a batch may be the last one.
         pks, times, tokens = zip(*oldest, strict=True)
         calls = rows.values_list("pk", flat=True).blocked_by(tokens)  # type: ignore[attr-defined]

@@ -19,8 +19,9 @@ from django.utils.timezone import get_default_timezone, make_naive
 
 from django_singletask.forks import undivided
 from django_singletask.history.queries import COUNTED
-from django_singletask.holder import clean, this_process
+from django_singletask.holder import clean
 from django_singletask.models import TROUBLE, TaskLockEvent
+from django_singletask.process import this_process
 from django_singletask.signals import LockEvent
 
 INCORRECT_STRING = 1366
@@ -44,13 +45,15 @@ Row = dict[str, Any]
 #   sweep:            finds no token, writes "expired"
 
 STRENGTH = ["", "expired", "dead", "released", "unguarded", "lost", "cleared"]
-RANK = "CASE {}.outcome " + "".join(f"WHEN '{o}' THEN {i} " for i, o in enumerate(STRENGTH)) + "END"
-NEW, OLD = RANK.format("excluded"), RANK.format("old")
+RANKS = " ".join(f"WHEN '{outcome}' THEN {rank}" for rank, outcome in enumerate(STRENGTH))
+NEW = f"CASE excluded.outcome {RANKS} END"
+OLD = f"CASE old.outcome {RANKS} END"
 STRONGER = (
     f"CASE WHEN {NEW} > {OLD} THEN excluded.{{0}} WHEN {NEW} < {OLD} THEN old.{{0}} "
     "ELSE COALESCE(NULLIF(old.{0}, ''), excluded.{0}) END"
 )
-LEAST, GREATEST = "LEAST(old.{0}, excluded.{0})", "GREATEST(old.{0}, excluded.{0})"
+LEAST = "LEAST(old.{0}, excluded.{0})"
+GREATEST = "GREATEST(old.{0}, excluded.{0})"
 RULES = {
     "at": LEAST,
     "last_at": GREATEST,
@@ -70,7 +73,9 @@ RULES = {
 def is_outage(error: Exception) -> bool:
     """Return whether a later attempt may succeed: down, read-only, or without the table yet."""
     kinds = (db.OperationalError, db.InterfaceError, db.InternalError, db.ProgrammingError)
-    return isinstance(error, kinds) and error.args[:1] != (INCORRECT_STRING,)
+    if not isinstance(error, kinds):
+        return False
+    return error.args[:1] != (INCORRECT_STRING,)
 
 
 def write(events: Iterable[LockEvent]) -> None:
@@ -80,10 +85,10 @@ def write(events: Iterable[LockEvent]) -> None:
     more = []  # second facts of a run, since a statement can change a row only once
     for event in events:
         row = _row(event, connection.ops.adapt_datetimefield_value)
-        earlier = rows.setdefault(row["ref"], row)
-        if earlier is row:
-            continue
-        if row["kind"] in COUNTED:
+        earlier = rows.get(row["ref"])
+        if earlier is None:
+            rows[row["ref"]] = row
+        elif row["kind"] in COUNTED:
             earlier["count"] += 1
             earlier["at"] = min(earlier["at"], row["at"])
             earlier["last_at"] = max(earlier["last_at"], row["last_at"])
@@ -105,7 +110,9 @@ def write(events: Iterable[LockEvent]) -> None:
 
 def _order(row: Row) -> tuple[Any, ...]:
     """Put runs in the order of their begin, as the ids of their rows will be."""
-    return (True, row["ref"]) if row["kind"] in COUNTED else (False, row["at"], row["ref"])
+    if row["kind"] in COUNTED:
+        return (True, row["ref"])
+    return (False, row["at"], row["ref"])
 
 
 def _row(event: LockEvent, adapt: Any) -> Row:
@@ -113,12 +120,16 @@ def _row(event: LockEvent, adapt: Any) -> Row:
     kind = event.kind
     at = event.at
     facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
+    ref = event.token
     if kind in COUNTED:
         facts["last_at"] = at
-        ref = event.blocked_by and f"{event.blocked_by}:{event.reason}:{event.result}"
+        ref = ""
+        if event.blocked_by:
+            ref = f"{event.blocked_by}:{event.reason}:{event.result}"
     else:
-        facts.update(kind="run", at=event.since or at)
-        ref = event.token
+        facts["kind"] = "run"
+        if event.since:
+            facts["at"] = event.since
         if kind == "released":
             facts["ended_at"] = at
         elif kind in TROUBLE:
@@ -132,10 +143,12 @@ def _row(event: LockEvent, adapt: Any) -> Row:
     for name, length in LENGTHS.items():
         facts[name] = clean(facts[name], length)
     for name in TIMES:
-        if time := facts[name]:
-            facts[name] = adapt(
-                time if settings.USE_TZ else make_naive(time, get_default_timezone())
-            )
+        time = facts[name]
+        if time is None:
+            continue
+        if not settings.USE_TZ:
+            time = make_naive(time, get_default_timezone())
+        facts[name] = adapt(time)
     return facts
 
 
@@ -147,11 +160,17 @@ def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
     changes = ", ".join(f"{name} = {rule.format(name)}" for name, rule in RULES.items())
     conflict = "ON CONFLICT (ref) DO UPDATE SET"
     lines = [list(row.values()) for row in rows]  # in the order of DEFAULTS
-    if vendor == "postgresql":  # an array for each column; but for its brackets it is JSON
+    if vendor == "postgresql":
+        # An array for each column, in one text: psycopg needs 6 to 13 times as long for a list,
+        # since it converts each value separately. But for the brackets the text is that of JSON:
+        # clean() leaves no control characters, so JSON escapes only quotes and backslashes, as
+        # PostgreSQL reads them.
         arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
         source = f"INTO {table} AS old ({columns}) SELECT * FROM unnest({arrays})"
-        texts = [json.dumps(c, ensure_ascii=False, default=str) for c in zip(*lines, strict=True)]
-        arguments = [f"{{{text[1:-1]}}}" for text in texts]
+        arguments = []
+        for values in zip(*lines, strict=True):
+            text = json.dumps(values, ensure_ascii=False, default=str)
+            arguments.append(f"{{{text[1:-1]}}}")
         cursor.execute(f"INSERT {source} {conflict} {changes}", arguments)
         return
     marks = ", ".join(["%s"] * len(DEFAULTS))

@@ -7,7 +7,7 @@ import sys
 from functools import lru_cache
 
 from django_singletask import clock
-from django_singletask.holder import Process, read_stat, this_process
+from django_singletask.process import Process, read_stat, this_process
 
 ALIVE_FOR = 0.01
 """Seconds for which a process whose record was read is only checked for its number."""

@@ -11,10 +11,11 @@ from celery._state import get_current_task
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask.arguments import MAX_LEASE
-from django_singletask.holder import Holder, clean, this_process
+from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import LockKey
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.log import logger
+from django_singletask.process import this_process
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Entry, Outcome

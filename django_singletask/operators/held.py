@@ -17,7 +17,7 @@ from django.utils.translation import gettext as _
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.queries import BATCH, NEWEST, OPEN, NoHistory, UsualHold, reading
-from django_singletask.holder import Holder, Process, clean
+from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, is_stopped, proof_of_death
 from django_singletask.locks.ref import KEPT, LockRef
@@ -25,6 +25,7 @@ from django_singletask.log import in_words, logger
 from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, UnknownName, unknown
 from django_singletask.operators.words import STATES, place
+from django_singletask.process import Process
 from django_singletask.stores import get_store
 from django_singletask.stores.base import CannotList, Entry, NotMarked
 from django_singletask.stores.database import CURES, trouble

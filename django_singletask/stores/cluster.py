@@ -315,11 +315,12 @@ class ClusterStore(RedisStore):
         if self.map.owners:
             owners = self.map.owners[:]
         for start, end, (host, port, *_), *_replicas in ranges:
-            if host is None:
-                host = b""
+            name = ""  # unknown: the host that was asked
+            if host is not None:
+                name = host.decode()
             for group, tag in TAGS.items():
                 if start <= HASHED[tag] <= end:
-                    owners[group] = beside(where, host.decode(), int(port))
+                    owners[group] = beside(where, name, int(port))
         return owners
 
     def _never_promoted(self, addresses: Iterable[str]) -> set[str]:

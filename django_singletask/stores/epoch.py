@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from django_singletask import clock
-from django_singletask.conf import is_test
+from django_singletask.conf import conf
 from django_singletask.log import logger
 
 LOOK = 0.4
@@ -62,7 +62,7 @@ class Epoch:
             now = clock.now()
             self.changed_at = now
             self.whole.changed_at = now
-            if now >= self.whole.told_at + TELL_AGAIN and not is_test():  # eviction can repeat it
+            if now >= self.whole.told_at + TELL_AGAIN and not conf.testing:
                 self.whole.told_at = now
                 logger.warning(
                     "The cache %r may have forgotten its locks: it was restarted or flushed, or a "
@@ -74,7 +74,7 @@ class Epoch:
 
     def pause(self) -> float:
         """Return for how many seconds nobody takes a lock; in tests, which flush often, for 0."""
-        if is_test():
+        if conf.testing:
             return 0.0
         return self.changed_at + HOLD_BACK - clock.now()
 

@@ -22,12 +22,13 @@ from unittest import mock
 
 import pytest
 from django.core.cache import caches
+from django.test import override_settings
 
 from django_singletask import clock, stores
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import LATEST, QUEUED, name_key
-from django_singletask.stores import close_stores, epoch, get_store
+from django_singletask.stores import close_stores, get_store
 from django_singletask.stores.base import CannotList, Entry, Outcome, Slots, Store
 from django_singletask.stores.epoch import Forgotten
 from django_singletask.stores.keys import EPOCH, FENCE, LONGEST_KEY, MAX_KEY, marker_key
@@ -195,9 +196,10 @@ class StoreContract:
         """Empty the cache, and let each thread and process open a store of its own."""
         stores.open_with(lambda alias: self.open_store())
         try:
-            self.empty()
-            yield
-            self.empty()
+            with override_settings(SINGLETASK_TESTING=True):
+                self.empty()
+                yield
+                self.empty()
         finally:
             stores.open_with(None)
 
@@ -842,7 +844,7 @@ class StoreContract:
         known, store.epoch.changed_at = store.epoch.value, -math.inf
         assert known
         # In tests, which empty their cache often, nothing is held back.
-        with mock.patch.object(epoch, "is_test", return_value=False):
+        with override_settings(SINGLETASK_TESTING=False):
             assert store.take(slots, A, 60, heeds_epoch=True) == KEY
             self.empty()
             with pytest.raises(Forgotten) as caught:

@@ -13,6 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import router
 
 from django_singletask.checks import run
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.history.recorder import flush
 from django_singletask.locks.renewal import release_owed
@@ -36,9 +37,11 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
         return
     name = request.task.name
     try:
-        header = Header.of(request.request_dict, request.id, name) or Header(request.id, name)
+        header = Header.of(request.request_dict, request.id, name)
     except ValueError:
         return  # the run itself fails with this error
+    if header is None:
+        header = Header(request.id, name)
     header.received = time.time()
     has_pool = has_processes(sender)
     if has_pool:
@@ -47,7 +50,8 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     if not has_pool:
         return
     delivery = Accepted(request, header)
-    accepted, succeeded = request.on_accepted, request.on_success
+    accepted = request.on_accepted
+    succeeded = request.on_success
 
     def on_accepted(pid: int, time_accepted: float) -> None:
         del request.on_accepted  # a cycle, which would keep the request until a collection
@@ -75,17 +79,23 @@ def free_revoked(sender: Any, request: Any, terminated: bool, **kwargs: Any) -> 
 @signals.task_unknown.connect
 def free_unreadable(message: Any, **kwargs: Any) -> None:
     """Free the entry of a call whose message or task the worker does not know."""
-    headers = message.headers or {}
-    discard(headers, headers.get("id"), str(headers.get("task")))
+    headers = message.headers
+    if headers:
+        discard(headers, headers.get("id"), str(headers.get("task")))
 
 
 @signals.worker_init.connect
-def refuse(**kwargs: Any) -> None:
+def refuse(sender: Any = None, **kwargs: Any) -> None:
     """Stop a worker whose locks would not work.
 
     Celery's Django fixup runs the system checks, but ignores their result. Only SystemExit stops
     the worker from here: Celery logs any other error of a receiver, and continues.
     """
+    from celery.apps.worker import Worker  # only workers need it
+
+    # The worker of celery.contrib.testing, in a thread of a test, is not of this class.
+    if conf.testing and isinstance(sender, Worker):
+        end_worker("Set SINGLETASK_TESTING = True only in the settings of tests.")
     if os.environ.get("CELERY_SKIP_CHECKS"):
         return
     errors = [message for message in run() if message.is_serious() and not message.is_silenced()]

@@ -14,11 +14,11 @@ from django.db import connections
 from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
-from django_singletask.holder import start_time
 from django_singletask.locks.keys import NO_LOCK, QUEUED
 from django_singletask.locks.liveness import is_gone
 from django_singletask.locks.ref import LockRef
 from django_singletask.log import logger
+from django_singletask.process import start_time
 from django_singletask.stores import look_at_epoch
 from django_singletask.stores.epoch import epoch_of
 from django_singletask.task.ended import DIED, note

@@ -94,11 +94,12 @@ def test_control_if_nobody_asks_which_server_answers_others_run_beside_the_holde
 
 
 @pytest.fixture
-def outside_of_tests(monkeypatch, cache_alias):
+def outside_of_tests(settings, cache_alias):
     store = get_store(cache_alias)
     store.look()  # an earlier test has left another epoch
     store.epoch.changed_at = store.epoch.told_at = -math.inf
-    monkeypatch.setattr(epoch, "is_test", lambda: False)
+    settings.SINGLETASK_TESTING = False
+    settings.SINGLETASK_HISTORY = "inline"
 
 
 on_each_client = pytest.mark.parametrize(

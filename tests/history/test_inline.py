@@ -28,6 +28,7 @@ pytestmark = pytest.mark.django_db(databases="__all__", transaction=True)
 @pytest.fixture(autouse=True)
 def outside_tests(settings, empty_cache, monkeypatch):
     """Let each caller write its events as in production, about locks that others hold."""
+    settings.SINGLETASK_TESTING = False
     settings.SINGLETASK_HISTORY = "inline"
     settings.SINGLETASK_CACHE = "locmem"
     empty_cache("locmem")
@@ -38,7 +39,6 @@ def outside_tests(settings, empty_cache, monkeypatch):
         lock.acquire()
     TaskLockEvent.objects.all().delete()
     monkeypatch.setattr(recorder, "writer", recorder.Writer())
-    monkeypatch.delattr("django.core.mail.outbox")  # of Django's test environment
     yield
     for lock in held:
         lock.release()
@@ -117,8 +117,8 @@ def test_strangers_that_meet_two_holders_crosswise_do_not_wait(caplog):
     assert counted(*HOLDERS) == [6, 6, 6]
 
 
-def test_control_rows_in_the_transactions_deadlock(monkeypatch, caplog):
-    monkeypatch.setattr(recorder, "is_test", lambda: True)
+def test_control_rows_in_the_transactions_deadlock(settings, caplog):
+    settings.SINGLETASK_TESTING = True
     errors = [str(error) for error in crosswise(1)]
     assert "deadlock detected" in "".join([*errors, *caplog.messages])
     assert counted(*HOLDERS) != [2, 2, 2]

@@ -557,21 +557,12 @@ class TestMode:
     def test_in_tests_the_default_is_inline(self):
         assert inside.history_mode() == "inline"
 
-    @pytest.mark.only_all("it starts processes")
-    def test_in_tests_the_default_is_inline_though_the_app_has_read_it_before(self):
-        program = (
-            "import django; django.setup(); from django.test.utils import setup_test_environment; "
-            "from tests.inside import history_mode; setup_test_environment(); print(history_mode())"
-        )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        assert (done.stdout, done.stderr) == ("inline\n", "")
+    def test_a_mode_that_tests_choose_is_theirs(self, settings):
+        settings.SINGLETASK_HISTORY = "background"
+        assert inside.history_mode() == "background"
 
-    def test_in_tests_of_a_host_the_default_is_inline(self, settings):
-        settings.ALLOWED_HOSTS = ["shop.example"]
-        assert inside.history_mode() == "inline"
-
-    def test_elsewhere_the_default_is_the_background(self, monkeypatch):
-        monkeypatch.delattr("django.core.mail.outbox")
+    def test_elsewhere_the_default_is_the_background(self, settings):
+        settings.SINGLETASK_TESTING = False
         assert inside.history_mode() == "background"
 
     def test_no_event_is_made_when_the_history_is_off(self, settings):

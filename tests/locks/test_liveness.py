@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from django_singletask import TaskLock
-from django_singletask import holder as holders
+from django_singletask import process as processes
 from django_singletask.holder import Holder
 from django_singletask.locks import liveness
 from tests import inside
@@ -47,7 +47,7 @@ def dead_child(child: subprocess.Popen[bytes]) -> Holder:
 
 def held_by(pid: int, **changes: Any) -> Holder:
     holder = inside.holder_of(TaskLock("nightly"))
-    facts = {"pid": pid, "start": holders.start_time(pid), **changes}
+    facts = {"pid": pid, "start": processes.start_time(pid), **changes}
     return dataclasses.replace(holder, **facts)
 
 
@@ -92,7 +92,7 @@ def test_a_process_whose_main_thread_has_ended_is_alive_while_it_has_other_threa
     command = [sys.executable, "-c", LOSE_MAIN_THREAD]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         holder = held_by(process.pid)
-        wait_for(lambda: holders.read_stat(process.pid)[0] == "Z", "its main thread has ended")
+        wait_for(lambda: processes.read_stat(process.pid)[0] == "Z", "its main thread has ended")
         assert liveness.proof_of_death(holder) is None
         assert liveness.is_alive(holder)
         process.kill()
@@ -127,7 +127,7 @@ def test_a_process_that_was_just_seen_alive_is_found_dead_however_often_it_is_as
 def test_what_cannot_be_seen_is_no_proof(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, function: str, error: Any
 ) -> None:
-    start = holders.start_time(child.pid)
+    start = processes.start_time(child.pid)
     with monkeypatch.context() as patch:
         patch.setattr(os, function, mock.Mock(side_effect=error))
         assert liveness.is_gone(child.pid, start) is None
@@ -157,9 +157,10 @@ IN_ANOTHER_TIME = ["unshare", "--map-root-user", "--time", "--boottime", "1000",
 JUDGE = """
 import sys
 from django_singletask import holder as holders
+from django_singletask import process as processes
 from django_singletask.locks import liveness
 holder = holders.Holder.decode(sys.argv[1].encode())
-print(holder.start != holders.start_time(holder.pid), liveness.proof_of_death(holder))
+print(holder.start != processes.start_time(holder.pid), liveness.proof_of_death(holder))
 """
 
 
@@ -181,7 +182,7 @@ def test_a_process_group_is_never_asked(pid: int) -> None:
 
 
 def test_there_is_no_proof_on_windows(dead_child: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    holders.this_process()
+    processes.this_process()
     monkeypatch.setattr(os, "name", "nt")
     assert liveness.is_gone(dead_child.pid, dead_child.start) is None
 
@@ -191,7 +192,7 @@ def test_a_program_name_may_have_parentheses_and_spaces(tmp_path: Path) -> None:
     program.symlink_to(sys.executable)
     command = [str(program), *WAIT_FOR_INPUT[1:]]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        start = holders.start_time(process.pid)
+        start = processes.start_time(process.pid)
         gone = liveness.is_gone(process.pid, start)
         process.kill()
     assert start.isdigit()
@@ -199,8 +200,8 @@ def test_a_program_name_may_have_parentheses_and_spaces(tmp_path: Path) -> None:
 
 
 def test_a_fork_is_another_process() -> None:
-    holders.this_process()
-    assert in_child(lambda: holders.this_process().pid == os.getpid())
+    processes.this_process()
+    assert in_child(lambda: processes.this_process().pid == os.getpid())
 
 
 TAKE = """
@@ -257,11 +258,11 @@ def test_control_without_proof_the_lock_is_not_taken_over(
     """The same death, on what looks like another host."""
     assert holder.stdout is not None
     assert holder.stdout.readline()
-    monkeypatch.setattr(holders, "boot_id", lambda: "another machine")
-    holders.this_process.cache_clear()
+    monkeypatch.setattr(processes, "boot_id", lambda: "another machine")
+    processes.this_process.cache_clear()
     try:
         holder.kill()
         holder.wait()
         assert not TaskLock("nightly").acquire()
     finally:
-        holders.this_process.cache_clear()
+        processes.this_process.cache_clear()

@@ -34,6 +34,7 @@ from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 from django.db import connections
 from django.db.utils import ConnectionHandler
+from django.test import override_settings
 from django_redis.cache import RedisCache as DjangoRedisCache
 
 from django_singletask import SingletonTask, checks, stores
@@ -176,8 +177,8 @@ def test_an_alias_that_does_not_exist_is_reported_with_those_that_do(settings, v
         (dotted("Unknown"), "E006", "Unknown is not one of the supported caches"),
     ],
 )
-def test_a_cache_that_cannot_hold_locks_is_refused(use, backend, number, text, monkeypatch):
-    monkeypatch.setattr(checks, "is_test", lambda: False)
+def test_a_cache_that_cannot_hold_locks_is_refused(use, backend, number, text, settings):
+    settings.SINGLETASK_TESTING = False
     use(configured(backend, "/nonexistent"))
     message = only(checks.check_cache(), number)
     assert message.msg.startswith("SINGLETASK_CACHE = 'locks'")
@@ -186,10 +187,8 @@ def test_a_cache_that_cannot_hold_locks_is_refused(use, backend, number, text, m
 
 
 @pytest.mark.parametrize(("eager", "test"), [(True, False), (False, True)])
-def test_local_memory_gives_a_warning_in_eager_mode_and_in_tests(
-    app, use, eager, test, monkeypatch
-):
-    monkeypatch.setattr(checks, "is_test", lambda: test)
+def test_local_memory_gives_a_warning_in_eager_mode_and_in_tests(app, use, eager, test, settings):
+    settings.SINGLETASK_TESTING = test
     app.conf.task_always_eager = eager
     use(configured(f"{DJANGO}.locmem.LocMemCache"))
     message = only(checks.check_cache(), "W001")
@@ -367,9 +366,9 @@ SQLITE_OPTIONS = {
 
 
 @pytest.fixture
-def history_in(monkeypatch):
+def history_in(monkeypatch, settings):
     """Give the function that keeps the history in a database with these settings, not in a test."""
-    monkeypatch.setattr(checks, "is_test", lambda: False)
+    settings.SINGLETASK_TESTING = False
 
     def keep_in(default: dict[str, Any], **others: dict[str, Any]) -> None:
         databases = ConnectionHandler({"default": default, **others})
@@ -422,12 +421,9 @@ def test_a_database_that_is_no_sqlite_file_is_fine(history_in, database):
     assert checks.check_history() == []
 
 
-def test_an_sqlite_file_is_fine_in_tests_and_without_a_history(
-    history_in, tmp_path, settings, monkeypatch
-):
+def test_an_sqlite_file_is_fine_in_tests_and_without_a_history(history_in, tmp_path, settings):
     history_in(sqlite_file(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(checks, "is_test", lambda: True)
+    with override_settings(SINGLETASK_TESTING=True):
         assert checks.check_history() == []
     settings.SINGLETASK_HISTORY = "off"
     assert checks.check_history() == []

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from celery import Celery
 from celery.signals import before_task_publish, task_failure, task_received
 
-from django_singletask import holder
+from django_singletask import process
 from django_singletask.signals import LockEvent, lock_event
 from tests import intervals, traced
 from tests.testapp import log
@@ -21,7 +21,7 @@ REDIS = urlsplit(os.environ.get("SINGLETASK_TEST_REDIS_URL", "redis://127.0.0.1:
 
 # Let the worker seem to run on another machine.
 if "SINGLETASK_TEST_BOOT_ID" in os.environ:
-    holder.boot_id = lambda: os.environ["SINGLETASK_TEST_BOOT_ID"]
+    process.boot_id = lambda: os.environ["SINGLETASK_TEST_BOOT_ID"]
 
 
 class ImportsOfThreads:

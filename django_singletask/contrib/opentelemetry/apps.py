@@ -49,7 +49,11 @@ class OpenTelemetryConfig(AppConfig):
 def record(*, event: LockEvent, **kwargs: Any) -> None:
     task = {"task": event.task}
     if event.held_for is not None:
-        outcome = event.result or event.outcome or event.kind
+        outcome = event.kind
+        if event.result:
+            outcome = event.result
+        elif event.outcome:
+            outcome = event.outcome
         holds.record(event.held_for, {**task, "outcome": outcome})
     if event.kind == "conflict":
         conflicts.add(1, {**task, "result": event.result, "reason": event.reason})
