@@ -49,6 +49,7 @@ handled it. Then the entry is owed: the thread in :mod:`django_singletask.locks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import random
@@ -58,6 +59,7 @@ import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
+from functools import lru_cache
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
@@ -106,6 +108,12 @@ def here() -> Origin:
     if loop is None:
         return mark, None
     return mark, id(asyncio.current_task(loop))
+
+
+@lru_cache(maxsize=1024)
+def one_slot(key: str) -> Slots:
+    """Return the only slot of an ordinary lock."""
+    return Slots((key,))
 
 
 innermost: ContextVar[Callable[[], Lease | None]] = ContextVar("innermost", default=lambda: None)
@@ -212,7 +220,7 @@ class Lease:
         self.key = ref.key
         self.length = length
         if slots is None:
-            slots = Slots((ref.key,))
+            slots = one_slot(ref.key)
         self.slots = slots
         self.sign()
 
@@ -423,7 +431,19 @@ class Lease:
             block = self.block
             self.block = None
             if block is not None:
-                leave_block(block)
+                try:  # noqa: SIM105 - suppress() would call three more functions
+                    innermost.reset(block)
+                except ValueError:
+                    pass  # a generator may be closed in another context
+
+    def leave_block(self) -> None:
+        """End a block of asyncio code, whose entry another thread leaves."""
+        block = self.block
+        self.block = None
+        if block is not None:
+            # The loop may close an asynchronous generator in another context.
+            with contextlib.suppress(ValueError):
+                innermost.reset(block)
 
     # What is left after a conflict
 
@@ -518,7 +538,7 @@ class Lease:
         If this raises, the entry is owed: replaced if it is ``kept``, and otherwise deleted,
         because nobody learns that ``new`` is there.
         """
-        if self.is_inherited():
+        if self.holder.pid != os.getpid():  # in a forked child: the parent has it
             self.held = False
             return False
         self.left_because = reason
@@ -798,11 +818,3 @@ class Lease:
             return
         logger.error("%s was lost while its run continued: %s.", self, self.reason)
         self.ref.tell("lost", self.holder, reason=self.reason, blocker=blocker)
-
-
-def leave_block(block: Token[Any]) -> None:
-    """Restore the lease of the outer block."""
-    try:  # noqa: SIM105 - suppress() calls three more functions
-        innermost.reset(block)
-    except ValueError:
-        pass  # the loop may close an asynchronous generator in another context

@@ -8,13 +8,15 @@ import re
 import weakref
 from typing import Any
 
+from celery._state import get_current_task
+
 from django_singletask.arguments import check_choice, check_seconds
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict, LockError, LockLost
 from django_singletask.holder import Holder
 from django_singletask.locks.aio import GRACE, Attempts, in_thread, offer_in_thread, submit
 from django_singletask.locks.keys import MAX_NAME, LockKey, check_slots, name_key
-from django_singletask.locks.lease import Lease, Origin, current_lease, here, leave_block
+from django_singletask.locks.lease import Lease, Origin, current_lease, here
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.ref import LockRef
 from django_singletask.locks.renewal import renewers
@@ -139,13 +141,23 @@ class TaskLock:
         return self._lease.blocker
 
     def _wanted(self) -> LockRef:
-        """Return the lock as this code wants it, by the settings of this moment."""
+        """Return the lock as the code that runs here wants it: the body of a task, if there is one.
+
+        The settings of this moment name the cache.
+        """
         if self._ref is not None:
             return self._ref
         cache = self.cache
         if cache is None:
             cache = conf.cache
-        return LockRef.of_body(cache, *self._lock_key)
+        task = get_current_task()  # current_task is a slower proxy of its result
+        if task is None:
+            return LockRef(cache, *self._lock_key)
+        request = task.request
+        retries = request.retries
+        if retries is None:  # of a direct call
+            retries = 0
+        return LockRef(cache, *self._lock_key, task.name, request.id, retries)
 
     # Taking
 
@@ -255,7 +267,7 @@ class TaskLock:
             raise lease.conflict(self)
         lease.report_conflict(reason, "skipped")
         if not lease.in_block:
-            self._end_use()
+            vars(self).pop("_user", None)
         return False
 
     # Who uses this object
@@ -270,9 +282,12 @@ class TaskLock:
     # thread makes its first request.
 
     def _reserve(self, origin: Origin, in_block: bool) -> None:
-        # A lock that is held, although nothing uses the object, was received: a block may enter it.
-        is_held = not in_block and bool(self)
-        if is_held or vars(self).setdefault("_user", origin) is not origin:
+        lease = self._lease
+        is_free = lease is None or not lease.held
+        # What is held, although nothing uses the object, was received: a block may enter it.
+        if is_free or in_block:
+            is_free = vars(self).setdefault("_user", origin) is origin
+        if not is_free:
             raise LockError(
                 f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
                 "time. Create one for each use: with TaskLock(…):"
@@ -311,10 +326,7 @@ class TaskLock:
             submit(lease.cache, release)  # it may not have begun
             raise
         finally:
-            block = lease.block
-            lease.block = None
-            if block is not None:
-                leave_block(block)
+            lease.leave_block()
             self._end_use()
 
     # A lock that outlives its process

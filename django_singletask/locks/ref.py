@@ -7,7 +7,6 @@ import time
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from celery._state import get_current_task
 from celery.exceptions import SoftTimeLimitExceeded
 
 from django_singletask.arguments import MAX_LEASE
@@ -45,18 +44,6 @@ class LockRef(NamedTuple):
     is_delivery: bool = False
     quiet: bool = False
     silent: bool = False
-
-    @classmethod
-    def of_body(cls, cache: str, name: str, key: str) -> LockRef:
-        """Return the lock as the code that runs here wants it: the body of a task, if there is one.
-
-        ``current_task`` would be a slower proxy of what this asks.
-        """
-        task = get_current_task()
-        if task is None:
-            return cls(cache, name, key)
-        request = task.request
-        return cls(cache, name, key, task.name, request.id, request.retries or 0)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.key})"

@@ -32,7 +32,7 @@ CYCLE, CONFLICT = 37, 28
 
 A layer around each request, or around each attempt, is one too many.
 """
-DELIVERY, SEND, UNIQUE_SEND = 62, 20, 42
+DELIVERY, SEND, UNIQUE_SEND = 64, 20, 42
 ANY_CYCLE, ANY_CONFLICT = 81, 57
 """The same with the functions of Python, Django, Celery and redis-py, in :data:`VERSIONS`.
 

@@ -137,7 +137,6 @@ def test_the_page_of_codes_lists_each_code_and_no_other(heading, known):
 def test_the_code_has_no_other_reason_and_level():
     reasons = r'(?:\breason=|report_conflict\(|postpone\(|refuse\()"(\w+)"'
     reasons = re.findall(reasons, SOURCE)
-    assert re.search(r'"kept" if \w+\.kept else "queued"', SOURCE)  # of duplicates
     assert {*reasons} <= codes("Reasons")
     probe = (ROOT / "django_singletask/operators/probe.py").read_text()
     assert {*re.findall(r'(?:Finding\(|yield )"(\w+)"', probe)} == codes("Levels")
