@@ -36,7 +36,7 @@ IDLE = 5.0
 """Seconds without a job after which a thread closes its connections and ends."""
 
 
-class Pool:
+class Threads:
     """The threads for one cache; each has separate connections.
 
     They are daemons, so that a process can end while a server does not answer.
@@ -72,7 +72,7 @@ class Pool:
         connections.close_all()
 
 
-pools: defaultdict[str, Pool] = defaultdict(Pool)
+pools: defaultdict[str, Threads] = defaultdict(Threads)
 
 at_fork(after_in_child=pools.clear)  # the child has none of the threads
 

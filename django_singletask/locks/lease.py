@@ -1,24 +1,6 @@
 """One acquisition of a lock: take the entry, trust it, notice its loss, and leave it.
 
-The life of a lease
--------------------
-
-::
-
-            take()                        leave()
-    new ----------------> held -------------------------> left
-     |                    |  ^  |                          ^
-     |                    |  |  | settle(): gone or taken, |
-     | blocker            |  |  | or the deadline passed   | leave()
-     v                    +--+  v                          |
-    not taken       settle()    lost ----------------------+
-
-A new lease is tried in the store. It is *held* from the reply on, or another holder is its
-``blocker``. A held lease is trusted until its ``deadline``, which each renewal moves. It is *lost*
-if that has passed when somebody asks, or if a renewal finds the entry gone or taken. What is lost
-stays lost, and is not set again, because another run may have had the lock since. It still counts
-as ``held`` until it is left. Only an entry that the cache lost is *retaken*, if a renewal finds it
-free before the deadline.
+The wing's docstring draws the life of a lease.
 
 How an entry ends
 -----------------
@@ -389,11 +371,7 @@ class Lease:
     def begin(self, sent: float) -> bool:
         """Trust and renew the entry, which a request at the time ``sent`` has taken.
 
-        Return whether the lease still lasts; if not, the entry is released. The reply can arrive
-        long after the server granted the lease, so the deadline is counted from before the request:
-
-          here:    sent --------------------------- reply (late) ---- sent + length: no trust
-          server:        granted ------------------------------------------- ends: free
+        Return whether the lease still lasts; if not, the entry is released.
         """
         deadline = sent + self.length * TRUST - ROUNDING
         if clock.now() >= deadline:
