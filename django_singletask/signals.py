@@ -13,7 +13,7 @@ lock_event = Signal(use_caching=True)
 """Sent with ``event``, a :class:`LockEvent`. An error in a receiver is logged, not raised."""
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True)
 class LockEvent:
     """One thing that happened to a lock. Texts that are not known are empty, numbers are 0.
 

@@ -177,6 +177,7 @@ class Attempts:
                 continue
             if blocker is None or not lease.may_wait(wait, until):
                 return blocker
+            held_back = 0
             left = max(0.0, until - clock.now())
             await asyncio.sleep(min(left, pause * random.uniform(0.5, 1)))
             pause = min(pause * 1.5, MAX_POLL)

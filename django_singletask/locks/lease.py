@@ -64,7 +64,7 @@ MAX_RETRIES = 3
 """How often a take tries again: it has freed the entry of a dead holder, or its lease ended before
 the reply came."""
 MAX_HELD_BACK = 3
-"""How often a take waits because the cache has just forgotten its locks."""
+"""How often in a row a take waits because the cache has just forgotten its locks."""
 POLL = 0.05
 """Seconds of the first pause at most; a short wait has shorter ones."""
 MAX_POLL = 0.5
@@ -179,6 +179,8 @@ class Lease:
     """What restores the lease of the outer block, while a block runs."""
     is_unguarded = False
     """Whether the body runs without the lock, because the cache cannot be used."""
+    delivery: Callable[[], Any] | None = None
+    """A weak reference to the delivery that has this lease; it keeps the lock that is shown."""
     task_lock: Callable[[], Any] | None = None
     """A weak reference to the :class:`TaskLock` that shows this lease to users."""
 
@@ -242,6 +244,7 @@ class Lease:
                 continue
             if blocker is None or not self.may_wait(wait, until):
                 return blocker
+            held_back = 0
             left = max(0.0, until - clock.now())
             time.sleep(min(left, pause * random.uniform(0.5, 1)))
             pause = min(pause * 1.5, MAX_POLL)

@@ -222,7 +222,9 @@ class TaskLock:
             lease = self._new_lease(origin, in_block)
             attempts = Attempts(lease)
             if await attempts.take(wait) is not None:
-                return self._meet_conflict(lease, wait)
+                # The receivers of its event may write into a database.
+                meet_conflict = functools.partial(self._meet_conflict, lease, wait)
+                return await in_thread(lease.cache, meet_conflict, grace=0)
             self.key = lease.key
             if in_block:
                 lease.enter()
@@ -564,5 +566,8 @@ def show(lease: Lease) -> TaskLock:
         at_least=lease.at_least,
     )
     lock._lease = lease  # noqa: SLF001
+    lock._user = lease.origin  # noqa: SLF001 - the delivery uses it until its end
     lease.task_lock = weakref.ref(lock)
+    if lease.delivery is not None:
+        lease.delivery().shown_lock = lock
     return lock

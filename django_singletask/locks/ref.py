@@ -121,6 +121,14 @@ class LockRef(NamedTuple):
         """
         if self.silent or not lock_event.receivers:
             return
+        if not of_call:
+            facts["token"] = holder.token
+            facts["timeout"] = holder.timeout
+            if holder.since:
+                facts["since"] = datetime.fromtimestamp(holder.since, UTC)
+        if blocker is not None:
+            facts["blocked_by"] = blocker.token
+            facts["blocked_by_task_id"] = blocker.task_id or ""
         event = LockEvent(
             kind=kind,
             name=self.name,
@@ -134,14 +142,6 @@ class LockRef(NamedTuple):
             quiet=self.quiet,
             **facts,
         )
-        if not of_call:
-            event.token = holder.token
-            event.timeout = holder.timeout
-            if holder.since:
-                event.since = datetime.fromtimestamp(holder.since, UTC)
-        if blocker is not None:
-            event.blocked_by = blocker.token
-            event.blocked_by_task_id = blocker.task_id or ""
         for _receiver, error in lock_event.send_robust(sender=LockEvent, event=event):
             if isinstance(error, SoftTimeLimitExceeded):
                 raise error

@@ -341,7 +341,7 @@ class RedisStore(Store):
                     if not was_open:
                         self._open(connection)
                     if loads:
-                        self._exchange(connection, LOADS)
+                        self._load_scripts(connection)
                     if takes and clock.now() < self.epoch.changed_at + HOLD_BACK:
                         self.epoch.check()
                     replies = self._exchange(connection, requests)
@@ -366,6 +366,11 @@ class RedisStore(Store):
             if kept is not None:
                 self.connections.append(kept)
             del user
+
+    def _load_scripts(self, connection: Any) -> None:
+        for reply in self._exchange(connection, LOADS):
+            if isinstance(reply, LockUnavailable):
+                raise reply  # such as: this user may not load scripts
 
     def _exchange(self, connection: Any, requests: Sequence[Request]) -> list[Any]:
         """Send requests on a connection, and return what was read from each reply."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import time
+import weakref
 from typing import Any, NoReturn
 
 from celery import Celery, Task
@@ -126,6 +127,8 @@ class Delivery:
 
     lease: Lease
     """The lock of the delivery, from before it is taken."""
+    shown_lock: Any = None
+    """The :class:`TaskLock` of the lease, once the body has asked for it."""
     outage: LockUnavailable | None = None
     """The error of a cache that could not be used."""
     queued_call: QueuedCall | None = None
@@ -278,6 +281,7 @@ class Delivery:
         lease.at_least = options.lock_at_least
         lease.origin = here()
         lease.in_block = True
+        lease.delivery = weakref.ref(self)
         return lease
 
     def _wait(self) -> float:
@@ -491,7 +495,8 @@ class Delivery:
         met = self.header.met
         length = lease.length
         if lease.blocker is not None:
-            met = lease.blocker.token
+            if self.outage is None:
+                met = lease.blocker.token
             length = lease.blocker.timeout
         if reason and (not hops or met != self.header.met):
             if self.outage is not None:

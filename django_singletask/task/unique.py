@@ -237,15 +237,15 @@ class QueuedCall:
         if running is not None:
             if running.token != blocker.token or not running.held or running.is_inherited():
                 return False
+            self.taken_from = sender
             # A renewal that is on its way would find other bytes, and report a loss.
             with running.renewing:
                 self.is_there = self._replace(running.value, seconds)
                 running.held = not self.is_there
         elif sender.is_there and sender.holder.token == blocker.token:
+            self.taken_from = sender
             self.is_there = self._replace(sender.value, seconds)
             sender.is_there = not self.is_there
-        if self.is_there:
-            self.taken_from = sender
         return self.is_there
 
     def _withdraw(self) -> None:
@@ -292,13 +292,17 @@ class QueuedCall:
         lease = Lease(self.ref, length)
         lease.at_least = self.options.lock_at_least
         lease.in_block = True
-        # If the entry has ended, or was freed with a killed earlier run, take it again, unless
-        # another call is queued by now.
-        if not lease.replace(self.value) and lease.take() is not None:
-            logger.warning("%s: an identical call was queued meanwhile.", lease)
-        if lease.held:
-            self.running = lease
-            self.is_there = False
+        self.running = lease  # before the requests: a signal may come after them
+        try:
+            # If the entry has ended, or was freed with a killed earlier run, take it again, unless
+            # another call is queued by now.
+            if not lease.replace(self.value) and lease.take() is not None:
+                logger.warning("%s: an identical call was queued meanwhile.", lease)
+        finally:
+            if lease.held:
+                self.is_there = False
+            else:
+                self.running = None
 
     def _note_begin(self) -> None:
         """Note in the entry that the call has begun; it cannot expire any more."""
@@ -330,14 +334,14 @@ class QueuedCall:
         """
         if self.again_until <= clock.now():
             return
-        is_queued = self.is_there
-        self.is_there = False
         if self.options.unique_until == "expiry":
+            self.is_there = False
             return  # its end never moves
         try:
             if self.running is not None and self.running.held:
                 self.running.leave_to(self.value, self.again_until)
-            elif is_queued:
+                self.is_there = False
+            elif self.is_there:
                 self._prolong()
         except LockUnavailable:
             logger.exception("%s: duplicates of the next try are not stopped.", self.ref)
@@ -347,6 +351,7 @@ class QueuedCall:
         key = self.ref.key
         until = self.again_until
         try:
+            self.is_there = False
             get_store(self.ref.cache).release(key, self.value, self.value, until)
         except BaseException:
             length = self.holder.timeout

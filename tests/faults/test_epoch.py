@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from django.core.cache import caches
 from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import base, epoch, get_store
 from django_singletask.stores.base import TRIES, Forgotten
+from tests import inside
 from tests.entries import eventually, holder, key_of
 from tests.servers import Memcached, Redis, Valkey, ask
 
@@ -228,6 +231,29 @@ def test_a_cache_that_is_emptied_all_the_time_lets_a_take_wait_three_times(on_re
     with TaskLock("nightly") as lock:
         assert lock.owned()
     assert len(waits) == 3
+
+
+@pytest.mark.parametrize("waits", ["plain", "asyncio"])
+def test_a_long_wait_is_held_back_each_time_that_the_cache_forgets(on_redis, settings, waits):
+    """A wait that heeds only the first of many restarts would take a lock under its holder."""
+    settings.SINGLETASK_HISTORY = "off"
+    heeded = []
+
+    def forget_between_two_looks(take, *arguments, heeds_epoch):
+        heeded.append(heeds_epoch)
+        if heeds_epoch and len(heeded) % 2:
+            raise Forgotten(0)
+        return take(*arguments, heeds_epoch=heeds_epoch)
+
+    holder, waiter = TaskLock("nightly"), TaskLock("nightly", wait=2)
+    with holder, inside.handled("take", forget_between_two_looks, of_all_threads=True):
+        if waits == "asyncio":
+            assert not asyncio.run(waiter.aacquire())
+        else:
+            with ThreadPoolExecutor() as pool:
+                assert not pool.submit(waiter.acquire).result()
+    assert len(heeded) > 8
+    assert all(heeded)
 
 
 def test_a_cache_that_does_not_keep_the_epoch_is_an_error(on_redis, monkeypatch):

@@ -626,3 +626,24 @@ def test_the_history_of_a_test_is_in_its_transaction(on_redis, settings):
         table = TaskLockEvent._meta.db_table
         cursor.execute(f"SELECT count(*) FROM {table} WHERE name = 'in a transaction'")
         assert cursor.fetchone() == (0,)
+
+
+@pytest.mark.django_db
+def test_a_conflict_is_told_in_another_thread(on_redis, settings):
+    """A receiver, such as the history, may write into a database, which the loop must not do."""
+    settings.SINGLETASK_HISTORY = "inline"
+    told_in = []
+
+    def note_thread(event, **kwargs):
+        told_in.append((event.kind, threading.get_ident()))
+
+    async def main():
+        async with TaskLock(NAME), TaskLock(NAME, on_conflict="skip") as lock:
+            assert not lock
+        return threading.get_ident()
+
+    with listening(note_thread):
+        of_loop = async_to_sync(main)()
+    assert [kind for kind, _ in told_in] == ["acquired", "conflict", "released"]
+    assert of_loop not in {thread for _, thread in told_in}
+    assert TaskLockEvent.objects.filter(kind="conflict").count() == 1

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery, shared_task
 from celery.exceptions import Ignore, Reject, Retry
 
-from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
+from django_singletask import LockConflict, LockError, SingletonTask, TaskLock, current_lock
 from django_singletask.models import TaskLockEvent
 from tests import inside
 from tests.deliveries import collect_sent, header_of, receive, refuse
@@ -375,3 +375,35 @@ class TestDecoration:
         assert bill(7, "may") == "customer:7"
         with TaskLock("customer:7"):
             assert remind(7) == "skipped"
+
+
+class TestLockOfTheBody:
+    """The lock that a body sees is in use by its delivery, which alone ends it."""
+
+    def test_a_block_in_the_body_does_not_end_it(self, app):
+        @app.task(base=SingletonTask)
+        def work():
+            with pytest.raises(LockError, match="in use"), current_lock():
+                pass
+            return current_lock().owned()
+
+        assert work.apply(throw=True).get()
+
+    def test_a_body_that_released_it_cannot_take_it_again(self, app):
+        @app.task(base=SingletonTask)
+        def work():
+            lock = current_lock()
+            lock.release()
+            with pytest.raises(LockError, match="in use"):
+                lock.acquire()
+
+        work.apply(throw=True)
+        assert not work.lock().locked()
+
+    def test_it_is_one_object(self, app):
+        @app.task(base=SingletonTask)
+        def work():
+            current_lock().mark = "mine"
+            return current_lock().mark
+
+        assert work.apply(throw=True).get() == "mine"
