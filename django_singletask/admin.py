@@ -116,7 +116,7 @@ def for_viewers(view: View) -> View:
             with reading(even_if_off=True):
                 return view(self, request, *args, **kwargs)
         except NoHistory as error:
-            return self.render(request, "unreadable", trouble=cannot_ask(error))
+            return self.render(request, "page", trouble=cannot_ask(error))
 
     return guarded
 
