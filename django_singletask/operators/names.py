@@ -144,7 +144,6 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
         if proof_of_death(holder):
             states[holder.token] = "dead"
     for row in rows:
-        row.state = "held"
         if row.token in states:
             row.state = states[row.token]
         elif is_over(row):
