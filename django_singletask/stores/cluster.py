@@ -409,11 +409,10 @@ class ClusterStore(RedisStore):
             self.look_at(TAGS)
 
     def look_at(self, groups: Iterable[int]) -> None:
-        epoch = EPOCH
-        requests = {each: reading([epoch], [Group(self, each).epoch_key]) for each in groups}
+        requests = {each: reading([EPOCH], [Group(self, each).epoch_key]) for each in groups}
         for group, entries in self.ask_each(requests):
-            if epoch in entries:
-                self.map.epochs[group].see(entries[epoch].value)
+            if EPOCH in entries:
+                self.map.epochs[group].see(entries[EPOCH].value)
             else:
                 Group(self, group).look()
         self.epoch.seen_at = clock.now()
