@@ -295,7 +295,7 @@ class Writer(Background):
 writer = Writer()
 
 
-def _after_fork() -> None:
+def _forget_parent() -> None:
     # The parent writes its own events. Its connections must not be deleted here: they would send
     # "quit" on sockets that the parent still uses.
     global writer
@@ -303,4 +303,4 @@ def _after_fork() -> None:
     writer = Writer()
 
 
-at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_forget_parent)

@@ -36,7 +36,7 @@ IDLE = 5.0
 """Seconds without a job after which a thread closes its connections and ends."""
 
 
-class Pool:
+class Threads:
     """The threads for one cache; each has separate connections.
 
     They are daemons, so that a process can end while a server does not answer.
@@ -72,7 +72,7 @@ class Pool:
         connections.close_all()
 
 
-pools: defaultdict[str, Pool] = defaultdict(Pool)
+pools: defaultdict[str, Threads] = defaultdict(Threads)
 
 at_fork(after_in_child=pools.clear)  # the child has none of the threads
 
@@ -98,31 +98,31 @@ def submit(cache: str, work: Callable[[], Any]) -> asyncio.Future[Any] | None:
     # asyncio code.
     if conf.history == "inline":
         return asyncio.ensure_future(sync_to_async(outcome)())
-    ended = loop.create_future()
+    future = loop.create_future()
 
     def job() -> None:
         result = outcome()
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set_result, result)
+            loop.call_soon_threadsafe(future.set_result, result)
 
     pools[cache].add(job)
-    return ended
+    return future
 
 
 async def in_thread(cache: str, work: Callable[[], T], *, grace: float = GRACE) -> T:
     """Do a job with requests to a cache in another thread, and return its result.
 
-    A cancel does not stop the job: the call ends with it, or ``grace`` seconds later.
+    A cancel does not stop the job. The cancelled call waits for the job, at most ``grace`` seconds.
     """
-    ended = submit(cache, work)
-    assert ended is not None
+    future = submit(cache, work)
+    assert future is not None
     try:
-        await asyncio.wait([ended])
+        await asyncio.wait([future])
     except asyncio.CancelledError:
-        await asyncio.wait([ended], timeout=grace)
+        await asyncio.wait([future], timeout=grace)
         raise
     result: T
-    result, error = ended.result()
+    result, error = future.result()
     if error is not None:
         raise error
     return result

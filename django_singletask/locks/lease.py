@@ -1,24 +1,6 @@
 """One acquisition of a lock: take the entry, trust it, notice its loss, and leave it.
 
-The life of a lease
--------------------
-
-::
-
-            take()                        leave()
-    new ----------------> held -------------------------> left
-     |                    |  ^  |                          ^
-     |                    |  |  | settle(): gone or taken, |
-     | blocker            |  |  | or the deadline passed   | leave()
-     v                    +--+  v                          |
-    not taken       settle()    lost ----------------------+
-
-A new lease is tried in the store. It is *held* from the reply on, or another holder is its
-``blocker``. A held lease is trusted until its ``deadline``, which each renewal moves. It is *lost*
-if that has passed when somebody asks, or if a renewal finds the entry gone or taken. What is lost
-stays lost, and is not set again, because another run may have had the lock since. It still counts
-as ``held`` until it is left. Only an entry that the cache lost is *retaken*, if a renewal finds it
-free before the deadline.
+The wing's docstring draws the life of a lease.
 
 How an entry ends
 -----------------
@@ -128,7 +110,7 @@ def current_lease() -> Lease | None:
     """Return the lease of the innermost ``with`` block, function or task body that runs here."""
     lease = innermost.get()()
     # A signal at the end of a block can leave its lease here.
-    if lease is None or lease.block is None:
+    if lease is None or lease.outer_block is None:
         return None
     return lease
 
@@ -193,11 +175,11 @@ class Lease:
 
     Then the thread leaves the entry if nothing refers to this object any more.
     """
-    block: Token[Any] | None = None
+    outer_block: Token[Any] | None = None
     """What restores the lease of the outer block, while a block runs."""
     is_unguarded = False
     """Whether the body runs without the lock, because the cache cannot be used."""
-    face: Callable[[], Any] | None = None
+    task_lock: Callable[[], Any] | None = None
     """A weak reference to the :class:`TaskLock` that shows this lease to users."""
 
     # After a conflict
@@ -283,7 +265,7 @@ class Lease:
                 sent = clock.now()
                 taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
                 if not isinstance(taken, str):
-                    if self._has_freed(taken, may_free=retries > 0):
+                    if self._free_or_note_blocker(taken, may_free=retries > 0):
                         continue
                     return self.blocker
                 if taken != self.key:
@@ -320,33 +302,40 @@ class Lease:
                 return other
         return None
 
-    def _has_freed(self, entries: dict[str, Entry], *, may_free: bool) -> bool:
-        """Return whether the entry of a dead holder was freed; if not, note the ``blocker``.
+    def _free_or_note_blocker(self, entries: dict[str, Entry], *, may_free: bool) -> bool:
+        """Free the entry of a dead holder and return True: try again. Else note the ``blocker``.
 
         Of several slots the blocker is the run itself, else a dead holder, else the first to end.
         """
-        deaths = {}
+        holders = {}
+        proofs = {}
         ranks = {}
-        holders = {key: Holder.decode(entry.value) for key, entry in entries.items()}
         for key, entry in entries.items():
-            deaths[key] = liveness.proof_of_death(holders[key])
-            is_other = self.slots.mark not in entry.value  # each record contains the empty mark
-            rest = entry.remaining
-            if rest is None:
-                rest = math.inf
-            ranks[key] = is_other, deaths[key] is None, rest
+            holders[key] = Holder.decode(entry.value)
+            proofs[key] = liveness.proof_of_death(holders[key])
+            ranks[key] = self._rank(entry, proofs[key])
         self.others = list(holders.values())
-        key = min(ranks, key=ranks.__getitem__)
-        entry, holder, how = entries[key], holders[key], deaths[key]
+        key = min(ranks, key=ranks.__getitem__)  # the key whose rank is lowest
+        holder = holders[key]
+        proof = proofs[key]
         if key != self.key:
             self.move_to(key)
-        if how is None or not may_free:
+        if proof is None or not may_free:
             self.blocker = holder
-            self.blocker_remaining = entry.remaining
+            self.blocker_remaining = entries[key].remaining
             return False
-        if self.ref.free_dead(entry, holder, how) and holder.is_run_of(self.ref.task_id):
+        # If another process has freed the entry before, try again as well.
+        if self.ref.free_dead(entries[key], holder, proof) and holder.is_run_of(self.ref.task_id):
             self.took_over = True
         return True
+
+    def _rank(self, entry: Entry, proof: str | None) -> tuple[bool, bool, float]:
+        """Return how far behind an entry is when a blocker is chosen: the lowest comes first."""
+        is_run_itself = self.slots.mark in entry.value  # without a mark, this is true of each
+        ends_in = entry.remaining
+        if ends_in is None:
+            ends_in = math.inf
+        return not is_run_itself, proof is None, ends_in
 
     def may_wait(self, wait: float, until: float) -> bool:
         """Return whether to try again after a conflict, until a time by the clock."""
@@ -381,7 +370,9 @@ class Lease:
         try:
             store = get_store(self.cache)
             sent = clock.now()
-            return store.replace(self.key, value, self.value, self.length) and self.begin(sent)
+            if not store.replace(self.key, value, self.value, self.length):
+                return False
+            return self.begin(sent)
         except BaseException:
             self.owe()
             raise
@@ -389,11 +380,7 @@ class Lease:
     def begin(self, sent: float) -> bool:
         """Trust and renew the entry, which a request at the time ``sent`` has taken.
 
-        Return whether the lease still lasts; if not, the entry is released. The reply can arrive
-        long after the server granted the lease, so the deadline is counted from before the request:
-
-          here:    sent --------------------------- reply (late) ---- sent + length: no trust
-          server:        granted ------------------------------------------- ends: free
+        Return whether the lease still lasts; if not, the entry is released.
         """
         deadline = sent + self.length * TRUST - ROUNDING
         if clock.now() >= deadline:
@@ -410,7 +397,7 @@ class Lease:
 
     def enter(self) -> None:
         """Be the lease of the block that begins here."""
-        self.block = innermost.set(weakref.ref(self))
+        self.outer_block = innermost.set(weakref.ref(self))
 
     def __enter__(self) -> Lease:
         """Take nothing: take it inside, so that whatever ends the take leaves the entry."""
@@ -428,22 +415,22 @@ class Lease:
             self.leave_body(error)
             raise
         finally:
-            block = self.block
-            self.block = None
-            if block is not None:
+            outer_block = self.outer_block
+            self.outer_block = None
+            if outer_block is not None:
                 try:  # noqa: SIM105 - suppress() would call three more functions
-                    innermost.reset(block)
+                    innermost.reset(outer_block)
                 except ValueError:
                     pass  # a generator may be closed in another context
 
     def leave_block(self) -> None:
-        """End a block of asyncio code, whose entry another thread leaves."""
-        block = self.block
-        self.block = None
-        if block is not None:
+        """End a block of asyncio code; another thread has released the lock."""
+        outer_block = self.outer_block
+        self.outer_block = None
+        if outer_block is not None:
             # The loop may close an asynchronous generator in another context.
             with contextlib.suppress(ValueError):
-                innermost.reset(block)
+                innermost.reset(outer_block)
 
     # What is left after a conflict
 
@@ -619,20 +606,22 @@ class Lease:
     def receive(self, token: str) -> None:
         """Take the entry that was handed over with this token."""
         entry, holder = self.ref.read_holder()
-        how = None
+        proof = None
         # A redelivered message finds the bytes of its own first run, which received the lock.
         if holder.token != token and holder.is_run_of(self.ref.task_id):
-            how = liveness.proof_of_death(holder)
-        is_meant = holder.token == token or how is not None
-        if entry is None or not is_meant or not self.replace(entry.value):
+            proof = liveness.proof_of_death(holder)
+        received = False
+        if entry is not None and (holder.token == token or proof is not None):
+            received = self.replace(entry.value)
+        if not received:
             raise LockLost(
                 f"{self} can no longer be received: it was already received, was cleared, or was "
                 "lost by the cache, or the time that hand_over() gave is over."
             )
-        if how:
+        if proof is not None:
             text = "%s was received by %s, but %s: this process receives the lock again."
-            logger.warning(text, self, holder, how)
-            self.ref.tell("dead", holder, reason=how)
+            logger.warning(text, self, holder, proof)
+            self.ref.tell("dead", holder, reason=proof)
         else:
             reason = f"received by {self.holder}"
             self.ref.tell("released", holder, outcome="released", reason=reason)
@@ -664,17 +653,17 @@ class Lease:
     def lost(self) -> bool:
         """Whether the entry is lost for good.
 
-        This sends no request, except in a forked child of the holder: at most once a second, since
-        the parent keeps renewing the lock. That can raise :class:`LockUnavailable`.
+        A forked child of the holder asks the cache, at most once a second, because its parent keeps
+        renewing the lock. That can raise :class:`LockUnavailable`. Other processes send no request.
         """
         if self.held and not self._lost:
             if self.is_inherited():
-                self._ask_for_parent()
+                self._ask_whether_parent_has_it()
             elif clock.now() >= self.deadline:
                 self._lost = True
         return self._lost
 
-    def _ask_for_parent(self) -> None:
+    def _ask_whether_parent_has_it(self) -> None:
         now = clock.now()
         if now - self._child_asked_at >= CHILD_ASKS:
             self._child_asked_at = now
@@ -791,7 +780,7 @@ class Lease:
         ended = clock.now() >= self.deadline
         self._lost = True
         if self.reason:
-            return
+            return  # the loss was already reported
         self.reason = f"its lease of {self.length:g} s ended before it could be renewed"
         if self.ref.silent:
             text = "%s: the cache lost this entry, so duplicates of the running call are possible."

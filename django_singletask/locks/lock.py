@@ -40,8 +40,8 @@ def current_lock() -> TaskLock | None:
     lease = current_lease()
     if lease is None:
         return None
-    if lease.face is not None:
-        lock: TaskLock | None = lease.face()
+    if lease.task_lock is not None:
+        lock: TaskLock | None = lease.task_lock()
         if lock is not None:
             return lock
     # The lock of a task gets its face when the body asks for it first.
@@ -141,7 +141,7 @@ class TaskLock:
         return self._lease.blocker
 
     def _wanted(self) -> LockRef:
-        """Return the lock as the code that runs here wants it: the body of a task, if there is one.
+        """Return the lock, and which run wants it: that of the task whose body runs here, if any.
 
         The settings of this moment name the cache.
         """
@@ -150,12 +150,12 @@ class TaskLock:
         cache = self.cache
         if cache is None:
             cache = conf.cache
-        task = get_current_task()  # current_task is a slower proxy of its result
+        task = get_current_task()  # celery.current_task is a slower proxy of the same task
         if task is None:
             return LockRef(cache, *self._lock_key)
         request = task.request
         retries = request.retries
-        if retries is None:  # of a direct call
+        if retries is None:  # the task was called directly
             retries = 0
         return LockRef(cache, *self._lock_key, task.name, request.id, retries)
 
@@ -243,14 +243,19 @@ class TaskLock:
             length = conf.lock_timeout
         slots = None
         if self.slots > 1:
-            # Without a mark: a body may take slots in several threads or asyncio tasks.
-            slots = Slots(self._lock_key.slots(self.slots), self.slots)
+            # A body may take slots in several threads or asyncio tasks, so its task id is no mark
+            # of an earlier delivery.
+            keys = self._lock_key.slots(self.slots)
+            slots = Slots(keys, self.slots)
         lease = Lease(self._wanted(), length, slots)
         lease.renews = self.renew
         lease.at_least = self.at_least
         lease.origin = origin
         lease.in_block = in_block
-        lease.face = weakref.ref(self)
+        lease.task_lock = weakref.ref(self)
+        last = self._lease
+        if last is not None:  # a body without its lock stays one, whatever it acquires
+            lease.is_unguarded = last.is_unguarded
         # Set before the take, so that the lock can release it after any error or signal.
         self._lease = lease
         return lease
@@ -323,7 +328,8 @@ class TaskLock:
         try:
             await in_thread(lease.cache, release)
         except BaseException:
-            submit(lease.cache, release)  # it may not have begun
+            # The release may not have begun. To release twice does no harm.
+            submit(lease.cache, release)
             raise
         finally:
             lease.leave_block()
@@ -473,8 +479,8 @@ class TaskLock:
     def check(self) -> None:
         """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired.
 
-        Call it in the loops of long bodies. Only in a forked child of the holder it sends a
-        request.
+        Call it in the loops of long bodies. It sends a request only in a forked child of the
+        holder.
         """
         if self._lease is not None and self._lease.is_unguarded:
             return  # on_outage="run": there is no lock that it could lose
@@ -528,7 +534,7 @@ class TaskLock:
 
     def _end_use_outside_block(self, lease: Lease) -> None:
         """Let the object be used again, unless a block uses it."""
-        if lease.block is None:
+        if lease.outer_block is None:
             self._end_use()
 
 
@@ -558,5 +564,5 @@ def show(lease: Lease) -> TaskLock:
         at_least=lease.at_least,
     )
     lock._lease = lease  # noqa: SLF001
-    lease.face = weakref.ref(lock)
+    lease.task_lock = weakref.ref(lock)
     return lock

@@ -114,10 +114,10 @@ class LockRef(NamedTuple):
     ) -> None:
         """Send an event about a holder of this entry.
 
-        ``of_call``: it is about a call that did not get the lock, or was not sent, with what would
-        be its record. ``blocker`` is another holder, and ``facts`` are fields of the event. Django
-        logs the error of a receiver. Only a soft time limit, which is meant for the task, is
-        raised.
+        With ``of_call`` the event is about a call that did not get the lock, or was not sent. The
+        ``holder`` then only says who called, so token, timeout and since stay empty. ``blocker`` is
+        another holder, and ``facts`` are fields of the event. Django logs the error of a receiver.
+        Only a soft time limit, which is meant for the task, is raised.
         """
         if self.silent or not lock_event.receivers:
             return

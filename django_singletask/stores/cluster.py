@@ -21,7 +21,7 @@ from django_singletask.stores import base
 from django_singletask.stores.base import Entry, Outcome, Slots, address
 from django_singletask.stores.epoch import LOOK, Epoch
 from django_singletask.stores.keys import EPOCH, PREFIX, is_key
-from django_singletask.stores.redis import RedisStore, Request, reading
+from django_singletask.stores.redis import RedisStore, Request, request_to_read
 
 # The groups of locks
 #
@@ -387,7 +387,7 @@ class ClusterStore(RedisStore):
             parts[self.group(key).number].append(key)
         requests = {}
         for group, part in parts.items():
-            requests[group] = reading(part, map(Group(self, group).make_key, part))
+            requests[group] = request_to_read(part, map(Group(self, group).make_key, part))
         for _group, entries in self.ask_each(requests):
             found |= entries
         return {key: found[key] for key in wanted if key in found}
@@ -408,7 +408,9 @@ class ClusterStore(RedisStore):
             self.look_at(TAGS)
 
     def look_at(self, groups: Iterable[int]) -> None:
-        requests = {each: reading([EPOCH], [Group(self, each).epoch_key]) for each in groups}
+        requests = {
+            each: request_to_read([EPOCH], [Group(self, each).epoch_key]) for each in groups
+        }
         for group, entries in self.ask_each(requests):
             if EPOCH in entries:
                 self.map.epochs[group].see(entries[EPOCH].value)

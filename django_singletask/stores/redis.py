@@ -153,7 +153,7 @@ def entries_of(keys: Sequence[str], text: bytes) -> dict[str, Entry]:
     return entries
 
 
-def reading(keys: Sequence[str], cache_keys: Iterable[str]) -> Request:
+def request_to_read(keys: Sequence[str], cache_keys: Iterable[str]) -> Request:
     """Return the request that reads these entries."""
     return partial(entries_of, keys), "EVALSHA", SHA[READ], len(keys), *cache_keys
 
@@ -517,7 +517,7 @@ class RedisStore(Store):
 
     def _read(self, keys: Sequence[str], cache_keys: Iterable[str]) -> dict[str, Entry]:
         entries: dict[str, Entry]
-        (entries,) = self.ask(reading(keys, cache_keys))
+        (entries,) = self.ask(request_to_read(keys, cache_keys))
         return entries
 
     def fence(self, key: str, value: bytes) -> int | None:

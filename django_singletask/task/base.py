@@ -478,8 +478,9 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
                   Task.__call__: push_request(args=…, kwargs=…)           here: BODY_RUNS
                     run(): self.request is that of the message
 
-        If ``Other`` calls ``run()`` by itself, the chain never ends. Then it is the body that
-        pushes a request, so the end is known by the two arguments that only Celery passes.
+        If ``Other`` calls ``run()`` itself, Celery's ``__call__`` is never reached, and the next
+        request is pushed by the body. Such a push does not have exactly the arguments ``args`` and
+        ``kwargs`` by name: only Celery's ``__call__`` passes these.
         """
         request: Any = self.request_stack.top
         if (

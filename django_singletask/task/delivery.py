@@ -66,18 +66,27 @@ def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = mat
     longest = visibility_timeout(app) / 3
     if lease:
         longest = min(longest, lease / 4)
-    # After a short first hop, continue with the ordinary ones.
-    seconds: float = first if hops == 0 else max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
-    seconds = min(min(seconds, longest) * random.uniform(0.75, 1), at_most)
-    if detect_quorum_queues is not None:
-        driver = app.producer_pool.connections.connection.transport.driver_type
-        if detect_quorum_queues(app, driver)[0]:
-            # RabbitMQ delays a message itself, for a whole second at least.
-            if at_most < 1:
-                time.sleep(seconds)
-                return 0
-            return max(seconds, 1.0)
-    return seconds
+    seconds = first
+    if hops > 0:  # after a short first hop, continue with the ordinary ones
+        seconds = max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
+    seconds = min(seconds, longest) * random.uniform(0.75, 1)
+    seconds = min(seconds, at_most)
+    if not has_quorum_queues(app):
+        return seconds
+    # RabbitMQ delays a message itself, for a whole second at least.
+    if at_most < 1:
+        time.sleep(seconds)
+        return 0.0
+    return max(seconds, 1.0)
+
+
+def has_quorum_queues(app: Celery) -> bool:
+    """Return whether the messages of an app go to quorum queues, which RabbitMQ alone has."""
+    if detect_quorum_queues is None:
+        return False
+    connection = app.producer_pool.connections.connection
+    found, _name = detect_quorum_queues(app, connection.transport.driver_type)
+    return bool(found)
 
 
 def as_retry(task: Task[..., Any], error: BaseException) -> BaseException:
@@ -128,31 +137,41 @@ class Delivery:
     def __init__(
         self, task: Any, request: Any, header: Header, body: Any, args: Any, kwargs: Any
     ) -> None:
-        options, key = LockOptions.of(task, header.options), header.lock_key
+        options = LockOptions.of(task, header.options)
+        key = header.lock_key
         if key is None:
-            hidden = request and hidden_in_message(task.app, request, args, kwargs)
-            key = options.key(task, args, kwargs, shown=hidden)
-        retries = (request and request.retries) or 0
-        if request and request.is_eager:
-            request, header = None, Header(header.id, header.task)  # the rest is about a message
+            shown = None
+            if request is not None:
+                shown = hidden_in_message(task.app, request, args, kwargs)
+            key = options.key(task, args, kwargs, shown=shown)
+        retries = 0
+        if request is not None and request.retries is not None:
+            retries = request.retries
+        if request is not None and request.is_eager:
+            # The rest is about a message.
+            request = None
+            header = Header(header.id, header.task)
         if request is None and options.on_conflict == "requeue":
             options.on_conflict = "raise"  # it cannot be postponed
         self.task = task
         self.request = request
         self.header = header
         # Not as one partial: if the body is one, too, its own arguments would look like the call's.
-        self.body, self.args, self.kwargs = body, args, kwargs
+        self.body = body
+        self.args = args
+        self.kwargs = kwargs
         self.options = options
         self.key = key
         self.has_hopped = header.redelivered == READS
         if request is not None and not header.redelivered:
-            has_waited = time.time() - (header.received or math.inf)
-            if (request.delivery_info or {}).get("redelivered"):
+            if request.delivery_info and request.delivery_info.get("redelivered"):
                 header.marked = True
-            elif has_waited > FIRST_HOP and has_waited > visibility_timeout(task.app):
-                # It was delivered first. Each other delivery hops, and notes its end.
-                header.marked = True
-                self.has_hopped = True
+            elif header.received:
+                has_waited = time.time() - header.received
+                if has_waited > FIRST_HOP and has_waited > visibility_timeout(task.app):
+                    # It was delivered first. Each other delivery hops, and notes its end.
+                    header.marked = True
+                    self.has_hopped = True
         self.again = header.marked or bool(header.redelivered)
         self.ref = LockRef(
             conf.cache,
@@ -246,11 +265,11 @@ class Delivery:
         options = self.options
         slots = None
         if options.lock_slots > 1 or self.again:
-            looks_at = options.lock_slots
+            read = options.lock_slots
             if self.again or self.ref.retries:
-                looks_at = MAX_SLOTS
-            mark = mark_of(self.ref.task_id)
-            slots = Slots(self.key.slots(looks_at), options.lock_slots, mark)
+                read = MAX_SLOTS
+            keys = self.key.slots(read)
+            slots = Slots(keys, options.lock_slots, mark_of(self.ref.task_id))
         length = options.lock_timeout
         if length is None:
             length = conf.lock_timeout
@@ -304,21 +323,25 @@ class Delivery:
         """Postpone a message that was promised its turn; else do what ``on_outage`` says."""
         # The first run, or a holder that this delivery has met, may still be running.
         if self.again:
-            self.postpone("redelivery", redelivered=WAITS)
+            raise self.postpone("redelivery", redelivered=WAITS)
         lease = self.lease
         on_outage = self.options.on_outage
-        if on_outage != "run" or lease.blocker is not None:
-            if self.options.on_conflict == "requeue":
-                self.requeue()
-            if self.header.hops:
-                self.postpone("outage")
-            if on_outage != "skip":
-                raise outage
+        if on_outage == "run" and lease.blocker is None:
+            return self._run_unguarded(outage)
+        if self.options.on_conflict == "requeue":
+            raise self.requeue()
+        if self.header.hops:
+            raise self.postpone("outage")
         if on_outage == "skip":
             text = "%s: %s is skipped (on_outage='skip'). %s"
             logger.warning(text, lease, lease.holder, outage)
             self._tell_skip("outage")
             return self.options.skip_result
+        raise outage
+
+    def _run_unguarded(self, outage: LockUnavailable) -> Any:
+        """Run the body without its lock."""
+        lease = self.lease
         text = "%s: %s runs without its lock (on_outage='run'). %s"
         logger.error(text, lease, lease.holder, outage)
         lease.ref.tell("unguarded", lease.holder, reason=str(outage))
@@ -330,7 +353,7 @@ class Delivery:
     def _meet_conflict(self) -> Any:
         policy = self.options.on_conflict
         if self.lease.is_behind_itself:
-            self.refuse("wait")
+            raise self.refuse("wait")
         if policy == "requeue":
             self.lease.note = ""  # it waits for its turn
         if self.request is not None:
@@ -338,8 +361,8 @@ class Delivery:
         if policy == "skip":
             return self.skip()
         if policy == "requeue":
-            self.requeue()
-        self.refuse(policy)  # "wait" has already waited
+            raise self.requeue()
+        raise self.refuse(policy)  # "wait" has already waited
 
     def _run_body(self) -> Any:
         if self.header.ticket is not None and self.request is not None:
@@ -377,16 +400,16 @@ class Delivery:
         )
         # A retry that was sent by a body has more retries: it is not a redelivery.
         if replaces or (is_own and blocker.retries < request.retries):
-            self.postpone("redelivery", SHORT_HOP)
+            raise self.postpone("redelivery", SHORT_HOP)
         if is_own and not blocker.kept:
-            self.postpone("redelivery", redelivered=WAITS, marked=False)
+            raise self.postpone("redelivery", redelivered=WAITS, marked=False)
         if is_own:
             header.marked = False
         elif not header.redelivered:
             return
         self._drop_if_done()
         if not is_own or header.redelivered != READS:
-            self.postpone("redelivery", redelivered=READS)
+            raise self.postpone("redelivery", redelivered=READS)
         # A run from before this message was due belongs to another call with this id. Otherwise
         # the body has returned and keeps the lock: the call must neither fail nor run again. A skip
         # lets the rest of its chain run.
@@ -399,7 +422,7 @@ class Delivery:
         """Postpone or drop the message, which has the lock, if its first run may have ended."""
         shows_end = self._drop_if_done()
         if shows_end and may_store(self.key, self.request.id, has_hopped=self.has_hopped):
-            self.postpone(None, longest=FIRST_HOP, redelivered=READS)
+            raise self.postpone(None, longest=FIRST_HOP, redelivered=READS)
 
     def _drop_if_done(self) -> bool:
         """Drop the message if the result backend shows that its work is done, or that it retries.
@@ -412,14 +435,15 @@ class Delivery:
         try:
             result = self.task.AsyncResult(self.request.id)
             state = result.state
-            ended = result.date_done if state == "SUCCESS" else None
-            # The message of the next try is already published. But if Celery has cancelled a run
-            # after the broker was away, the error is itself a Retry, and this message is that try.
-            retries = (
-                state == "RETRY"
-                and not self.request.retries
-                and not isinstance(result.result, Retry)
-            )
+            ended = None
+            retries = False
+            if state == "SUCCESS":
+                ended = result.date_done
+            elif state == "RETRY" and not self.request.retries:
+                # The message of the next try is already published. But if Celery has cancelled a
+                # run after the broker was away, the error is itself a Retry, and this message is
+                # that try.
+                retries = not isinstance(result.result, Retry)
         except NotImplementedError:
             return False  # there is no result backend: run again
         except SoftTimeLimitExceeded:
@@ -437,7 +461,8 @@ class Delivery:
             if header.marked:
                 earliest = header.due - header.delay + CLOCK_SKEW
             is_newer = ended.timestamp() > earliest
-        if retries or (state == "SUCCESS" and is_newer):
+        is_done = state == "SUCCESS" and is_newer
+        if is_done or retries:
             logger.info(
                 "Task %s was delivered again, but its work is done: dropped.", self.request.id
             )
@@ -452,8 +477,8 @@ class Delivery:
         first: float = FIRST_HOP,
         longest: float = math.inf,
         **changes: Any,
-    ) -> NoReturn:
-        """Publish the message again, at most ``longest`` seconds later, and raise ``Postponed``.
+    ) -> Postponed:
+        """Publish the message again, at most ``longest`` seconds later; return what to raise then.
 
         ``reason`` is reported once for each holder that the message meets, and an outage at the
         first hop. ``changes`` change the header.
@@ -477,7 +502,8 @@ class Delivery:
         delay = hop(self.task.app, length, first, hops, longest)
         fresh = {"outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
         header = dataclasses.replace(self.header, **(fresh | changes))
-        header.name, header.key = self.key
+        header.name = self.key.name
+        header.key = self.key.key
         # Task id, chord, chain, headers and retries stay the same. With acks_late this delivery is
         # acknowledged after the next one is published: a process that is killed in between leaves
         # two, and the lock decides between them.
@@ -498,7 +524,7 @@ class Delivery:
                 raise  # the broker may not have the message any more
             # The task has not failed: return the message to the broker.
             raise Reject(error, requeue=True) from error
-        raise Postponed
+        return Postponed()
 
     # What on_conflict says
 
@@ -507,9 +533,10 @@ class Delivery:
         lock = self.options.lock(self.key, self.task.name)
         return self.lease.conflict(lock)
 
-    def refuse(self, reason: str) -> NoReturn:
+    def refuse(self, reason: str) -> LockConflict:
+        """Report that the conflict fails the call; return what to raise."""
         self.lease.report_conflict(reason, "failed")
-        raise self._conflict()
+        return self._conflict()
 
     def skip(self) -> Any:
         self.lease.report_conflict("skip", "skipped")
@@ -521,7 +548,8 @@ class Delivery:
         caller = self.lease.holder
         self.ref.tell("conflict", caller, of_call=True, reason=reason, result="skipped")
 
-    def requeue(self) -> NoReturn:
+    def requeue(self) -> Exception:
+        """Postpone the message until ``lock_wait`` is over; return what to raise."""
         limit = self.options.lock_wait
         if limit is None:
             limit = math.inf
@@ -531,10 +559,10 @@ class Delivery:
         left = since + limit - time.time()
         if left <= 0:
             if self.outage is not None:
-                raise self.outage
+                return self.outage
             self.lease.note_wait(limit)
-            self.refuse("requeue")
-        self.postpone("requeue", longest=left, requeued_at=since)
+            return self.refuse("requeue")
+        return self.postpone("requeue", longest=left, requeued_at=since)
 
     def _is_superseded(self) -> bool:
         """Return whether a later call replaces this one (``on_duplicate="replace"``)."""

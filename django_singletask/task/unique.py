@@ -68,7 +68,7 @@ from django_singletask.task.options import LockOptions
 #   next page:                            is skipped
 
 
-LATE = 5.0
+EXPIRY_MARGIN = 5.0
 """Seconds by which the entry of a call outlasts its ``expires``.
 
 The clock of a worker may be behind. And Celery looks at ``expires`` when it gives the call to its
@@ -404,10 +404,10 @@ def discard(headers: Any, task_id: str | None, task: str) -> None:
 
 
 def seconds_to_block(options: LockOptions, delay: float, expires: Any) -> float:
-    """Return how long the entry of a call lasts that is sent now; 0 if the call has expired.
+    """Return for how many seconds the entry of a call lasts, if the call is sent now.
 
-    ``delay`` is the number of seconds before which the call will not start; ``expires`` is its
-    option for Celery, or None.
+    0: the call has expired. ``delay`` is the call's delay in seconds: it starts later than that.
+    ``expires`` is what the call has as Celery's option of that name, or None.
     """
     left = math.inf
     if expires is not None:
@@ -417,7 +417,7 @@ def seconds_to_block(options: LockOptions, delay: float, expires: Any) -> float:
     seconds = options.unique_for
     if options.unique_until != "expiry":
         seconds += delay
-    return min(seconds, left + LATE, MAX_LEASE)
+    return min(seconds, left + EXPIRY_MARGIN, MAX_LEASE)
 
 
 def seconds_until(when: Any) -> float:

@@ -178,7 +178,7 @@ def has_processes(consumer: Any) -> bool:
 
 
 @worker_ready.connect
-def watch(sender: Any, **kwargs: Any) -> None:
+def watch_pool(sender: Any, **kwargs: Any) -> None:
     """Start to watch the processes; called again after each lost connection to the broker."""
     watcher.begin()
     if has_processes(sender) and sender.hub:

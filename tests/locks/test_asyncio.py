@@ -555,7 +555,7 @@ class TestCancelled:
 class TestThreads:
     def test_a_job_can_be_added_inside_another_addition(self, monkeypatch):
         """The garbage collector can close a coroutine there, which then adds its release."""
-        pool, done, begin = aio.Pool(), [], _thread.start_new_thread
+        pool, done, begin = aio.Threads(), [], _thread.start_new_thread
 
         def collect_and_begin(*arguments):
             monkeypatch.setattr(_thread, "start_new_thread", begin)
