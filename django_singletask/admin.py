@@ -94,10 +94,10 @@ NOTES = {
 View = Callable[..., HttpResponse]
 
 
-def attempt(otherwise: Any, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str]:
+def attempt(otherwise: Any, ask: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     """Return the answer of the cache or the history; or ``otherwise``, and why there is none."""
     try:
-        return ask(*args, **kwargs), ""
+        return ask(*args), ""
     except Exception as error:  # each cache client has errors of its own
         return otherwise, cannot_ask(error)
 
@@ -116,7 +116,7 @@ def for_viewers(view: View) -> View:
             with reading(even_if_off=True):
                 return view(self, request, *args, **kwargs)
         except NoHistory as error:
-            return self.render(request, "unreadable", trouble=cannot_ask(error))
+            return self.render(request, "page", trouble=cannot_ask(error))
 
     return guarded
 

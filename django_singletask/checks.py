@@ -53,6 +53,11 @@ OF_OPTION = {
     "lock_name": "E010",
 }
 """The ids of the messages about single options; all other options get E012, and pairs E011."""
+SWITCHES = (
+    ("E014", "record_arguments", "False to hide arguments"),
+    ("E019", "testing", "True in the settings of tests"),
+)
+"""The settings that are on or off: the id of the message, the name, and an example."""
 
 
 def register() -> None:
@@ -221,12 +226,9 @@ def check_settings(**kwargs: Any) -> Messages:
         found.append(_wrong("E016", "history_days", rule, "days, such as 30"))
     if conf.history not in HISTORY_MODES:
         found.append(_wrong("E013", "history", f"one of {HISTORY_MODES}", "'background'"))
-    if not isinstance(conf.record_arguments, bool):
-        example = "False to hide arguments"
-        found.append(_wrong("E014", "record_arguments", "True or False", example))
-    if not isinstance(conf.testing, bool):
-        example = "True in the settings of tests"
-        found.append(_wrong("E019", "testing", "True or False", example))
+    for number, name, example in SWITCHES:
+        if not isinstance(getattr(conf, name), bool):
+            found.append(_wrong(number, name, "True or False", example))
     url = conf.task_url
     if url and not (isinstance(url, str) and TASK_URL.fullmatch(url)):
         rule = "an http or https address whose only field is {task_id}"

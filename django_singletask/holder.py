@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, get_args, get_type_hints
 from unicodedata import category
 
+from django_singletask.arguments import MAX_LEASE
 from django_singletask.process import Process
 
 # A token is part of the key of a marker, and memcached must accept that key.
@@ -22,7 +23,7 @@ COLUMN = 2**31 - 1
 """The largest number that a database column holds."""
 VERSION = 1
 """Grows if a field gets another meaning; the holder of a newer record is unknown."""
-LIMITS = {"since": 2**32, "timeout": 30 * 24 * 60 * 60, "version": VERSION}
+LIMITS = {"since": 2**32, "timeout": MAX_LEASE, "version": VERSION}
 """The largest other numbers: the year 2106, and a month."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 

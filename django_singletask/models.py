@@ -9,51 +9,44 @@ from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
 
 from django_singletask.conf import conf
-from django_singletask.history.queries import COUNTED, TaskLockEventQuerySet, ago, timestamp
+from django_singletask.history.queries import TaskLockEventQuerySet, ago, timestamp
 from django_singletask.holder import Holder
 from django_singletask.locks.keys import QUEUED
 
 __all__ = ["TaskLockEvent"]
 
 
-class Kind(models.TextChoices):
-    """What a row is about: a run that had the lock, or calls that one holder blocked."""
+COUNTED = {"conflict": _("conflict"), "duplicate": _("duplicate")}
+"""Kinds of calls that found a holder or an equal call: those against one holder are one row."""
+KINDS = {"run": pgettext_lazy("lock", "run"), **COUNTED}
+"""What a row is about: a run that had the lock, or calls that one holder blocked."""
 
-    RUN = "run", pgettext_lazy("lock", "run")
-    CONFLICT = "conflict", _("conflict")
-    DUPLICATE = "duplicate", _("duplicate")
-
-
-TROUBLE = frozenset({"dead", "expired", "lost", "cleared", "unguarded"})
-"""Outcomes of a run that can let two runs work at the same time."""
-
+TROUBLE = {
+    "dead": _("dead"),
+    "expired": _("expired"),
+    "lost": _("lost"),
+    "cleared": _("cleared"),
+    "unguarded": _("unguarded"),
+}
+"""Outcomes of a run that can let two runs work at the same time; unguarded: it had no lock."""
+OUTCOMES = {"released": _("released"), **TROUBLE}
+"""How a hold ended; empty while it lasts."""
 RETAKEN = "retaken"
 """An event that is no outcome, since the run goes on: a row counts how often it happened."""
 
-
-class HoldOutcome(models.TextChoices):
-    """How a hold ended; empty while it lasts. ``unguarded``: the run had no lock at all."""
-
-    RELEASED = "released", _("released")
-    DEAD = "dead", _("dead")
-    EXPIRED = "expired", _("expired")
-    LOST = "lost", _("lost")
-    CLEARED = "cleared", _("cleared")
-    UNGUARDED = "unguarded", _("unguarded")
-
-
-class Result(models.TextChoices):
-    """How the body of a run ended, or what became of a call that found the lock held."""
-
-    RETURNED = "returned", _("returned")
-    RAISED = "raised", _("raised")
-    TERMINATED = "terminated", _("terminated")
-    RETRIED = "retried", _("retried")
-    IGNORED = "ignored", _("ignored")
-    POSTPONED = "postponed", _("postponed")
-    SKIPPED = "skipped", _("skipped")
-    WAITING = "waiting", _("waiting")
-    FAILED = "failed", _("failed")
+COMPLETED = {"returned": _("returned"), "raised": _("raised")}
+"""Results of a body that came to its end."""
+OF_CALLS = {"skipped": _("skipped"), "waiting": _("waiting"), "failed": _("failed")}
+"""Results of calls that found the lock held."""
+RESULTS = {
+    **COMPLETED,
+    "terminated": _("terminated"),
+    "retried": _("retried"),
+    "ignored": _("ignored"),
+    "postponed": _("postponed"),
+    **OF_CALLS,
+}
+"""How the body of a run ended, or what became of a call that found the lock held."""
 
 
 def hold_end(
@@ -86,9 +79,9 @@ class TaskLockEvent(models.Model):
 
     id = models.BigAutoField(primary_key=True, verbose_name=_("ID"))
     ref = models.CharField(max_length=64)
-    kind = models.CharField(_("kind"), max_length=10, choices=Kind)
-    outcome = models.CharField(_("outcome"), max_length=10, choices=HoldOutcome, blank=True)
-    result = models.CharField(_("result"), max_length=10, choices=Result, blank=True)
+    kind = models.CharField(_("kind"), max_length=10, choices=KINDS)
+    outcome = models.CharField(_("outcome"), max_length=10, choices=OUTCOMES, blank=True)
+    result = models.CharField(_("result"), max_length=10, choices=RESULTS, blank=True)
     name = models.CharField(_("lock"), max_length=255)
     key = models.CharField(_("cache key"), max_length=255)
     cache = models.CharField(_("cache"), max_length=255, blank=True)
@@ -207,7 +200,7 @@ class TaskLockEvent(models.Model):
     @property
     def is_completed(self) -> bool:
         """Whether this run had the lock and its body returned or raised."""
-        if self.kind != "run" or self.result not in ("returned", "raised"):
+        if self.kind != "run" or self.result not in COMPLETED:
             return False
         if self.outcome == "cleared" and self.ended_at and self.noticed_at:
             return self.ended_at <= self.noticed_at  # what was cleared is the lock that it kept

@@ -10,7 +10,7 @@ from typing import Any
 from django.conf import settings
 from django.utils.timezone import get_default_timezone, make_naive
 
-from django_singletask.models import HoldOutcome, TaskLockEvent
+from django_singletask.models import OUTCOMES, TaskLockEvent
 from tests.entries import key_of
 
 __all__ = ["before_now", "keep_history_in", "ran", "row", "skipped"]
@@ -20,7 +20,7 @@ RESULTS = {
     **dict.fromkeys(["raise", "wait"], "failed"),
 }
 """What became of calls with another reason than to be skipped."""
-TROUBLE = {*HoldOutcome.values} - {"released"}
+TROUBLE = {*OUTCOMES} - {"released"}
 
 
 def keep_history_in(settings: Any, alias: str) -> None:

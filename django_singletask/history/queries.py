@@ -41,8 +41,6 @@ LATE = timedelta(hours=1)
 STATE = "NOT (outcome = 'released')"
 BLOCKED = "NOT (kind = 'run')"
 RETAKEN = "retaken > 0"
-COUNTED = frozenset({"conflict", "duplicate"})
-"""Kinds of calls that found a holder or an equal call: those against one holder are one row."""
 BATCH = 500
 """Values in one condition; older versions of SQLite allow 999."""
 MOST = 200_000

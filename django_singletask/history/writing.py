@@ -18,9 +18,8 @@ from django.db import connections, models, router, transaction
 from django.utils.timezone import get_default_timezone, make_naive
 
 from django_singletask.forks import undivided
-from django_singletask.history.queries import COUNTED
 from django_singletask.holder import clean
-from django_singletask.models import TROUBLE, TaskLockEvent
+from django_singletask.models import COUNTED, TROUBLE, TaskLockEvent
 from django_singletask.process import this_process
 from django_singletask.signals import LockEvent
 

@@ -125,16 +125,15 @@ def call_key(
     arguments in the readable name. Raises ``TypeError`` if the arguments do not fit the parameters,
     if one has no stable form, or if ``lock_on`` names another; and as :func:`named_key` does.
     """
-    if lock_name is not None:
-        required: Sequence[str] | None = None
-        if partial:
-            required = ()  # one that lock_name needs is noticed when the name is made
-        arguments = parameters.bind(task, args, kwargs, required, defaults=True)
-        return named_key("lock_name", lock_name, task, parameters, arguments, shown)
-    required = None
+    is_named = lock_name is not None
+    required: Sequence[str] | None = None
     if partial:
         required = lock_on
-    arguments = parameters.bind(task, args, kwargs, required)
+        if is_named:
+            required = ()  # one that lock_name needs is noticed when the name is made
+    arguments = parameters.bind(task, args, kwargs, required, defaults=is_named)
+    if lock_name is not None:
+        return named_key("lock_name", lock_name, task, parameters, arguments, shown)
     if lock_on is not None:
         parameters.check_names(f"lock_on of {task}", lock_on, arguments)
         arguments = {name: arguments[name] for name in lock_on if name in arguments}

@@ -16,13 +16,13 @@ from django.utils.timezone import now as django_now
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import conf
-from django_singletask.history.queries import COUNTED, FREQUENT, NEWEST, OPEN, NoHistory, reading
+from django_singletask.history.queries import FREQUENT, NEWEST, OPEN, NoHistory, reading
 from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import QUEUED, LockKey, call_key, lock_of_slot, name_key
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.locks.parameters import AS_SHOWN
 from django_singletask.log import logger
-from django_singletask.models import Result, TaskLockEvent, is_over
+from django_singletask.models import COUNTED, OF_CALLS, RESULTS, TaskLockEvent, is_over
 from django_singletask.operators.words import LONGEST
 from django_singletask.stores import get_store
 from django_singletask.stores.keys import is_key
@@ -95,16 +95,12 @@ def _find(
     return list(rows.filter(name__regex=f"^{_pattern(like)}$")[:limit]), complete and all_seen
 
 
-OF_CALLS = frozenset({"skipped", "waiting", "failed"})
-"""Results of calls that found the lock held."""
-
-
 def of_what(rows: Any, what: str) -> tuple[Any, bool]:
     """Keep the rows with this code of ``WORDS``; say whether older rows were left out.
 
     No index serves the result of a run or call, so only the newest rows are looked at for it.
     """
-    if what in Result.values:
+    if what in RESULTS:
         if what in OF_CALLS:
             rows = rows.of_state("conflict")
         rows, all_seen = rows.newest_of_them(SCANNED)
@@ -144,7 +140,6 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
         if proof_of_death(holder):
             states[holder.token] = "dead"
     for row in rows:
-        row.state = "held"
         if row.token in states:
             row.state = states[row.token]
         elif is_over(row):

@@ -27,12 +27,9 @@ TURNS = 200
 """Locks that are acquired and released to measure how long that takes."""
 READER = """
 import sys
-
 import django
-
 django.setup()
 from django_singletask.stores import get_store
-
 alias, key = sys.argv[1:]
 sys.exit(0 if get_store(alias).read(key) else 3)
 """

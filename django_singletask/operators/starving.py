@@ -9,8 +9,8 @@ from itertools import chain
 
 from django.utils.timezone import now as django_now
 
-from django_singletask.history.queries import COUNTED, NEWEST, OPEN, ago, reading
-from django_singletask.models import TaskLockEvent
+from django_singletask.history.queries import NEWEST, OPEN, ago, reading
+from django_singletask.models import COUNTED, TaskLockEvent
 from django_singletask.operators.names import Selector
 
 HOUR = 3600.0

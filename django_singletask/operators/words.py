@@ -20,9 +20,8 @@ from django.utils.timezone import is_naive, localtime, make_aware, make_naive
 from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import TASK_URL, conf
-from django_singletask.history.queries import COUNTED
 from django_singletask.holder import Holder, clean
-from django_singletask.models import RETAKEN, HoldOutcome, Kind, Result, TaskLockEvent
+from django_singletask.models import COUNTED, OUTCOMES, RESULTS, RETAKEN, TaskLockEvent
 
 STATES = {
     "held": _("held"),
@@ -36,10 +35,10 @@ STATES = {
 """The words for the states of a lock."""
 WORDS: dict[str, Any] = {
     "held": STATES["held"],
-    **dict(Result.choices),
-    **dict(HoldOutcome.choices),
+    **RESULTS,
+    **OUTCOMES,
     RETAKEN: _("retaken"),
-    **{kind: label for kind, label in Kind.choices if kind in COUNTED},
+    **COUNTED,
 }
 """What can have become of a run or a call, in the words of the list."""
 CELERY_APPS = ("app", "celery", "celery_app")

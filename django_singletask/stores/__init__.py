@@ -121,14 +121,12 @@ def choose(cache: Any) -> tuple[str, str]:
     ``SINGLETASK_STORES``, STORES or UNSAFE names decides; the setting overrides the other two.
     """
     own = _own_stores()
-    name, reason = _look_up(type(cache), "caches")
-    if name in own:
-        return own[name], ""
-    if reason:
-        return "", reason
-    path = f"{__name__}.{STORES[name]}"
+    classes = {"caches": type(cache)}
     if hasattr(cache, "_client_cls"):  # CLIENT_CLASS of django-redis or django-valkey, loaded
-        name, reason = _look_up(cache._client_cls, "clients")  # noqa: SLF001
+        classes["clients"] = cache._client_cls  # noqa: SLF001
+    path = ""
+    for kind, cls in classes.items():
+        name, reason = _look_up(cls, kind)
         if name in own:
             return own[name], ""
         if reason:

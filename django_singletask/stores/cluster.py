@@ -180,7 +180,7 @@ class Group(RedisStore):
         (request,) = requests  # of one lock
         where = self.cluster.find(self.number)
         is_named = False
-        was_sent_twice = False
+        self.was_sent_twice = False
         for left in reversed(range(base.TRIES)):
             node = Node(self.cluster, where)
             node.epoch = self.epoch
@@ -206,7 +206,7 @@ class Group(RedisStore):
                     time.sleep(PAUSE)
                 else:
                     self.cluster.read_map(where)
-                    was_sent_twice = True
+                    self.was_sent_twice = True
                 found = self.cluster.find(self.number)
                 is_passing = isinstance(refusal, MovedError | TryAgainError)
                 if found == where and not is_passing:
@@ -214,8 +214,7 @@ class Group(RedisStore):
                 where = found
             else:
                 if node.was_sent_twice:
-                    was_sent_twice = True
-                self.was_sent_twice = was_sent_twice
+                    self.was_sent_twice = True
                 return [reply]
         raise AssertionError("unreachable")
 
@@ -409,13 +408,12 @@ class ClusterStore(RedisStore):
             self.look_at(TAGS)
 
     def look_at(self, groups: Iterable[int]) -> None:
-        epoch = EPOCH
         requests = {
-            each: request_to_read([epoch], [Group(self, each).epoch_key]) for each in groups
+            each: request_to_read([EPOCH], [Group(self, each).epoch_key]) for each in groups
         }
         for group, entries in self.ask_each(requests):
-            if epoch in entries:
-                self.map.epochs[group].see(entries[epoch].value)
+            if EPOCH in entries:
+                self.map.epochs[group].see(entries[EPOCH].value)
             else:
                 Group(self, group).look()
         self.epoch.seen_at = clock.now()

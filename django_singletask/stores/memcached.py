@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from django_singletask import clock
+from django_singletask.arguments import MAX_LEASE
 from django_singletask.stores import base
 from django_singletask.stores.base import TRIES, Entry, Outcome, Slots, Store
 from django_singletask.stores.epoch import Forgotten
@@ -28,14 +29,14 @@ restarts, which takes longer than this.
 # memcached reads an expiry above 30 days as a date, which is here in January 1970, and deletes the
 # entry at once. A negative expiry does not work: with pylibmc's binary protocol memcached reports
 # success, but keeps the entry for decades.
-PAST = 30 * 24 * 60 * 60 + 1
+PAST = MAX_LEASE + 1
 
 
 def _expiry(lease: float) -> int:
     if lease == math.inf:
         return 0
     # memcached counts whole seconds, and may delete an entry one second before its expiry.
-    return min(math.ceil(lease) + 1, PAST - 1)
+    return min(math.ceil(lease) + 1, MAX_LEASE)
 
 
 def _place(server: str) -> str:

@@ -70,7 +70,6 @@ class Header:
         """
         if not fields or task_id is None:
             return None
-        wire = None
         for place in (fields, fields.get("headers")):
             if isinstance(place, Mapping):
                 found = place.get(HEADER)
@@ -81,7 +80,7 @@ class Header:
                 ):
                     wire = found
                     break
-        if wire is None:
+        else:
             return None
         header = cls(task_id, task)
         version = wire.get("version", VERSION)

@@ -10,7 +10,7 @@ from django.core.management import call_command
 from django.db import connections
 from django.utils.functional import Promise
 
-from django_singletask.models import HoldOutcome, Kind, Result, TaskLockEvent
+from django_singletask.models import KINDS, OUTCOMES, RESULTS, TaskLockEvent
 from tests.past_rows import TROUBLE, before_now
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -86,10 +86,10 @@ def test_a_hold_ends_when_its_run_says_so_unless_it_was_cleared():
     assert end("", noticed_at=noticed) is None  # a sweep has missed the token once
 
 
-@pytest.mark.parametrize("kind", Kind.values)
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_a_run_that_returned_or_raised_is_completed(kind):
-    for outcome in ["", *HoldOutcome.values]:
-        for result in ["", *Result.values]:
+    for outcome in ["", *OUTCOMES]:
+        for result in ["", *RESULTS]:
             row = TaskLockEvent(kind=kind, outcome=outcome, result=result)
             completed = kind == "run" and outcome == "released"
             assert row.is_completed == (completed and result in ("returned", "raised"))

@@ -19,7 +19,7 @@ from django.http import HttpResponse
 from django.utils import timezone
 from django.utils.translation import override, trans_real
 
-from django_singletask.models import HoldOutcome
+from django_singletask.models import OUTCOMES
 from tests import catalogues, inside
 from tests.admin_pages import BASE, event, log_in
 from tests.catalogues import by_id
@@ -146,7 +146,7 @@ def test_the_pages_show_no_text_that_is_not_marked(monkeypatch: pytest.MonkeyPat
     noticed = {"noticed_at": timezone.now(), "actor": "οδ", "retaken": 2}
     rows += [
         event(outcome=outcome, ref=str(number) * 32, **noticed, **facts)
-        for number, outcome in enumerate(HoldOutcome.values, 3)
+        for number, outcome in enumerate(OUTCOMES, 3)
     ]
     pages = ["", "history/", "history/?q=ένα", "timeline/", "per-task/"]
     pages += [f"timeline/?{urlencode({'name': 'ένα', 'event': row.pk})}" for row in rows[1:2]]
