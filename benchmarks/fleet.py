@@ -80,7 +80,7 @@ def simulate(load: Workload, warm_up: float, seconds: float, seed: int = 14) -> 
     A lock is a list with the time until which it is held. Looks and renewals follow from that.
     """
     from django_singletask.worker.sweeper import SWEEP
-    from django_singletask.worker.watcher import LEARN
+    from django_singletask.worker.watcher import LEARN_EVERY
 
     chance = random.Random(seed)
     n, begins, ends = load.processes, warm_up, warm_up + seconds
@@ -119,7 +119,7 @@ def simulate(load: Workload, warm_up: float, seconds: float, seed: int = 14) -> 
     rates = Counter({action: count / seconds for action, count in counts.items()})
     if load.pool:
         # Of the main processes each looks, and they take turns to sweep the history.
-        rates.update({"look": n / load.pool / LEARN, "conflict": n / load.pool / SWEEP})
+        rates.update({"look": n / load.pool / LEARN_EVERY, "conflict": n / load.pool / SWEEP})
     return Demand(rates, len(postponed))
 
 
@@ -210,14 +210,14 @@ def show_clusters(costs: Costs) -> None:
     A group of locks is on one node, and each main process looks at each node. The thread of a task
     has a connection to each node in the end, the other two of a process to that of its lock.
     """
-    from django_singletask.worker.watcher import LEARN
+    from django_singletask.worker.watcher import LEARN_EVERY
 
     cells = []
     loads = [Workload(processes, TASKS[1][0], pool=0) for processes in (1000, 10_000, 100_000)]
     demands = [(load.processes, simulate(load, *TASKS[1][1:])) for load in loads]
     for (processes, demand), nodes in itertools.product(demands, NODES):
         mine = Counter({name: rate / nodes for name, rate in demand.actions.items()})
-        mine["look"] += processes / POOL / LEARN
+        mine["look"] += processes / POOL / LEARN_EVERY
         used = at_a_rate(mine, costs).micros / 1e6
         connections = processes * (1 + (costs.connections - 1) / nodes) + processes / POOL
         memory = connections * costs.connection_bytes + processes / nodes * costs.lock_bytes

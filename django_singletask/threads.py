@@ -27,8 +27,8 @@ from django_singletask.log import logger
 # _thread.start_new_thread. (In Python 3.14.0 to 3.14.8, a signal can also strike between the lock
 # and the block of a "with": python/cpython#148874. No cure is known here: the docs say so.)
 #
-# gevent and eventlet replace these names, perhaps after this package was imported. So nothing of
-# them is made or imported by name before its first use.
+# gevent and eventlet replace these names, perhaps after this package was imported. So no such thing
+# is made or imported by name before its first use.
 
 made: dict[str, Any] = {}
 """The ``"variables"`` of each thread or greenlet, once :func:`put` has set one."""
@@ -59,17 +59,20 @@ class Background:
     run: Callable[[], None]
     """Do the work of the thread."""
     thread: int | None = None
-    """The number of the thread that runs."""
+    """The number of the thread that runs; None if none does."""
     wakes: Any = None
+    """The queue by which others wake the thread."""
 
     def begin(self) -> None:
         if self.thread is None:
-            has_threads()
-            _thread.start_new_thread(self._begin, ())
+            has_threads()  # logs if there are none
+            _thread.start_new_thread(self._run_thread, ())
 
-    def _begin(self) -> None:
+    def _run_thread(self) -> None:
+        """Be the thread of this object for as long as :meth:`run` works, unless it has one."""
         number = threading.get_ident()
-        if vars(self).setdefault("thread", number) == number:  # atomic
+        winner = vars(self).setdefault("thread", number)  # atomic
+        if winner == number:
             threading.current_thread().name = self.name
             self.wakes = queue.SimpleQueue()
             try:
@@ -93,7 +96,7 @@ class Background:
             while True:
                 self.wakes.get(timeout=seconds)
                 woken = True
-                seconds = 0  # there may be more of them
+                seconds = 0  # others may have woken the thread as well
         except queue.Empty:
             return woken
 

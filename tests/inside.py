@@ -671,7 +671,7 @@ def write_in_the_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def take_turn_to_sweep() -> bool:
     """Let this process be the one that sweeps next; return whether no other one has the turn."""
-    return sweep.takes_turn()
+    return sweep.take_turn()
 
 
 # == Operators: held now, names, words, the command, the admin
@@ -743,7 +743,7 @@ BOUNDS = {
     "troubles of the timeline": (charts, "TROUBLES"),
     "runs of a percentile": (charts, "NEWEST"),
     "rows of a sum": (queries, "MOST"),
-    "rows of a window": (queries, "NEWEST"),
+    "rows of a window": (queries, "AT_EDGE"),
     "names that a search begins": (queries, "FREQUENT"),
     "tokens of a question": (queries, "BATCH"),
     "rows of a search": (names, "SCANNED"),

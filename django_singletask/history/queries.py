@@ -28,13 +28,15 @@ from django_singletask.stores.database import trouble
 from django_singletask.stores.keys import PREFIX
 
 NEWEST = 1000
-"""The maximum number of rows that are read: of a task, of a name, or of a window's beginning."""
+"""The maximum number of rows that are read of a task, or of a name."""
+AT_EDGE = 1000
+"""The maximum number of rows whose ids are read at the beginning, and at the end, of a window."""
 OPEN = 5000
 """The maximum number of open rows that are read; a hold is open until its end is reported."""
 RUNS = 100
-"""Runs at most whose length says what is usual."""
+"""The maximum number of runs whose length says what is usual."""
 FREQUENT = 5000
-"""The maximum number of rows that a search sorts; of more, it reads the newest."""
+"""The maximum number of rows that a search sorts; of more rows, a search reads the newest."""
 LATE = timedelta(hours=1)
 """How late a row may be written, because a process keeps its events while the database is down."""
 # Conditions of indexes, which SQLite must find in a statement without parameters.
@@ -42,7 +44,7 @@ STATE = "NOT (outcome = 'released')"
 BLOCKED = "NOT (kind = 'run')"
 RETAKEN = "retaken > 0"
 BATCH = 500
-"""Values in one condition; older versions of SQLite allow 999."""
+"""The maximum number of values in one condition; older versions of SQLite allow 999."""
 MOST = 200_000
 """The maximum number of rows in a sum: the newest, by their ids."""
 SECONDS = {
@@ -73,12 +75,16 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
         with savepoint:
             yield
     except Error as error:
-        text = f"The history cannot be read: {in_words(error)}.{remedy(error)}"
+        text = f"The history cannot be read: {in_words(error)}."
+        text += remedy(error)
         raise NoHistory(text) from error
 
 
 def remedy(error: Exception) -> str:
-    """Return what to do about a failed statement of the history, if the error shows it."""
+    """Return what to do about a failed statement of the history, or "" if the error shows nothing.
+
+    The text follows another sentence, so it begins with a space.
+    """
     what = trouble(error)
     if what in {"table", "column"}:
         return (
@@ -113,7 +119,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return self.order_by("-id")
 
     def newest_of_them(self, most: int) -> tuple[TaskLockEventQuerySet, bool]:
-        """Keep at most so many rows, the newest by their ids; say whether these are all."""
+        """Return at most so many rows, the newest by their ids, and whether these are all."""
         # Rows are counted up to the limit: ids have gaps.
         left_out = self.values_list("pk", flat=True)[most : most + 1].first()
         if left_out is None:
@@ -133,7 +139,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def of_state(self, kind: str, outcome: str = "") -> TaskLockEventQuerySet:
         """Keep the rows of a kind and with an outcome, which calls do not have.
 
-        The newest released runs are found without an index, since there are so many.
+        The newest released runs are found without an index, since so many runs are released.
         """
         rows = self.filter(kind=kind, outcome=outcome)
         if outcome == "released":
@@ -162,40 +168,47 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def named_like(self, beginning: str) -> TaskLockEventQuerySet:
         vendor = connections[self.db].vendor
         if vendor == "mysql":
-            # Its case-sensitive comparison uses no index.
+            # MySQL's case-sensitive comparison uses no index.
             return self.filter(name__istartswith=beginning)
         if vendor == "sqlite":
-            # Its LIKE uses no index either. This is the last character.
+            # SQLite's LIKE uses no index either. U+10FFFF is the last character.
             return self.filter(name__gte=beginning, name__lt=f"{beginning}\U0010ffff")
         return self.filter(name__startswith=beginning)
 
     def since(self, start: datetime, end: datetime | None = None) -> TaskLockEventQuerySet:
-        """Keep what began at ``start`` or later, and before ``end``; this reads some ids.
+        """Keep what began at ``start`` or later, and before ``end``.
 
-        The ids are nearly in the order of the times, but rows may be written late. So the first id
-        is the lowest one of many rows from an hour earlier on, and the last one the highest of many
-        rows until an hour later.
+        A database finds such rows fast only between two ids, which this method reads at once. The
+        ids are nearly in the order of the times, but a row may be written up to ``LATE`` after its
+        time. So the first id is the lowest id of the first rows from ``LATE`` before ``start`` on.
+        The last id is the highest id of the last rows that are older than ``LATE`` after ``end``.
         """
         ids = self.model.objects.using(self.db).values_list("pk", flat=True)
-        first = min(ids.filter(at__gte=start - LATE).order_by("at")[:NEWEST], default=0)
-        found = self.filter(at__gte=start, pk__gte=first)
+        first_rows = ids.filter(at__gte=start - LATE).order_by("at")
+        first_id = min(first_rows[:AT_EDGE], default=0)
+        found = self.filter(at__gte=start, pk__gte=first_id)
         if end is None:
             return found
-        last = max(ids.filter(at__lt=end + LATE).order_by("-at")[:NEWEST], default=0)
-        return found.filter(at__lt=end, pk__lte=last)
+        last_rows = ids.filter(at__lt=end + LATE).order_by("-at")
+        last_id = max(last_rows[:AT_EDGE], default=0)
+        return found.filter(at__lt=end, pk__lte=last_id)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
-        """Keep what ended earlier (default: ``SINGLETASK_HISTORY_DAYS``), so no open rows."""
+        """Keep the rows that ended more than so many seconds ago; an open row has not ended.
+
+        The default is ``SINGLETASK_HISTORY_DAYS``.
+        """
         if seconds is None:
             seconds = conf.history_days * 86_400
-        since = django_now() - timedelta(seconds=seconds)
-        went_on = Q(ended_at__gte=since) | Q(noticed_at__gte=since) | Q(last_at__gte=since)
-        return self.filter(at__lt=since).exclude(kind="run", outcome="").exclude(went_on)
+        cutoff = django_now() - timedelta(seconds=seconds)
+        is_open = Q(kind="run", outcome="")
+        went_on = Q(ended_at__gte=cutoff) | Q(noticed_at__gte=cutoff) | Q(last_at__gte=cutoff)
+        return self.filter(at__lt=cutoff).exclude(is_open).exclude(went_on)
 
     def search(self, texts: Sequence[str], tasks: Collection[str] = ()) -> TaskLockEventQuerySet:
-        """Keep rows whose name begins with one of the texts, or of one of the ``tasks``.
+        """Keep the rows whose name begins with one of the texts, and the rows of the ``tasks``.
 
-        Rows whose task id is the first text are kept as well.
+        The rows whose task id is the first text are kept as well.
         """
         rows = self.model.objects.using(self.db).order_by()
         parts = [rows.named_like(text) for text in texts]
@@ -206,7 +219,8 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
             # Reading from the newest is faster than sorting so many rows.
             meant = [Q(name__startswith=text) for text in texts]
             return self.filter(Q(*meant, task__in=tasks, pk__in=of_call, _connector=Q.OR))
-        # A list of ids: with the condition PostgreSQL would search all rows for rare names.
+        # The filter is a list of ids: with the conditions PostgreSQL would search all rows for rare
+        # names.
         return self.filter(pk__in=[*ids, *of_call])
 
     def runs(self, tokens: Iterable[str]) -> list[Any]:
@@ -224,9 +238,10 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return [row for batch in batches for row in rows.filter(**{f"{field}__in": batch})]
 
     def name_of_key(self, key: str) -> str:
-        """Return the name that belongs to a key, from the newest rows of its task, or "".
+        """Return the name that belongs to a key, or "" if the newest rows do not have the key.
 
-        There is no index of keys, but a key begins with the task or with the lock's name.
+        There is no index of keys. But a key begins with the task or with the lock's name, whose
+        rows are read.
         """
         slug = key.removeprefix(QUEUED).removeprefix(PREFIX).rpartition(":")[0]
         for rows in (self.of_task(slug), self.named(slug)):
@@ -250,16 +265,17 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def usual_hold(self, name: str, task: str = "") -> UsualHold | None:
         """Return how long the last runs of a task, or of a name without a task, held their lock.
 
-        Only runs that returned count; otherwise a run that hung until it was stopped would make
-        the next one look normal. None without such runs or without a history.
+        Only runs whose body returned are counted. Otherwise a run that hung until it was stopped
+        would make the next run that hangs look normal. Return None without such runs, or without a
+        history.
         """
         rows = self.named(name)
         if task:
             rows = self.of_task(task)
-        fields = rows.values_list("outcome", "result", "at", "ended_at")
+        newest = rows.values_list("outcome", "result", "at", "ended_at")[:NEWEST]
         holds = []
         with suppress(NoHistory), reading():
-            for outcome, result, at, ended_at in fields[:NEWEST]:
+            for outcome, result, at, ended_at in newest:
                 if outcome == "released" and result == "returned" and ended_at is not None:
                     holds.append(max(0.0, (ended_at - at).total_seconds()))
         if not holds:
@@ -281,7 +297,7 @@ def timestamp(at: datetime) -> float:
 
 
 class Seconds(models.Func):
-    """A time in seconds; of use is only the difference of two."""
+    """A time in seconds; only the difference of two such times is of use."""
 
     output_field = models.FloatField()
 
@@ -292,18 +308,21 @@ class Seconds(models.Func):
 def sums(
     rows: TaskLockEventQuerySet, start: datetime, step: timedelta, field: str
 ) -> tuple[Iterable[dict[str, Any]], datetime | None]:
-    """Return the sums of the newest of these rows, and from when on if there are more of them.
+    """Return the sums of these rows, and the time of the oldest row if older ones are left out.
 
-    Each sum has the ``number`` of calls that agree in ``field`` (``"task"`` or ``"name"``), kind,
-    outcome, result, and ``slot``: the steps since ``start`` in which they began. A queued call that
-    was cleared is no run.
+    Of more than ``MOST`` rows only the newest are summed; the time is None if all rows are. Each
+    sum has the ``number`` of the calls that agree in kind, outcome, result, ``lane`` and ``slot``.
+    The lane of a call is its ``field`` (``"task"`` or ``"name"``). The slot is the number of whole
+    steps between ``start`` and the begin of the call. A queued call that was cleared is no run, and
+    is not counted.
     """
     rows, is_whole = rows.newest_of_them(MOST)
     rows = rows.exclude(kind="run", key__startswith=QUEUED)
     cut = None
     if not is_whole:
         cut = rows.order_by("pk").values_list("at", flat=True).first()
-    # SQLite's time is not exact: a round one must not fall into the step before.
+    # SQLite's times are not exact. Without the addition, a call that began at the very beginning of
+    # a step could be counted in the step before.
     seconds = Seconds("at") - Seconds(models.Value(start)) + 0.001
     slot = Floor(seconds / step.total_seconds())
     totals = rows.order_by().values("kind", "outcome", "result", lane=F(field))

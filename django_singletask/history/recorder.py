@@ -72,7 +72,7 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
 
 
 def write_here() -> None:
-    """Write the events in this thread; if it is in a transaction, when that commits.
+    """Write the events in this thread, or when the transaction commits that this thread is in.
 
     In that transaction, the rows would stay locked until its end, and two callers that know nothing
     of each other could wait for each other:
@@ -84,14 +84,17 @@ def write_here() -> None:
     end of the request or of the process. The same is true if the caller has no autocommit.
     """
     connection = connections[router.db_for_write(TaskLockEvent)]
-    # Look at the last hook only: there may be many of others.
-    if not any(write_all in hook for hook in connection.run_on_commit[-1:]):
-        connection.on_commit(write_all)  # without a transaction, this calls it
+    # Look at the last hook only, since a project may have many hooks of its own.
+    is_hooked = any(write_all in hook for hook in connection.run_on_commit[-1:])
+    if not is_hooked:
+        connection.on_commit(write_all)  # without a transaction, Django calls write_all() at once
 
 
 def write_all() -> None:
-    while writer.events and writer.write_some():
-        pass
+    """Write events until none is left, or until the database is down."""
+    is_reachable = True
+    while writer.events and is_reachable:
+        is_reachable = writer.write_some()
 
 
 def end_request(**kwargs: Any) -> None:
@@ -109,7 +112,7 @@ request_finished.connect(end_request)
 
 
 def write_in_test(event: LockEvent) -> None:
-    """Write an event in the transaction of the test; one about a run waits for no other one.
+    """Write an event in the transaction of the test; no event waits for another transaction.
 
     Another thread may have the row of this run in a transaction that has not ended:
 
@@ -123,7 +126,7 @@ def write_in_test(event: LockEvent) -> None:
         if not is_visible:
             if event.kind in ("released", RETAKEN):
                 return
-            event = dataclasses.replace(event, token="")  # it gets a row of its own
+            event = dataclasses.replace(event, token="")  # the event gets a row of its own
     write([event])
 
 
@@ -163,7 +166,7 @@ class Writer(Background):
 
     name = "singletask-history"
     at_exit: Any = None
-    """Writes the events at the end of the process."""
+    """The finalizer that writes the events at the end of the process."""
 
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
@@ -179,14 +182,14 @@ class Writer(Background):
         while len(self.events) > BOUND:
             self.events.popleft()
             self.lost += 1
-        # A process that multiprocessing starts ends by os._exit(), without what atexit has. It runs
-        # finalizers, but forgets those that were there when it began. So each process registers one
-        # with its first event. In other processes, atexit runs it.
+        # A process that multiprocessing starts ends by os._exit(), without what atexit has. Such a
+        # process runs finalizers, but forgets those that were there when it began. So each process
+        # registers a finalizer with its first event. In other processes, atexit runs the finalizer.
         #
         #   parent:  event, registers   forks                                    exits, writes
         #   child:                            forgets    event, registers    writes, os._exit()
         #
-        # Registered before the thread begins: a short script ends at once.
+        # The finalizer is registered before the thread begins, since a short script ends at once.
         if self.at_exit is None:
             self.at_exit = Finalize(None, flush, [2.0], exitpriority=0)
 
@@ -199,18 +202,20 @@ class Writer(Background):
                 idle = 0.0
             else:
                 idle += GATHER
-            if self.write_some():
+            is_reachable = self.write_some()
+            if is_reachable:
                 self.open_connections = list(connections.all(initialized_only=True))
                 for connection in self.open_connections:
-                    close_before_forks(connection)
+                    close_before_forks(connection)  # only notes that a fork is to close it
             else:
                 self.close()
                 time.sleep(RETRY)
         self.close()
 
-    def _begin(self) -> None:
-        super()._begin()
-        # Look again when the thread counts as ended. Otherwise an event could wait for the next:
+    def _run_thread(self) -> None:
+        super()._run_thread()
+        # Look for events again when the thread counts as ended. Otherwise an event that came at the
+        # last moment would wait until another event comes:
         #
         #   thread: no event                                      ends
         #   receive():         adds an event   a thread? yes
@@ -218,12 +223,12 @@ class Writer(Background):
             self.begin()
 
     def write_some(self) -> bool:
-        """Write events together; in an outage of the database, keep them and return False."""
+        """Write events together; return False if the database is down, which keeps the events."""
         at_once = AT_ONCE
         events: list[LockEvent] = []
         self.batches += 1  # before taking events, so that flush() never sees both empty
         try:
-            with suppress(IndexError):  # there are fewer
+            with suppress(IndexError):  # there are fewer events
                 while len(events) < AT_ONCE:
                     events.append(self.events.popleft())
             while events:
@@ -250,29 +255,30 @@ class Writer(Background):
                 self.batches -= 1
 
     def fail(self, error: Exception, *, is_kept: bool = False) -> None:
-        """Note that an event is not recorded; or with ``is_kept`` that it is tried again later.
+        """Note that an event is not recorded, or with ``is_kept`` that it is written later.
 
-        This is logged once; if a database is only busy, after ``PATIENCE``.
+        A failure is logged once. If a database is only busy, that is after ``PATIENCE``.
         """
         now = time.monotonic()
-        until = self.failing_since  # another thread may forget it meanwhile
-        if until is None:
-            until = now
-        self.failing_since = until
+        failing_since = self.failing_since  # another thread may set this to None meanwhile
+        if failing_since is None:
+            failing_since = now
+        self.failing_since = failing_since
+        warn_at = failing_since
         if is_kept:
             consequence = f"; up to {BOUND} events of each process are kept and written later"
             if trouble(error) in {"race", "busy"}:
-                until += PATIENCE
+                warn_at += PATIENCE
         else:
             consequence = ": an event is not recorded"
             self.lost += 1
-        if not self.has_warned and now >= until:
+        if not self.has_warned and now >= warn_at:
             self.has_warned = True
-            logger.warning(
-                f"The lock history cannot be written; tasks are not affected{consequence} "
-                f"({in_words(error)}).{remedy(error)} To stop recording, set SINGLETASK_HISTORY = "
-                "'off'."
-            )
+            text = f"The lock history cannot be written; tasks are not affected{consequence}"
+            text += f" ({in_words(error)})."
+            text += remedy(error)
+            text += " To stop recording, set SINGLETASK_HISTORY = 'off'."
+            logger.warning(text)
 
     def succeed(self) -> None:
         """Note that events were written, and log the end of a failure."""
@@ -295,12 +301,13 @@ class Writer(Background):
 writer = Writer()
 
 
-def _forget_parent() -> None:
-    # The parent writes its own events. Its connections must not be deleted here: they would send
-    # "quit" on sockets that the parent still uses.
+def _replace_writer() -> None:
+    """Give a forked child a writer of its own; the parent writes the parent's events."""
+    # The connections of the parent must not be deleted in the child: they would send "quit" on
+    # sockets that the parent still uses.
     global writer
     leak(writer.open_connections)
     writer = Writer()
 
 
-at_fork(after_in_child=_forget_parent)
+at_fork(after_in_child=_replace_writer)

@@ -29,12 +29,13 @@ TURN = 50.0
 """Seconds for which no other worker sweeps."""
 
 
-def takes_turn() -> bool:
-    """Return whether this worker is to sweep: one of all workers, about once a minute.
+def take_turn() -> bool:
+    """Take the turn to sweep, if no worker has it; return whether this worker is to sweep.
 
-    Two projects may share a cache, so each history has its own key, with the time of its migration.
-    An address would not tell them apart: SQLite files on two hosts can have the same. Two sweeps at
-    a time would do no harm: the rows change in the same way.
+    About once a minute one of all workers gets the turn. Two projects may share a cache, so each
+    history has its own key, with the time of its migration. The address of its database would not
+    do: SQLite files on two hosts can have the same path. Two sweeps at a time would do no harm,
+    since both change the rows in the same way.
     """
     key = f"{PREFIX}@sweep"
     if conf.history != "off":
@@ -42,14 +43,15 @@ def takes_turn() -> bool:
         migration = migrations.filter(app="django_singletask", name="0001_initial").first()
         if migration is not None:
             key += f":{migration.applied.timestamp()}"
-    return get_store(conf.cache).add(key, uuid4().hex.encode(), TURN) is None
+    turn_of_another = get_store(conf.cache).add(key, uuid4().hex.encode(), TURN)
+    return turn_of_another is None
 
 
 # When is a row without a token in the store closed?
 #
-# Once is not enough: a renewal may take the lock again, or the event of the run's end may not be
-# written yet. So the first sweep that misses the token notes the time in the row, and a sweep that
-# misses it a lease later closes the row.
+# To miss the token once is not enough: a renewal may take the lock again, or the event of the run's
+# end may not be written yet. So the first sweep that misses the token notes the time in the row. A
+# sweep that misses the token a lease later closes the row.
 #
 #   run:      holds ...... the cache forgets ... takes again
 #   sweeps:                                  misses, notes       finds, forgets the note
@@ -59,9 +61,9 @@ def sweep() -> None:
     """Close the open rows of locks that are no longer held."""
     rows = TaskLockEvent.objects.primary()
     with undivided(connections[rows.db]):
-        over = [row for row in rows.open().iterator() if ago(row.at) >= row.timeout]
+        overdue = [row for row in rows.open().iterator() if ago(row.at) >= row.timeout]
         for cache in settings.CACHES:
-            unsure = [row for row in over if row.cache == cache]
+            unsure = [row for row in overdue if row.cache == cache]
             try:
                 for start in range(0, len(unsure), BATCH):
                     _check(cache, unsure[start : start + BATCH])
@@ -72,26 +74,30 @@ def sweep() -> None:
 
 
 def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
-    """Check open rows whose first lease is over."""
+    """Check whether the runs of open rows, whose first lease is over, still hold their locks.
+
+    Report the end of a run that is over. Note in the row when the cache is missing its token, and
+    forget that when the token is back again.
+    """
     entries = get_store(cache).read_many([row.key for row in rows])
-    missed = []
-    found = []
+    newly_missing = []
+    back_again = []
     for row in rows:
         ref = LockRef(cache, row.name, row.key)
         entry = entries.get(row.key)
         if entry is not None and Holder.decode(entry.value).token == row.token:
             if row.noticed_at:
-                found.append(row.pk)
+                back_again.append(row.pk)
             _check_entry(ref, entry, row)
         elif row.noticed_at is None:
-            missed.append(row.pk)
+            newly_missing.append(row.pk)
         elif ago(row.noticed_at) >= row.timeout:
             text = "%s: the lease of a run on %s, process %s, ended without a release."
             logger.warning(text, row.key, row.host, row.pid)
             ref.tell("expired", row.holder(), reason="its lease ended without a release")
     still_open = TaskLockEvent.objects.primary().filter(outcome="")
-    still_open.filter(pk__in=missed).update(noticed_at=now())
-    still_open.filter(pk__in=found).update(noticed_at=None)
+    still_open.filter(pk__in=newly_missing).update(noticed_at=now())
+    still_open.filter(pk__in=back_again).update(noticed_at=None)
 
 
 def _check_entry(ref: LockRef, entry: Entry, row: TaskLockEvent) -> None:

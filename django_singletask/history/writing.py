@@ -64,17 +64,21 @@ RULES = {
     "retaken": GREATEST,
     "noticed_at": STRONGER.replace("NULLIF(old.{0}, '')", "old.{0}"),
     **dict.fromkeys(["reason", "actor", "blocked_by", "blocked_by_task_id"], STRONGER),
-    "outcome": STRONGER,  # the last one: on MySQL the others would see the new outcome
+    "outcome": STRONGER,  # the last rule: on MySQL later rules would see the new outcome
 }
-"""How a column is changed if the row is there; the other columns stay."""
+"""How each column is changed if the row is there; the other columns stay."""
 
 
 def is_outage(error: Exception) -> bool:
-    """Return whether a later attempt may succeed: down, read-only, or without the table yet."""
+    """Return whether a later attempt to write may succeed.
+
+    Then the database is down or read-only, or does not have the table yet.
+    """
     kinds = (db.OperationalError, db.InterfaceError, db.InternalError, db.ProgrammingError)
     if not isinstance(error, kinds):
         return False
-    return error.args[:1] != (INCORRECT_STRING,)
+    is_text_invalid = error.args[:1] == (INCORRECT_STRING,)
+    return not is_text_invalid
 
 
 def write(events: Iterable[LockEvent]) -> None:
@@ -95,27 +99,27 @@ def write(events: Iterable[LockEvent]) -> None:
             earlier.update({name: row[name] for name in RULES if row[name]})
         else:
             more.append([row])
-    # All processes use the same order in a transaction. With different orders, two could wait for
-    # each other:
+    # All processes use the same order in a transaction. With different orders, two processes could
+    # wait for each other:
     #
     #   one:    changes a ...... waits for b
     #   other:         changes b ...... waits for a
     #
-    # What comes after them changes the same rows again.
+    # What is in ``more`` changes the same rows again.
     with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
         for batch in [sorted(rows.values(), key=_order), *more]:
             _upsert(connection, cursor, batch)
 
 
 def _order(row: Row) -> tuple[Any, ...]:
-    """Put runs in the order of their begin, as the ids of their rows will be."""
+    """Return the place of a row: runs are in the order of their begin, as their ids will be."""
     if row["kind"] in COUNTED:
         return (True, row["ref"])
     return (False, row["at"], row["ref"])
 
 
 def _row(event: LockEvent, adapt: Any) -> Row:
-    """Return what an event knows of a row, in texts that fit, and in times of the database."""
+    """Return what an event knows of a row, with texts that fit and with times of the database."""
     kind = event.kind
     at = event.at
     facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
@@ -136,7 +140,7 @@ def _row(event: LockEvent, adapt: Any) -> Row:
         if kind in ("dead", "expired"):
             here = this_process()
             facts["actor"] = f"{here.host}:{here.pid}"
-    if not ref:  # nobody knows the holder, so the event has a row of its own
+    if not ref:  # the holder is unknown, so the event gets a row of its own
         ref = md5(repr(event).encode(errors="replace"), usedforsecurity=False).hexdigest()
     facts["ref"] = ref
     for name, length in LENGTHS.items():

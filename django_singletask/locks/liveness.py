@@ -24,7 +24,7 @@ def proof_of_death(holder: Process) -> str | None:
         return None
     if not _is_here(holder):
         return None
-    return is_gone(holder.pid, holder.start)
+    return proof_that_gone(holder.pid, holder.start)
 
 
 def _is_here(holder: Process) -> bool:
@@ -40,7 +40,7 @@ def _is_here(holder: Process) -> bool:
     return (holder.boot_id, holder.pid_ns) == (here.boot_id, here.pid_ns)
 
 
-def is_gone(pid: int, start: str) -> str | None:
+def proof_that_gone(pid: int, start: str) -> str | None:
     """Return the proof that a process of this machine is gone, as text; None if there is none."""
     if os.name == "nt":
         return None  # kill(pid, 0) would end the process there
@@ -50,18 +50,19 @@ def is_gone(pid: int, start: str) -> str | None:
         return f"process {pid} is gone"
     except OSError:
         pass  # a process of another user: it is alive
-    # Many runs may meet one holder at once. If a new process got its number meanwhile, the proof is
-    # found after ALIVE_FOR.
+    # Many runs may meet one holder at once, so the record of its process is not read for each. If a
+    # new process got the number meanwhile, the proof is found after ALIVE_FOR.
     return _read_proof(pid, start, clock.now() // ALIVE_FOR)
 
 
 @lru_cache(maxsize=1)
 def _read_proof(pid: int, start: str, _now: float) -> str | None:
+    """Return the proof that the record of a process gives; the same one at the same ``_now``."""
     # An absent /proc/<pid> proves nothing: hidepid hides the processes of other users.
     fields = read_stat(pid)
     if not fields:
         return None
-    # If its main thread has ended before the others, the process lives on.
+    # If the main thread has ended before the other threads, the process lives on.
     if fields[0] == "Z" and fields[17] in {"0", "1"}:
         return f"process {pid} has ended"
     if start and fields[19] != start:

@@ -88,7 +88,7 @@ UNSAFE = {
     "django_redis.client.herd.HerdClient": "changes the entries",
     "django_valkey.client.sharded.ShardClient": "spreads the entries over servers",
     "django_valkey.client.herd.HerdClient": "changes the entries",
-    # Seen with version 0.4.1.
+    # This was seen with version 0.4.1.
     "django_valkey.client.sentinel.SentinelClient": "writes to a replica",
 }
 """Why the cache, or its client, cannot hold locks, unless ``SINGLETASK_STORES`` names it."""
@@ -115,7 +115,7 @@ def _setting_of(alias: str) -> str:
 
 
 def choose(cache: Any) -> tuple[str, str]:
-    """Return the path of a cache's store, and why the cache cannot hold locks; empty if it can.
+    """Return the path of a cache's store, and why the cache cannot hold locks ("" if it can).
 
     Look up the class of the cache, and then the class of its client. The nearest base that
     ``SINGLETASK_STORES``, STORES or UNSAFE names decides; the setting overrides the other two.
@@ -133,7 +133,7 @@ def choose(cache: Any) -> tuple[str, str]:
             return path, reason
         path = f"{__name__}.{STORES[name]}"
     if STORES[name] == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
-        # A cluster chooses the node by what follows it, not by the tag of the lock's group.
+        # A cluster chooses the node by what follows the first "{", not by the tag of the group.
         return path, 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
     if hasattr(cache, "cache_model_class"):  # a DatabaseCache
         alias = router.db_for_write(cache.cache_model_class)
@@ -157,7 +157,7 @@ def _own_stores() -> dict[str, str]:
 
 def _look_up(cls: type, kind: str) -> tuple[str, str]:
     """Return the nearest base that a table names, and why the class cannot hold locks."""
-    # By name, so that client libraries that are not used are not imported.
+    # Classes are compared by name, so that client libraries that are not used are not imported.
     names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
     for name in names:
         if name in conf.stores or name in STORES:
@@ -168,7 +168,7 @@ def _look_up(cls: type, kind: str) -> tuple[str, str]:
 
 
 def load_store(path: str) -> type[Store]:
-    """Return the class of a store; raise ``ImproperlyConfigured`` if it is none."""
+    """Return the class at a path; raise ``ImproperlyConfigured`` if it is no class of stores."""
     try:
         found = import_string(path)
     except ImportError as error:
@@ -180,7 +180,10 @@ def load_store(path: str) -> type[Store]:
 
 
 def open_store(alias: str) -> Store:
-    """Return a new store for an alias; raise ``ImproperlyConfigured`` if it cannot hold locks."""
+    """Return a new store for an alias.
+
+    Raises ``ImproperlyConfigured`` if there is no such alias, or if its cache cannot hold locks.
+    """
     check_installed()
     cache = open_cache(alias)
     path, reason = choose(cache)
@@ -197,7 +200,7 @@ def open_store(alias: str) -> Store:
 
 
 def find_store(alias: str) -> Store | None:
-    """Return a new store for an alias, also if it is not fit; None if its client is missing."""
+    """Return a new store for an alias, also if its cache is not fit; None if none can be made."""
     with suppress(Exception):
         cache = open_cache(alias)
         return load_store(choose(cache)[0])(cache, alias)
@@ -224,7 +227,10 @@ LOOK_WITHIN = 2.0
 
 
 class _Stores(dict[str, Store]):
-    """The stores of one thread, by alias or one beside it. They are closed when it ends."""
+    """The stores of one thread by their aliases; they are closed when the thread ends.
+
+    A second store of an alias has " beside" after the alias.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,13 +252,13 @@ class _Stores(dict[str, Store]):
 #   body:      take a -> sent                                             reads "b is yours"
 #   handler:                    take b -> sent, reads "a is held"
 #
-# So it gets a second store, with a connection of its own; the thread keeps it for the next time.
+# So the handler gets a second store, with a connection of its own, which the thread keeps.
 
 
 def get_store(alias: str) -> Store:
-    """Return this thread's store for a cache alias, which is in no request.
+    """Return a store of this thread for a cache alias; no request of this thread is using it.
 
-    Raises ``ImproperlyConfigured`` if there is no such alias, or if it cannot hold locks.
+    Raises ``ImproperlyConfigured`` if there is no such alias, or if its cache cannot hold locks.
     """
     stores: _Stores | None = getattr(threads.made.get("variables"), "stores", None)
     if stores is None or stores.opener is not _opener:
@@ -285,11 +291,12 @@ def open_with(opener: Callable[[str], Store] | None) -> None:
     """
     global _opener
     # Other threads may be using their stores, and close them at their next get_store(). Until then
-    # they see another server, which must not look like a change of the epoch.
+    # those stores keep the epochs that they have. New stores begin with new epochs, since they may
+    # ask another server, whose epoch must not look like a change.
     epochs.clear()
     if opener is None:
         opener = open_store
-    _opener = partial(opener)  # a new object
+    _opener = partial(opener)  # another object even for the same opener: every thread sees a change
     close_stores()
 
 

@@ -52,7 +52,10 @@ def address(host: str | None, port: object) -> str:
 
 
 def watch(sock: Any) -> Callable[[int], Any]:
-    """Return a function of a time, here 0, that tells whether a socket has something to read."""
+    """Return a function that tells whether a socket has something to read.
+
+    The argument of the function is the time that it waits, here always 0.
+    """
     if hasattr(select, "poll"):
         poll = select.poll()
         poll.register(sock, select.POLLIN)
@@ -117,15 +120,15 @@ class Store(ABC):
     request, it raises :meth:`unavailable` for ``client_errors``.
 
     ``lease`` is in seconds. One clock ends all leases, that of the server; an entry that has ended
-    is gone. It never ends early: a holder trusts its lease from before it sent the request.
+    is gone. No lease ends early: a holder trusts its lease from before it sent the request.
 
     A subclass writes :meth:`insert`, :meth:`change` and :meth:`read_many`, and where the cache can,
     :meth:`scan`. A request may be sent again after a lost reply, and must then say what the first
     one did.
 
     One object serves one thread of one process (see :func:`django_singletask.stores.get_store`).
-    After a fork, the child neither uses nor closes it. So it has a connection of its own, which is
-    closed after any exception that may leave a reply unread.
+    After a fork, the child neither uses nor closes that object. So the object has a connection of
+    its own, which is closed after any exception that may leave a reply unread.
     """
 
     family = ""
@@ -134,7 +137,7 @@ class Store(ABC):
     places: frozenset[str] = frozenset()
     """The servers or the table of the entries, for people, in a uniform spelling.
 
-    A check warns if two caches have one of them in common. Without any, messages name the alias.
+    A check warns if two caches have a place in common. Without places, messages name the alias.
     """
 
     forgets = False
@@ -159,7 +162,7 @@ class Store(ABC):
     """What the client raises if the cache does not answer, or refuses to."""
 
     refusals: Any = ()
-    """Those of them after which the server has done nothing, and can be asked at once."""
+    """The ``client_errors`` after which the server has done nothing, and can be asked at once."""
 
     def __init__(self, cache: Any, alias: str) -> None:
         self.cache = cache
@@ -216,6 +219,7 @@ class Store(ABC):
                     return None
                 return entry
             # The lock was released, or it expired, between the two requests: try again.
+        # Other processes change the entry all the time, so the lock is held by an unknown holder.
         return Entry(b"", None)
 
     @abstractmethod
@@ -274,7 +278,10 @@ class Store(ABC):
         return entries
 
     def _check_slot(self, slots: Slots, key: str, value: bytes) -> str | dict[str, Entry]:
-        """Return the key of a slot that was added, unless the message has another: then release."""
+        """Return the key of a slot that was added, unless the message has another slot.
+
+        If it has, this releases the slot that was added, and returns the entries of the others.
+        """
         if not slots.mark:
             return key
         others = self.read_many(slots.keys)
@@ -308,7 +315,7 @@ class Store(ABC):
     #   store:            deleted                                nothing to delete
 
     def release(self, key: str, value: bytes, new: bytes = b"", until: float = 0.0) -> Outcome:
-        """Delete the entry ``value``, or replace it by ``new`` until then, by :mod:`clock`.
+        """Delete the entry ``value``, or replace it by ``new`` ``until`` a time of :mod:`clock`.
 
         Return OK, SENT_TWICE, GONE or TAKEN. SENT_TWICE: this request has deleted it, unless the
         lease had ended before, which the caller knows.
@@ -370,7 +377,7 @@ class Store(ABC):
         return outcomes
 
     def _take_again(self, key: str, value: bytes, lease: float) -> Outcome | LockUnavailable:
-        """Add an entry that is gone, unless it was cleared."""
+        """Add an entry that is gone, unless it was cleared; return what became of it."""
         try:
             if self.read(marker_key(key, value)) is not None:
                 return Outcome.GONE
@@ -395,6 +402,8 @@ class Store(ABC):
 
     def clear(self, key: str, value: bytes, lease: float) -> bool:
         """Delete the entry ``value``, and leave a marker for ``lease`` seconds.
+
+        Return whether this call deleted the entry.
 
         Without the marker, the holder's next renewal would find no entry, as after an eviction, and
         would take the lock again. The marker is for the holder of ``value`` only. It stays even if
@@ -445,7 +454,7 @@ class Store(ABC):
         return time.time_ns() // 1000
 
     def look(self, keys: Iterable[str] = ()) -> None:
-        """Read the epoch of a cache that can forget its locks; add one if there is none.
+        """Read the epoch of a cache that can forget its locks, and add one if there is none.
 
         In a cluster this reads the epochs of these locks, or of all locks.
         """
@@ -495,4 +504,4 @@ class Store(ABC):
         return prefix
 
     def close(self) -> None:  # noqa: B027 - LocMemStore has nothing to close
-        """Close what the store opened, at the end of its thread; it is not used again."""
+        """Close what the store opened, at the end of its thread; nobody uses the store again."""

@@ -117,20 +117,23 @@ class Node(RedisStore):
     #   so:     renews a (hangs, 2 s)   b: not sent           ...      renews z
 
     def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
-        hanging = self.cluster.hanging
-        if clock.now() < hanging.get(self.where, 0):
+        hanging_until = self.cluster.hanging_until
+        if clock.now() < hanging_until.get(self.where, 0):
             error = self.errors.TimeoutError(f"{self.where} has not answered")
             raise self.unavailable(error) from error
         try:
             replies = super().ask(*requests, takes=takes)
-            if takes:
-                for connection in self.connections[-1:]:
-                    self.cluster.map.ready.add(getattr(connection, "server", b""))
+            used = self.connections[-1:]
+            if takes and used:
+                # A node answers a take only when it is ready. So the process at the other end of
+                # this connection has been ready, whatever it says later.
+                line = getattr(used[0], "server", b"")
+                self.cluster.map.ready.add(line)
             return replies
         except LockUnavailable as error:
             is_limited = self.cluster.limited < math.inf
             if is_limited and isinstance(error.__cause__, self.errors.TimeoutError):
-                hanging[self.where] = clock.now() + LOOK
+                hanging_until[self.where] = clock.now() + LOOK
             raise
 
     # While a node is down, the others say CLUSTERDOWN, if the cluster must be complete. They have
@@ -147,7 +150,7 @@ class Node(RedisStore):
         for epoch, owner in zip(nodes.epochs, nodes.owners, strict=False):  # none at first
             if owner == self.where:
                 epoch.note("server", line)
-        nodes.servers[self.where] = line  # last: read_map() notes it without a change
+        nodes.servers[self.where] = line  # last: read_map() would note the line without a change
 
 
 class Group(RedisStore):
@@ -158,7 +161,8 @@ class Group(RedisStore):
         self.number = number
         self.cache_alias = cluster.cache_alias
         self.epoch = cluster.map.epochs[number]
-        self.make_key = lambda key: f"{cluster.make_key(key)}{{{TAGS[number]}}}"
+        tag = "{" + TAGS[number] + "}"
+        self.make_key = lambda key: cluster.make_key(key) + tag
         self.epoch_key = self.make_key(EPOCH)
 
     # A slot that migrates
@@ -177,15 +181,15 @@ class Group(RedisStore):
     # and passed it on before a replica took over. So the deletion is sent twice, as in RedisStore.
 
     def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
-        (request,) = requests  # of one lock
+        (request,) = requests  # there is one, about one lock
         where = self.cluster.find(self.number)
-        is_named = False
+        is_redirected = False
         self.was_sent_twice = False
         for left in reversed(range(base.TRIES)):
             node = Node(self.cluster, where)
             node.epoch = self.epoch
             try:
-                if is_named:
+                if is_redirected:
                     _answer, reply = node.ask(ASKING, request, takes=takes)
                     if isinstance(reply, LockUnavailable):
                         raise reply
@@ -195,11 +199,11 @@ class Group(RedisStore):
                 if left == 0:
                     raise
                 refusal = error.__cause__
-                is_named = False
+                is_redirected = False
                 if isinstance(refusal, MovedError):
                     self.cluster.read_map(where, answers=True)
                 elif isinstance(refusal, AskError):
-                    is_named = True
+                    is_redirected = True
                     where = beside(where, refusal.host, refusal.port)
                     continue
                 elif isinstance(refusal, TryAgainError):
@@ -220,7 +224,7 @@ class Group(RedisStore):
 
 
 def beside(where: str, host: str, port: int) -> str:
-    """Return an address that a node has named; an empty host is its own."""
+    """Return an address that the node at ``where`` has named; an empty host is that node's own."""
     if not host:
         host = where.rpartition(":")[0]
     return f"{host}:{port}"
@@ -236,7 +240,8 @@ class ClusterStore(RedisStore):
     batch = 1  # a node that does not answer concerns no lock of another one
 
     def __init__(self, cache: Any, alias: str) -> None:
-        self.hanging: dict[str, float] = {}
+        self.hanging_until: dict[str, float] = {}
+        """Until when no request is sent to a node that hangs, by its address."""
         super().__init__(cache, alias)
         self.places = frozenset(address(*seed.rsplit(":", 1)) for seed in self.seeds)
         self.map: Map = vars(self.epoch).setdefault("map", Map(self.epoch))
@@ -266,7 +271,7 @@ class ClusterStore(RedisStore):
         return Group(self, number)
 
     def find(self, group: int) -> str:
-        """Return the address of the node of a group; any, which refuses, if it has none."""
+        """Return the address of a group's node; without one, that of a node that will refuse."""
         if not self.map.owners:
             self.read_map()
         if self.addresses != self.map.addresses:
@@ -278,7 +283,10 @@ class ClusterStore(RedisStore):
         return owner
 
     def read_map(self, where: str = "", *, answers: bool = False) -> None:
-        """Ask which node has which group: first the node that ``answers``, last one that fails."""
+        """Ask a node which node has which group, and note the answer.
+
+        The node at ``where`` is asked first if it ``answers``, and otherwise last.
+        """
         nodes = self.map
         known = nodes.addresses.union(self.seeds) - {""}
         order = [*known - {where}]
@@ -314,7 +322,7 @@ class ClusterStore(RedisStore):
         if self.map.owners:
             owners = self.map.owners[:]
         for start, end, (host, port, *_), *_replicas in ranges:
-            name = ""  # unknown: the host that was asked
+            name = ""  # an unknown host is the one that was asked
             if host is not None:
                 name = host.decode()
             for group, tag in TAGS.items():
@@ -323,7 +331,7 @@ class ClusterStore(RedisStore):
         return owners
 
     def _never_promoted(self, addresses: Iterable[str]) -> set[str]:
-        """Return those of new nodes that were no replicas before."""
+        """Return the addresses of those nodes that were no replicas before."""
         found = set[str]()
         for each in addresses:
             with suppress(LockUnavailable):  # INFO can be forbidden
@@ -348,7 +356,7 @@ class ClusterStore(RedisStore):
             except LockUnavailable as error:
                 replies = [error] * len(groups)
             for group, reply in zip(groups, replies, strict=True):
-                if isinstance(reply, LockUnavailable):  # perhaps its slot has moved
+                if isinstance(reply, LockUnavailable):  # perhaps the slot of the group has moved
                     left.append(group)
                 else:
                     yield group, reply

@@ -25,7 +25,7 @@ SHIFT = 14
 """Hours added to naive times, with ``USE_TZ = False``.
 
 Django then compares ``expires`` with the local time of ``TIME_ZONE``, and would cull a live lock
-whose time is in UTC. UTC + 14 h is never behind a local time, and it never jumps.
+whose time is in UTC. UTC + 14 h is never behind a local time, and never jumps.
 """
 
 LIKE = "cache_key LIKE %s ESCAPE '!'"
@@ -82,8 +82,8 @@ DIALECTS = {"postgresql": POSTGRESQL, "sqlite": SQLITE, "mysql": MYSQL}
 class DatabaseStore(Store):
     """Keep locks as rows, on a separate connection in autocommit mode.
 
-    So other processes see at once a lock that is taken inside ``atomic()``, and it is not rolled
-    back.
+    So other processes see at once a lock that is taken inside ``atomic()``, and the lock is not
+    rolled back.
     """
 
     family = "database"
@@ -136,22 +136,27 @@ class DatabaseStore(Store):
     def insert(self, key: str, value: bytes, lease: float) -> Any:
         cache_key = self.make_key(key)
         text = value.decode()
-        row = f"INTO {self.quoted} (cache_key, value, expires) VALUES (%s, %s, {self.then})"
+        # The lease is the parameter of self.then.
+        into = f"INTO {self.quoted} (cache_key, value, expires) VALUES (%s, %s, {self.then})"
+        params = [cache_key, text, lease]
         if self.vendor != "mysql":
             upsert = (
-                f"INSERT {row} ON CONFLICT (cache_key) DO UPDATE SET value = excluded.value, "
+                f"INSERT {into} ON CONFLICT (cache_key) DO UPDATE SET value = excluded.value, "
                 f"expires = excluded.expires WHERE {self.quoted}.expires <= {self.now}"
             )
-            return self.execute(upsert, [cache_key, text, lease])
+            return self.execute(upsert, params)
         # The row count of ON DUPLICATE KEY UPDATE is the same for an insert and an unchanged row.
-        inserted = self.execute(f"INSERT IGNORE {row}", [cache_key, text, lease])
+        inserted = self.execute(f"INSERT IGNORE {into}", params)
         if inserted:
             return inserted
-        return self._update(f"expires <= {self.now}", text, lease, cache_key)
+        return self._update(cache_key, text, lease, condition=f"expires <= {self.now}")
 
-    def _update(self, condition: str, text: str, *params: Any) -> Any:
+    def _update(
+        self, cache_key: str, text: str, lease: float, *, condition: str, params: Sequence[Any] = ()
+    ) -> Any:
+        """Write a row if its ``condition`` with these ``params`` is true; return the row count."""
         update = f"UPDATE {self.quoted} SET value = %s, expires = {self.then} WHERE cache_key = %s"
-        return self.execute(f"{update} AND {condition}", [text, *params])
+        return self.execute(f"{update} AND {condition}", [text, lease, cache_key, *params])
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
         cache_key = self.make_key(key)
@@ -165,10 +170,12 @@ class DatabaseStore(Store):
             else:
                 # The holder still has a row with its value, even an expired one.
                 has_either = f"value IN ({exact}, {exact})"
-                changed = self._update(has_either, after, lease, cache_key, before, after)
+                changed = self._update(
+                    cache_key, after, lease, condition=has_either, params=[before, after]
+                )
             if changed:
                 return Outcome.OK
-            was_sent_twice = self.was_sent_twice
+            was_sent_twice = self.was_sent_twice  # set by execute(), which read() calls again
             entry = self.read(key)
             if entry is None:
                 if lease is None and was_sent_twice:
@@ -189,7 +196,8 @@ class DatabaseStore(Store):
 
     def _live(self, condition: str, params: Sequence[Any]) -> Iterator[tuple[str, Entry]]:
         """Yield the cache key and entry of each row that has not expired."""
-        ends, now = map(self.dialect.seconds.format, ("expires", self.now))
+        ends = self.dialect.seconds.format("expires")
+        now = self.dialect.seconds.format(self.now)
         query = f"SELECT cache_key, value, {ends} - {now} FROM {self.quoted} WHERE {condition}"
         for cache_key, value, left in self.execute(f"{query} AND expires > {self.now}", params):
             yield cache_key, Entry(value.encode(), float(left))
@@ -279,18 +287,22 @@ SQLITE_ERRORS = re.compile(
 
 
 def trouble(error: Exception) -> str:
-    """Return what is wrong, if the error shows it.
+    """Return a word for what is wrong, or ``""`` if the error does not show that.
 
-    It is a lost ``"race"``, a missing ``"table"`` or ``"column"``, or ``"busy"``: another
-    connection blocks this one in an SQLite file.
+    The words are ``"race"``, which this statement has lost, ``"table"`` and ``"column"``, which are
+    missing, and ``"busy"``: another connection blocks this one in an SQLite file.
     """
     cause = error.__cause__
-    # psycopg 3, psycopg2, and mysqlclient, whose errors have the code as their first argument
-    codes = [getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None), *error.args[:1]]
+    codes = [
+        getattr(cause, "sqlstate", None),  # of psycopg 3
+        getattr(cause, "pgcode", None),  # of psycopg2
+        *error.args[:1],  # of mysqlclient, whose errors have the code as their first argument
+    ]
     for code in codes:
         if code in CODES:
             return CODES[code]
     match = SQLITE_ERRORS.search(str(error))
     if match is None:
         return ""
-    return str(match.lastgroup)
+    word = match.lastgroup  # the name of the group that matched
+    return str(word)

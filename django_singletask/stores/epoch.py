@@ -25,8 +25,8 @@ class Forgotten(Exception):
 class Epoch:
     """The epoch of one cache, as this process knows it; a forked child inherits it.
 
-    In a cluster each group of locks has an epoch. It is a part of the ``whole``, which counts the
-    changes of all groups.
+    In a cluster each group of locks has an epoch, which is a part of the ``whole``: that counts the
+    changes of all groups. Outside a cluster an epoch is its own whole.
     """
 
     value: bytes | None = None
@@ -38,11 +38,12 @@ class Epoch:
 
     def __init__(self, cache: str, whole: Epoch | None = None) -> None:
         self.cache = cache
-        self.whole = self
-        if whole is not None:
-            self.whole = whole
+        if whole is None:
+            whole = self
+        self.whole = whole
 
     def see(self, value: bytes) -> None:
+        """Note the value of the epoch, which was read just now."""
         self.seen_at = clock.now()
         self.note("value", value)
 
@@ -73,7 +74,10 @@ class Epoch:
         setattr(self, fact, seen)
 
     def pause(self) -> float:
-        """Return for how many seconds nobody takes a lock; in tests, which flush often, for 0."""
+        """Return for how many more seconds nobody takes a lock; less than 0 if that time is over.
+
+        In tests, which flush often, the answer is 0.
+        """
         if conf.testing:
             return 0.0
         return self.changed_at + HOLD_BACK - clock.now()

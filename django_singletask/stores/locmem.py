@@ -18,7 +18,7 @@ class LocMemStore(Store):
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        # Not by Django's methods, which are not atomic.
+        # This store changes the dicts of the cache itself, because Django's methods are not atomic.
         self.lock = cache._lock  # noqa: SLF001
         self.values: dict[str, bytes] = cache._cache  # noqa: SLF001
         self.expiries: dict[str, float] = cache._expire_info  # noqa: SLF001
@@ -39,8 +39,9 @@ class LocMemStore(Store):
                 return Outcome.GONE
             if entry.value not in (old, new):
                 return Outcome.TAKEN
-            if lease is None:
-                del self.values[cache_key], self.expiries[cache_key]
+            if lease is None:  # the entry is to be deleted
+                del self.values[cache_key]
+                del self.expiries[cache_key]
             else:
                 self._write(cache_key, new, lease)
             return Outcome.OK
@@ -60,7 +61,7 @@ class LocMemStore(Store):
         if value is None:
             return None
         expiry = self.expiries.get(cache_key)
-        if expiry is None:  # a foreign entry may have none
+        if expiry is None:  # an entry of other code may have no expiry
             expiry = math.inf
         remaining = expiry - time.time()
         if remaining <= 0:

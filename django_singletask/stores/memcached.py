@@ -68,8 +68,9 @@ class MemcachedStore(Store):
     hung_up: Any = ()
     """What the client raises if the server has closed the connection, or does not answer on it."""
     resends_cas: Any = ()
-    """The errors after which a ``cas`` is sent again; other requests are after ``hung_up``."""
+    """The errors after which a ``cas`` is sent again; ``hung_up`` is for all other requests."""
     is_open = False
+    """Whether the last request was answered, so that the connection is open."""
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
@@ -91,11 +92,12 @@ class MemcachedStore(Store):
     ) -> str | dict[str, Entry]:
         if heeds_epoch:
             if not self.epoch.value:
-                self.look()
+                self.look()  # reads the epoch, for the first time in this process
             self.epoch.check()
         taken = super().take(slots, value, lease, heeds_epoch=heeds_epoch)
+        # The key of a slot that was taken is a str; without one, take() returns a dict.
         if heeds_epoch and isinstance(taken, str):
-            self._look_after_add(taken, value)
+            self._read_epoch_after_add(taken, value)
             try:
                 self.epoch.check()
             except Forgotten:
@@ -103,7 +105,8 @@ class MemcachedStore(Store):
                 raise
         return taken
 
-    def _look_after_add(self, key: str, value: bytes) -> None:
+    def _read_epoch_after_add(self, key: str, value: bytes) -> None:
+        """Note the epoch that the server has now, after this entry was added."""
         self.look()
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
@@ -112,11 +115,11 @@ class MemcachedStore(Store):
         if lease is not None:
             expiry = _expiry(lease)
         for _ in range(TRIES):
-            present, cas = self._get_with_number(name, old)
+            present, cas = self._get_with_cas(name, old)
             if present is None:
                 if self.read(key) is None:
                     return Outcome.GONE
-                continue  # the server only did not answer: try again
+                continue  # gets found nothing, because the server did not answer it: try again
             if present not in (old, new):
                 return Outcome.TAKEN
             if self._ask("cas", name, new, cas, expiry):
@@ -124,8 +127,11 @@ class MemcachedStore(Store):
             # Another request changed the entry between these two: try again.
         return Outcome.TAKEN
 
-    def _get_with_number(self, name: Any, value: bytes) -> Any:
-        """Return the bytes and the cas number of an entry; the caller expects ``value``."""
+    def _get_with_cas(self, name: Any, expected: bytes) -> Any:
+        """Return the bytes and the cas number of an entry, or None and None if there is none.
+
+        A client that knows the cas number of the ``expected`` bytes need not ask the server.
+        """
         return self._ask("gets", name)
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
@@ -134,7 +140,7 @@ class MemcachedStore(Store):
         return {key: Entry(values[name], None) for name, key in names.items() if name in values}
 
     def fence(self, key: str, value: bytes) -> int | None:
-        # This is for good: memcached has no clock to give either, only whole seconds.
+        # This will not change: memcached does not tell its time either, except in whole seconds.
         raise NotImplementedError(
             "memcached has no fencing tokens: it can lose a counter at any time. Keep locks "
             "that need them in Redis or in a database: set SINGLETASK_CACHE, or TaskLock(cache=…)."
@@ -195,7 +201,10 @@ class MemcachedStore(Store):
 
 
 def _client_class(pylibmc_client: Any, epoch: bytes | None) -> Any:
-    """Return the class of a store's clients; ``epoch``: its key, if there is one server only."""
+    """Return the class of a store's clients.
+
+    ``epoch`` is the cache key of the epoch if there is one server only, and otherwise None.
+    """
 
     class Client(pylibmc_client):  # type: ignore[misc]
         """Return bytes unchanged: a lock is never unpickled."""
@@ -204,10 +213,10 @@ def _client_class(pylibmc_client: Any, epoch: bytes | None) -> Any:
             return value
 
         # gets and get_multi report "no entry" also if the server does not answer, but a get after
-        # them raises. One server always has the epoch, so it finds something if it answers. Of
+        # them raises. A single server has the epoch, so a reply without any entry is no answer. Of
         # several servers, only those of the keys are asked, and get asks again for each entry that
-        # is missing. For _ask() this is one request: after an error it begins again, since on a new
-        # connection a get alone may call the entry of a server that hangs missing, too.
+        # is missing. For _ask() all of this is one request, which begins again after an error: on
+        # a new connection, a get alone may call the entry of a server that hangs missing, too.
 
         def get_multi(self, names: list[bytes]) -> Any:
             asked = {*names}
@@ -249,7 +258,7 @@ class PyLibMCStore(MemcachedStore):
         # 47) after a successful gets, for an unknown reason. The cas number is valid on any
         # connection.
         self.resends_cas = pylibmc.ServerDown
-        self.hung_up = pylibmc.Error  # of closed connections it has five kinds
+        self.hung_up = pylibmc.Error  # pylibmc has five errors for closed connections
 
     def set_timeouts(self, seconds: float) -> None:
         milliseconds = dict.fromkeys(("connect_timeout", "_poll_timeout"), int(seconds * 1e3))
@@ -290,8 +299,10 @@ class PyMemcacheStore(MemcachedStore):
         options.update(ignore_exc=False, default_noreply=False, retry_attempts=0, dead_timeout=-1)
         self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
         self.clients = self.client.clients
-        self.added: dict[Any, Any] = {}
-        """By name and value of the last take: its cas number, connection, and until when it counts.
+        self.last_added: dict[Any, Any] = {}
+        """The last entry that was taken, by its name and bytes.
+
+        Its facts are the cas number, the connection, and until when the number is used.
         """
         if type(self.client) is pymemcache.HashClient and len(self.clients) == 1:
             # The choice among one server would take longer than the request.
@@ -310,33 +321,37 @@ class PyMemcacheStore(MemcachedStore):
     #   server:                           restarts
     #   holder B:                                   add -> cas 17
     #
-    # A renewal changes the number, so the server then refuses it, and the release reads it again.
+    # A renewal changes the number. Then the server refuses the old number, and the release reads
+    # the new one.
 
-    def _look_after_add(self, key: str, value: bytes) -> None:
+    def _read_epoch_after_add(self, key: str, value: bytes) -> None:
         name = self._name(key)
         epoch = self._name(EPOCH)
         found = self._ask("gets_many", [name, epoch])
-        sock = getattr(self.client, "sock", None)  # not of several servers, or of a pool
+        sock = getattr(self.client, "sock", None)  # None of several servers, or of a pool
         if sock is not None and name in found:
             present, cas = found[name]
             if present == value:
-                self.added = {(name, value): (cas, sock, clock.now() + FRESH)}
+                self.last_added = {(name, value): (cas, sock, clock.now() + FRESH)}
         if epoch in found:
             self.epoch.see(found[epoch][0])
         else:
-            self.look()  # adds one
+            self.look()  # adds an epoch
 
-    def _get_with_number(self, name: Any, value: bytes) -> Any:
-        added = self.added.pop((name, value), None)
-        if added is not None:
-            cas, sock, until = added
-            if sock is self.client.sock and clock.now() < until:
-                return value, cas
-        return super()._get_with_number(name, value)
+    def _get_with_cas(self, name: Any, expected: bytes) -> Any:
+        facts = self.last_added.pop((name, expected), None)
+        if facts is not None:
+            cas, sock, used_until = facts
+            if sock is self.client.sock and clock.now() < used_until:
+                return expected, cas
+        return super()._get_with_cas(name, expected)
 
     def _has_unread(self) -> bool:
         for client in self.clients.values():
-            sock = getattr(client, "sock", None)  # a pool has none
-            if sock is not None and base.watch(sock)(0):
+            sock = getattr(client, "sock", None)  # a pool has no socket
+            if sock is None:
+                continue
+            has_data = base.watch(sock)
+            if has_data(0):
                 return True
         return False

@@ -98,6 +98,9 @@ class Header:
             header.options = {name: header.options[name] for name in NAMES & header.options.keys()}
             if header.options.get("lock_wait") == ENDLESS:
                 header.options["lock_wait"] = math.inf
+            # A call of an older version, which is on its way, must not fail: it runs in its turn.
+            if header.options.get("on_conflict") == "rerun":
+                header.options["on_conflict"] = "requeue"
         return header
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def check_value(option: str, where: str, value: Any, parameters: Parameters | No
     elif option == "lock_slots":
         check_slots(what, value)
     elif option == "on_conflict" and value == "rerun":
-        raise ValueError(f"{option}={value!r} {where} is gone: say {INSTEAD_OF_RERUN}.")
+        raise ValueError(f"{option}={value!r} {where} was removed: set {INSTEAD_OF_RERUN} instead.")
     elif option in CHOICES:
         check_choice(option, value, CHOICES[option], f" {where}")
     elif option == "lock_on" and isinstance(value, str):

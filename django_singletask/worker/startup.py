@@ -54,7 +54,7 @@ def hand_out_token(sender: Any, request: Any, **kwargs: Any) -> None:
     succeeded = request.on_success
 
     def on_accepted(pid: int, time_accepted: float) -> None:
-        del request.on_accepted  # a cycle, which would keep the request until a collection
+        del request.on_accepted  # part of a cycle, which would keep the request
         watcher.deliveries[pid] = delivery
         accepted(pid, time_accepted)
 
@@ -93,9 +93,12 @@ def refuse(sender: Any = None, **kwargs: Any) -> None:
     """
     from celery.apps.worker import Worker  # only workers need it
 
-    # The worker of celery.contrib.testing, in a thread of a test, is not of this class.
+    # The worker of celery.contrib.testing, which runs in a thread of a test, is not of this class.
     if conf.testing and isinstance(sender, Worker):
-        end_worker("Set SINGLETASK_TESTING = True only in the settings of tests.")
+        end_worker(
+            "SINGLETASK_TESTING is True, so these are settings of tests. Remove it, or start the "
+            "worker with other settings."
+        )
     if os.environ.get("CELERY_SKIP_CHECKS"):
         return
     errors = [message for message in run() if message.is_serious() and not message.is_silenced()]
@@ -114,8 +117,8 @@ def end_worker(text: str) -> None:
 def load(**kwargs: Any) -> None:
     """Prepare the main process before it has threads and forks the processes of the pool.
 
-    Read the epoch of the cache. The processes of the pool inherit it, so they notice if the cache
-    restarts before their first task. If the cache is down, the first lock reports it.
+    Read the epoch of the cache. The processes of the pool inherit the epoch, so they notice if the
+    cache restarts before their first task. If the cache is down, the first lock reports that.
 
     Import the modules that the threads of the main process need. A process that is forked while a
     thread imports a module inherits that module's lock, but not the thread that would free it. Its
@@ -128,7 +131,8 @@ def load(**kwargs: Any) -> None:
     try:
         with suppress(LockUnavailable):
             look_at_epoch()
-    except (ImproperlyConfigured, ImportError) as error:  # in cluster mode; no client installed
+    # The server may be in cluster mode, or its client may not be installed.
+    except (ImproperlyConfigured, ImportError) as error:
         if not os.environ.get("CELERY_SKIP_CHECKS"):
             end_worker(f"SINGLETASK_CACHE cannot be used: {error}")
     close_stores()
@@ -138,9 +142,9 @@ def load(**kwargs: Any) -> None:
 @signals.worker_process_shutdown.connect
 @signals.worker_shutdown.connect
 def finish(**kwargs: Any) -> None:
-    """Make the releases that are owed, and write all events: they are lost with the process.
+    """Make the releases that are owed, and write all events.
 
-    The processes of a pool end without exit handlers.
+    Otherwise both would be lost: the processes of a pool end without exit handlers.
     """
     release_owed(1.0)
     flush(2.0)

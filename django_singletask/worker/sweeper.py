@@ -26,26 +26,27 @@ class Sweeper(Background):
     name = "singletask-sweep"
 
     def run(self) -> None:
-        failed = False
+        has_failed = False
         while True:
             time.sleep(SWEEP)
-            failed = try_to_sweep(failed)
+            has_failed = try_to_sweep(failed_before=has_failed)
 
 
-def try_to_sweep(failed: bool = False) -> bool:
+def try_to_sweep(*, failed_before: bool = False) -> bool:
     """Close the history's rows of locks that are no longer held, and clean up the lock table.
 
-    Return whether that failed. The error is logged unless the sweep before ``failed``, too.
+    Return whether this sweep failed. Its error is logged, unless the sweep before failed as well.
     """
     try:
-        if history.takes_turn():
+        is_its_turn = history.take_turn()
+        if is_its_turn:
             with suppress(CannotList):  # a key function hides which entries are locks
                 get_store(conf.cache).purge()
             if conf.history != "off":
                 history.sweep()
         return False
     except Exception as error:
-        if not failed:
+        if not failed_before:
             logger.warning(
                 "The history cannot be cleaned up (%s); trying again each minute. Until then the "
                 "history may show killed runs as held.",
@@ -57,10 +58,10 @@ def try_to_sweep(failed: bool = False) -> bool:
 
 
 sweeper = Sweeper()
-"""That of this process; it begins if it is the main process of a worker."""
+"""The sweeper of this process; its thread begins only in the main process of a worker."""
 
 
 @worker_ready.connect
 def begin(**kwargs: Any) -> None:
-    """Start to sweep; called again after each lost connection to the broker."""
+    """Start to sweep; Celery calls this again after each lost connection to the broker."""
     sweeper.begin()

@@ -15,7 +15,7 @@ from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
 from django_singletask.locks.keys import NO_LOCK, QUEUED
-from django_singletask.locks.liveness import is_gone
+from django_singletask.locks.liveness import proof_that_gone
 from django_singletask.locks.ref import LockRef
 from django_singletask.log import logger
 from django_singletask.process import start_time
@@ -29,7 +29,7 @@ from django_singletask.threads import Background
 
 CHECK = 0.2
 """Seconds between two checks of the processes of the pool."""
-LEARN = 1.0
+LEARN_EVERY = 1.0
 """Seconds between two looks at the epoch of the cache."""
 
 
@@ -37,50 +37,53 @@ class Accepted:
     """The last delivery that a pool process has accepted; its lock is freed if the process dies."""
 
     start = ""
-    """When the process started, to distinguish it from a later one with the same pid."""
+    """When the process started; a later process with the same pid has another start."""
     ended = False
+    """Whether the delivery has ended."""
 
     def __init__(self, request: Any, header: Header) -> None:
         self.request = request
         self.header = header
 
-    def lock(self) -> tuple[LockRef, LockOptions] | None:
-        """Return the lock of the delivery and its options; None if it takes none."""
+    def find_lock(self) -> tuple[LockRef, LockOptions] | None:
+        """Return the lock of the delivery, not acquired, and its options; None without a lock."""
         task = self.request.task
         header = self.header
         try:
             key = header.lock_key
+            if header.options:
+                LockOptions.check_call(task, header.options)
             options = LockOptions.of(task, header.options)
             if key is None:
                 args, kwargs, _embed = self.request._payload  # noqa: SLF001, Celery has no other way
                 key = options.key(task, args, kwargs)
         except (TypeError, ValueError, LockError):
-            return None  # the run itself failed with this error
+            return None  # the run itself has failed with this error
         if key == NO_LOCK:
             return None
         quiet = not options.lock_history
         return LockRef(conf.cache, *key, task=task.name, quiet=quiet), options
 
-    def free(self, ref: LockRef, slots: int, how: str) -> None:
-        """Free the lock of the process that is dead, and the entry of its queued call."""
+    def free(self, ref: LockRef, slots: int, proof: str) -> None:
+        """Free the lock of a process that is dead, as the ``proof`` says, and its queued call."""
         header = self.header
         token = header.token
         assert token is not None  # hand_out_token() chose it
         note(ref.lock_key, header.id, DIED)
-        ref.of_token(token, slots).free_killed(token, how)
+        ref.of_token(token, slots).free_killed(token, proof)
         if header.queued:
             beside = ref.beside(QUEUED)
             if not self.ended:
                 # A delivery that has ended may have queued its call again with that entry.
                 owe(beside, header.queued.encode(errors="replace"))
-            beside.free_killed(token, how)
+            beside.free_killed(token, proof)
 
 
 # Which process frees the lock of a killed process
 #
 # The main process chooses the token, so it can release the lock of that run only, once its process
-# is gone. Not before: the signals of a failure (task_failure, task_revoked, on_timeout) come while
-# the process still runs its "finally", up to seconds before the body has ended:
+# is gone. It must not do that before: the signals of a failure (task_failure, task_revoked,
+# on_timeout) come while the process still runs its "finally", up to seconds before the body ends:
 #
 #   main:   time limit -> on_timeout ............ pid gone -> release(token)
 #   child:  body ....................... SIGKILL
@@ -107,8 +110,8 @@ class Watcher(Background):
 
     def __init__(self) -> None:
         self.deliveries: dict[int, Accepted] = {}
-        # How to free the locks of killed runs, and until when to try: a lease after the death.
-        self.killed: list[tuple[float, Callable[[], None]]] = []
+        self.to_free: list[tuple[float, Callable[[], None]]] = []
+        """When to give up, a lease after the death of a run, and what frees the run's lock."""
 
     def run(self) -> None:
         while True:
@@ -125,61 +128,66 @@ class Watcher(Background):
 
         With an old epoch the process would wait for a second before its first lock.
         """
-        if clock.now() >= epoch_of(conf.cache).seen_at + LEARN:
-            with suppress(Exception):  # if the cache is down, the next lock reports it
-                look_at_epoch()
+        next_look_at = epoch_of(conf.cache).seen_at + LEARN_EVERY
+        if clock.now() < next_look_at:
+            return
+        with suppress(Exception):  # if the cache is down, the next lock reports the outage
+            look_at_epoch()
 
     def check_processes(self) -> None:
+        """Find the processes that are dead, and note which locks are to be freed for them."""
         for pid, delivery in list(self.deliveries.items()):
-            how = is_gone(pid, delivery.start)
-            if how is None:
+            proof = proof_that_gone(pid, delivery.start)
+            if proof is None:
                 if not delivery.start:
                     delivery.start = start_time(pid)
                 continue
             if self.deliveries.get(pid) is delivery:
                 del self.deliveries[pid]
             self.someone_died = True
-            found = delivery.lock()
+            found = delivery.find_lock()
             if found is not None:
                 ref, options = found
                 length = options.lock_timeout
                 if length is None:
                     length = conf.lock_timeout
-                free = partial(delivery.free, ref, options.lock_slots, how)
-                self.killed.append((time.monotonic() + length, free))
+                give_up_at = time.monotonic() + length
+                free_lock = partial(delivery.free, ref, options.lock_slots, proof)
+                self.to_free.append((give_up_at, free_lock))
 
     def free(self) -> None:
         """Free the locks of killed runs; if the store is down, the next check tries again."""
-        if not self.killed:
+        if not self.to_free:
             return
         left = []
         failure = None
-        for until, free in self.killed:
+        for give_up_at, free_lock in self.to_free:
             try:
-                free()
-            except Exception as error:  # another node of a cluster may answer
+                free_lock()
+            except Exception as error:  # the next lock may be on a node of a cluster that answers
                 failure = error
-                if time.monotonic() < until:
-                    left.append((until, free))
+                if time.monotonic() < give_up_at:
+                    left.append((give_up_at, free_lock))
         if failure is not None and not self.free_failed:  # logged once per outage
             text = "The locks of killed runs are not freed yet; trying again: %s"
             logger.warning(text, failure)
         self.free_failed = failure is not None
-        self.killed = left
+        self.to_free = left
         connections.close_all()
 
 
 watcher = Watcher()
-"""That of this process; it begins if it is the main process of a worker."""
+"""The watcher of this process; its thread begins only in the main process of a worker."""
 
 
 def has_processes(consumer: Any) -> bool:
+    """Return whether the pool of a worker consists of processes."""
     return type(consumer.pool).__module__ == "celery.concurrency.prefork"
 
 
 @worker_ready.connect
 def watch_pool(sender: Any, **kwargs: Any) -> None:
-    """Start to watch the processes; called again after each lost connection to the broker."""
+    """Start to watch the processes; Celery calls this again after each lost connection."""
     watcher.begin()
     if has_processes(sender) and sender.hub:
         # The pool itself replaces a dead process only within 5 seconds. Without a hub (filesystem

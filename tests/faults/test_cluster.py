@@ -636,7 +636,7 @@ def test_control_if_each_request_waits_for_the_node_that_hangs_others_are_lost(
     asked = cluster.Node.ask
 
     def ask(node: cluster.Node, *args: Any, **options: Any) -> Any:
-        node.cluster.hanging.clear()
+        node.cluster.hanging_until.clear()
         return asked(node, *args, **options)
 
     monkeypatch.setattr(cluster.Node, "ask", ask)

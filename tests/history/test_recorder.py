@@ -275,7 +275,7 @@ def test_a_signal_before_the_thread_starts_costs_no_event(background, monkeypatc
 def test_event_that_comes_while_the_thread_ends_waits_for_no_other(background, monkeypatch, way):
     """For receive() the thread still runs, but it has looked for events already."""
     if way != "looks again":
-        monkeypatch.delattr(recorder.Writer, "_begin")
+        monkeypatch.delattr(recorder.Writer, "_run_thread")
     monkeypatch.setattr(recorder, "GATHER", 0.01)
     monkeypatch.setattr(recorder, "IDLE", 0.01)
     late, close = [event()], background.close

@@ -230,9 +230,9 @@ def test_prune_deletes_conflicts_before_the_runs_that_they_met():
 def test_of_two_workers_one_takes_each_turn(cache_alias, monkeypatch):
     assert history.TURN < sweeper.SWEEP
     monkeypatch.setattr(history, "TURN", 1)
-    assert history.takes_turn()
-    assert not history.takes_turn()
-    wait_for(history.takes_turn, "the turn is over")
+    assert history.take_turn()
+    assert not history.take_turn()
+    wait_for(history.take_turn, "the turn is over")
 
 
 @pytest.fixture
@@ -255,14 +255,14 @@ def test_one_worker_sweeps(sweeps):
 @pytest.mark.parametrize("difference", ["alias", "migration", "history"])
 def test_two_projects_on_one_cache_both_sweep(settings, difference):
     """They have histories of their own; the second one may be at the same address elsewhere."""
-    assert history.takes_turn()
+    assert history.take_turn()
     if difference == "alias":
         keep_history_in(settings, "sqlite")
     elif difference == "migration":
         MigrationRecorder.Migration.objects.update(applied=timezone.now())
     else:
         settings.SINGLETASK_HISTORY = "off"
-    assert history.takes_turn()
+    assert history.take_turn()
 
 
 def test_without_a_history_only_the_lock_table_is_cleaned(settings, sweeps):
@@ -279,9 +279,9 @@ def test_a_history_that_cannot_be_swept_is_logged_once(monkeypatch, sweeps, capl
 
     failures = iter([True, True, False, True])
     monkeypatch.setattr(history, "sweep", fail)
-    monkeypatch.setattr(history, "takes_turn", lambda: True)
+    monkeypatch.setattr(history, "take_turn", lambda: True)
     failed = False
     for _ in range(4):
-        failed = sweeper.try_to_sweep(failed)
+        failed = sweeper.try_to_sweep(failed_before=failed)
     assert caplog.text.count("cannot be cleaned up (OperationalError: the server is away);") == 2
     assert "Traceback" not in caplog.text

@@ -130,7 +130,7 @@ def test_what_cannot_be_seen_is_no_proof(
     start = processes.start_time(child.pid)
     with monkeypatch.context() as patch:
         patch.setattr(os, function, mock.Mock(side_effect=error))
-        assert liveness.is_gone(child.pid, start) is None
+        assert liveness.proof_that_gone(child.pid, start) is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_process_group_is_never_asked(pid: int) -> None:
 def test_there_is_no_proof_on_windows(dead_child: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
     processes.this_process()
     monkeypatch.setattr(os, "name", "nt")
-    assert liveness.is_gone(dead_child.pid, dead_child.start) is None
+    assert liveness.proof_that_gone(dead_child.pid, dead_child.start) is None
 
 
 def test_a_program_name_may_have_parentheses_and_spaces(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_program_name_may_have_parentheses_and_spaces(tmp_path: Path) -> None:
     command = [str(program), *WAIT_FOR_INPUT[1:]]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         start = processes.start_time(process.pid)
-        gone = liveness.is_gone(process.pid, start)
+        gone = liveness.proof_that_gone(process.pid, start)
         process.kill()
     assert start.isdigit()
     assert gone is None

@@ -18,7 +18,7 @@ from tests import inside
 from tests.deliveries import collect_sent, wait_for_debts
 from tests.testapp.tasks import hold, unique
 
-IS_GONE = watcher.is_gone
+PROOF_THAT_GONE = watcher.proof_that_gone
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -32,16 +32,16 @@ def accepted(task, *args, headers=None):
 def test_a_run_whose_arguments_give_no_lock_has_nothing_to_free(monkeypatch):
     pool = watcher.Watcher()
     pool.deliveries[1] = accepted(hold)
-    monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
+    monkeypatch.setattr(watcher, "proof_that_gone", lambda pid, start: "gone")
     pool.check_processes()
-    assert (pool.deliveries, pool.killed) == ({}, [])
+    assert (pool.deliveries, pool.to_free) == ({}, [])
 
 
 def test_a_dead_process_is_replaced_although_its_lock_cannot_be_told(monkeypatch):
     pool = watcher.Watcher()
     pool.deliveries[1] = run = accepted(hold, "a")
-    monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "gone")
-    monkeypatch.setattr(run, "lock", lambda: {}["no such key"])
+    monkeypatch.setattr(watcher, "proof_that_gone", lambda pid, start: "gone")
+    monkeypatch.setattr(run, "find_lock", lambda: {}["no such key"])
     with pytest.raises(KeyError):
         pool.check_processes()
     assert pool.someone_died
@@ -75,9 +75,9 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     pool = watcher.Watcher()
     now = time.monotonic()
     free = partial(accepted(hold, "a").free, hold.lock("a"), "process 1 is gone")
-    pool.killed = [(now + 100, free), (now - 1, free)]
+    pool.to_free = [(now + 100, free), (now - 1, free)]
     pool.free()
-    assert pool.killed == [(now + 100, free)]
+    assert pool.to_free == [(now + 100, free)]
     pool.free()
     assert caplog.text.count("not freed yet") == 1
 
@@ -87,7 +87,7 @@ class TestKilledRun:
 
     @pytest.fixture(autouse=True)
     def is_gone(self, monkeypatch, on_redis):
-        monkeypatch.setattr(watcher, "is_gone", lambda pid, start: "process 1 is gone")
+        monkeypatch.setattr(watcher, "proof_that_gone", lambda pid, start: "process 1 is gone")
         # It would close the connection of the test's transaction.
         monkeypatch.setattr(connections, "close_all", lambda: None)
 
@@ -111,7 +111,7 @@ class TestKilledRun:
         pool.check_processes()
         pool.free()
         assert not lock.locked()
-        assert (pool.deliveries, pool.killed) == ({}, [])
+        assert (pool.deliveries, pool.to_free) == ({}, [])
         assert pool.someone_died
 
     def test_the_lock_of_the_next_run_stays(self, held):
@@ -124,7 +124,7 @@ class TestKilledRun:
 
     def test_the_lock_of_a_living_process_stays(self, held, monkeypatch):
         """Negative control."""
-        monkeypatch.setattr(watcher, "is_gone", lambda pid, start: None)
+        monkeypatch.setattr(watcher, "proof_that_gone", lambda pid, start: None)
         lock, pool = held(hold), watcher.Watcher()
         pool.deliveries[1] = accepted(hold, "a")
         pool.check_processes()
@@ -138,7 +138,7 @@ class TestKilledRun:
 
         Negative control: with the start of the first process that would be one.
         """
-        monkeypatch.setattr(watcher, "is_gone", IS_GONE)
+        monkeypatch.setattr(watcher, "proof_that_gone", PROOF_THAT_GONE)
         lock, pool = held(hold), watcher.Watcher()
         pool.deliveries[os.getpid()] = accepted(hold, "a")
         pool.check_processes()
@@ -148,7 +148,7 @@ class TestKilledRun:
         assert lock.owned()
         pool.deliveries[os.getpid()].start = "1"
         pool.check_processes()
-        assert len(pool.killed) == 1
+        assert len(pool.to_free) == 1
         lock.release()
 
     @pytest.mark.parametrize("ended", [False, True])
@@ -171,8 +171,8 @@ class TestSweep:
         class Stop(BaseException):
             pass
 
-        def sweep(failed):
-            seen.append(failed)
+        def sweep(*, failed_before):
+            seen.append(failed_before)
             return len(seen) == 2
 
         def sleep(seconds):

@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "django_singletask"
 
 AT_MOST = {
-    "nodes": 54_013,
+    "nodes": 54_241,
     "nodes of testing": 6_653,
     "nodes for a statement": 6.78,
-    "choices inside a line": 82,
-    "choices outside the operators' modules": 43,
+    "choices inside a line": 74,
+    "choices outside the operators' modules": 35,
     "assignment expressions": 3,
-    "several assignments in one": 6,
-    "big statements": 30,
+    "several assignments in one": 2,
+    "big statements": 29,
 }
 """Of the syntax trees, of the package without testing. Lines have no bound: that would reward
 packing them. A bound is lowered when the code allows it."""

@@ -318,7 +318,10 @@ def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define):
 
 
 def test_a_policy_of_earlier_versions_names_what_takes_its_place(define):
-    text = 'is gone: say unique_until="start", on_duplicate="replace", on_conflict="requeue".'
+    text = (
+        'was removed: set unique_until="start", on_duplicate="replace", on_conflict="requeue" '
+        "instead."
+    )
     message = the_message_of_the_check(define(on_conflict="rerun"))
     assert message.id == "django_singletask.E012"
     assert message.msg == f"on_conflict='rerun'{OF_TASK} {text}"

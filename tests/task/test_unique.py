@@ -592,7 +592,6 @@ class TestStart:
             {"on_conflict": "wait"},
             {"on_conflict": "later"},
             {"on_conflict": ["skip"]},
-            {"on_conflict": "rerun"},
             {"lock_timeout": -1},
             {"lock_timeout": {}},
         ],

@@ -38,5 +38,5 @@ def test_a_worker_does_not_start_with_the_settings_of_tests(queue, tmp_path):
         CELERY_SKIP_CHECKS="1",
     )
     assert done.returncode == 1
-    assert "Set SINGLETASK_TESTING = True only in the settings of tests." in done.stdout
+    assert "SINGLETASK_TESTING is True, so these are settings of tests." in done.stdout
     assert "ready." not in done.stdout
