@@ -149,7 +149,7 @@ class Parameters:
             elif parameter.default is not parameter.empty:
                 try:
                     self._defaults[name] = encode(canonical(parameter.default))
-                except Exception:  # such as a translation before Django is ready
+                except Exception:  # the default may be a translation, before Django is ready
                     self._unstable[name] = parameter.default
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 self.rest = name

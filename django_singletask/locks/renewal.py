@@ -321,7 +321,7 @@ class Renewer(Background):
             sent = clock.now()
             outcomes = store.renew_many(requests)
             for lease, request, outcome in zip(due, requests, outcomes, strict=True):
-                if isinstance(outcome, LockUnavailable):  # for this lease alone
+                if isinstance(outcome, LockUnavailable):  # the error is for this lease alone
                     self.error = outcome
                 elif outcome is Outcome.UNSURE:
                     self.is_unsure = True

@@ -76,7 +76,7 @@ def check_value(option: str, where: str, value: Any, parameters: Parameters | No
     what = f"{option} {where}"
     kind = None
     if value is getattr(Attributes, option):
-        return  # the default
+        return  # the value is the default
     if option in SECONDS:
         check_seconds(what, value, **SECONDS[option])
     elif option == "lock_slots":
@@ -228,7 +228,7 @@ class LockOptions(SimpleNamespace, Attributes):
             value = getattr(task, name)
             # A property has a value only on the task.
             if callable(value) or not hasattr(value, "__get__"):
-                with suppress(ValueError):  # a subclass may set another one
+                with suppress(ValueError):  # a subclass may set another value
                     check_value(name, where, value)
 
     @classmethod
