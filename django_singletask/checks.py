@@ -37,16 +37,16 @@ USE_ANOTHER = (
 """The hint for a cache that cannot hold locks."""
 
 REFUSED = {DummyCache: "E002", FileBasedCache: "E003", DatabaseCache: "E015", object: "E006"}
-"""The ids of the messages about these caches, and about others; about an unfit client E005."""
+"""The ids of the messages about these caches, and about all others; an unfit client has E005."""
 
 SQLITE_OPTIONS = {
     "'transaction_mode': 'IMMEDIATE'": "'transaction_mode': '(immediate|exclusive)'",
     "'timeout': 20": "'timeout':",
     "'init_command': 'PRAGMA journal_mode=WAL'": r"journal_mode\W*wal",
 }
-"""The options for several processes that write to an SQLite file; and how each is found."""
+"""The options for several processes that write to an SQLite file, and the pattern of each."""
 MANY_SLOTS = 200
-"""With more, a conflict stops a Redis for about a millisecond and more."""
+"""The number of slots above which a conflict stops a Redis for about a millisecond or longer."""
 OF_OPTION = {
     **dict.fromkeys((*SECONDS, "lock_slots"), "E008"),
     "lock_on": "E009",
@@ -87,7 +87,7 @@ def check_cache(**kwargs: Any) -> Messages:
     """Check that ``SINGLETASK_CACHE`` can hold locks."""
     alias = conf.cache
     aliases = [*settings.CACHES]
-    if alias not in aliases:  # it may be unhashable
+    if alias not in aliases:  # a list, since the alias may be unhashable
         text = f"SINGLETASK_CACHE = {alias!r} is not in CACHES."
         hint = f"Add CACHES[{alias!r}], or set SINGLETASK_CACHE to one of {aliases}."
         return [_message("E001", text, hint)]
@@ -96,7 +96,7 @@ def check_cache(**kwargs: Any) -> Messages:
         path, reason = choose(cache)
         stores = {path: load_store(path) for path in conf.stores.values()}
         if path in stores:
-            _open(stores[path], cache)
+            _try_to_open(stores[path], cache)
     except ImproperlyConfigured as error:
         return [_message("E018", error, "Correct SINGLETASK_STORES, or remove it.")]
     if path == f"{LocMemStore.__module__}.LocMemStore":
@@ -159,7 +159,7 @@ def _in_table(cache: DatabaseCache) -> Messages:
     return found
 
 
-def _open(store: type[Store], cache: Any) -> None:
+def _try_to_open(store: type[Store], cache: Any) -> None:
     """Raise ``ImproperlyConfigured`` if a store that the user named is of no use for a cache."""
     try:
         store(cache, conf.cache)
@@ -177,7 +177,7 @@ def check_history(**kwargs: Any) -> Messages:
     if conf.history == "off" or database.vendor != "sqlite" or conf.testing:
         return []
     options = str(database.settings_dict["OPTIONS"]).lower()
-    missing = [text for text, found in SQLITE_OPTIONS.items() if not re.search(found, options)]
+    missing = [text for text, sign in SQLITE_OPTIONS.items() if not re.search(sign, options)]
     if not missing or database.is_in_memory_db():
         return []
     text = (
@@ -192,7 +192,7 @@ def check_history(**kwargs: Any) -> Messages:
 def _shared(number: str, loss: str, hint: str, *others: type) -> Messages:
     """Return a warning if other code uses the place of the locks as a cache.
 
-    ``others``: caches about which another check says this.
+    About a cache of the classes in ``others`` another check says this.
     """
     alias = conf.cache
     store = find_store(alias)
@@ -248,43 +248,67 @@ def check_tasks(**kwargs: Any) -> Messages:
     """Check the lock options of every registered :class:`SingletonTask`."""
     import_tasks()
     tasks = list(singleton_tasks().values())
-    return [message for task in tasks for message in _task(task)] + _late(tasks)
+    return [message for task in tasks for message in _of_task(task)] + _of_late_tasks(tasks)
 
 
-def _task(task: SingletonTask) -> Messages:
-    problems = list(LockOptions.problems_of(task))
+def _of_task(task: SingletonTask) -> Messages:
+    """Return the messages about the options of a task; valid options may get warnings."""
+    found = [_of_problem(task, *problem) for problem in LockOptions.problems_of(task)]
+    if found:
+        return found + _of_annotations(task)
+    return _of_annotations(task) + _of_slots(task) + _of_lease(task)
+
+
+def _of_problem(task: SingletonTask, names: tuple[str, ...], error: Exception) -> Any:
+    """Return the message about one option, or about a pair of them: the second is to be changed."""
+    first = names[0]
+    last = names[-1]
+    step = "Change"
+    if getattr(task, last) is None:
+        step = "Set"
+    if first == last:
+        number = OF_OPTION.get(first, "E012")
+        hint = f"{step} {last}, or remove it."
+    else:
+        number = "E011"
+        hint = f"{step} {last}, or remove {first}."
+    return _message(number, error, hint, task.name)
+
+
+def _of_annotations(task: SingletonTask) -> Messages:
+    """Return warnings about names in Celery's ``task_annotations`` that are no options."""
+    # Celery has set these names on the task's own class, which so has all of them. Only the class
+    # below it, its first base, shows which names are options.
+    base = type(task).__mro__[1]
     found = []
-    for names, error in problems:
-        number = OF_OPTION.get(names[0], "E012")
-        unwanted = "it"
-        if len(names) > 1:
-            number = "E011"
-            unwanted = names[0]
-        step = "Change"
-        if getattr(task, names[-1]) is None:
-            step = "Set"
-        hint = f"{step} {names[-1]}, or remove {unwanted}."
-        found.append(_message(number, error, hint, task.name))
     for annotation in resolve_all(task.app.annotations, task):
-        for name, hint in unknown_options(annotation, type(task).__mro__[1]):
+        for name, hint in unknown_options(annotation, base):
             text = f"Celery's task_annotations set {name!r} of {task.name}, which is no option."
             found.append(_message("W009", text, f"Correct the name: {hint}", task.name))
-    if problems:
-        return found
-    if task.lock_slots > MANY_SLOTS:
-        text = f"lock_slots={task.lock_slots} of {task.name}: each conflict reads all of them."
-        hint = f"Use at most {MANY_SLOTS}, or divide the work among several locks."
-        found.append(_message("W007", text, hint, task.name))
+    return found
+
+
+def _of_slots(task: SingletonTask) -> Messages:
+    """Return a warning if each conflict of a task reads very many slots."""
+    if task.lock_slots <= MANY_SLOTS:
+        return []
+    text = f"lock_slots={task.lock_slots} of {task.name}: each conflict reads all of them."
+    hint = f"Use at most {MANY_SLOTS}, or divide the work among several locks."
+    return [_message("W007", text, hint, task.name)]
+
+
+def _of_lease(task: SingletonTask) -> Messages:
+    """Return a warning if a lease that is not renewed can end before a run has to."""
     limit = _time_limit(task)
     lease = task.lock_timeout
-    if lease and not task.lock_renew and limit > lease:
-        text = (
-            f"lock_timeout={lease!r} of {task.name} is shorter than its time limit of "
-            f"{limit} s, and lock_renew=False: the lock can expire while the task runs."
-        )
-        hint = f"Set lock_timeout above {limit}, lower the time limit, or remove lock_renew=False."
-        found.append(_message("W003", text, hint, task.name))
-    return found
+    if not lease or task.lock_renew or limit <= lease:
+        return []
+    text = (
+        f"lock_timeout={lease!r} of {task.name} is shorter than its time limit of "
+        f"{limit} s, and lock_renew=False: the lock can expire while the task runs."
+    )
+    hint = f"Set lock_timeout above {limit}, lower the time limit, or remove lock_renew=False."
+    return [_message("W003", text, hint, task.name)]
 
 
 def _time_limit(task: SingletonTask) -> float:
@@ -299,16 +323,18 @@ def _time_limit(task: SingletonTask) -> float:
     return longest
 
 
-def _late(tasks: list[SingletonTask]) -> Messages:
+def _of_late_tasks(tasks: list[SingletonTask]) -> Messages:
+    """Return warnings about tasks whose runs are lost with a process, although they ack late."""
     late = [task for task in tasks if task.acks_late and not task.reject_on_worker_lost]
     if late and current_app.conf.task_acks_late:
         # A setting for all tasks is reported once, not for each task.
-        return [_lost("task_acks_late", "task_reject_on_worker_lost")]
+        return [_of_acks_late("task_acks_late", "task_reject_on_worker_lost")]
     option = "reject_on_worker_lost"
-    return [_lost(f"{task.name} has acks_late", option, task.name) for task in late]
+    return [_of_acks_late(f"{task.name} has acks_late", option, task.name) for task in late]
 
 
-def _lost(what: str, option: str, task: str | None = None) -> Any:
+def _of_acks_late(what: str, option: str, task: str | None = None) -> Any:
+    """Return the warning that ``what`` acknowledges late, but without this option."""
     loss = "when a process is killed, Celery acknowledges its message and the run is lost."
     hint = f"Set {option}=True as well, if runs may be repeated."
     return _message("W004", f"{what} without {option}: {loss}", hint, task)

@@ -26,7 +26,7 @@ def leak(connections: Iterable[object]) -> None:
 
 
 PATIENCE = 1.0
-"""The longest delay of a fork in seconds; after that it happens anyway."""
+"""The longest delay of a fork in seconds; after that the fork happens anyway."""
 
 # SQLite keeps a list of its file locks in the memory of the process. A child that is forked
 # meanwhile inherits the list, but neither the lock nor the thread that would release it:
@@ -45,9 +45,11 @@ PATIENCE = 1.0
 #   child:                                 opens the file ...... writes to the log that is removed
 
 _inside: weakref.WeakSet[undivided] = weakref.WeakSet()
-_closed: weakref.WeakSet[Any] = weakref.WeakSet()
-_forks: list[float] = []
-"""Until when other threads wait for each fork."""
+"""The blocks that run now."""
+_to_close: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The connections that each fork closes first."""
+_deadlines: list[float] = []
+"""Until when other threads wait for a fork, one deadline for each fork that is about to happen."""
 
 
 def close_before_forks(connection: Any) -> None:
@@ -57,7 +59,7 @@ def close_before_forks(connection: Any) -> None:
     the middle of a statement would crash the process.
     """
     if connection.vendor == "sqlite":
-        _closed.add(connection)
+        _to_close.add(connection)
 
 
 # Both sides say what they do before they look at the other side. In the other order:
@@ -69,18 +71,20 @@ def close_before_forks(connection: Any) -> None:
 class undivided:
     """Delay forks while this block runs, if the connection is to an SQLite file.
 
-    If a signal ends it without its ``__exit__``, it ends with its frame: the reference to it is
-    weak, and there is no lock that such a signal could leave locked.
+    If a signal ends the block without ``__exit__``, this object is deleted with the block's frame:
+    the set has only a weak reference to it. There is no lock that such a signal could leave locked.
     """
 
     def __init__(self, connection: Any) -> None:
         self.is_file = connection.vendor == "sqlite"
 
     def __enter__(self) -> None:
-        while self.is_file:
+        if not self.is_file:
+            return
+        while True:
             _inside.add(self)
-            if time.monotonic() >= max(_forks, default=0.0):
-                break
+            if time.monotonic() >= max(_deadlines, default=0.0):
+                return
             _inside.discard(self)
             time.sleep(0.001)
 
@@ -89,24 +93,25 @@ class undivided:
 
 
 def _before_fork() -> None:
-    until = time.monotonic() + PATIENCE
-    # If a signal keeps _after_in_parent() from running, the others wait no longer than this.
-    _forks.append(until + PATIENCE)
-    while _inside and time.monotonic() < until:
+    fork_at = time.monotonic() + PATIENCE
+    # If a signal keeps _after_in_parent() from running, other threads wait no longer than this.
+    _deadlines.append(fork_at + PATIENCE)
+    while _inside and time.monotonic() < fork_at:
         time.sleep(0.001)
     if not _inside:
-        for connection in list(_closed):
+        for connection in list(_to_close):
+            # Otherwise Django lets only the thread that made the connection close it.
             connection.inc_thread_sharing()
             connection.close()
             connection.dec_thread_sharing()
 
 
 def _after_in_parent() -> None:
-    del _forks[-1:]
+    del _deadlines[-1:]
 
 
 def _after_in_child() -> None:
-    _forks.clear()
+    _deadlines.clear()
     _inside.clear()
 
 

@@ -54,7 +54,7 @@ def hold_end(
 ) -> datetime | None:
     """Return when a hold with this outcome ended, from two columns of its row."""
     if outcome == "cleared" and ended_at and noticed_at:
-        # A run goes on without its lock; or its lock was cleared that it kept after its end.
+        # The run went on without its lock, or what was cleared is the lock that it had kept.
         return min(ended_at, noticed_at)
     if ended_at is None:
         return noticed_at
@@ -62,7 +62,10 @@ def hold_end(
 
 
 def is_over(row: TaskLockEvent) -> bool:
-    """Say whether the first lease of a hold has ended, if it is of the cache of this process."""
+    """Return whether the first lease of a hold has ended.
+
+    False of a hold in another cache than that of this process, which does not ask that cache.
+    """
     if row.cache not in ("", conf.cache):
         return False
     return ago(row.at) > row.timeout
@@ -107,7 +110,7 @@ class TaskLockEvent(models.Model):
     )
 
     state = "held"
-    """Of a hold that has not ended, as far as the cache was asked."""
+    """The state of a hold that has not ended, as far as the cache was asked."""
 
     objects = TaskLockEventQuerySet.as_manager()
 
@@ -178,14 +181,14 @@ class TaskLockEvent(models.Model):
 
     @property
     def hold_ended_at(self) -> datetime | None:
-        """When its hold ended, as far as it had one and its end is known."""
+        """When the hold of this row ended; None without a hold, or if its end is not known."""
         if not (self.is_hold and self.outcome):
             return None
         return hold_end(self.outcome, self.ended_at, self.noticed_at)
 
     @property
     def end(self) -> datetime:
-        """When it ended, or happened last, as far as is known."""
+        """When the run ended, or the call happened last, as far as is known."""
         ended_at = self.hold_ended_at
         if ended_at is not None:
             return ended_at
@@ -203,7 +206,7 @@ class TaskLockEvent(models.Model):
         if self.kind != "run" or self.result not in COMPLETED:
             return False
         if self.outcome == "cleared" and self.ended_at and self.noticed_at:
-            return self.ended_at <= self.noticed_at  # what was cleared is the lock that it kept
+            return self.ended_at <= self.noticed_at  # then the lock was cleared that the run kept
         return self.outcome == "released"
 
     @property

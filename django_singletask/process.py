@@ -31,7 +31,7 @@ class Process:
 
 @cache
 def this_process() -> Process:
-    """Return the running process; computed once per process, and again after a fork."""
+    """Return the running process; each process computes this once, a forked child as well."""
     pid = os.getpid()
     return Process(
         host=socket.gethostname(),
@@ -81,7 +81,8 @@ def read_stat(pid: int) -> list[str]:
 
 
 def _read(path: str) -> str:
-    # A third of the time of open(), and each conflict reads a file.
+    """Return the text of a small file without spaces at its ends; empty if it is unreadable."""
+    # os.open() takes a third of the time of open(), and each conflict reads a file.
     try:
         file = os.open(path, os.O_RDONLY)
         try:

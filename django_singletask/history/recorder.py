@@ -66,7 +66,7 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
             writer.add(event)
             write_here()
     except SoftTimeLimitExceeded:
-        raise  # it is meant for the task
+        raise  # the time limit is meant for the task
     except Exception as error:
         writer.fail(error, is_kept=not conf.testing)
 
@@ -102,8 +102,8 @@ def end_request(**kwargs: Any) -> None:
     if not writer.events:
         return
     if conf.history != "inline" and has_threads():
-        return  # the thread writes them
-    with suppress(Exception):  # such as those of a database that is still down
+        return  # the thread writes the events
+    with suppress(Exception):  # the database may still be down
         write_here()
     close_old_connections()  # Django's own receiver has done so before this one
 
@@ -171,11 +171,11 @@ class Writer(Background):
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
         self.lost = 0  # events that were dropped or cannot be written
-        self.batches = 0  # of events that a thread has taken from these and is writing
+        self.batches = 0  # how many batches of events threads have taken and are writing
         self.stopping = False
-        self.open_connections: list[Any] = []  # those of the thread
+        self.open_connections: list[Any] = []  # the connections of the thread
         self.failing_since: float | None = None
-        self.has_warned = False  # of this failure
+        self.has_warned = False  # whether the log has a warning of this failure
 
     def add(self, event: LockEvent) -> None:
         self.events.append(event)

@@ -26,7 +26,7 @@ from django_singletask.stores.keys import MAX_SLOTS, PREFIX, SLOT
 MAX_NAME = 255
 MAX_SLUG = 100
 
-# The kinds of entries next to a lock. No slug has an "@", so no lock has such a key.
+# These are the kinds of entries next to a lock. No slug has an "@", so no lock has such a key.
 QUEUED = f"{PREFIX}@queued:"
 LATEST = f"{PREFIX}@latest:"
 ENDED = f"{PREFIX}@ended:"
@@ -37,7 +37,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{4,}>")
 
 
 LockName: TypeAlias = str | Callable[..., str | None]
-"""A format string over the arguments of a call, or a function of them."""
+"""A format string over the arguments of a call, or a function of these arguments."""
 
 
 class LockKey(NamedTuple):
@@ -82,12 +82,12 @@ def check_slots(what: str, slots: Any) -> int:
 
 
 NO_LOCK = LockKey("no lock", "none")
-"""For a call without a lock, because ``lock_name`` returned None; messages carry it, too."""
+"""The key of a call without a lock, for which ``lock_name`` returned None; messages carry it."""
 
 
 @functools.lru_cache(maxsize=1024)
 def name_key(name: str) -> LockKey:
-    """Return the lock of an explicit name.
+    """Return the name and key of the lock with an explicit name.
 
     A name of more than 255 characters is shortened, but its key is made from the whole name. Raises
     ``TypeError`` if the name is not a string, and ``ValueError`` if it is empty or contains control
@@ -118,12 +118,12 @@ def call_key(
     shown: str | None = None,
     partial: bool = False,
 ) -> LockKey:
-    """Return the lock of a call of ``task`` with these arguments; NO_LOCK if it takes none.
+    """Return the name and key of the lock of a call of ``task``; NO_LOCK for a call without one.
 
     Arguments that equal their defaults are not in the name or the key, but ``lock_name`` sees them.
     ``partial``: arguments that are not part of the lock may be missing. ``shown`` replaces the
     arguments in the readable name. Raises ``TypeError`` if the arguments do not fit the parameters,
-    if one has no stable form, or if ``lock_on`` names another; and as :func:`named_key` does.
+    if one has no stable form, or if ``lock_on`` names another; and what :func:`named_key` raises.
     """
     is_named = lock_name is not None
     required: Sequence[str] | None = None
@@ -158,7 +158,7 @@ def named_key(
     arguments: Arguments,
     shown: str | None = None,
 ) -> LockKey:
-    """Return the lock that ``lock_name`` names for these arguments; NO_LOCK if it returns None.
+    """Return the name and key that ``lock_name`` makes of these arguments; NO_LOCK for None.
 
     ``option`` is what the user calls ``lock_name``. If anything is ``shown`` instead of the
     arguments, the readable name has a mark in place of what was made of them. Raises ``TypeError``
@@ -197,14 +197,15 @@ def named_key(
 def template_fields(what: str, template: str, parameters: Parameters) -> list[str]:
     """Return the arguments that a format string names.
 
-    Raises ``ValueError``, with a text that begins with ``what``, if it cannot make names, and
-    ``TypeError`` for a field that is not one of the ``parameters``.
+    Raises ``ValueError``, with a text that begins with ``what``, if the format string cannot make
+    names, and ``TypeError`` for a field that is not one of the ``parameters``.
     """
     try:
         parts = [(text, field) for text, field, *_ in string.Formatter().parse(template)]
     except ValueError as error:
         raise ValueError(f"{what} is not a format string: {error}.") from None
-    # No generator: Python ignores the error of a signal that strikes while it deletes one.
+    # This is a list, since Python ignores the error of a signal that strikes while it deletes a
+    # generator.
     if not "".join([text for text, _ in parts]).strip():
         raise ValueError(f"{what} has no fixed text: two tasks could share a lock by accident.")
     names = [re.split(r"[.\[]", field)[0] for _, field in parts if field is not None]

@@ -49,7 +49,7 @@ def proof_that_gone(pid: int, start: str) -> str | None:
     except ProcessLookupError:
         return f"process {pid} is gone"
     except OSError:
-        pass  # a process of another user: it is alive
+        pass  # the process belongs to another user, and is alive
     # Many runs may meet one holder at once, so the record of its process is not read for each. If a
     # new process got the number meanwhile, the proof is found after ALIVE_FOR.
     return _read_proof(pid, start, clock.now() // ALIVE_FOR)

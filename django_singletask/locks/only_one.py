@@ -19,7 +19,7 @@ R = TypeVar("R")
 def only_one(function: Callable[P, R]) -> Callable[P, R]: ...
 @overload
 def only_one(**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-def only_one(  # type: ignore[misc] # mypy would have each option listed twice
+def only_one(  # type: ignore[misc] # mypy wants the overload to list all options
     function: Callable[P, R] | None = None,
     *,
     key: str | Callable[..., str | None] | None = None,
@@ -60,7 +60,7 @@ def only_one(  # type: ignore[misc] # mypy would have each option listed twice
     if callable(skip_result):
         raise TypeError(f"skip_result must be a value, not {skip_result!r}: use on_skip.")
     if on_skip is not None and (not callable(on_skip) or on_conflict != "skip"):
-        raise TypeError(f'on_skip={on_skip!r} must be a function, and on_conflict "skip".')
+        raise TypeError(f'on_skip={on_skip!r} must be a function, and needs on_conflict="skip".')
 
     guard = functools.partial(_guard, key, make_lock, on_skip, skip_result)
     if function is None:
@@ -109,7 +109,7 @@ def _guard(key: Any, make_lock: Any, on_skip: Any, skip_result: Any, function: A
 
 
 def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
-    """Return what makes the key of a call's lock (or NO_LOCK) from its arguments."""
+    """Return a function that makes the key of a call's lock, or NO_LOCK, from the arguments."""
     if hasattr(function, "apply_async") or hasattr(function, "enqueue"):
         raise TypeError(f"{function!r} is a task: put @only_one below @shared_task or @task.")
     if inspect.isclass(function) or not callable(function):

@@ -30,7 +30,7 @@ Arguments: TypeAlias = Mapping[str, Any]
 
 
 class Unstable(Exception):
-    """A value has no canonical form; the text follows the name of the argument."""
+    """A value has no canonical form; the text of the error follows the name of the argument."""
 
 
 def formattable(value: Any) -> Any:
@@ -54,7 +54,7 @@ def canonical(value: Any) -> Any:
     """Return a value as JSON would: strings, numbers, booleans, None, lists and dicts of them.
 
     The sender has the value itself, and a worker has what a message in JSON or pickle made of it.
-    Both have the same canonical form. Raises :class:`Unstable` if there is none, and
+    Both have the same canonical form. Raises :class:`Unstable` for a value without one, and
     ``RecursionError`` for a value that refers to itself.
     """
     kind = type(value)
@@ -149,7 +149,7 @@ class Parameters:
             elif parameter.default is not parameter.empty:
                 try:
                     self._defaults[name] = encode(canonical(parameter.default))
-                except Exception:  # such as a translation before Django is ready
+                except Exception:  # the default may be a translation, before Django is ready
                     self._unstable[name] = parameter.default
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 self.rest = name
@@ -176,9 +176,9 @@ class Parameters:
     ) -> Arguments:
         """Return the arguments of a call by name, including those of ``**kwargs``.
 
-        The arguments in ``required`` must be passed; None: all without a default. ``defaults`` adds
-        the arguments that were not passed. Raises ``TypeError``, with the task's name, if the
-        arguments do not fit.
+        The arguments in ``required`` must be passed, or if it is None, all without a default.
+        ``defaults`` adds the arguments that were not passed. Raises ``TypeError``, with the task's
+        name, if the arguments do not fit.
         """
         try:
             bound = self.signature.bind_partial(*args, **kwargs)
@@ -200,10 +200,11 @@ class Parameters:
         return arguments
 
     def call(self, function: Callable[..., Any], arguments: Arguments) -> Any:
-        """Call a function of the project with the arguments of a call, by name if it takes them.
+        """Return what a function of the project returns for the arguments of a call.
 
-        So it gets the same however the call is written. One with ``*args`` or with arguments that
-        have no name gets the values.
+        The function gets those arguments by name that it takes. So it gets the same ones however
+        the call was written. A function with ``*args``, or with arguments that cannot be passed by
+        name, gets the values of all arguments in their order.
         """
         taken = inspect.signature(function).parameters
         kinds = {each.kind for each in taken.values()}
@@ -241,5 +242,6 @@ class Parameters:
 
 
 BY_NAME = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-# For the arguments that a lock's name shows: any task's, without defaults.
+"""The kinds of parameters that can be passed by name."""
+# These parameters are for the arguments that a lock's name shows, of any task, without defaults.
 AS_SHOWN = Parameters(inspect.signature(lambda **arguments: None))

@@ -55,15 +55,16 @@ MAX_OWED = 10_000
 class Owed(NamedTuple):
     """An entry that must be left: the cache was down, or a signal interrupted the request.
 
-    ``keys`` are those of the slots where it may be. It is tried ``until`` its lease has ended. It
-    is replaced by ``new`` until ``new_until``; if ``new`` is empty, it is deleted.
+    ``keys`` are those of the slots where the entry may be. The release is tried ``until`` the lease
+    of the entry has ended. The entry is replaced by ``replacement`` until ``replacement_until``; if
+    ``replacement`` is empty, the entry is deleted.
     """
 
     keys: Sequence[str]
     value: bytes
     until: float
-    new: bytes
-    new_until: float
+    replacement: bytes
+    replacement_until: float
 
 
 class Renewer(Background):
@@ -95,13 +96,13 @@ class Renewer(Background):
         self.error: Exception | None = None
         """The last error since the thread woke up."""
         self.failed = False
-        """Whether there was an error before that."""
+        """Whether the thread has had errors since its last round without one."""
         self.is_unsure = False
         """Whether the last tick met an entry of another holder that may be given back at once."""
         self.changes = epoch_of(cache).changes
         """The number of changes of the epoch when all leases were last renewed."""
         self.late_at = math.inf
-        """When a thread that has not ticked again is late."""
+        """When the thread is late, unless it has ticked again before."""
 
     # In a task's thread
 
@@ -144,13 +145,22 @@ class Renewer(Background):
         return None
 
     def owe(
-        self, keys: Sequence[str], value: bytes, lease: float, new: bytes = b"", until: float = 0.0
+        self,
+        keys: Sequence[str],
+        value: bytes,
+        lease: float,
+        replacement: bytes = b"",
+        replacement_until: float = 0.0,
     ) -> None:
-        """Leave an entry in the background, and try again until its lease has ended."""
+        """Leave an entry in the background, and try again until its lease has ended.
+
+        :class:`Owed` says what the arguments mean.
+        """
         if len(self.owed) >= MAX_OWED:
             logger.warning("%s is not released; it is free when its lease ends.", keys[0])
             return
-        self.owed.append(Owed(keys, value, clock.now() + lease, new, until))
+        until = clock.now() + lease
+        self.owed.append(Owed(keys, value, until, replacement, replacement_until))
         self.wake()
         self.check_thread()
 
@@ -214,8 +224,8 @@ class Renewer(Background):
     def rest(self) -> None:
         """Close the stores, and sleep until there is something to do."""
         close_stores()
-        # If one cannot be closed, such as a connection from before gevent patched, no lock is
-        # affected, and the thread must sleep all the same.
+        # If a connection cannot be closed, such as one from before gevent patched the sockets, no
+        # lock is affected, and the thread must sleep all the same.
         with suppress(Exception):
             connections.close_all()
         # Set shortest before the test: a lease that keep() adds after it wakes the thread.
@@ -248,7 +258,7 @@ class Renewer(Background):
         now = clock.now()
         if now < self.read_at and not everything:
             return
-        self.find_shortest()
+        self.note_shortest()
         # With long leases the due times are read less often than at each tick: there may be very
         # many leases. A lease that is due within half of the period is renewed now.
         period = max(self.interval, self.shortest / 12)
@@ -268,7 +278,7 @@ class Renewer(Background):
         elif self.error is None:
             self.changes = changes
 
-    def find_shortest(self) -> None:
+    def note_shortest(self) -> None:
         """Note how long the shortest lease is that is kept now."""
         # keep() wakes the thread again for a lease that is added meanwhile:
         #
@@ -311,7 +321,7 @@ class Renewer(Background):
             sent = clock.now()
             outcomes = store.renew_many(requests)
             for lease, request, outcome in zip(due, requests, outcomes, strict=True):
-                if isinstance(outcome, LockUnavailable):  # for this lease alone
+                if isinstance(outcome, LockUnavailable):  # the error is for this lease alone
                     self.error = outcome
                 elif outcome is Outcome.UNSURE:
                     self.is_unsure = True
@@ -325,14 +335,15 @@ class Renewer(Background):
     def check_fixed(self, leases: list[Any]) -> None:
         """Find out which leases that are never renewed the cache has forgotten."""
         for lease in leases:
-            # Its body may end during the request.
+            # The body of the lease may end during the request.
             if not lease.renews and not lease.is_there() and lease.held:
                 lease.lose()
 
     def release_some(self) -> None:
         """Make owed releases until the next tick is due.
 
-        Of several servers, another may answer: after an error try others, for a tenth of a tick.
+        Of several servers, another may answer. So after an error this tries the other releases,
+        for a tenth of a tick.
         """
         soon = clock.now() + self.interval / 10
         for _ in range(len(self.owed)):
@@ -352,13 +363,14 @@ class Renewer(Background):
                 break
 
     def release(self, owed: Owed) -> None:
+        """Leave an entry; of several slots, only in those that have its bytes."""
         store = self.store()
         keys = owed.keys
         if len(keys) > 1:
             found = store.read_many(keys)
             keys = [key for key, entry in found.items() if entry.value == owed.value]
         for key in keys:
-            store.release(key, owed.value, owed.new, owed.new_until)
+            store.release(key, owed.value, owed.replacement, owed.replacement_until)
 
 
 class Renewers(dict[str, Renewer]):
@@ -372,7 +384,7 @@ renewers = Renewers()
 
 
 def release_owed(seconds: float) -> None:
-    """Wait at most so long until all entries are left that must be, before the process ends."""
+    """Wait, at most so long, until no entry is owed any more, before the process ends."""
     until = clock.now() + seconds
     while clock.now() < until:
         if not any(each.owed or each.dead for each in list(renewers.values())):

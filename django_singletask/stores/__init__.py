@@ -145,7 +145,7 @@ def choose(cache: Any) -> tuple[str, str]:
 
 
 def _own_stores() -> dict[str, str]:
-    """Return ``SINGLETASK_STORES``; raise ``ImproperlyConfigured`` if it is no such dict."""
+    """Return ``SINGLETASK_STORES``; raise ``ImproperlyConfigured`` if no dict of paths."""
     own = conf.stores
     if isinstance(own, dict):
         paths = [*own, *own.values()]
@@ -195,7 +195,7 @@ def open_store(alias: str) -> Store:
         )
     try:
         return load_store(path)(cache, alias)
-    except ValueError as error:  # a port that is no number
+    except ValueError as error:  # for example, the port is no number
         raise ImproperlyConfigured(f"{_setting_of(alias)} cannot be opened: {error}.") from error
 
 
@@ -238,7 +238,7 @@ class _Stores(dict[str, Store]):
         self.opener = _opener
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        for store in self.values():  # none if a signal came before the pid was set
+        for store in self.values():  # there are none if a signal came before the pid was set
             # At the end of the process modules may be gone, and the sockets close anyway.
             if not is_finalizing() and self.pid == os.getpid():
                 _open_stores.discard(store)

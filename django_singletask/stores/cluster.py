@@ -104,7 +104,7 @@ class Node(RedisStore):
         self.client_errors = cluster.client_errors
         self.refusals = cluster.refusals
         self.connect = cluster.connect
-        host, _, port = where.rpartition(":")  # of IPv6, the host has colons
+        host, _, port = where.rpartition(":")  # an IPv6 host has colons
         self.options = cluster.options | {"host": host, "port": int(port)}
         self.patience = cluster.patience
         self.pools = cluster.pools
@@ -147,7 +147,7 @@ class Node(RedisStore):
         nodes = self.cluster.map
         if line == b"not ready" and nodes.servers.get(self.where) in nodes.ready:
             return
-        for epoch, owner in zip(nodes.epochs, nodes.owners, strict=False):  # none at first
+        for epoch, owner in zip(nodes.epochs, nodes.owners, strict=False):  # no owners at first
             if owner == self.where:
                 epoch.note("server", line)
         nodes.servers[self.where] = line  # last: read_map() would note the line without a change
@@ -276,7 +276,7 @@ class ClusterStore(RedisStore):
             self.read_map()
         if self.addresses != self.map.addresses:
             self.addresses = self.map.addresses
-            self.close()  # so no connection to a node that is gone stays; others connect again
+            self.close()  # so that no connection to a node that is gone stays
         owner = self.map.owners[group]
         if not owner:
             return self.seeds[0]

@@ -48,52 +48,53 @@ class Header:
     due: float | int = 0.0  # the earliest start as a Unix time, kept while postponed; 0: unknown
     delay: float | int = 0.0  # the seconds from the sending to that time
     hops: int = 0  # how often the message was postponed, apart from outages
-    met: str | None = None  # the token of the holder that it met last
+    met: str | None = None  # the token of the holder that the message met last
     outage_hops: int = 0  # how often this outage of the cache has postponed it
-    requeued_at: float | int = 0.0  # since when "requeue" postpones it (Unix time); 0: it does not
+    requeued_at: float | int = 0.0  # since when "requeue" postpones the call (Unix time)
     redelivered: int = 0  # WAITS or READS
-    marked: bool = False  # it may have been delivered before, but has not met its first run
+    marked: bool = False  # the message may be a redelivery, but has not met its first run
     received: float | int = 0.0  # when the worker got this delivery (Unix time); never sent on
-    # Its place among the calls that replace each other, until its body begins.
+    # The place of the call among the calls that replace each other, until its body begins.
     ticket: list | None = None  # type: ignore[type-arg]
-    # The key before retry() or replace() changed the arguments: from signature_from_request to
-    # apply_async, which does not send it.
+    # The key of the call before retry() or replace() changed the arguments. The field is there from
+    # signature_from_request to apply_async, which does not send it.
     was: str | None = None
     version: int = VERSION
 
     @classmethod
     def of(cls, fields: Mapping[str, Any] | None, task_id: str | None, task: str) -> Header | None:
-        """Read the header of a call; None if there is none, or if it is of another call.
+        """Return the header of a call; None without a header, or if the header is of another call.
 
         ``fields`` are the attributes of a request, or the headers of a message. Raises
         ``ValueError`` if a field has a wrong type: another program wrote it.
         """
         if not fields or task_id is None:
             return None
+        wire = None
         for place in (fields, fields.get("headers")):
-            if isinstance(place, Mapping):
-                found = place.get(HEADER)
-                if (
-                    isinstance(found, dict)
-                    and found.get("id") == task_id
-                    and found.get("task") == task
-                ):
-                    wire = found
-                    break
-        else:
+            if not isinstance(place, Mapping):
+                continue
+            found = place.get(HEADER)
+            if not isinstance(found, dict):
+                continue
+            if found.get("id") == task_id and found.get("task") == task:
+                wire = found
+                break
+        if wire is None:
             return None
         header = cls(task_id, task)
         version = wire.get("version", VERSION)
         if isinstance(version, int) and version > VERSION:
             wire = {field: wire[field] for field in ("name", "key") if field in wire}
         for field, value in wire.items():
-            if field in TYPES:  # a newer header may have other fields
-                if not isinstance(value, TYPES[field]):
-                    raise ValueError(
-                        f"The message header {HEADER!r} has an invalid {field!r}, of type "
-                        f"{type(value).__name__}."
-                    )
-                setattr(header, field, value)
+            if field not in TYPES:  # a newer header may have other fields
+                continue
+            if not isinstance(value, TYPES[field]):
+                raise ValueError(
+                    f"The message header {HEADER!r} has an invalid {field!r}, of type "
+                    f"{type(value).__name__}."
+                )
+            setattr(header, field, value)
         if header.options:
             header.options = {name: header.options[name] for name in NAMES & header.options.keys()}
             if header.options.get("lock_wait") == ENDLESS:
@@ -104,7 +105,7 @@ class Header:
         return header
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the headers of a message with this one."""
+        """Return the headers of a message, with this header among them."""
         wire = {field: value for field, value in vars(self).items() if value}
         if self.options and self.options.get("lock_wait") == math.inf:
             wire["options"] = {**self.options, "lock_wait": ENDLESS}
@@ -138,7 +139,10 @@ TYPES = get_type_hints(Header)
 
 
 def hidden_arguments(options: Mapping[str, Any]) -> str | None:
-    """Return the ``argsrepr`` and ``kwargsrepr`` of a caller, shown instead of the arguments."""
+    """Return the ``argsrepr`` and ``kwargsrepr`` of a caller, or None if both are empty.
+
+    They are shown instead of the arguments.
+    """
     texts = [options[name] for name in ("argsrepr", "kwargsrepr") if options.get(name)]
     if not texts:
         return None
@@ -154,6 +158,9 @@ def hidden_in_message(app: Celery, request: Any, args: Any, kwargs: Any) -> str 
     texts = {}
     for name, value in (("argsrepr", tuple(args)), ("kwargsrepr", kwargs)):
         text = getattr(request, name, None)
-        if text and text != saferepr(value, getattr(app.amqp, f"{name}_maxsize")):
+        if not text:
+            continue
+        usual = saferepr(value, getattr(app.amqp, f"{name}_maxsize"))
+        if text != usual:
             texts[name] = text
     return hidden_arguments(texts)

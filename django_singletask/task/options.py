@@ -28,7 +28,7 @@ from django_singletask.locks.ref import LockRef
 from django_singletask.version import DOCS
 
 Problem = tuple[tuple[str, ...], Exception]
-"""Names of options, and their error. A ``UserWarning`` is only reported by the system check."""
+"""The names of options, and their error. Only the system check reports a ``UserWarning``."""
 
 Limits = dict[str, bool]
 SECONDS: dict[str, Limits] = {
@@ -61,7 +61,7 @@ WHY = f"Change or remove one of them; see {DOCS}/reference/options.html#pairs"
 
 
 def shown(value: Any) -> str:
-    """Return the value of an option as text; of a function the name, without its address."""
+    """Return the value of an option as text; a function has its name, without its address."""
     name = getattr(value, "__qualname__", None)
     if name:
         return str(name)
@@ -76,7 +76,7 @@ def check_value(option: str, where: str, value: Any, parameters: Parameters | No
     what = f"{option} {where}"
     kind = None
     if value is getattr(Attributes, option):
-        return  # the default
+        return  # the value is the default
     if option in SECONDS:
         check_seconds(what, value, **SECONDS[option])
     elif option == "lock_slots":
@@ -84,7 +84,8 @@ def check_value(option: str, where: str, value: Any, parameters: Parameters | No
     elif option == "on_conflict" and value == "rerun":
         raise ValueError(f"{option}={value!r} {where} was removed: set {INSTEAD_OF_RERUN} instead.")
     elif option in CHOICES:
-        check_choice(option, value, CHOICES[option], f" {where}")
+        after_value = f" {where}"
+        check_choice(option, value, CHOICES[option], after_value)
     elif option == "lock_on" and isinstance(value, str):
         raise TypeError(f"{option}={value!r} {where} is a string; did you mean [{value!r}]?")
     elif option == "lock_on" and not are_names(value):
@@ -159,7 +160,7 @@ OTHER_WORDS = {
 
 
 def guess(name: str, default: str = "") -> str:
-    """Return which option is meant by a misspelled name, for an error."""
+    """Return a hint that names the option that a misspelled name means, or ``default``."""
     similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
     if not similar:
         return default
@@ -175,7 +176,7 @@ def unknown_options(names: Iterable[str], base: type) -> Iterator[tuple[str, str
         if name in OTHER_WORDS:
             hint = f"use {OTHER_WORDS[name]}. {GUIDE}"
         elif name.startswith(("lock_", "unique_")):
-            hint = guess(name, ALL)
+            hint = guess(name, default=ALL)
         if hint:
             yield name, hint
 
@@ -186,7 +187,8 @@ class LockOptions(SimpleNamespace, Attributes):
     @classmethod
     def of(cls, task: object, overrides: Mapping[str, Any] | None = None) -> LockOptions:
         """Return the options of a task, with the changes of one call."""
-        options = cls(**dict(zip(FIELDS, _values(task), strict=True)))
+        of_task = dict(zip(FIELDS, _values(task), strict=True))
+        options = cls(**of_task)
         if overrides:
             if "lock_on" in overrides or "lock_name" in overrides:
                 # Only one of the two can be set, so the call's one replaces the task's one.
@@ -199,7 +201,7 @@ class LockOptions(SimpleNamespace, Attributes):
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired.
 
-        Raises :class:`LockError` if the call takes none.
+        Raises :class:`LockError` if the call takes no lock.
         """
         if key == NO_LOCK:
             raise LockError(f"lock_name of {task} returned None: this call takes no lock.")
@@ -226,7 +228,7 @@ class LockOptions(SimpleNamespace, Attributes):
             value = getattr(task, name)
             # A property has a value only on the task.
             if callable(value) or not hasattr(value, "__get__"):
-                with suppress(ValueError):  # a subclass may set another one
+                with suppress(ValueError):  # a subclass may set another value
                     check_value(name, where, value)
 
     @classmethod
@@ -236,14 +238,15 @@ class LockOptions(SimpleNamespace, Attributes):
             raise TypeError(f"lock_options of {task.name} must be a dict, not {overrides!r}.")
         where = f"in lock_options of {task.name}"
         for name in sorted(map(str, overrides.keys() - NAMES)):
-            raise TypeError(f"{name!r} {where} is unknown; {guess(name, ALL)}")
+            hint = guess(name, default=ALL)
+            raise TypeError(f"{name!r} {where} is unknown; {hint}")
         for names, error in cls.of(task, overrides).problems(where):
             if not isinstance(error, Warning) and not overrides.keys().isdisjoint(names):
                 raise error
 
     @classmethod
     def problems_of(cls, task: Any) -> Iterator[Problem]:
-        """Yield what is wrong with the options of a task."""
+        """Return an iterator over what is wrong with the options of a task."""
         return cls.of(task).problems(f"of {task.name}", parameters_of(task))
 
     def problems(self, where: str, parameters: Parameters | None = None) -> Iterator[Problem]:
