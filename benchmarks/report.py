@@ -7,7 +7,7 @@ import platform
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,17 @@ from benchmarks.measure import Series
 
 PACKAGES = ["Django", "celery", "redis", "hiredis", "django-redis", "pymemcache", "pylibmc"]
 PACKAGES += ["psycopg", "celery-singleton", "celery-once", "python-redis-lock", "django-pglock"]
-VERSIONS = {name: version(name) for name in PACKAGES}
+
+
+def installed(name: str) -> str:
+    """Return the version of a package; the model of a fleet needs only a few of them."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+VERSIONS = {name: installed(name) for name in PACKAGES}
 """They are read before something is measured: without hiredis, redis-py is another client."""
 
 
