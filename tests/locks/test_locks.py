@@ -832,7 +832,7 @@ class TestOnlyOne:
         [
             ({"skip_result": dict}, TypeError, "use on_skip"),
             ({"on_skip": "report"}, TypeError, "must be a function"),
-            ({"on_skip": print, "on_conflict": "raise"}, TypeError, 'on_conflict "skip"'),
+            ({"on_skip": print, "on_conflict": "raise"}, TypeError, 'needs on_conflict="skip"'),
             ({"timeout": -1}, ValueError, "timeout"),
             ({"at_least": -1}, ValueError, "at_least"),
         ],
