@@ -83,4 +83,4 @@ def test_the_watcher_has_no_lock_to_free(task, sent):
     task.delay(0)
     [message] = sent
     accepted = inside.accepted(task, message["headers"])
-    assert accepted.lock() is None
+    assert accepted.find_lock() is None
