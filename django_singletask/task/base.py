@@ -83,7 +83,7 @@ def check_definition(cls: type, base: type) -> None:
 celeryd_after_setup.connect(check_installed)
 
 
-Publish = Callable[[], AsyncResult[Any]]
+Publish = Callable[[], Any]
 
 # ``_protected`` of a request: Celery's private mark, which says how far its call has come. Another
 # call of the task beside a request whose mark is not 0 is a direct call.
